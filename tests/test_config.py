@@ -62,7 +62,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("cpu_sums", "tile", ["'auto'", "'pairs'", "'tiles'"]),
     ],
 )
-def test_a_choice_that_is_not_there_names_those_that_are(
+def test_choice_that_is_not_there_names_those_that_are(
     name: str, value: Any, choices: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -113,12 +113,12 @@ def test_chunk_size_without_chunks_is_a_contradiction() -> None:
         ({"zzz": 1}, "no option 'zzz'; it has model_path, .*seed"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
+def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make(**options)
 
 
-def test_a_missing_or_surplus_argument_is_a_config_error() -> None:
+def test_missing_or_surplus_argument_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="model_path"):
         EngineConfig()  # pyright: ignore[reportCallIssue]
     with pytest.raises(ConfigError, match="EngineConfig"):
@@ -142,7 +142,7 @@ def test_configs_are_frozen_and_compare_by_value() -> None:
         dataclasses.replace(config, block_size=0)
 
 
-def test_the_scheduler_part_is_the_same_values() -> None:
+def test_scheduler_part_is_the_same_values() -> None:
     options = {
         "max_batch_size": 3,
         "max_tokens_per_batch": 17,

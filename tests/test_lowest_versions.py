@@ -84,7 +84,7 @@ def lowest(extras: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("extras", TESTS, ids=" ".join)
-def test_a_range_begins_with_its_lowest_version(extras: tuple[str, ...]) -> None:
+def test_range_begins_with_its_lowest_version(extras: tuple[str, ...]) -> None:
     assert all("==" in each and ">" not in each and "," not in each for each in lowest(extras))
 
 
@@ -100,7 +100,7 @@ def test_every_package_of_the_extra_for_one_machine_is_tried() -> None:
     sys.version_info[:2] != (3, 11), reason="the lowest versions are those of the oldest Python"
 )
 @pytest.mark.parametrize("extras", TESTS, ids=" ".join)
-def test_the_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
+def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", *lowest(extras)]

@@ -282,7 +282,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_front_door_holds_exactly_these_names() -> None:
+def test_front_door_holds_exactly_these_names() -> None:
     assert set(nano_inference.__all__) == NAMES
     assert sorted(nano_inference.__all__) == nano_inference.__all__
     assert all(hasattr(nano_inference, name) for name in NAMES)
@@ -329,7 +329,7 @@ def test_methods_of_the_engine() -> None:
         assert found == expected, name
 
 
-def test_a_weight_update_has_these_options() -> None:
+def test_weight_update_has_these_options() -> None:
     assert set(get_type_hints(UpdateOptions)) == {
         "kv_policy",
         "version",
@@ -376,7 +376,7 @@ def test_statistics_are_plain_numbers() -> None:
     assert set(own.values()) == {int, float}
 
 
-def test_the_version_is_a_release() -> None:
+def test_version_is_a_release() -> None:
     parts = nano_inference.__version__.split(".")
     assert len(parts) == 3
     assert all(part.isdigit() for part in parts)

@@ -46,7 +46,7 @@ NAN, INF = math.nan, math.inf
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
     ],
 )
-def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do: str) -> None:
+def test_number_out_of_range_says_which_range(name: str, value: Any, would_do: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}={value!r} must be .*{would_do}"):
         SamplingParams(**{name: value})
 
@@ -55,7 +55,7 @@ def test_a_number_out_of_range_says_which_range(name: str, value: Any, would_do:
     "name", ["temperature", "repetition_penalty", "max_tokens", "top_k", "top_logprobs", "seed"]
 )
 @pytest.mark.parametrize("digits", [400, 5000])
-def test_an_integer_that_no_machine_number_holds_is_refused(name: str, digits: int) -> None:
+def test_integer_that_no_machine_number_holds_is_refused(name: str, digits: int) -> None:
     """Also one whose digits Python refuses to write."""
     value, told = 10**digits, rf"about 10\*\*{digits}"
     with pytest.raises(InvalidRequest, match=f"^{name}={told} must be"):
@@ -71,14 +71,14 @@ def test_switches_are_booleans(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-def test_the_best_tokens_of_a_prompt_come_with_its_logprobs() -> None:
+def test_best_tokens_of_a_prompt_come_with_its_logprobs() -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt_top_logprobs=3 needs prompt_logprobs=True"):
         SamplingParams(prompt_top_logprobs=3)
     assert SamplingParams(prompt_top_logprobs=3, prompt_logprobs=True).prompt_top_logprobs == 3
 
 
 @pytest.mark.parametrize("value", [3, b"salt", ["salt"], False])
-def test_a_salt_is_a_string(value: Any) -> None:
+def test_salt_is_a_string(value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^cache_salt must be a string or None"):
         SamplingParams(cache_salt=value)
     assert SamplingParams(cache_salt="").cache_salt == ""
@@ -111,18 +111,18 @@ def test_stop_strings_become_a_tuple(value: Any, kept: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "value", [5, None, [(1, 2.0)], {"1": 2.0}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}]
 )
-def test_a_bias_maps_ids(value: Any) -> None:
+def test_bias_maps_ids(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         SamplingParams(logit_bias=value)
 
 
 @pytest.mark.parametrize("value", [100.5, -101, NAN, INF, "1", None, True])
-def test_a_bias_is_a_number_in_range(value: Any) -> None:
+def test_bias_is_a_number_in_range(value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"logit_bias\[3\]=.*\[-100, 100\]"):
         SamplingParams(logit_bias={3: value})
 
 
-def test_a_bias_is_copied() -> None:
+def test_bias_is_copied() -> None:
     given = {3: 1}
     params = SamplingParams(logit_bias=given)
     given[4] = 2
@@ -135,7 +135,7 @@ def test_allowed_ids_are_a_set_of_ids(value: Any) -> None:
         SamplingParams(allowed_token_ids=value)
 
 
-def test_an_allowed_set_must_leave_something_to_draw() -> None:
+def test_allowed_set_must_leave_something_to_draw() -> None:
     with pytest.raises(InvalidRequest, match="allowed_token_ids is empty"):
         SamplingParams(allowed_token_ids=[])
     with pytest.raises(InvalidRequest, match="stop token id 9 is not among allowed_token_ids"):
@@ -177,7 +177,7 @@ def test_what_counts_as_a_filter(options: dict[str, Any], filters: bool) -> None
     assert SamplingParams(**options).filters == filters
 
 
-def test_the_ends_of_the_ranges_are_inside() -> None:
+def test_ends_of_the_ranges_are_inside() -> None:
     SamplingParams(
         temperature=0,
         top_p=1,
@@ -204,7 +204,7 @@ def test_the_ends_of_the_ranges_are_inside() -> None:
         ({"qqq": 4}, "it has temperature, .*priority"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
+def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         SamplingParams(**options)
 

@@ -34,7 +34,7 @@ def wheel_of(tree: Path) -> tuple[str, set[str]]:
         return wheel.name, set(archive.namelist())
 
 
-def test_a_wheel_holds_all_files_of_the_package(tree: Path) -> None:
+def test_wheel_holds_all_files_of_the_package(tree: Path) -> None:
     name, files = wheel_of(tree)
     assert name.endswith("-py3-none-any.whl")
     source = tree / "src"
@@ -43,7 +43,7 @@ def test_a_wheel_holds_all_files_of_the_package(tree: Path) -> None:
     assert own <= files
 
 
-def test_a_wheel_with_kernels_is_for_its_platform(tree: Path) -> None:
+def test_wheel_with_kernels_is_for_its_platform(tree: Path) -> None:
     library = tree / "src/nano_inference/ops/cpu/prebuilt/avx2-x86_64-abc/libnano.so"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"not really")

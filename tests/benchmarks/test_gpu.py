@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_check.sh"
 
 
-def test_the_workload_is_the_published_one() -> None:
+def test_workload_is_the_published_one() -> None:
     load, other = nano_vllm(), nano_vllm(seed=1)
     assert (
         (load.prompt_tokens, load.output_tokens)
@@ -56,14 +56,14 @@ def test_its_roofline_is_that_of_the_issue() -> None:
     assert nano_vllm().output_tokens / bound.bound == pytest.approx(25_600, rel=0.03)
 
 
-def test_a_decode_is_bound_by_what_takes_longer() -> None:
+def test_decode_is_bound_by_what_takes_longer() -> None:
     shape = Shape(layers=10, head=2, attention=1, weights=100, kv=3)
     assert ours.decode_bound(shape, Rates(1e9, 1.0), 2, 50.0) == 100 + 150
     assert ours.decode_bound(shape, Rates(1.0, 1e9), 2, 50.0) == 2 * 12 + 50
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dry_run_is_small_and_known_to_the_tiny_model(name: str) -> None:
+def test_dry_run_is_small_and_known_to_the_tiny_model(name: str) -> None:
     load = TOY.fit(workload(name))
     assert load.output_tokens + load.prompt_tokens < 250
     assert all(token < TINY["vocab_size"] for request in load.requests for token in request.prompt)
@@ -85,7 +85,7 @@ def test_busy_time_counts_every_moment_once(drawn: list[tuple[int, int]]) -> Non
     assert wall == (max(end for _, end in spans) - spans[0][0] if spans else 0)
 
 
-def test_a_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
+def test_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "ts": 10, "dur": 4},
         {"cat": "cpu_op", "ts": 0, "dur": 100},
@@ -98,7 +98,7 @@ def test_a_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
+def test_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
     """Its greedy tokens (a temperature near 0) are the engine's, for prompts of several lengths in
     one batch.
     """
@@ -166,7 +166,7 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
     assert "FAILED: RuntimeError: no" in text
 
 
-def test_the_stages_of_a_command_end_before_its_machine_is_taken_away() -> None:
+def test_stages_of_a_command_end_before_its_machine_is_taken_away() -> None:
     """Three commands of at most ten minutes each, of which some seconds go to the report."""
     groups: dict[str, int] = {}
     names: list[str] = []
@@ -215,7 +215,7 @@ def test_kernel_times_count_launches_of_a_step() -> None:
     assert floors == {"products": 1000, "attention": 150, "draw": 2 * TINY["vocab_size"] * 4}
 
 
-def test_the_tree_of_the_sources_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
+def test_tree_of_the_sources_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
     """So results from a machine without .git say which sources they are of."""
     folder = tmp_path / "src"
     for name, text in (("a.py", "1"), ("a/b.py", "2"), ("a.b/c", "3"), ("run.sh", "4")):
@@ -233,7 +233,7 @@ def test_the_tree_of_the_sources_has_the_name_that_git_gives_it(tmp_path: Path) 
     assert card.tree_hash(folder) == tree
 
 
-def test_a_part_that_fails_keeps_the_stack(tmp_path: Path) -> None:
+def test_part_that_fails_keeps_the_stack(tmp_path: Path) -> None:
     part = Part(tmp_path, "engine")
 
     def fails() -> None:
@@ -245,7 +245,7 @@ def test_a_part_that_fails_keeps_the_stack(tmp_path: Path) -> None:
     assert "in fails" in row["stack"]
 
 
-def test_a_shard_that_is_stopped_leaves_its_output(tmp_path: Path) -> None:
+def test_shard_that_is_stopped_leaves_its_output(tmp_path: Path) -> None:
     path = tmp_path / "shard.txt"
     command = ["bash", "-c", "echo so far; exec sleep 600"]
     for seconds in (1.0, 5.0, 30.0):  # a busy machine needs longer to write the line
@@ -299,7 +299,7 @@ fi
     return path
 
 
-def test_a_killed_check_leaves_an_archive_of_what_it_found(tmp_path: Path) -> None:
+def test_killed_check_leaves_an_archive_of_what_it_found(tmp_path: Path) -> None:
     """Also of the stage that was running, and whether its machine is taken away or not."""
     ready, out = tmp_path / "ready", tmp_path / "out"
     (tmp_path / "bin").mkdir()
@@ -337,7 +337,7 @@ def test_a_killed_check_leaves_an_archive_of_what_it_found(tmp_path: Path) -> No
         (["one", "two"], "two folders are named"),
     ],
 )
-def test_the_script_refuses_what_it_does_not_know(options: list[str], said: str) -> None:
+def test_script_refuses_what_it_does_not_know(options: list[str], said: str) -> None:
     done = check(*options, seconds=60)
     assert done.returncode == 2
     assert said in done.stderr
@@ -353,7 +353,7 @@ def test_without_a_card_it_says_so_and_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
+def test_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     done = check("--dry-run", str(tmp_path), seconds=2400)
     stages = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
     ended = {stage["stage"]: stage["ended"].split(":")[0] for stage in stages}

@@ -55,7 +55,7 @@ def test_documents_are_counted_by_what_masks_let_through(folder: Path, name: str
     assert found == (None if name == "xgrammar" else "uniqueItems")
 
 
-def test_a_document_that_stops_too_early_is_not_accepted() -> None:
+def test_document_that_stops_too_early_is_not_accepted() -> None:
     class Endless:
         words = np.full(1, ~(1 << EOS), dtype=np.int32)
 
@@ -105,7 +105,7 @@ def test_data_that_is_no_clone_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_with_grammars_against_one_without(
+def test_step_with_grammars_against_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = byte_tokenizer(tmp_path)

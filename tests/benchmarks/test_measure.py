@@ -15,7 +15,7 @@ from nano_bench.outcomes import percentile
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200), st.integers(1, 100))
-def test_a_percentile_is_a_value_that_enough_others_do_not_exceed(
+def test_percentile_is_a_value_that_enough_others_do_not_exceed(
     values: list[float], share: int
 ) -> None:
     found = percentile(values, share)
@@ -31,7 +31,7 @@ def test_placement_says_whether_the_cores_moved() -> None:
     assert placement([(None, None)]) == "unknown"
 
 
-def test_a_stopwatch_keeps_every_run() -> None:
+def test_stopwatch_keeps_every_run() -> None:
     watch = Stopwatch()
     assert [watch.time(lambda: 7), watch.time(lambda: 8)] == [7, 8]
     row = watch.row(name="x")
@@ -40,7 +40,7 @@ def test_a_stopwatch_keeps_every_run() -> None:
     assert watch.rates(10)["min"] == pytest.approx(10 / max(watch.seconds), rel=1e-3)
 
 
-def test_a_report_keeps_the_rows_that_were_not_measured_again(tmp_path: Path) -> None:
+def test_report_keeps_the_rows_that_were_not_measured_again(tmp_path: Path) -> None:
     out = tmp_path / "sub" / "report.json"
     write("throughput", [{"name": "a", "value": 1}, {"name": "b", "value": 1}], {}, out)
     write("throughput", [{"name": "b", "value": 2}], {}, out)
@@ -50,7 +50,7 @@ def test_a_report_keeps_the_rows_that_were_not_measured_again(tmp_path: Path) ->
     assert report["machine"]["cores"] >= 1
 
 
-def test_a_cell_shows_the_spread() -> None:
+def test_cell_shows_the_spread() -> None:
     assert cell(spread([1.0, 3.0, 2.0])) == "2 [1..3]"
     assert cell(spread([12345.6])) == "12,346"
     assert cell(None) == "-"

@@ -66,7 +66,7 @@ class Fake:
         return 0.0
 
 
-def test_the_gain_is_to_the_same_engine_without_drafts() -> None:
+def test_gain_is_to_the_same_engine_without_drafts() -> None:
     plain, drafted = Fake("a", "no drafts", 2.0, 0), Fake("a", "ngram", 1.0, 10)
     other = Fake("b", "no drafts", 9.0, 0)
     rows = {row["name"]: row for row in compete(STREAM, [plain, drafted, other], 2)}
@@ -80,7 +80,7 @@ def test_the_gain_is_to_the_same_engine_without_drafts() -> None:
     assert plain.seeds == drafted.seeds == [999_000, 999_001, 0, 1, 1000, 1001]
 
 
-def test_an_engine_that_fails_sits_out_the_rest(capsys: pytest.CaptureFixture) -> None:
+def test_engine_that_fails_sits_out_the_rest(capsys: pytest.CaptureFixture) -> None:
     rows = compete(STREAM, [Fake("a", "no drafts", 1.0, 0), Fake("b", "x", 1.0, 0, fails=5)], 3)
     assert [row["engine"] for row in rows] == ["a"]
     assert "b (x) failed: it has had enough" in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_files_are_quantised_once(tmp_path: Path) -> None:
         LlamaServer(setting, plain, 1, tmp_path, tmp_path / "log")
 
 
-def test_the_perplexity_of_llama_cpp(tmp_path: Path) -> None:
+def test_perplexity_of_llama_cpp(tmp_path: Path) -> None:
     tool(
         tmp_path,
         "llama-perplexity",

@@ -14,7 +14,7 @@ from nano_inference.fleet.router import Router, Ticket
 
 @pytest.mark.thorough(cases=["True"])
 @pytest.mark.parametrize("just_read", [False, True])
-def test_the_routers_time_is_a_row(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_time_is_a_row(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=3000)  # of a clock that is read twice for each request
 
     class Counted(Router):

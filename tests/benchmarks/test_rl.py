@@ -54,6 +54,6 @@ def test_every_part_but_the_broadcast(options: Options) -> None:
 
 
 @pytest.mark.thorough
-def test_a_broadcast_from_a_second_process(options: Options) -> None:
+def test_broadcast_from_a_second_process(options: Options) -> None:
     rows = rl.measure(options, ("broadcast",))
     assert [len((row.get("seconds") or row["ratio"])["runs"]) for row in rows] == [3, 3, 3]

@@ -76,7 +76,7 @@ def test_every_token_is_computed_once(name: str) -> None:
     st.floats(1.0, 1e9),
     st.floats(1.0, 1e9),
 )
-def test_the_bound_lies_between_full_overlap_and_none(
+def test_bound_lies_between_full_overlap_and_none(
     pairs: list[tuple[int, int]], product: float, read: float
 ) -> None:
     bound = bound_of([Step(*pair) for pair in pairs], Rates(product, read))

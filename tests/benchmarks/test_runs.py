@@ -67,9 +67,7 @@ def test_prefill_by_length_and_chunk(options: Options) -> None:
 
 
 @pytest.mark.thorough
-def test_a_worker_takes_its_turn_and_is_stopped_in_between(
-    options: Options, tmp_path: Path
-) -> None:
+def test_worker_takes_its_turn_and_is_stopped_in_between(options: Options, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.peers.ours_worker", json.dumps(options.as_dict())]
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     worker = Worker(OURS, "default", command, environment, tmp_path / "worker.log", "")
@@ -109,7 +107,7 @@ def test_models_of_the_benchmarks_are_of_the_size_in_their_names() -> None:
     }
 
 
-def test_a_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
+def test_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="no such model"):
         Worker(
             "broken",
@@ -121,7 +119,7 @@ def test_a_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
         )
 
 
-def test_the_best_setting_counts_and_rounds_are_paired() -> None:
+def test_best_setting_counts_and_rounds_are_paired() -> None:
     def row(engine: str, setting: str, runs: list[float]) -> dict:
         seconds = {"median": sorted(runs)[len(runs) // 2], "runs": runs}
         return {"workload": "W1", "engine": engine, "setting": setting, "seconds": seconds}
@@ -150,7 +148,7 @@ def test_settings_of_a_peer_take_one_pass_each() -> None:
     assert wanted("W2", Choice(engines=("llama.cpp",)), 0) == [("llama.cpp", "own KV")]
 
 
-def test_a_peer_that_is_not_installed_is_left_out(
+def test_peer_that_is_not_installed_is_left_out(
     options: Options, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert compare.measure(options, ["W1"], Choice(engines=("vllm",), cache=tmp_path)) == []

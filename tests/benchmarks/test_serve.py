@@ -26,7 +26,7 @@ from nano_bench.wire import Broken
 from tests.ports import free_port
 
 
-def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:
+def test_engine_alone_runs_the_same_loop(options: Options) -> None:
     with opened(options) as engine:
         prompts = [[100 + place, 200] for place in range(7)]
         done = answer(engine, {"prompts": prompts, "output_tokens": 5, "concurrency": 3})
@@ -106,7 +106,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_a_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
+def test_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-c", SERVER, str(port), "3"]
     seen: list[psutil.Process] = []
@@ -124,7 +124,7 @@ def test_a_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
+def test_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
     port, before = free_port(), set(psutil.Process().children())
     command = [sys.executable, "-c", SERVER, str(port), "1000000"]
     with (
@@ -225,7 +225,7 @@ def test_gaps_belong_to_the_time_in_which_they_end() -> None:
     assert gaps_ending_in([stream, stream], begin, begin + 5.0) == [5.0, 5.0]
 
 
-def test_the_report_becomes_a_picture(tmp_path: Path) -> None:
+def test_report_becomes_a_picture(tmp_path: Path) -> None:
     def rows(part: str, **more: Any) -> list[dict[str, Any]]:
         figure = {"median": 3.0, "min": 2.0, "max": 4.0}
         figures = ("output_tokens_per_s", "before_p99_ms", "during_p99_ms")

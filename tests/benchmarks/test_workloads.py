@@ -39,7 +39,7 @@ def test_workloads_are_as_stated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_variant_has_the_same_shapes_and_shares_no_prefix(name: str) -> None:
+def test_variant_has_the_same_shapes_and_shares_no_prefix(name: str) -> None:
     one, other = workload(name), workload(name, variant=3)
     assert [(len(r.prompt), r.max_tokens, r.n) for r in one.requests] == [
         (len(r.prompt), r.max_tokens, r.n) for r in other.requests

@@ -165,7 +165,7 @@ def test_formats_that_lie_in_one_matrix_are_held_by_a_wider_one(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tied_head_in_codes_is_compared(tmp_path: Path, same: bool) -> None:
+def test_tied_head_in_codes_is_compared(tmp_path: Path, same: bool) -> None:
     config = llama_config(**SIZES, tie=True)
     stored, _ = quantised("compressed-int8", llama_weights(config))
     drawn = torch.Generator().manual_seed(0)
@@ -209,9 +209,7 @@ def test_scales_that_are_damaged_are_refused(tmp_path: Path) -> None:
 @pytest.mark.thorough(cases=["compressed-int8-cpu", "gptq-128-cpu"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["compressed-int8", "gptq-128", "awq-64"])
-def test_an_engine_answers_with_a_checkpoints_codes(
-    tmp_path: Path, name: str, backend: str
-) -> None:
+def test_engine_answers_with_a_checkpoints_codes(tmp_path: Path, name: str, backend: str) -> None:
     folder = write(tmp_path, name)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     prompts = [[5, 6, 7, 8], [9] * 20, [11, 3]]
@@ -229,7 +227,7 @@ def test_an_engine_answers_with_a_checkpoints_codes(
         assert 0 < abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
-def test_a_start_up_line_says_that_codes_are_computed(
+def test_start_up_line_says_that_codes_are_computed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write(tmp_path, "awq-64")
@@ -262,7 +260,7 @@ def test_memory_is_told_by_format_and_updates_keep_it(tmp_path: Path, name: str)
     assert sums[0] == sums[1]
 
 
-def test_a_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path) -> None:
+def test_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path) -> None:
     """Before that the engine has the checkpoint's codes, and the trainer its own of the numbers."""
     with engine_of(write(tmp_path, "compressed-int4-64"), backend="cpu") as engine:
         model = PolicyModel(engine)
@@ -274,7 +272,7 @@ def test_a_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path
                 model.get_parameter(f"{UP}.weight").mul_(1.01)
 
 
-def test_a_sample_is_replayed_with_the_codes_of_the_checkpoints_folder(tmp_path: Path) -> None:
+def test_sample_is_replayed_with_the_codes_of_the_checkpoints_folder(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq")
     weights = llama_weights(llama_config(**SIZES), seed=1)
     with engine_of(folder, backend="cpu", dtype="bfloat16") as engine:
@@ -309,7 +307,7 @@ def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> No
     assert found["peak"] < found["size"] + hidden * inner  # a matrix in bfloat16 is twice that
 
 
-def test_an_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
+def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq", hidden=256, num_heads=8, num_kv_heads=4)
     params = SamplingParams(max_tokens=8, temperature=1.0)
     found: list[Any] = []

@@ -16,7 +16,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(mxfp4(blocks, scales), told)
 
 
-def test_the_sixteen_floats_of_four_bits() -> None:
+def test_sixteen_floats_of_four_bits() -> None:
     """By their fields: a sign, two bits of exponent around 1, one of fraction."""
     for code in range(16):
         sign, exponent, fraction = code >> 3, code >> 1 & 3, code & 1

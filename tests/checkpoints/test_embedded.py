@@ -70,7 +70,7 @@ def test_parts_are_joined_in_order(
     assert list((root / "cache").iterdir()) == [whole]
 
 
-def test_the_file_of_one_package_is_used_where_it_lies(
+def test_file_of_one_package_is_used_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = install(tmp_path, [b"GGUF"], monkeypatch)
@@ -127,7 +127,7 @@ def test_joins_at_once_all_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_named(
+def test_cache_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, [b"GG", b"UF"], monkeypatch)
@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_missing_package_names_the_command(
+def test_missing_package_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
     files = install(tmp_path, [b"G", b"GU", b"F"], monkeypatch)
@@ -149,7 +149,7 @@ def test_a_missing_package_names_the_command(
         find_embedded("tiny", tmp_path / "cache")
 
 
-def test_a_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     row = EmbeddedModel(
         packages={"no_such_package_here": "p==1"}, file_glob="*.gguf", sha256="", hub_id="a/b"
     )

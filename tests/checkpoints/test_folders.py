@@ -53,7 +53,7 @@ def hub_error(kind: type[Exception]) -> Exception:
         (PermissionError, r"could not be read \(PermissionError: long\)"),
     ],
 )
-def test_an_error_of_the_hub_is_one_sentence(
+def test_error_of_the_hub_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception], told: str
 ) -> None:
     def failing(*_: Any, **__: Any) -> str:
@@ -69,7 +69,7 @@ def test_an_error_of_the_hub_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["smollm2-135", "SmolLM-135M", "smollm-135m", "gemma3-270"])
-def test_a_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def failing(*_: Any, **__: Any) -> str:
         raise hub.LocalEntryNotFoundError("nothing here")
 
@@ -80,12 +80,12 @@ def test_a_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "SMOLLM2-135m"])
-def test_an_embedded_name_has_no_case(name: str) -> None:
+def test_embedded_name_has_no_case(name: str) -> None:
     assert plain_name(name) == "smollm2-135m"
     assert resolve_model(name) == resolve_model("smollm2-135m")
 
 
-def test_a_folder_with_an_embedded_name_is_a_folder(
+def test_folder_with_an_embedded_name_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_a_folder_with_an_embedded_name_is_a_folder(
         ("./model-q8.gguf", None),
     ],
 )
-def test_a_missing_file_is_known_without_the_hub(
+def test_missing_file_is_known_without_the_hub(
     name: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_a_missing_file_is_known_without_the_hub(
     assert why_missing(name) == why
 
 
-def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
+def test_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"})
     )
@@ -125,7 +125,7 @@ def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
         list(read_folder(tmp_path))
 
 
-def test_an_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
+def test_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
     config = llama_config()
     write_model(tmp_path, config, llama_weights(config))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -135,13 +135,13 @@ def test_an_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
         load_spec(tmp_path)
 
 
-def test_an_empty_folder_is_told_as_one(tmp_path: Path) -> None:
+def test_empty_folder_is_told_as_one(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=rf"^{tmp_path} is empty; a model's folder holds "):
         load_spec(resolve_model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_a_folder_of_pickles_is_told_as_one(tmp_path: Path, described: bool) -> None:
+def test_folder_of_pickles_is_told_as_one(tmp_path: Path, described: bool) -> None:
     config = llama_config()
     write_model(tmp_path, config, llama_weights(config))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model-00001-of-00002.bin")
@@ -175,7 +175,7 @@ def hub_that_gives(sizes: list[int], folder: Path, clock: Any) -> Any:
     return snapshot_download
 
 
-def test_a_download_tells_its_bytes(
+def test_download_tells_its_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -227,7 +227,7 @@ def test_what_is_loaded_and_dequantised_is_told(
         assert last == f"{doing} {name}: {whole} in {len(weights)} s"
 
 
-def test_a_folder_that_is_no_model_is_named_whole(
+def test_folder_that_is_no_model_is_named_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -238,7 +238,7 @@ def test_a_folder_that_is_no_model_is_named_whole(
         load_spec(resolve_model("."))
 
 
-def test_the_current_folder_as_an_update_leaves_the_message_whole(
+def test_current_folder_as_an_update_leaves_the_message_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name, ".", was taken out of the message wherever a sentence ends."""

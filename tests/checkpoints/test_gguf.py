@@ -141,7 +141,7 @@ def test_every_type_is_read_as_the_gguf_package_reads_it_or_refused(
     np.testing.assert_array_equal(matrix.float(), gguf.dequantize(raw, kind))
 
 
-def test_a_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     raw = path.read_bytes()
     name = b"blk.1.ffn_up.weight"
@@ -314,7 +314,7 @@ def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
     assert calls == [path]
 
 
-def test_a_folder_says_where_its_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_says_where_its_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     monkeypatch.chdir(tmp_path)
     folder = described(Path("m.gguf"), tmp_path / "cache")
@@ -362,7 +362,7 @@ def test_leftover_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
     assert leftover.is_dir()  # it may belong to a process that is still writing
 
 
-def test_a_description_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+def test_description_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     def failing_writer(path: Path, folder: Path) -> None:
         raise OSError("disk full")
 

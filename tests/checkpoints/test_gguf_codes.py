@@ -56,7 +56,7 @@ def test_blocks_stand_for_what_the_gguf_package_makes_of_them(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+def test_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
     """Every weight in codes stands for the very numbers of the file."""
     kind = gguf.GGMLQuantizationType[name]
     strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
@@ -81,7 +81,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_an_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> None:
+def test_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> None:
     strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
     kind = gguf.GGMLQuantizationType["Q8_0"]
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", matrices=kind)
@@ -102,7 +102,7 @@ def test_an_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) ->
         assert abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
-def test_a_folder_of_plain_weights_has_no_codes(tmp_path: Path) -> None:
+def test_folder_of_plain_weights_has_no_codes(tmp_path: Path) -> None:
     strong_model(tmp_path, "LlamaForCausalLM", **CONFIG)
     with pytest.raises(ModelLoadError, match="'file' computes with the codes of a quantised"):
         InferenceEngine(EngineConfig(str(tmp_path), quantization="file"))
@@ -116,7 +116,7 @@ def test_more_ranks_than_segments_do_not_share_blocks(tmp_path: Path) -> None:
         InferenceEngine(config)
 
 
-def test_a_file_s_name_finds_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_s_name_finds_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def describe(_path: Path, coded: bool = False) -> Path:

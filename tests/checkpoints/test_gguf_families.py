@@ -267,13 +267,13 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
     cases=["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "olmoe", "qwen2moe", *list(CASES)[::2]]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: str) -> None:
+def test_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: str) -> None:
     oracle = strong(tmp_path / "hf", name)
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
     assert disagreement(described(path, tmp_path / "cache"), oracle) < TOLERANCE
 
 
-def test_a_file_from_before_latents_were_met_agrees(
+def test_file_from_before_latents_were_met_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values are made by one tensor there, and metadata says heads as transformers does.
@@ -340,7 +340,7 @@ def test_keys_and_values_of_several_heads_are_refused(
 @pytest.mark.thorough(cases=["deepseek-v3-Q4_1"])
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1"])
 @pytest.mark.parametrize("name", ["llama 3", "mixtral", "deepseek-v3"])
-def test_a_quantised_file_agrees_with_its_dequantised_weights(
+def test_quantised_file_agrees_with_its_dequantised_weights(
     tmp_path: Path, name: str, quantisation: str
 ) -> None:
     oracle = strong(tmp_path / "hf", name)
@@ -460,7 +460,7 @@ def test_gemma3_has_no_default_for_what_llama_cpp_would_guess(tmp_path: Path, ke
         gemma3_config(tmp_path, **{key: None})
 
 
-def test_a_pattern_may_name_each_layer(tmp_path: Path) -> None:
+def test_pattern_may_name_each_layer(tmp_path: Path) -> None:
     config = gemma3_config(
         tmp_path, **{"attention.sliding_window_pattern": [True, False, *[True] * 5]}
     )
@@ -468,7 +468,7 @@ def test_a_pattern_may_name_each_layer(tmp_path: Path) -> None:
     assert full == [1]
 
 
-def test_a_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
+def test_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"layer_types .* 7 entries are needed"):
         gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [True, True, False]})
 

@@ -42,7 +42,7 @@ def completion(model: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_folder_of_parts_is_the_model(tmp_path: Path) -> None:
+def test_folder_of_parts_is_the_model(tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", stored_weights(hf_weights()))
     (tmp_path / "parts").mkdir()
     parts = split(tmp_path / "parts", stored_weights(hf_weights()))
@@ -54,7 +54,7 @@ def test_a_folder_of_parts_is_the_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "parts"))
 
 
-def test_a_folder_of_several_models_asks_which(tmp_path: Path) -> None:
+def test_folder_of_several_models_asks_which(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
         write_gguf(tmp_path / name, stored_weights(hf_weights()))
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_info_reads_the_header_alone(
     ]
 
 
-def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None:
+def test_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None:
     size = sparse_llama(tmp_path / "huge.gguf")
     with (tmp_path / "huge.gguf").open("ab") as file:
         file.truncate(size - 1)
@@ -157,7 +157,7 @@ def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> No
         describe_gguf(tmp_path / "huge.gguf", tmp_path / "cache")
 
 
-def test_a_description_says_what_the_loaded_folder_says(tmp_path: Path, cache: Path) -> None:
+def test_description_says_what_the_loaded_folder_says(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     folder = describe_model(str(path))
     assert load_spec(resolve_model(str(path))) == load_spec(folder)
@@ -170,7 +170,7 @@ def test_a_description_says_what_the_loaded_folder_says(tmp_path: Path, cache: P
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor takes the memory of its numbers, and some pieces in float32 of what is dequantised
     at a time.
     """

@@ -116,7 +116,7 @@ def test_factors_that_cannot_be_meant_are_refused(
         described(with_factors(tmp_path / "m.gguf", factors, **changes), tmp_path / "cache")
 
 
-def test_a_family_without_such_factors_refuses_them(tmp_path: Path) -> None:
+def test_family_without_such_factors_refuses_them(tmp_path: Path) -> None:
     metadata = {key.replace("llama.", "qwen3."): value for key, value in METADATA.items()}
     tensors = stored_weights(hf_weights()) | {"rope_freqs.weight": rope_factors()}
     path = write_gguf(tmp_path / "m.gguf", tensors, metadata, architecture="qwen3")
@@ -148,7 +148,7 @@ def require_same_tensors(one: Path, other: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_split_file_is_the_same_model(tmp_path: Path) -> None:
+def test_split_file_is_the_same_model(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights()) | {"rope_freqs.weight": rope_factors()}
     whole = described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
     parts = split(tmp_path, tensors)
@@ -161,7 +161,7 @@ def test_a_split_file_is_the_same_model(tmp_path: Path) -> None:
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
+def test_missing_part_is_named(tmp_path: Path) -> None:
     parts = split(tmp_path, stored_weights(hf_weights()))
     parts[1].unlink()
     for part in (parts[0], parts[1], parts[2]):
@@ -171,7 +171,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
             described(part, tmp_path / "cache")
 
 
-def test_a_part_under_another_name_says_how_parts_are_named(tmp_path: Path) -> None:
+def test_part_under_another_name_says_how_parts_are_named(tmp_path: Path) -> None:
     parts = split(tmp_path, stored_weights(hf_weights()))
     with pytest.raises(
         ModelLoadError, match=r"one of 3 parts; name them NAME-00001-of-00003\.gguf"
@@ -193,7 +193,7 @@ def test_parts_of_two_files_are_refused(tmp_path: Path) -> None:
         described(parts[0], tmp_path / "cache")
 
 
-def test_a_split_file_has_the_parts_that_ggufs_own_writer_makes(tmp_path: Path) -> None:
+def test_split_file_has_the_parts_that_ggufs_own_writer_makes(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights())
     writer = gguf.GGUFWriter(tmp_path / "own.gguf", "llama", split_max_tensors=8)
     for key, value in METADATA.items():

@@ -172,7 +172,7 @@ def require_same(found: list[TrainingSample], wanted: list[TrainingSample]) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*WRITTEN, *HALVES])
-def test_a_file_has_the_logprobs_of_its_dequantised_weights(
+def test_file_has_the_logprobs_of_its_dequantised_weights(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
     path = file_of(tmp_path / "m.gguf", name)
@@ -211,7 +211,7 @@ def test_parameters_are_rounded_once(tmp_path: Path, name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "BF16", "F32"])
-def test_a_part_of_a_tensor_is_that_part_of_the_whole(
+def test_part_of_a_tensor_is_that_part_of_the_whole(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_weights, "CHUNK", 5 * HIDDEN)
@@ -262,7 +262,7 @@ def test_damaged_scales_of_blocks_are_reported(tmp_path: Path) -> None:
         InferenceEngine(config)
 
 
-def test_a_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
+def test_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q8_0")
     reader = gguf_weights.GgufReader(path)
     with path.open("r+b") as file:
@@ -308,7 +308,7 @@ def test_updates_references_and_drafts_come_from_files(tmp_path: Path) -> None:
             assert sample.ref_logprobs == sample.logprobs
 
 
-def test_a_file_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_file_becomes_a_checkpoint(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q4_1")
     saved = checkpoint_of(str(path), tmp_path / "saved")
     require_same(samples_of(saved), samples_of(path))
@@ -317,7 +317,7 @@ def test_a_file_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert {tensor.dtype for _, tensor in read_tensors(halves)} == {torch.bfloat16}
 
 
-def test_the_layouts_are_those_of_the_gguf_package() -> None:
+def test_layouts_are_those_of_the_gguf_package() -> None:
     for number, own in LAYOUTS.items():
         kind = gguf.GGMLQuantizationType(number)
         assert own == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
@@ -333,7 +333,7 @@ def test_numbers_are_those_of_the_gguf_package(kind: Any) -> None:
     np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
 
 
-def test_a_header_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
+def test_header_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "F32")
     first = read_header(path)
     assert read_header(path) is first
@@ -341,7 +341,7 @@ def test_a_header_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     assert "output.weight" not in read_header(path).tensors
 
 
-def test_a_model_that_is_described_loads_without_the_gguf_package(tmp_path: Path) -> None:
+def test_model_that_is_described_loads_without_the_gguf_package(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q4_K")
     samples_of(path)
     program = (

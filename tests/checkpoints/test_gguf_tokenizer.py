@@ -108,7 +108,7 @@ def test_every_architecture_has_a_kind_of_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("architecture", sorted(KINDS))
-def test_a_file_of_every_architecture_opens_with_its_tokenizer(
+def test_file_of_every_architecture_opens_with_its_tokenizer(
     tmp_path: Path, architecture: str
 ) -> None:
     name = next(name for name, case in CASES.items() if case.architecture == architecture)
@@ -200,7 +200,7 @@ def enumerate_bytes() -> Sequence[tuple[int, str]]:
     return [*plain, *high, *((ord(each), each) for each in latin)]
 
 
-def test_the_embedded_model_keeps_its_ids(tmp_path: Path, smollm2: dict[str, Any]) -> None:
+def test_embedded_model_keeps_its_ids(tmp_path: Path, smollm2: dict[str, Any]) -> None:
     tokenizer = tokenizer_of(tmp_path, smollm2)
     assert tokenizer.encode("<|im_start|>user\nHi 12<|im_end|>") == [
         *(1, 4093, 198, 26843, 216, 33, 34, 2),
@@ -250,19 +250,19 @@ def test_every_rule_keeps_all_of_a_text(tmp_path: Path, pre: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_word_that_is_a_token_is_one_though_no_merge_makes_it(tmp_path: Path) -> None:
+def test_word_that_is_a_token_is_one_though_no_merge_makes_it(tmp_path: Path) -> None:
     for pre, whole in (("llama-bpe", True), ("qwen2", False)):
         (tmp_path / pre).mkdir()
         tokenizer = tokenizer_of(tmp_path / pre, byte_level(pre=pre, merges=["h e", "l l"]))
         assert (len(tokenizer.encode("hell")) == 1) is whole
 
 
-def test_a_rule_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
+def test_rule_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'from-the-future'.*tokenizer_path"):
         tokenizer_of(tmp_path, byte_level(pre="from-the-future"))
 
 
-def test_a_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
+def test_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'rwkv'; known are gemma4, gpt2, llama.*tokenizer_p"):
         tokenizer_of(tmp_path, byte_level(model="rwkv"))
 
@@ -290,7 +290,7 @@ def test_eos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     assert tokenizer.encode("h", add_special_tokens=True)[::2] == [1, 2]
 
 
-def test_a_space_is_put_before_a_text_unless_the_file_says_no(tmp_path: Path) -> None:
+def test_space_is_put_before_a_text_unless_the_file_says_no(tmp_path: Path) -> None:
     for prefix, first in ((True, "▁he"), (False, "he")):
         folder = tmp_path / first
         folder.mkdir()
@@ -324,7 +324,7 @@ def test_control_tokens_in_other_letters_keep_their_ids(
 
 
 @pytest.mark.parametrize("token", ["<thé>", "  ", "<｜tool▁calls▁begin｜>", "\n\n\n"])
-def test_a_user_defined_token_is_one_and_is_shown(tmp_path: Path, token: str) -> None:
+def test_user_defined_token_is_one_and_is_shown(tmp_path: Path, token: str) -> None:
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"].append(token)
     metadata["tokenizer.ggml.token_type"].append(USER_DEFINED)
@@ -336,14 +336,14 @@ def test_a_user_defined_token_is_one_and_is_shown(tmp_path: Path, token: str) ->
         assert tokenizer.decode(ids) == f"he{token}he"
 
 
-def test_an_ordinary_token_in_other_letters_is_its_text(tmp_path: Path) -> None:
+def test_ordinary_token_in_other_letters_is_its_text(tmp_path: Path) -> None:
     metadata = byte_level(merges=["Î ©"])
     metadata["tokenizer.ggml.tokens"][-1] = "Ω"
     tokenizer = tokenizer_of(tmp_path, metadata)
     assert tokenizer.encode("Ω") == [len(metadata["tokenizer.ggml.tokens"]) - 1]
 
 
-def test_a_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
+def test_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
     metadata = byte_level("<é>")
     metadata["tokenizer.ggml.token_type"] = [NORMAL] * len(metadata["tokenizer.ggml.tokens"])
     end = len(metadata["tokenizer.ggml.tokens"]) - 1
@@ -369,7 +369,7 @@ def test_a_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
         ({"tokens": "text"}, ""),
     ],
 )
-def test_a_broken_tokenizer_is_one_sentence(
+def test_broken_tokenizer_is_one_sentence(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     metadata = byte_level(**changes)
@@ -380,7 +380,7 @@ def test_a_broken_tokenizer_is_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-def test_a_description_does_not_need_the_tokenizer(tmp_path: Path) -> None:
+def test_description_does_not_need_the_tokenizer(tmp_path: Path) -> None:
     strong(tmp_path / "hf", "llama")
     extra = byte_level("<eos>", pre="from-the-future", eos_token_id=260)
     extra["tokenizer.chat_template"] = "{{ messages }}"
@@ -410,7 +410,7 @@ def test_info_tells_of_a_tokenizer_that_it_does_not_make(
     assert run("info", str(path)).exit_code == 0
 
 
-def test_a_model_whose_tokenizer_cannot_be_made_takes_ids_and_another_tokenizer(
+def test_model_whose_tokenizer_cannot_be_made_takes_ids_and_another_tokenizer(
     tmp_path: Path,
 ) -> None:
     strong(tmp_path / "hf", "llama")

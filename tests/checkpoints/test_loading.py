@@ -140,7 +140,7 @@ def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_missing_extra_or_misshapen_tensor_is_named(
+def test_missing_extra_or_misshapen_tensor_is_named(
     tmp_path: Path, change: Change, told: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=told):
@@ -156,7 +156,7 @@ def test_buffers_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     )
 
 
-def test_a_tied_head_may_be_absent_or_equal(tmp_path: Path) -> None:
+def test_tied_head_may_be_absent_or_equal(tmp_path: Path) -> None:
     absent = load(tiny_llama(tmp_path / "absent", tie=True))
     present = load(
         changed(tmp_path / "present", lambda w: w.update({HEAD: w[EMBEDDING].clone()}), tie=True)
@@ -169,7 +169,7 @@ def test_a_tied_head_may_be_absent_or_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda w: w[EMBEDDING] + 1, lambda w: w[EMBEDDING][:-1].clone()]
 )
-def test_a_tied_head_that_differs_is_refused(
+def test_tied_head_that_differs_is_refused(
     tmp_path: Path, change: Callable[[Weights], Tensor]
 ) -> None:
     folder = changed(tmp_path, lambda w: w.update({HEAD: change(w)}), tie=True)
@@ -198,12 +198,12 @@ def sharded(folder: Path, num_files: int) -> Path:
     return folder
 
 
-def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     whole, parts = load(tiny_llama(tmp_path / "whole")), load(sharded(tmp_path / "parts", 3))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_tied_head_in_an_earlier_file_than_its_embedding(tmp_path: Path) -> None:
+def test_tied_head_in_an_earlier_file_than_its_embedding(tmp_path: Path) -> None:
     config = llama_config(tie=True)
     weights = llama_weights(config)
     write_model(tmp_path, config, weights)
@@ -213,7 +213,7 @@ def test_a_tied_head_in_an_earlier_file_than_its_embedding(tmp_path: Path) -> No
     assert torch.equal(load(tmp_path)["embed"], weights[EMBEDDING])
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(
@@ -222,13 +222,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_shard_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+def test_shard_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 2)
     save_file({"stray": torch.zeros(1)}, folder / "consolidated.safetensors")
     load(folder)
 
 
-def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+def test_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     save_file({EMBEDDING: torch.zeros(300, 64)}, folder / "more.safetensors")
     with pytest.raises(
@@ -237,14 +237,14 @@ def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+def test_index_without_a_map_is_refused(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 2)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"index\.json.*weight_map"):
         load(folder)
 
 
-def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
+def test_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
@@ -254,7 +254,7 @@ def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_broken_safetensors_file_is_named(tmp_path: Path) -> None:
+def test_broken_safetensors_file_is_named(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -263,14 +263,14 @@ def test_a_broken_safetensors_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "", "\x00", "[1, 2]", "3"])
-def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
+def test_broken_config_is_named(tmp_path: Path, text: str) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         load_spec(folder)
 
 
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
+def test_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"is empty; a model's folder holds config\.json"):
         load_spec(tmp_path)
     (tmp_path / "README.md").touch()
@@ -287,7 +287,7 @@ def test_generation_config_names_more_ends(tmp_path: Path) -> None:
         load_spec(folder)
 
 
-def test_a_folder_is_itself_and_another_file_is_not_a_model(tmp_path: Path) -> None:
+def test_folder_is_itself_and_another_file_is_not_a_model(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ModelLoadError, match=r"neither a folder nor a \.gguf"):

@@ -63,7 +63,7 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # of PEFT's
 @pytest.mark.parametrize("family", CASES | STATE_CASES)
-def test_an_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
+def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
     case = (CASES | STATE_CASES)[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     prompts = strong_prompts(oracle.get_input_embeddings().num_embeddings, (5, 40, 200))
@@ -87,7 +87,7 @@ def test_an_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
-def test_an_adapter_of_experts_is_rejected_with_the_setting_that_works(
+def test_adapter_of_experts_is_rejected_with_the_setting_that_works(
     tmp_path: Path, family: str
 ) -> None:
     """PEFT's "all-linear" adapts experts too; with the setting that the error names it does not."""
@@ -110,7 +110,7 @@ def test_an_adapter_of_experts_is_rejected_with_the_setting_that_works(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_saved_with_its_adapter_must_be_the_models(tmp_path: Path, tied: bool) -> None:
+def test_head_saved_with_its_adapter_must_be_the_models(tmp_path: Path, tied: bool) -> None:
     oracle = strong_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=tied)
     model = get_peft_model(oracle, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
     model.save_pretrained(tmp_path / "adapter")
@@ -219,7 +219,7 @@ def test_settings_that_are_not_served_are_refused(folder: Path, how: str) -> Non
     assert expected in str(refused.value)
 
 
-def test_an_alpha_is_found_by_the_name_that_the_trained_class_gave_a_module() -> None:
+def test_alpha_is_found_by_the_name_that_the_trained_class_gave_a_module() -> None:
     told = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": llama_config()}
     own = "model.language_model.layers.0.self_attn.q_proj"
     tensors = {
@@ -232,7 +232,7 @@ def test_an_alpha_is_found_by_the_name_that_the_trained_class_gave_a_module() ->
         assert pair.scale == 3
 
 
-def test_a_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
+def test_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
     with engine_of(folder) as engine:
         with pytest.raises(AdapterError, match=r"adapter_config\.json is missing"):
             engine.load_adapter("own", folder)
@@ -241,7 +241,7 @@ def test_a_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
             engine.load_adapter("own", folder / "adapter")
 
 
-def test_an_engine_begins_with_the_adapters_of_its_configuration(folder: Path) -> None:
+def test_engine_begins_with_the_adapters_of_its_configuration(folder: Path) -> None:
     with engine_of(folder, max_loras=0, loras=(f"one={folder / 'adapter'}",)) as engine:
         (info,) = engine.adapters()
         assert (info.name, info.version, info.rank) == ("one", 1, RANK)

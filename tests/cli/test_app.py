@@ -88,7 +88,7 @@ def test_mistakes_that_need_no_engine_are_reported_before_torch_is_imported(
     assert "Errno" not in done.stderr
 
 
-def test_a_command_imports_no_other() -> None:
+def test_command_imports_no_other() -> None:
     code = (
         "import sys\nfrom nano_inference.cli.main import load_command\nload_command('info')\n"
         "names = [name for name in sys.modules if name.startswith('nano_inference.cli.')]\n"
@@ -135,7 +135,7 @@ def test_common_options_exist() -> None:
         "--version",
     ],
 )
-def test_a_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
+def test_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
     command = [folders["chat"] if word == "FOLDER" else word for word in words.split()]
     if "FOLDER" in words:
         command += FAST
@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_reader_that_leaves_ends_the_command_quietly(folders: dict[str, str]) -> None:
+def test_reader_that_leaves_ends_the_command_quietly(folders: dict[str, str]) -> None:
     process = spawn("generate", folders["base"], "-p", "x", "-n", "300", "-m", "300", *FAST)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -179,7 +179,7 @@ def test_text_is_utf_8_if_the_locale_has_only_ascii(folders: dict[str, str]) -> 
     assert b"question marks" not in outputs[0].stderr
 
 
-def test_the_module_is_the_command() -> None:
+def test_module_is_the_command() -> None:
     command = [sys.executable, "-m", "nano_inference", "--version"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (
@@ -201,7 +201,7 @@ def test_every_help_has_examples_whose_options_exist(name: str) -> None:
         assert {word for word in words[1:] if word.startswith("-")} <= known, call
 
 
-def test_the_console_script_is_the_app() -> None:
+def test_console_script_is_the_app() -> None:
     scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
     assert EntryPoint("nano-inference", scripts["nano-inference"], "console_scripts").load() is app
 

@@ -130,7 +130,7 @@ def test_tab_completes_commands_and_parameters() -> None:
     assert conversation.completions("hello") == []
 
 
-def test_a_parameter_that_is_set_is_sent_to_a_server() -> None:
+def test_parameter_that_is_set_is_sent_to_a_server() -> None:
     lines = "one\n/set parameter top_k 9\ntwo\n"
     with scripted_http(Chat()) as seen:
         result = run("chat", "--url", seen.url, "--temperature", "0.5", stdin=lines)

@@ -42,7 +42,7 @@ def test_heads_are_trained_and_draft(
     assert "holds a model already" in refused.stderr
 
 
-def test_an_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+def test_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\n")
     folder = str(tmp_path / "heads")

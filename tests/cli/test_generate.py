@@ -77,7 +77,7 @@ def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
     )
 
 
-def test_a_single_sample_is_written_as_it_grows_to_a_pipe(folders: dict[str, str]) -> None:
+def test_single_sample_is_written_as_it_grows_to_a_pipe(folders: dict[str, str]) -> None:
     process = spawn("generate", folders["base"], "-p", "x", "-m", "50000", "--threads", "1")
     assert process.stdout is not None
     assert process.stdout.read(1)  # long before the last token
@@ -98,7 +98,7 @@ def test_progress_is_for_people(state: tuple[int, int, int, float], line: str) -
     assert command._progress(*state) == line
 
 
-def test_a_schema_may_be_given_as_json(tmp_path: Path) -> None:
+def test_schema_may_be_given_as_json(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", seed=0)  # it knows an end
     write_tokenizer(model, None)
     schema = '{"enum": [12, 345]}'
@@ -112,7 +112,7 @@ def test_a_schema_may_be_given_as_json(tmp_path: Path) -> None:
     assert (missing.exit_code, "no.json: no such file" in missing.stderr) == (2, True)
 
 
-def test_an_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path) -> None:
+def test_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path) -> None:
     folder = adapter_folder(Path(folders["base"]), tmp_path / "own", 1)
     asked = (
         "generate",
@@ -186,7 +186,7 @@ def test_every_sampling_option_arrives(
         ("base", [], "hi"),
     ],
 )
-def test_the_chat_template_is_used_where_there_is_one(
+def test_chat_template_is_used_where_there_is_one(
     folders: dict[str, str], model: str, flags: list[str], prompt: str
 ) -> None:
     result = run("generate", folders[model], "-p", "hi", "-m", "1", "--json", *flags, *FAST)
@@ -194,7 +194,7 @@ def test_the_chat_template_is_used_where_there_is_one(
     assert samples(result.stdout)[0]["prompt_tokens"] == tokenizer.encode(prompt).ids
 
 
-def test_a_template_that_is_missing_is_an_error(folders: dict[str, str]) -> None:
+def test_template_that_is_missing_is_an_error(folders: dict[str, str]) -> None:
     result = run("generate", folders["base"], "-p", "hi", "--chat", *FAST)
     assert result.exit_code == 1
     assert "has no chat template" in result.stderr
@@ -271,7 +271,7 @@ def test_files_without_prompts_or_text(tmp_path: Path) -> None:
             read_prompts(tmp_path / name)
 
 
-def test_a_single_sample_is_its_text_alone_and_several_have_headings(
+def test_single_sample_is_its_text_alone_and_several_have_headings(
     folders: dict[str, str],
 ) -> None:
     few = ("--max-tokens", "8", "--seed", "3", "-t", "1", *FAST)
@@ -344,7 +344,7 @@ def test_logprobs_are_colors_on_a_terminal_and_numbers_elsewhere(folders: dict[s
         assert len(re.findall(r"\[-\d+\.\d\d\]", out)) > 5
 
 
-def test_a_logprob_that_rounds_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprob_that_rounds_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_pieces", lambda *_: [("a", -0.001), ("b", -0.02)])
     plain: Any = Console(file=io.StringIO())
     nothing: Any = None
@@ -358,7 +358,7 @@ def test_no_color_also_holds_for_errors() -> None:
     assert not COLOR.search(finish(spawn(*words, FORCE_COLOR="1", NO_COLOR="1"))[2])
 
 
-def test_a_model_cannot_send_control_sequences_to_a_terminal(
+def test_model_cannot_send_control_sequences_to_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from nano_inference.cli import terminal
@@ -370,7 +370,7 @@ def test_a_model_cannot_send_control_sequences_to_a_terminal(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flags", [["--json"], [], ["--logprobs"]])
-def test_a_reader_who_leaves_is_no_error_to_talk_about(
+def test_reader_who_leaves_is_no_error_to_talk_about(
     folders: dict[str, str], flags: list[str]
 ) -> None:
     process = spawn("generate", folders["base"], "-p", "a", "-n", "200", "-m", "20", *flags, *FAST)
@@ -448,7 +448,7 @@ def test_interrupt_keeps_what_was_finished(
     assert "Interrupted: 1 of 3 samples were finished." in result.stderr
 
 
-def test_the_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -> None:
+def test_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -> None:
     config = EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)
     before = signal.getsignal(signal.SIGINT)
     with InferenceEngine(config) as engine:
@@ -467,7 +467,7 @@ def test_the_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -
         assert len(engine.generate("ab", SamplingParams(max_tokens=4))) == 1
 
 
-def test_the_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_path: Path) -> None:
+def test_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_path: Path) -> None:
     result = run(
         "generate", folders["base"], "-p", "ab", "-n", "3", "--json", "--top-logprobs", "2", *FAST
     )
@@ -519,7 +519,7 @@ def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None
         assert said in " ".join(re.sub("[│╭╰─╮╯]", "", result.stderr).split()), result.stderr
 
 
-def test_a_sample_that_failed_says_why(folders: dict[str, str]) -> None:
+def test_sample_that_failed_says_why(folders: dict[str, str]) -> None:
     """A model without an end has no grammars, or ends by itself; nothing is silent."""
     result = run("generate", folders["base"], "-p", "ab", "--regex", "(a{9}){9}", *FAST)
     assert result.exit_code == 0
@@ -533,7 +533,7 @@ def test_a_sample_that_failed_says_why(folders: dict[str, str]) -> None:
         ("--json-schema", '{"type": "objekt"}', "Invalid type: objekt"),
     ],
 )
-def test_a_grammar_that_cannot_be_enforced_is_wrong_usage(
+def test_grammar_that_cannot_be_enforced_is_wrong_usage(
     monkeypatch: pytest.MonkeyPatch, option: str, value: str, reason: str
 ) -> None:
     monkeypatch.setattr("nano_inference.cli.generate.load_engine", None)  # nothing is loaded
@@ -542,7 +542,7 @@ def test_a_grammar_that_cannot_be_enforced_is_wrong_usage(
     assert reason in result.output
 
 
-def test_a_build_of_kernels_is_reported_without_a_terminal(
+def test_build_of_kernels_is_reported_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]

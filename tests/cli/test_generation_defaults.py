@@ -78,7 +78,7 @@ def test_what_a_request_leaves_out_is_as_recommended(
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
-def test_a_folder_recommends_instead_of_the_model(
+def test_folder_recommends_instead_of_the_model(
     protocol: ApiProtocol, body: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
@@ -87,7 +87,7 @@ def test_a_folder_recommends_instead_of_the_model(
     assert params_of(protocol, body, served(rl=True, generation_config=str(tmp_path)))["top_k"] == 7
 
 
-def test_a_server_shows_what_it_takes(
+def test_server_shows_what_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
@@ -109,7 +109,7 @@ def test_a_server_shows_what_it_takes(
 
 
 @pytest.mark.parametrize("use", ["", "automatic", "/nowhere", 5])
-def test_a_folder_without_the_file_is_refused(use: Any, folders: dict[str, str]) -> None:
+def test_folder_without_the_file_is_refused(use: Any, folders: dict[str, str]) -> None:
     told = "must be 'auto', 'none' or a folder that holds generation_config.json"
     with pytest.raises(ConfigError, match=f"generation_config={use!r} {told}"):
         ServerConfig(generation_config=use)
@@ -131,7 +131,7 @@ def test_routes_of_trainers_are_always_neutral(protocol: ApiProtocol, body: dict
     assert params_of(protocol, body, served(rl=True, generation_config="auto")) == NEUTRAL
 
 
-def test_a_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
+def test_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path) == {}
     file = tmp_path / "generation_config.json"
     file.write_text(
@@ -155,7 +155,7 @@ def test_a_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
         *({"top_k": 2.5}, {"min_p": 7}, {"repetition_penalty": 0}, {"repetition_penalty": 10**400}),
     ],
 )
-def test_a_value_that_is_not_taken_is_left_out_with_a_warning(
+def test_value_that_is_not_taken_is_left_out_with_a_warning(
     tmp_path: Path,
     told: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
@@ -169,7 +169,7 @@ def test_a_value_that_is_not_taken_is_left_out_with_a_warning(
     assert f"has {next(iter(told))}=" in caplog.text
 
 
-def test_an_embedded_model_recommends_what_its_card_says(tmp_path: Path) -> None:
+def test_embedded_model_recommends_what_its_card_says(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path, "smollm2-135m") == {"temperature": 0.2, "top_p": 0.9}
     assert generation_defaults(tmp_path, "./smollm2-135m.gguf") == {}
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
@@ -204,7 +204,7 @@ def test_commands_use_the_shared_default(
     assert [params.temperature for params in seen] == [UNRECOMMENDED["temperature"], 1.0, 0.3]
 
 
-def test_the_command_line_takes_it_where_nothing_is_given(
+def test_command_line_takes_it_where_nothing_is_given(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[SamplingParams] = []

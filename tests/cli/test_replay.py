@@ -121,9 +121,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found(
-    folders: dict[str, str], written: Path, tmp_path: Path, name: str
-) -> None:
+def test_change_is_found(folders: dict[str, str], written: Path, tmp_path: Path, name: str) -> None:
     change, words = CHANGES[name]
     samples = read_jsonl(written)
     samples = [s for s in samples if len(s.completion_tokens) > 2]
@@ -139,7 +137,7 @@ def test_a_change_is_found(
     assert lines[3].startswith(f"{len(samples) - 1} of {len(samples)} samples are equal")
 
 
-def test_an_operation_that_breaks_the_law_is_named(
+def test_operation_that_breaks_the_law_is_named(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(

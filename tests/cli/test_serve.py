@@ -134,7 +134,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert started[6][0].cpu_sums == "pairs"
 
 
-def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:
+def test_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     assert run("serve", "smollm2-135m", "--chat-template", str(file)).exit_code != 0
     file.write_text("{{ messages }}")
@@ -190,7 +190,7 @@ def test_serve_says_what_is_wrong(
 
 
 @pytest.mark.parametrize("flag", ["--model", "-m"])
-def test_the_model_is_an_argument_or_an_option(started: Configs, flag: str) -> None:
+def test_model_is_an_argument_or_an_option(started: Configs, flag: str) -> None:
     assert run("serve", flag, "SmolLM2-135M").exit_code == 0
     assert started[0][0].model_path == "smollm2-135m"
 
@@ -203,7 +203,7 @@ def test_data_types_have_short_names(started: Configs, spelling: str, dtype: str
     assert started[0][0].dtype == dtype
 
 
-def test_a_port_in_use_is_the_only_line(started: Configs) -> None:
+def test_port_in_use_is_the_only_line(started: Configs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         result = run("serve", "smollm2-135m", "--port", str(port))
@@ -212,7 +212,7 @@ def test_a_port_in_use_is_the_only_line(started: Configs) -> None:
     assert not started
 
 
-def test_the_model_is_named_before_the_server_is_imported(started: Configs) -> None:
+def test_model_is_named_before_the_server_is_imported(started: Configs) -> None:
     result = run("serve", "smollm2-135m")
     assert "INFO nano_inference.server loading smollm2-135m\n" in result.stderr
 

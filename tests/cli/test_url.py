@@ -24,7 +24,7 @@ def completions(path: str, _: Any) -> Answer:
     }.get(path, NOT_FOUND)
 
 
-def test_a_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
+def test_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
     with scripted_http(completions) as seen:
         result = run("generate", "--url", seen.url, "-p", "Say it")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.stderr
@@ -82,7 +82,7 @@ def test_only_options_that_are_given_are_sent(tmp_path: Path) -> None:
     }
 
 
-def test_a_whole_file_is_the_prompt(tmp_path: Path) -> None:
+def test_whole_file_is_the_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("one\ntwo\n")
     with scripted_http(completions) as seen:

@@ -236,7 +236,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
     )
 
 
-def test_a_slot_that_is_filled_again_is_read_again() -> None:
+def test_slot_that_is_filled_again_is_read_again() -> None:
     table, place = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
     batches = []
     for temperature in (0.5, 0.25):
@@ -245,7 +245,7 @@ def test_a_slot_that_is_filled_again_is_read_again() -> None:
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
 
 
-def test_a_mask_may_change_at_each_draw() -> None:
+def test_mask_may_change_at_each_draw() -> None:
     """As a grammar will set it: what the parameters say stays the same tensors."""
     table, slots = SamplingTable(TORCH), np.arange(3)
     for slot in range(3):
@@ -290,7 +290,7 @@ def test_rows_without_a_scheduler() -> None:
     assert_declared_dtypes(batch)
 
 
-def test_a_chunk_may_have_no_rows_beside_one_of_one_row() -> None:
+def test_chunk_may_have_no_rows_beside_one_of_one_row() -> None:
     batch = batch_of_rows([Rows([], 0, [1]), Rows([7], 2, [4, 4])], BLOCK_SIZE)
     assert batch.cu_seqlens_q.tolist() == [0, 0, 1]
     assert batch.row_chunks.tolist() == [1]

@@ -30,7 +30,7 @@ NAMES = {field: field for field in Demand._fields}
 
 
 @given(demands, st.sampled_from(Demand._fields), st.integers(1, 10))
-def test_the_cost_grows_with_every_number(demand: Demand, field: str, more: int) -> None:
+def test_cost_grows_with_every_number(demand: Demand, field: str, more: int) -> None:
     value = getattr(demand, field)
     larger = demand._replace(**{field: True if isinstance(value, bool) else value + more})
     assert larger.entries() >= demand.entries()

@@ -77,7 +77,7 @@ def vars_of(seq: Sequence) -> dict[str, object]:
     return {**values, "prefix": (seq.prefix.namespace, list(seq.prefix.hashes))}
 
 
-def test_a_sequence_that_ends_by_length_is_not_planned_again() -> None:
+def test_sequence_that_ends_by_length_is_not_planned_again() -> None:
     stage = Stage()
     seq = stage.add([1, 2, 3], max_tokens=1)
     stage.apply(stage.decide())
@@ -85,7 +85,7 @@ def test_a_sequence_that_ends_by_length_is_not_planned_again() -> None:
     assert stage.decide().seq_ids == ()
 
 
-def test_the_token_in_flight_counts_as_known() -> None:
+def test_token_in_flight_counts_as_known() -> None:
     stage = Stage()
     seq = stage.add([1, 2, 3], max_tokens=5)
     stage.apply(stage.decide())
@@ -95,7 +95,7 @@ def test_the_token_in_flight_counts_as_known() -> None:
     assert decision.decode_seqs == (seq.seq_id,)
 
 
-def test_a_preempted_sequence_is_not_let_in_while_its_token_is_in_flight() -> None:
+def test_preempted_sequence_is_not_let_in_while_its_token_is_in_flight() -> None:
     stage = Stage()
     seq = stage.add([1, 2, 3], max_tokens=5)
     stage.apply(stage.decide())
@@ -107,7 +107,7 @@ def test_a_preempted_sequence_is_not_let_in_while_its_token_is_in_flight() -> No
 
 
 @pytest.mark.parametrize("length", [4, 8, 12])
-def test_a_match_leaves_the_last_token_to_compute(length: int) -> None:
+def test_match_leaves_the_last_token_to_compute(length: int) -> None:
     stage = Stage()
     stage.add(list(range(length)))
     stage.step()
@@ -117,7 +117,7 @@ def test_a_match_leaves_the_last_token_to_compute(length: int) -> None:
     assert decision.lengths[-1] == 4
 
 
-def test_a_twin_waits_one_step_and_then_hits() -> None:
+def test_twin_waits_one_step_and_then_hits() -> None:
     stage = Stage()
     first, twin, other = (stage.add(ids) for ids in ([1] * 9, [1] * 9, [2] * 9))
     assert stage.step().seq_ids == (first.seq_id, other.seq_id)
@@ -126,7 +126,7 @@ def test_a_twin_waits_one_step_and_then_hits() -> None:
     assert decision.admitted[0].cached.cached_length == 8
 
 
-def test_a_group_is_one_sequence_until_its_prompt_is_computed() -> None:
+def test_group_is_one_sequence_until_its_prompt_is_computed() -> None:
     stage = Stage(max_tokens_per_batch=4)
     stage.add([1, 2, 3, 4, 5, 6], num_samples=3)
     decisions = [stage.step() for _ in range(3)]
@@ -151,7 +151,7 @@ def test_single_tokens_go_before_prompts() -> None:
     assert late.seq_id not in decision.seq_ids
 
 
-def test_the_oldest_request_decodes_first() -> None:
+def test_oldest_request_decodes_first() -> None:
     stage = Stage(max_tokens_per_batch=4)
     for token in range(4):
         stage.add([token + 1], max_tokens=3, priority=int(token == 0))
@@ -173,7 +173,7 @@ def test_samples_of_a_group_go_on_evenly() -> None:
     assert group.num_samples == 1
 
 
-def test_a_preempted_sample_comes_back_before_a_later_group() -> None:
+def test_preempted_sample_comes_back_before_a_later_group() -> None:
     stage = Stage(num_blocks=8)
     stage.add([1] * 4, num_samples=3)
     stage.step()
@@ -184,7 +184,7 @@ def test_a_preempted_sample_comes_back_before_a_later_group() -> None:
     assert stage.step().admitted[0].seq_id == last.seq_id
 
 
-def test_the_youngest_is_preempted_and_nobody_enters_then() -> None:
+def test_youngest_is_preempted_and_nobody_enters_then() -> None:
     stage = Stage(num_blocks=4)
     old, young = stage.add([1, 2, 3]), stage.add([4, 5, 6, 7, 8, 9, 1])
     stage.step()

@@ -206,7 +206,7 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     ]
 
 
-def test_the_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
+def test_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
     schemas = []
     for samples in (
         [],
@@ -279,7 +279,7 @@ def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> Non
 
 
 @pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytearray])
-def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
+def test_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
     with pytest.raises(TypeError):
         kinds.kind_of(annotation)
 
@@ -323,7 +323,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("column", "value"), BAD_VALUES)
-def test_a_value_of_another_type_is_named_by_its_place(
+def test_value_of_another_type_is_named_by_its_place(
     tmp_path: Path, column: str, value: Any
 ) -> None:
     good = data.to_columns([SAMPLE])
@@ -351,7 +351,7 @@ def test_a_value_of_another_type_is_named_by_its_place(
         ({"min_tokens": 999}, "min_tokens=999 is larger"),
     ],
 )
-def test_a_record_that_checks_itself_says_what_is_wrong(
+def test_record_that_checks_itself_says_what_is_wrong(
     changes: dict[str, Any], problem: str
 ) -> None:
     columns = data.to_columns([SAMPLE]) | {"sampling_params": [PARAMS | changes]}
@@ -359,7 +359,7 @@ def test_a_record_that_checks_itself_says_what_is_wrong(
         data.from_columns(columns)
 
 
-def test_a_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
+def test_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     columns = data.to_columns([SAMPLE, SAMPLE]) | {"finish_reason": ["stop", "eos"]}
     pyarrow.parquet.write_table(pa.table(columns), path)
@@ -382,7 +382,7 @@ def test_a_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
         '{"a": 1} {"a": 1}',
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
+def test_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     data.write_jsonl([SAMPLE], path)
     with path.open("ab") as file:
@@ -455,7 +455,7 @@ def test_without_pyarrow_the_command_is_named(
     assert data.read_jsonl(tmp_path / "a") == [SAMPLE]
 
 
-def test_the_error_is_a_value_error() -> None:
+def test_error_is_a_value_error() -> None:
     assert issubclass(DataError, NanoInferenceError)
     assert issubclass(DataError, ValueError)
 

@@ -137,7 +137,7 @@ def test_after_a_sleep(failing: Callable[..., InferenceEngine], where: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_thread_that_steps_is_told_to_whoever_awaits(build: Build) -> None:
+def test_bug_in_the_thread_that_steps_is_told_to_whoever_awaits(build: Build) -> None:
     engine = build(backend="reference")
 
     def fails() -> None:

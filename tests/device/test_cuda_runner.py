@@ -108,7 +108,7 @@ def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str,
         )
 
 
-def test_a_workload_meets_what_it_should(build: Build) -> None:
+def test_workload_meets_what_it_should(build: Build) -> None:
     """The equality above is worth something: preemption, and draws by graphs and without."""
     engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
     workload(engine)
@@ -119,7 +119,7 @@ def test_a_workload_meets_what_it_should(build: Build) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
-def test_a_steady_decode_costs_one_copy_up(
+def test_steady_decode_costs_one_copy_up(
     build: Build, lookahead: int, filters: dict[str, Any]
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -167,7 +167,7 @@ def test_half_precision(build: Build, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_an_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
+def test_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
     """Also while somebody knows it still: the next engine of the process wants the card's
     memory.
     """
@@ -181,7 +181,7 @@ def test_an_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool)
     assert [tensor() for tensor in held] == [None] * 3
 
 
-def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
+def test_group_that_is_wider_than_a_step(build: Build) -> None:
     """Tokens of its fork do not fit where graphs look for them; the steps that want them look
     elsewhere.
     """
@@ -194,7 +194,7 @@ def test_a_group_that_is_wider_than_a_step(build: Build) -> None:
     assert runner(engine).num_replays > 5
 
 
-def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
+def test_step_of_nothing_but_scores(build: Build, model: Path) -> None:
     """The reference model scores what the policy has finished, also when nobody draws."""
     engines = [
         build(backend=name, lookahead=1, ref_model_path=str(model))
@@ -260,7 +260,7 @@ def test_each_row_becomes_a_chunk() -> None:
     assert row_by_row(found) is found
 
 
-def test_a_mirror_of_the_units_stays_where_it_is() -> None:
+def test_mirror_of_the_units_stays_where_it_is() -> None:
     """Captured graphs know its address."""
     pool = UnitPool(12, 4, BlockLayout(1, 2, 8))
     units = UnitMap(pool, torch.device("cpu"))

@@ -80,7 +80,7 @@ def press(engine: InferenceEngine) -> None:
 
 @pytest.mark.thorough(cases=["gemma3-paged", "gemma3-radix"])
 @pytest.mark.parametrize(("family", "cache_type"), KINDS)
-def test_a_kept_conversation_comes_back_from_memory_with_the_same_bits(
+def test_kept_conversation_comes_back_from_memory_with_the_same_bits(
     build: Build, family: str, cache_type: str
 ) -> None:
     engine, alone = build(family, cache_type=cache_type), build(family, cache_type=cache_type)
@@ -97,7 +97,7 @@ def test_a_kept_conversation_comes_back_from_memory_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("family", "cache_type"), KINDS)
-def test_a_kept_conversation_comes_back_from_files_with_the_same_bits(
+def test_kept_conversation_comes_back_from_files_with_the_same_bits(
     build: Build, tmp_path: Path, family: str, cache_type: str
 ) -> None:
     engine = build(family, cache_type=cache_type, kept_cache_folder=str(tmp_path))
@@ -152,7 +152,7 @@ def test_files_go_when_their_time_is_over(build: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["update", "flush"])
-def test_an_update_and_a_flush_drop_what_is_kept(build: Build, tmp_path: Path, how: str) -> None:
+def test_update_and_a_flush_drop_what_is_kept(build: Build, tmp_path: Path, how: str) -> None:
     engine = build(kept_cache_folder=str(tmp_path))
     first = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
     press(engine)
@@ -172,7 +172,7 @@ def test_an_update_and_a_flush_drop_what_is_kept(build: Build, tmp_path: Path, h
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone", "longer"])
-def test_a_damaged_file_is_not_read(build: Build, tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_not_read(build: Build, tmp_path: Path, damage: str) -> None:
     engine, alone = build(kept_cache_folder=str(tmp_path)), build()
     kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
     press(engine)
@@ -224,7 +224,7 @@ def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_a_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -> None:
+def test_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -> None:
     """Kept conversations, and as many requests at once as the memory does not hold."""
     engine, alone = build(kept_cache_folder=str(tmp_path)), build()
     prompts = [prompt_of(8 + 3 * n, n) for n in range(12)]
@@ -298,7 +298,7 @@ def test_twenty_conversations_in_a_memory_of_few_all_come_back(
     assert sum(sample.cached_tokens for sample in samples) > 20 * 20, "few come back together"
 
 
-def test_a_disk_that_fails_ends_nothing(
+def test_disk_that_fails_ends_nothing(
     build: Build,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -373,7 +373,7 @@ def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
     build(kept_cache_folder=str(tmp_path))
 
 
-def test_an_engine_that_cannot_be_built_leaves_no_folder(build: Build, tmp_path: Path) -> None:
+def test_engine_that_cannot_be_built_leaves_no_folder(build: Build, tmp_path: Path) -> None:
     with pytest.raises(AdapterError):
         build(kept_cache_folder=str(tmp_path), max_loras=1, loras=(f"own={tmp_path / 'missing'}",))
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -85,9 +85,7 @@ def test_blocks_go_to_engines_that_keep_codes_too_and_to_no_others(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_model_reports_the_engines_logprobs(
-    build: Build, backend: str, dtype: str
-) -> None:
+def test_policy_model_reports_the_engines_logprobs(build: Build, backend: str, dtype: str) -> None:
     engine = build(backend=backend, dtype=dtype, kv_cache_dtype="int8", kv_cache_memory=2**22)
     model = PolicyModel(engine)
     reported, own = drawn_and_scored(model)

@@ -22,7 +22,7 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert memory.take(3).nbytes == 3
 
 
-def test_the_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> None:
+def test_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> None:
     memory = ReusedMemory()
     pieces = {count: memory.take(count * HUGE_PAGE) for count in (6, 2, 3)}
     places = {count: piece.data_ptr() for count, piece in pieces.items()}

@@ -208,7 +208,7 @@ def test_experts_are_those_of_a_plain_forward(
             check(sample, oracles[family], LAYERS[family])
 
 
-def test_the_first_row_of_a_fork_and_of_a_copied_block_are_there(
+def test_first_row_of_a_fork_and_of_a_copied_block_are_there(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
     """A prompt that ends inside a block: its samples share that block and copy it when they write
@@ -240,7 +240,7 @@ def test_what_was_preempted_is_noted_again(
 
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "keep", "recompute"])
-def test_an_update_in_the_middle(
+def test_update_in_the_middle(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle], kv_policy: str
 ) -> None:
     """What stays with the old weights, or keeps their keys, has the experts of those; what comes
@@ -264,7 +264,7 @@ def test_an_update_in_the_middle(
         check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
 
-def test_a_record_changes_no_bit(build: Build) -> None:
+def test_record_changes_no_bit(build: Build) -> None:
     def made(**options: Any) -> list[Any]:
         with build(max_chunk_tokens=5, **options) as engine:
             asked = drawn(8) if engine.config.enable_return_routed_experts else plain
@@ -298,7 +298,7 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
         check(target.generate([prompt], drawn())[0], oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
 
-def test_a_sample_that_ends_without_keys_says_so(build: Build) -> None:
+def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
     with build(max_batch_size=1) as engine:
         first, second = (engine.add_request(prompt_of(9), drawn(9)) for _ in range(2))
         for _ in range(3):
@@ -363,7 +363,7 @@ def test_experts_are_refused_where_there_is_no_record(
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma4-moe"])
-def test_the_record_is_counted_as_part_of_the_cache(
+def test_record_is_counted_as_part_of_the_cache(
     build: Build, folders: dict[str, list[Path]], tmp_path: Path, family: str
 ) -> None:
     folder = folders[family][0] if family in folders else tiny_model(tmp_path, family)
@@ -386,7 +386,7 @@ def test_they_count_as_entries_of_a_request(build: Build) -> None:
             engine.generate([prompt_of(10)], drawn(5), 5)
 
 
-def test_the_array_is_of_its_shape() -> None:
+def test_array_is_of_its_shape() -> None:
     ids = np.arange(24, dtype="<u2").reshape(4, 2, 3) + 300
     routed = RoutedExperts((4, 2, 3), "uint16", ids.tobytes())
     assert (np.asarray(routed) == ids).all()

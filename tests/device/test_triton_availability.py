@@ -90,7 +90,7 @@ def test_no_gpu_is_said_in_torchs_words(
         choose_device("cuda:1")
 
 
-def test_a_card_that_is_not_there(card: Callable[..., None]) -> None:
+def test_card_that_is_not_there(card: Callable[..., None]) -> None:
     card()
     assert choose_device("auto") == torch.device("cuda")
     with pytest.raises(ConfigError, match=r"'cuda:2' is not available: the last of 2 is 'cuda:1'"):
@@ -146,7 +146,7 @@ def test_on_a_cpu_the_interpreter_must_be_on(
         config(attention="flashinfer")
 
 
-def test_the_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]) -> None:
+def test_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]) -> None:
     own = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
     prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
     for capability in ((8, 0), (9, 0)):
@@ -173,7 +173,7 @@ def test_the_fingerprint_tells_modes_and_generations_apart(card: Callable[..., N
         assert told in line
 
 
-def test_an_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"device": "cpu", "kv_cache_memory": 2**20, "num_threads": 1, "max_model_len": 32}
     with caplog.at_level(logging.INFO, logger="nano_inference"):
         asked = EngineConfig(

@@ -121,7 +121,7 @@ def test_results_leave_behind_the_draw_and_beside_the_next_step(cuda: FakeCuda) 
     assert cuda.log == ["copy on main", "event main#1"]
 
 
-def test_a_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: FakeCuda) -> None:
+def test_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
 
     def run() -> str:
@@ -143,7 +143,7 @@ def test_a_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: F
     assert cuda.log[-1] == "replay on main"
 
 
-def test_a_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
+def test_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
     """It knows addresses alone: memory that is given to somebody else would be read all the
     same.
     """
@@ -159,7 +159,7 @@ def test_a_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
     assert read() is None
 
 
-def test_a_queue_that_is_stuck(cuda: FakeCuda) -> None:
+def test_queue_that_is_stuck(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
     queue.synchronise()
     assert not queue.failed

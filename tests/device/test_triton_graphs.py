@@ -102,7 +102,7 @@ def test_what_goes_up_arrives_side_by_side() -> None:
     assert torch.equal(big[0], torch.arange(100_000))
 
 
-def test_a_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
+def test_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
     class Slow(HostQueue):
         waited: list[Any]
 
@@ -138,7 +138,7 @@ def test_results_come_down_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_a_step_is_padded(rows: int) -> None:
+def test_step_is_padded(rows: int) -> None:
     queue, size, max_blocks = CheckingQueue(), 4, 6
     buffer = torch.full((DecodeInputs.num_words(8, max_blocks),), JUNK)
     inputs = DecodeInputs(buffer, size, max_blocks)
@@ -250,7 +250,7 @@ def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+def test_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
     """Where memory moves, graphs are forgotten and captured again."""
     if moves:
         forget = sleeping.Sleep._forget_recorded
@@ -299,7 +299,7 @@ def test_capturing_between_two_steps_harms_neither(
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_device_that_hangs_ends_the_engine(
+def test_device_that_hangs_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -342,7 +342,7 @@ FAILURES = [
 @pytest.mark.parametrize("where", ["upload", "capture", "download", "wait"])
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_device_that_fails_ends_the_engine(
+def test_device_that_fails_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, where: str, failure: Exception, lookahead: int
 ) -> None:
     """Not one request after the other, each for the device's fault."""
@@ -367,7 +367,7 @@ def test_a_device_that_fails_ends_the_engine(
 
 
 @pytest.mark.usefixtures("conventional")
-def test_a_device_that_fails_while_one_is_looked_for_who_does(
+def test_device_that_fails_while_one_is_looked_for_who_does(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(backend="cuda")

@@ -86,7 +86,7 @@ def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_name
     assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
 
 
-def test_the_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
+def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
     whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
     for told in (
         "workspace",
@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_which_setting_to_change_and_to_what(
         planned(spec, claims, **options)
 
 
-def test_a_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
+def test_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
     assert planned(spec, Claims(GIB, 200 * GIB, total=80 * GIB, estimated=True)).num_blocks == 1
     with pytest.raises(ConfigError, match="smaller model"):
         planned(spec, Claims(90 * GIB, total=80 * GIB, estimated=True))
@@ -167,7 +167,7 @@ def small(folder: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("not_run")
-def test_an_engine_is_planned_by_what_was_measured(folder: Path) -> None:
+def test_engine_is_planned_by_what_was_measured(folder: Path) -> None:
     weights = plan_engine(small(folder)).memory_budget.weights
     card = Card(total=10 * GIB, others=GIB, weights=weights, step=3 * GIB, cached=GIB // 2)
     order: list[tuple[str, bool]] = []
@@ -186,7 +186,7 @@ def test_an_engine_is_planned_by_what_was_measured(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
+def test_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
@@ -223,7 +223,7 @@ def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
 
 
 @pytest.mark.thorough
-def test_a_step_that_does_not_fit_says_how_many_tokens_may(
+def test_step_that_does_not_fit_says_how_many_tokens_may(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -252,7 +252,7 @@ def test_windows_are_measured_too(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
-def test_a_kernel_that_fails_at_full_size_says_what_runs(
+def test_kernel_that_fails_at_full_size_says_what_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -273,7 +273,7 @@ def test_a_kernel_that_fails_at_full_size_says_what_runs(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("not_run")
-def test_a_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
+def test_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)

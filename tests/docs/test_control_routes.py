@@ -6,7 +6,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_table_is_current() -> None:
+def test_table_is_current() -> None:
     spec = importlib.util.spec_from_file_location("make_routes", DOCS / "make_routes.py")
     assert spec is not None
     assert spec.loader is not None

@@ -57,7 +57,7 @@ def test_links_lead_somewhere(name: str) -> None:
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="Python versions spell types differently"
 )
-def test_the_api_reference_is_current_and_whole(
+def test_api_reference_is_current_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")

@@ -25,7 +25,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("first", ROWS)
-def test_the_readme_shows_what_was_measured(first: str) -> None:
+def test_readme_shows_what_was_measured(first: str) -> None:
     report = json.loads((RESULTS / "peers.json").read_text())["rows"]
     (line,) = re.findall(rf"^\| {first}.*$", (ROOT / "README.md").read_text(), flags=re.M)
     shown = [float(cell.strip(" *").replace(",", "")) for cell in line.split("|")[2:-1]]
@@ -64,7 +64,7 @@ def test_pictures_of_terminals_show_todays_output(name: str) -> None:
     assert screenshots.shown_digest(name) == made_of, "run python examples/screenshots.py"
 
 
-def test_a_picture_is_stale_when_what_it_shows_changes(
+def test_picture_is_stale_when_what_it_shows_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(screenshots, "ROOT", tmp_path)

@@ -107,7 +107,7 @@ def chat(url: str) -> None:
 
 @pytest.mark.thorough(cases=["request"])
 @pytest.mark.parametrize("way", ["request", "token", "update", "chat"])
-def test_a_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
+def test_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
     section = PAGE.split(f'<a id="{way}"></a>')[1].split("<a id=")[0]
     rows: list[Any] = ROW.findall(section)
     assert len(rows) >= 5
@@ -127,7 +127,7 @@ def test_every_file_of_the_page_is_there() -> None:
     assert not missing
 
 
-def test_the_picture_is_current() -> None:
+def test_picture_is_current() -> None:
     spec = importlib.util.spec_from_file_location("make_house", ROOT / "docs" / "make_house.py")
     assert spec is not None
     assert spec.loader is not None

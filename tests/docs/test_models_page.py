@@ -34,7 +34,7 @@ def measured(made: ModuleType) -> Any:
     return json.loads(made.MEASURED.read_text(encoding="utf-8"))
 
 
-def test_the_tables_are_current(made: ModuleType, measured: Any) -> None:
+def test_tables_are_current(made: ModuleType, measured: Any) -> None:
     text = made.TARGET.read_text(encoding="utf-8")
     assert made.page(text, measured) == text, "run python docs/make_models.py"
 
@@ -57,7 +57,7 @@ def test_what_was_measured_is_exact(measured: Any) -> None:
         assert each["equal"] == each["of"] > 0, name
 
 
-def test_a_check_fails_where_a_table_is_old(
+def test_check_fails_where_a_table_is_old(
     made: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "models.md"
@@ -73,7 +73,7 @@ def test_a_check_fails_where_a_table_is_old(
     assert page.read_text() == (ROOT / "docs" / "models.md").read_text()
 
 
-def test_a_family_that_nobody_measured_is_named(made: ModuleType, measured: Any) -> None:
+def test_family_that_nobody_measured_is_named(made: ModuleType, measured: Any) -> None:
     without = {n: each for n, each in measured["cases"].items() if "Phi3" not in each["class"]}
     with pytest.raises(KeyError, match="not measured: Phi3ForCausalLM"):
         made.cases_by_class(without)

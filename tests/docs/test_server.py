@@ -115,7 +115,7 @@ def test_python_blocks_run(url: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", TRAINERS)
-def test_a_trainer_of_plain_torch(block: str) -> None:
+def test_trainer_of_plain_torch(block: str) -> None:
     threads = torch.get_num_threads()
     engine = EngineConfig(
         "smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1
@@ -162,7 +162,7 @@ def told_keys() -> Iterator[tuple[str, Level]]:
                     yield path, level
 
 
-def test_the_tables_say_which_key_a_route_needs() -> None:
+def test_tables_say_which_key_a_route_needs() -> None:
     levels = LEVELS | RL_LEVELS
     told = dict(told_keys())
     assert len(told) > 60
@@ -170,7 +170,7 @@ def test_the_tables_say_which_key_a_route_needs() -> None:
     assert not wrong
 
 
-def test_the_routes_without_a_key_are_named() -> None:
+def test_routes_without_a_key_are_named() -> None:
     (said,) = re.findall(r"^- If the server has keys, .*?\. ", TEXT, flags=re.M | re.S)
     levels = LEVELS | RL_LEVELS
     is_open = {path for path, level in levels.items() if level is Level.OPEN}

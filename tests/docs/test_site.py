@@ -17,7 +17,7 @@ ASKED = re.compile(
 
 
 @pytest.mark.thorough
-def test_the_site_is_built_and_needs_no_other_host(tmp_path: Path) -> None:
+def test_site_is_built_and_needs_no_other_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr

@@ -32,7 +32,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.thorough
-def test_the_blocks_run_and_leave_what_they_say(url: str, tmp_path: Path) -> None:
+def test_blocks_run_and_leave_what_they_say(url: str, tmp_path: Path) -> None:
     assert len(BLOCKS) == 5
     command = tmp_path / "bin" / "nano-inference"
     command.parent.mkdir()

@@ -24,7 +24,7 @@ PYTHON = Path(sys.prefix) / "tinker" / "bin" / "python"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-tinker makes it")
-def test_the_program_runs(tmp_path: Path) -> None:
+def test_program_runs(tmp_path: Path) -> None:
     config = TrainServiceConfig(port=0, state_dir=str(tmp_path / "state"))
     quiet = os.environ | {"HF_HUB_OFFLINE": "1"}
     with running_service(

@@ -104,7 +104,7 @@ def plain_runs(engine: InferenceEngine) -> PlainRuns:
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_those_without_drafts(
+def test_bits_are_those_without_drafts(
     engine: InferenceEngine, plain_runs: PlainRuns, case: str, kind: Drafts
 ) -> None:
     params = params_of(case)
@@ -144,7 +144,7 @@ def test_rows_behind_a_wrong_draft_may_be_anything(
     assert spoilt > 5
 
 
-def test_a_stream_has_every_token_once(engine: InferenceEngine) -> None:
+def test_stream_has_every_token_once(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
     (plain, *_) = drawn(engine, params, "none")
     set_drafts(engine, "right", {(0, 0): plain.completion_tokens})
@@ -156,7 +156,7 @@ def test_a_stream_has_every_token_once(engine: InferenceEngine) -> None:
     assert max(len(delta.token_ids) for delta in pieces) > 1
 
 
-def test_a_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine) -> None:
+def test_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine) -> None:
     set_drafts(engine, "none", {})
     whole = engine.generate("hello", SamplingParams(max_tokens=30, seed=2, ignore_eos=True))[0]
     assert whole.text
@@ -171,7 +171,7 @@ def test_a_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngi
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_an_update_between_drafts_gives_the_bits_of_one_without(
+def test_update_between_drafts_gives_the_bits_of_one_without(
     tmp_path: Path, kv_policy: KvPolicy
 ) -> None:
     params = SamplingParams(max_tokens=24, seed=9, ignore_eos=True)

@@ -100,7 +100,7 @@ def test_guesses_that_are_not_computed_are_learned_from() -> None:
     assert found[-1] != ()
 
 
-def test_the_source_that_is_right_is_believed() -> None:
+def test_source_that_is_right_is_believed() -> None:
     drafter = Drafter([Always([7] * 3, name="one"), Always([8] * 3, name="other")], FREE, 3)
     assert draw(drafter, live(), [8] * 4, times=40)[-1] == (8, 8, 8)
 
@@ -180,7 +180,7 @@ def engine_of(model: Path, **options: Any) -> InferenceEngine:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_source_is_switched_off_and_harms_nothing(
+def test_bad_source_is_switched_off_and_harms_nothing(
     model: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     propose, problem = BAD[kind]
@@ -200,7 +200,7 @@ def test_a_bad_source_is_switched_off_and_harms_nothing(
 
 
 @pytest.mark.thorough
-def test_a_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     hanging = Hangs()
     with engine_of(model, speculation="ngram") as engine:
         assert engine.drafter is not None
@@ -213,7 +213,7 @@ def test_a_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.thorough
-def test_a_million_drafts_are_cut(model: Path) -> None:
+def test_million_drafts_are_cut(model: Path) -> None:
     with engine_of(model, speculation="ngram", max_drafts=3) as engine:
         assert engine.drafter is not None
         million = Answers(lambda seqs, most: [Guess([5] * 10**6, [0] * 10**6) for _ in seqs])
@@ -226,7 +226,7 @@ def test_a_million_drafts_are_cut(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_measures_what_steps_cost(model: Path) -> None:
+def test_engine_measures_what_steps_cost(model: Path) -> None:
     with engine_of(model, speculation="auto") as engine:
         stats = engine.stats()
         assert stats.speculation is not None

@@ -233,7 +233,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sglang", {"backend": "reference", "block_size": 4}),
     ],
 )
-def test_an_eagle_head_guesses_what_its_formula_says(
+def test_eagle_head_guesses_what_its_formula_says(
     deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where prompts are computed in chunks, and found in the prefix cache; and behind drafts
@@ -291,7 +291,7 @@ def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case:
         ({"eagle_config": "none"}, "wrong kind"),
     ],
 )
-def test_an_eagle_head_that_does_not_fit_is_refused(
+def test_eagle_head_that_does_not_fit_is_refused(
     deep: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     config, tensors = eagle_of_sglang()
@@ -336,7 +336,7 @@ def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path)
         engine_of(model, draft_model=str(folder))
 
 
-def test_a_vocabulary_of_their_own_needs_its_map(model: Path, tmp_path: Path) -> None:
+def test_vocabulary_of_their_own_needs_its_map(model: Path, tmp_path: Path) -> None:
     config, tensors = medusa_of_vllm(known=40)
     folder = write_heads(tmp_path / "a", config, without(tensors, "token_map"))
     with pytest.raises(ConfigError, match="the map of their vocabulary, is missing"):

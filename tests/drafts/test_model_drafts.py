@@ -66,7 +66,7 @@ def drafts_of(engine: InferenceEngine, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_the_policy_guesses_itself(model: Path, case: str, block_size: int) -> None:
+def test_policy_guesses_itself(model: Path, case: str, block_size: int) -> None:
     """With all its layers nearly every draft is right, under whatever parameters."""
     options = {"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]
     params = SamplingParams(**options)
@@ -85,7 +85,7 @@ def test_the_policy_guesses_itself(model: Path, case: str, block_size: int) -> N
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_model_of_its_own_cache_that_is_the_policy_guesses_it(
+def test_model_of_its_own_cache_that_is_the_policy_guesses_it(
     model: Path, cache_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts are computed by it too, long ones over several calls."""
@@ -210,7 +210,7 @@ def test_windows_and_experts(tmp_path: Path, family: str) -> None:
             assert drawn > 0.2 * drafted
 
 
-def test_a_model_that_fails_is_switched_off(
+def test_model_that_fails_is_switched_off(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
@@ -272,7 +272,7 @@ class Timed:
         (0.6, 1, lambda asked: 2 < len(asked) < 40),
     ],
 )
-def test_a_model_is_asked_for_what_pays(
+def test_model_is_asked_for_what_pays(
     seconds: float, token_id: int, enough: Callable[[list[int]], bool]
 ) -> None:
     from tests.drafts.test_drafter import TILES, draw, live
@@ -293,7 +293,7 @@ def test_where_a_model_knows_nothing_the_text_guesses() -> None:
     assert draw(Drafter([Always([7, 8])], FREE, 2, model), live(), [0]) == [(7, 8)]
 
 
-def test_a_quantised_model_drafts(model: Path, tmp_path: Path) -> None:
+def test_quantised_model_drafts(model: Path, tmp_path: Path) -> None:
     config = llama_config()
     write_quantised(tmp_path, "fp8-blocks", config, llama_weights(config))
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
@@ -332,7 +332,7 @@ def test_what_cannot_draft_is_refused(model: Path, options: dict[str, Any], reas
         engine_of(model, **options)
 
 
-def test_a_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
+def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
     model: Path, tmp_path: Path
 ) -> None:
     folder = tiny_llama(tmp_path, hidden=32)

@@ -37,7 +37,7 @@ def guess(source: SuffixDrafts | HistoryDrafts, seq: Sequence, most: int = 4) ->
     return list(found.token_ids)
 
 
-def test_an_ngram_is_followed_by_what_followed_it() -> None:
+def test_ngram_is_followed_by_what_followed_it() -> None:
     source = SuffixDrafts(siblings=False)
     seq = sequence([7, 1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert guess(source, seq) == [4, 5, 9, 1]
@@ -47,7 +47,7 @@ def test_an_ngram_is_followed_by_what_followed_it() -> None:
     assert guess(source, seq, 1) == [3]
 
 
-def test_the_longest_match_counts_and_then_most_places() -> None:
+def test_longest_match_counts_and_then_most_places() -> None:
     source = SuffixDrafts(siblings=False)
     assert guess(source, sequence([5, 1, 2, 7, 6, 1, 2, 8, 6, 1, 2]), 1) == [8]  # 6 1 2, not 1 2
     assert guess(source, sequence([1, 2, 7, 1, 2, 8, 1, 2, 7, 0, 1, 2]), 1) == [7]
@@ -63,7 +63,7 @@ def test_siblings_are_looked_into_where_that_is_wanted() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
-def test_a_suffix_is_found_wherever_it_stands(tokens: list[int], pieces: int) -> None:
+def test_suffix_is_found_wherever_it_stands(tokens: list[int], pieces: int) -> None:
     """Against a search through the whole text; it may have grown piece by piece."""
     index, text = SuffixIndex(), list[int]()
     for start in range(0, len(tokens), pieces):
@@ -96,7 +96,7 @@ def test_what_ended_is_forgotten_and_memory_is_bounded() -> None:
     assert sum(group.index.num_entries for group in source._groups.values()) <= 300
 
 
-def test_a_sample_of_the_same_noise_is_followed_until_they_part() -> None:
+def test_sample_of_the_same_noise_is_followed_until_they_part() -> None:
     source = HistoryDrafts()
     source.keep(sequence([1, 2, 5, 6, 7, 8, 9], seed=3), version=0)
     seq = sequence([1, 2], seed=3)
@@ -135,7 +135,7 @@ def test_what_is_gone_from_history_is_gone_from_its_index() -> None:
     assert guess(source, sequence([1, 2, 13], sample=99), 2) == []
 
 
-def test_a_long_text_is_indexed_over_several_steps() -> None:
+def test_long_text_is_indexed_over_several_steps() -> None:
     source = SuffixDrafts()
     text = [*range(3 * MOST_READ), 5, 6]
     seq = sequence(text, prompt=len(text))

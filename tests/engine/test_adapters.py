@@ -84,7 +84,7 @@ def rest(engine: InferenceEngine) -> TrainingSample:
     return sample
 
 
-def test_a_new_version_leaves_those_that_have_begun_alone(
+def test_new_version_leaves_those_that_have_begun_alone(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -229,9 +229,7 @@ def test_one_that_waits_begins_with_the_newest_version(
     assert rest(engine).adapter_versions == (VersionSpan(2, 0, 12),)
 
 
-def test_an_unloaded_adapter_serves_those_that_have_it(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -244,7 +242,7 @@ def test_an_unloaded_adapter_serves_those_that_have_it(
     assert whole(engine).cached_tokens == 0
 
 
-def test_a_base_update_and_an_adapter_keep_to_themselves(
+def test_base_update_and_an_adapter_keep_to_themselves(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -290,20 +288,20 @@ def test_limits(folder: Path) -> None:
         ({"max_loras": -1}, "max_loras=-1"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(
+def test_configuration_that_cannot_be_is_refused(
     folder: Path, options: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         EngineConfig(str(folder), **options)
 
 
-def test_an_engine_without_room_for_adapters_says_so(folder: Path) -> None:
+def test_engine_without_room_for_adapters_says_so(folder: Path) -> None:
     expected = pytest.raises(AdapterError, match="set max_loras to how many it may")
     with make(folder, max_loras=0) as engine, expected:
         engine.load_adapter("own", matrices(folder, 1))
 
 
-def test_the_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder: Path) -> None:
+def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder: Path) -> None:
     given = matrices(folder, 1)
     engine.load_adapter("own", given)
     before = whole(engine)
@@ -313,7 +311,7 @@ def test_the_callers_matrices_are_the_callers_again(engine: InferenceEngine, fol
     assert bits(whole(engine)) == bits(before)
 
 
-def test_a_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
+def test_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
         replay(engine, whole(engine))
@@ -353,7 +351,7 @@ def test_blocks_of_two_versions_are_not_kept(
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_the_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy) -> None:
+def test_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy) -> None:
     params = replace(PARAMS, prompt_logprobs=True)
     with make(folder, max_tokens_per_batch=16) as engine:
         engine.load_adapter("own", matrices(folder, 1))

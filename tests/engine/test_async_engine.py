@@ -130,7 +130,7 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
     assert not engine.has_pending(), "samples of cancelled callers are left for others"
 
 
-def test_a_stream_is_the_sample(engine: InferenceEngine) -> None:
+def test_stream_is_the_sample(engine: InferenceEngine) -> None:
     async def main() -> list[Delta]:
         async with AsyncInferenceEngine(engine) as a:
             return await collect(a.stream([5, 6, 7], params(3), num_samples=3))
@@ -201,7 +201,7 @@ def test_weights_change_between_two_awaited_samples(
     assert after.weight_version == 7
 
 
-def test_a_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
+def test_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
             good = asyncio.create_task(a.generate([5, 6], params(1)))
@@ -214,7 +214,7 @@ def test_a_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None
     assert len(run(main())[0].completion_tokens) == 12
 
 
-def test_a_failing_step_reaches_everybody_who_awaits(
+def test_failing_step_reaches_everybody_who_awaits(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -255,7 +255,7 @@ def test_stopping_wakes_those_who_wait(
 
 
 @pytest.mark.thorough
-def test_an_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
+def test_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
     async def main() -> float:
         async with AsyncInferenceEngine(engine) as a:
             await a.generate([5], params(1))

@@ -24,7 +24,7 @@ def in_a_thread(run: Callable[[], object]) -> None:
     thread.join(10)
 
 
-def test_a_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
+def test_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
     own, seen = niceness(), list[int]()
 
     def bring() -> None:

@@ -104,7 +104,7 @@ def move(
         ("gemma3", "radix", "auto"),
     ],
 )
-def test_a_prompt_goes_on_elsewhere_with_the_same_bits(
+def test_prompt_goes_on_elsewhere_with_the_same_bits(
     build: Build, family: str, cache_type: str, backend: str
 ) -> None:
     source, target, alone = (
@@ -294,7 +294,7 @@ def test_blocks_of_old_weights_are_refused(build: Build) -> None:
     assert move(source, target, source.blocks.names(prompt_of(12))) == 3
 
 
-def test_a_hole_and_a_full_cache_take_less(build: Build) -> None:
+def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     source, target = build(), build(kv_cache_memory=6 * SIZE * 512, max_model_len=24)
     prompt = prompt_of(40)
     piece = piece_of(source, prompt)

@@ -140,7 +140,7 @@ def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
     assert len(refused) < watched.ended // 2
 
 
-def test_an_update_of_another_thread_that_comes_before_is_seen(
+def test_update_of_another_thread_that_comes_before_is_seen(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the look at the queue, and before the blocking update stands in it."""
@@ -175,7 +175,7 @@ def test_an_update_of_another_thread_that_comes_before_is_seen(
     assert engine.update_weights(OTHER, blocking=True).version == 2
 
 
-def test_a_blocking_update_waits_for_another_threads_resume(build: Build) -> None:
+def test_blocking_update_waits_for_another_threads_resume(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(4))
     engine.step()

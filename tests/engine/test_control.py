@@ -45,7 +45,7 @@ def same(one: TrainingSample, other: TrainingSample) -> bool:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> None:
+def test_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> None:
     expected = build().generate(PROMPT, drawn())[0]
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, drawn())
@@ -66,7 +66,7 @@ def test_a_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> Non
     assert same(samples[1], expected)
 
 
-def test_a_pause_that_waits_holds_newcomers(build: Build) -> None:
+def test_pause_that_waits_holds_newcomers(build: Build) -> None:
     engine = build(lookahead=1)
     done: list[TrainingSample] = []
     first = engine.add_request(PROMPT, drawn())
@@ -81,7 +81,7 @@ def test_a_pause_that_waits_holds_newcomers(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [second]
 
 
-def test_a_pause_that_aborts_returns_what_there_is(build: Build) -> None:
+def test_pause_that_aborts_returns_what_there_is(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(), num_samples=2)
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
     assert len(drain(engine)) == 1
 
 
-def test_a_shutdown_ends_a_wait(build: Build) -> None:
+def test_shutdown_ends_a_wait(build: Build) -> None:
     engine = build()
     pausing = threading.Thread(target=engine.pause)
     pausing.start()
@@ -152,13 +152,13 @@ def test_a_shutdown_ends_a_wait(build: Build) -> None:
     assert "shut down" in str(problems[0])
 
 
-def test_an_unknown_mode_is_an_error(build: Build) -> None:
+def test_unknown_mode_is_an_error(build: Build) -> None:
     with pytest.raises(InvalidRequest, match="'stop' is not one of keep, wait, abort"):
         build().pause("stop")
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_the_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+def test_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn(40))[0]
     first, go_on = engine.loop.num_steps, stand_still(monkeypatch, engine.loop)
@@ -187,7 +187,7 @@ def test_the_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.thorough(cases=["0-radix"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_partial_sample_goes_on_token_for_token(
+def test_partial_sample_goes_on_token_for_token(
     build: Build, cache_type: str, lookahead: int
 ) -> None:
     told = {
@@ -227,7 +227,7 @@ def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
     assert engine.stats().tokens_computed - before == known - (known - 1) // 4 * 4
 
 
-def test_a_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> None:
+def test_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> None:
     engine = build()
     long = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]
@@ -265,7 +265,7 @@ def test_turns_of_a_tool(build: Build) -> None:
     )
 
 
-def test_a_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:
+def test_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
     params = drawn(6, stop_token_ids=frozenset([first.completion_tokens[2]]))
@@ -320,7 +320,7 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
     assert not engine.has_pending()
 
 
-def test_the_async_engine_goes_on(build: Build) -> None:
+def test_async_engine_goes_on(build: Build) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]

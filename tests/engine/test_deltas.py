@@ -73,7 +73,7 @@ def test_every_delta_says_what_was_cached_and_how_long_it_queued(
     assert min(waited) > first[0].queued, "it waited for forty steps of others"
 
 
-def test_a_preemption_does_not_queue_again(build: Build) -> None:
+def test_preemption_does_not_queue_again(build: Build) -> None:
     engine = build(kv_cache_memory=2**15, block_size=4, max_model_len=64)
     arrived: list[Delta] = []
     long = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_a_preemption_does_not_queue_again(build: Build) -> None:
         assert len({delta.queued for delta in arrived if delta.request_id == request_id}) == 1
 
 
-def test_a_request_that_is_aborted_in_the_queue_says_how_long_it_waited(build: Build) -> None:
+def test_request_that_is_aborted_in_the_queue_says_how_long_it_waited(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([1, 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     engine.step()

@@ -126,7 +126,7 @@ with InferenceEngine(EngineConfig(model_path="smollm2-135m", cache_type="radix",
 
 
 @pytest.mark.thorough
-def test_the_usage_that_was_promised_runs_as_it_stands() -> None:
+def test_usage_that_was_promised_runs_as_it_stands() -> None:
     threads = torch.get_num_threads()
     weights = dict(read_tensors(resolve_model("smollm2-135m")))
     new_state_dict = {"model.norm.weight": weights["model.norm.weight"] * 1.1}
@@ -187,7 +187,7 @@ def test_progress_is_told_after_every_step(build: Build) -> None:
         [np.int64(5), 6, torch.tensor(7)],
     ],
 )
-def test_a_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
+def test_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
     engine = build()
     (sample,) = engine.generate(prompt, greedy(2))
     assert sample.prompt_tokens == (5, 6, 7)
@@ -211,7 +211,7 @@ def test_one_params_for_each_prompt_or_one_for_all(build: Build) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_group_computes_its_prompt_once(build: Build, chunk: int | None, lookahead: int) -> None:
+def test_group_computes_its_prompt_once(build: Build, chunk: int | None, lookahead: int) -> None:
     engine = build(max_chunk_tokens=chunk, lookahead=lookahead, kv_cache_memory=2**22)
     prompts = [[i, *range(100, 100 + 3 + 5 * i)] for i in range(8)]
     samples = engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True), 8)
@@ -226,7 +226,7 @@ def test_a_group_computes_its_prompt_once(build: Build, chunk: int | None, looka
         assert len({s.seed for s in group}) == 1
 
 
-def test_a_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
+def test_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
     params = SamplingParams(max_tokens=12, seed=77, raw_logprobs=True)
     prompt = list(range(20, 41))
     group = build().generate(prompt, params, 5)
@@ -234,7 +234,7 @@ def test_a_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
     assert build(enable_prefix_caching=False, block_size=4).generate(prompt, params, 3) == group[:3]
 
 
-def test_a_group_larger_than_a_batch_takes_turns(build: Build) -> None:
+def test_group_larger_than_a_batch_takes_turns(build: Build) -> None:
     engine = build(max_batch_size=2)
     samples = engine.generate([1, 2, 3], SamplingParams(max_tokens=5, seed=3, ignore_eos=True), 7)
     assert [s.sample_index for s in samples] == list(range(7))
@@ -244,9 +244,7 @@ def test_a_group_larger_than_a_batch_takes_turns(build: Build) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_a_prompt_that_was_seen_is_taken_from_the_cache(
-    build: Build, cache_type: CacheType
-) -> None:
+def test_prompt_that_was_seen_is_taken_from_the_cache(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     (first,) = engine.generate(prompt, greedy())
@@ -261,7 +259,7 @@ def test_a_prompt_that_was_seen_is_taken_from_the_cache(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_a_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
+def test_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     seen: list[int] = []
@@ -271,7 +269,7 @@ def test_a_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [12, 200])
-def test_the_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
+def test_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
     """Conversations that go on, prompts asked twice, groups and an update; the small cache has to
     evict.
     """
@@ -329,7 +327,7 @@ def test_generate_keeps_the_samples_of_others(build: Build) -> None:
     assert engine.step() == []
 
 
-def test_a_kept_sample_alone_is_pending(build: Build) -> None:
+def test_kept_sample_alone_is_pending(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(2))
     engine.generate([1, 2], greedy(10, ignore_eos=True))
@@ -350,7 +348,7 @@ def test_requests_are_served_in_order_of_priority(build: Build) -> None:
     assert engine.stats().num_preemptions == 0, "somebody was let in out of order"
 
 
-def test_a_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:
+def test_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(12, seed=1, ignore_eos=True))
 
@@ -366,7 +364,7 @@ def test_a_failing_progress_ends_what_generate_added_and_nothing_else(build: Bui
     assert_all_blocks_free(engine)
 
 
-def test_an_abort_from_progress_ends_generate(build: Build) -> None:
+def test_abort_from_progress_ends_generate(build: Build) -> None:
     """It may not wait for ever for samples that the abort handed to its caller."""
     engine, calls, aborted = build(), list[int](), list[TrainingSample]()
 
@@ -386,7 +384,7 @@ def test_an_abort_from_progress_ends_generate(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_an_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
+def test_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
     params = SamplingParams(
         max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True
     )
@@ -413,7 +411,7 @@ def test_an_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
     assert_all_blocks_free(engine)
 
 
-def test_an_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None:
+def test_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None:
     params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
     alone = build().generate([4, 5], params)[0]
     engine = build()
@@ -428,7 +426,7 @@ def test_an_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> N
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_an_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> None:
+def test_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> None:
     engine = build(max_chunk_tokens=4)
     request = engine.add_request(list(range(50, 70)), SamplingParams(seed=8, raw_logprobs=True), 4)
     for _ in range(steps):
@@ -554,7 +552,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "params", "num", "error", "told"), BAD_REQUESTS)
-def test_a_bad_request_is_refused_by_name(
+def test_bad_request_is_refused_by_name(
     build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], told: str
 ) -> None:
     engine = build()
@@ -680,7 +678,7 @@ def assert_dead(engine: InferenceEngine, why: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["forward", "sample"])
-def test_a_failed_step_is_the_end_of_the_engine(
+def test_failed_step_is_the_end_of_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine = build()
@@ -698,7 +696,7 @@ def test_a_failed_step_is_the_end_of_the_engine(
     engine.shutdown()
 
 
-def test_a_failed_step_inside_generate_is_engine_dead_too(
+def test_failed_step_inside_generate_is_engine_dead_too(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -788,7 +786,7 @@ def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
         ({"max_model_len": 10_000, "kv_cache_memory": 4 * 16 * TOKEN_BYTES}, 64),
     ],
 )
-def test_a_length_that_does_not_fit_is_lowered_and_said(
+def test_length_that_does_not_fit_is_lowered_and_said(
     build: Build, caplog: pytest.LogCaptureFixture, options: dict[str, int], longest: int
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference"):
@@ -797,7 +795,7 @@ def test_a_length_that_does_not_fit_is_lowered_and_said(
     assert f"max_model_len={options['max_model_len']} is lowered to {longest}" in caplog.text
 
 
-def test_the_memory_table_says_where_memory_goes(
+def test_memory_table_says_where_memory_goes(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"):
@@ -816,20 +814,20 @@ def test_the_memory_table_says_where_memory_goes(
         assert (told in caplog.text) == (told != "lowered")
 
 
-def test_the_cache_is_no_larger_than_it_can_be_used(build: Build) -> None:
+def test_cache_is_no_larger_than_it_can_be_used(build: Build) -> None:
     engine = build(kv_cache_memory=2**40, max_batch_size=3, max_model_len=50)
     assert engine.memory_budget.num_blocks == 3 * 4
     assert engine.max_model_len == 50
 
 
-def test_a_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) -> None:
+def test_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 8,191 bytes.*at least 8,192 bytes"):
         build(kv_cache_memory=8191)
     assert build(kv_cache_memory=8192).max_model_len == 16
 
 
 @pytest.mark.parametrize("asked", [500 * 2**30, 10**12, 2**62])
-def test_a_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
+def test_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
     build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
     monkeypatch.setattr(parts, "load_params", None)
@@ -841,7 +839,7 @@ def test_a_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
         build(kv_cache_memory=asked, max_batch_size=2**53)
 
 
-def test_a_cache_knows_the_limit_of_a_container(
+def test_cache_knows_the_limit_of_a_container(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = "memory.max of the control group"
@@ -859,7 +857,7 @@ def test_a_cache_knows_the_limit_of_a_container(
         build(kv_cache_memory=None)
 
 
-def test_a_cache_that_the_system_does_not_give_is_a_config_error(
+def test_cache_that_the_system_does_not_give_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was free a moment ago, or the system counts otherwise."""
@@ -877,7 +875,7 @@ def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:x", "meta"])
-def test_a_device_that_is_not_there_is_a_config_error(build: Build, device: str) -> None:
+def test_device_that_is_not_there_is_a_config_error(build: Build, device: str) -> None:
     with pytest.raises(ConfigError, match=rf"device='{device}' is not supported; use 'auto'"):
         build(device=device)
 
@@ -888,12 +886,12 @@ def test_no_cuda_is_a_config_error(build: Build) -> None:
         build(device="cuda")
 
 
-def test_an_order_of_sums_is_for_the_cpu_backend(build: Build) -> None:
+def test_order_of_sums_is_for_the_cpu_backend(build: Build) -> None:
     with pytest.raises(ConfigError, match="cpu_sums='tiles' is not possible with backend='ref"):
         build(backend="reference", cpu_sums="tiles")
 
 
-def test_a_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
+def test_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         build(tmp_path)
 
@@ -924,7 +922,7 @@ def test_models_of_every_kind_run(build: Build, tmp_path: Path, rope: Any, tie: 
 # -- seeds -----------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_reproduced_by_its_seed(build: Build) -> None:
+def test_sample_is_reproduced_by_its_seed(build: Build) -> None:
     params = SamplingParams(max_tokens=12)
     samples = build(seed=None).generate([[1, 2], [1, 2], [3]], params, 2)
     assert samples[0].seed == samples[1].seed != samples[2].seed
@@ -941,7 +939,7 @@ def test_a_sample_is_reproduced_by_its_seed(build: Build) -> None:
             assert one.seed == other.seed
 
 
-def test_the_seed_of_the_engine_reproduces_the_whole_run(build: Build) -> None:
+def test_seed_of_the_engine_reproduces_the_whole_run(build: Build) -> None:
     def run(seed: int | None) -> list[TrainingSample]:
         engine = build(seed=seed)
         first = engine.generate([[1, 2], [3]], SamplingParams(max_tokens=6), 2)
@@ -954,7 +952,7 @@ def test_the_seed_of_the_engine_reproduces_the_whole_run(build: Build) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_a_seed_of_64_bits_is_kept(build: Build, seed: int) -> None:
+def test_seed_of_64_bits_is_kept(build: Build, seed: int) -> None:
     (sample,) = build(seed=None).generate([1], SamplingParams(max_tokens=1, seed=seed))
     assert sample.seed == seed
 
@@ -981,7 +979,7 @@ def eager(tmp_path: Path) -> Path:
     )
 
 
-def test_a_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
+def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
     (whole,) = build().generate([1, 2], SamplingParams(max_tokens=20, seed=9, ignore_eos=True))
     tokens = whole.completion_tokens
     assert (whole.finish_reason, whole.stop_reason, len(tokens)) == ("length", None, 20)

@@ -115,7 +115,7 @@ def told(fault: str) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_engine_and_says_why(
+def test_fault_ends_the_engine_and_says_why(
     engine: InferenceEngine, where: str, fault: str
 ) -> None:
     broken(engine, where, fault)
@@ -144,7 +144,7 @@ def test_a_fault_ends_the_engine_and_says_why(
     engine.shutdown()
 
 
-def test_a_device_without_memory_is_no_samples_own_fault(
+def test_device_without_memory_is_no_samples_own_fault(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although each sample alone might find room."""
@@ -202,7 +202,7 @@ def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> Non
     engine.shutdown()
 
 
-def test_a_fault_while_weights_are_written_ends_it_too(
+def test_fault_while_weights_are_written_ends_it_too(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -237,7 +237,7 @@ def test_memory_that_cannot_be_given_back_ends_it(
     engine.shutdown()
 
 
-def test_a_card_that_is_full_when_it_wakes_is_tried_again(
+def test_card_that_is_full_when_it_wakes_is_tried_again(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()

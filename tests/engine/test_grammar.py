@@ -163,7 +163,7 @@ def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
     assert text_of(engine, sample).isdigit()
 
 
-def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
+def test_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
     engine = build()
     request_id = engine.add_request(PROMPT, DIGITS)
     engine.step()
@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_matcher_for_ever(
         build().intake.grammars.wait(GrammarState(Grammar.regex("a")))
 
 
-def test_a_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
+def test_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
     build: Build, held: Held
 ) -> None:
     engine = build()
@@ -235,7 +235,7 @@ def test_a_compilation_that_takes_too_long_fails_its_request_and_is_not_remember
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
-def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(build: Build) -> None:
+def test_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(build: Build) -> None:
     engine = build()
     bad = replace(DIGITS, grammar=Grammar.json_schema({"uniqueItems": True}))
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(bu
     assert "uniqueItems" in str(sample.stop_reason)
 
 
-def test_a_compilation_that_raises_tells_the_kind_alone(
+def test_compilation_that_raises_tells_the_kind_alone(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -260,7 +260,7 @@ def test_a_compilation_that_raises_tells_the_kind_alone(
     assert sample.stop_reason == "error: compiling the grammar raised KeyError"
 
 
-def test_a_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Build) -> None:
+def test_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Build) -> None:
     """Copies of llguidance's matchers share what they may construct in all."""
     engine = build()
     greedy = SamplingParams(max_tokens=300, grammar=Grammar.regex("(x{1,1000}){1,1000}y"))
@@ -273,7 +273,7 @@ def test_a_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: 
     assert engine.stats().grammars_compiled == 2
 
 
-def test_an_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
+def test_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -305,7 +305,7 @@ def test_an_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
         ),
     ],
 )
-def test_a_grammar_that_leaves_nothing_ends_by_name(
+def test_grammar_that_leaves_nothing_ends_by_name(
     build: Build, options: dict[str, Any], reason: str
 ) -> None:
     engine = build()
@@ -315,7 +315,7 @@ def test_a_grammar_that_leaves_nothing_ends_by_name(
     assert re.search(reason, str(sample.stop_reason))
 
 
-def test_a_grammars_end_counts_before_min_tokens(build: Build) -> None:
+def test_grammars_end_counts_before_min_tokens(build: Build) -> None:
     engine = build()
     params = SamplingParams(
         max_tokens=20, min_tokens=10, seed=1, grammar=Grammar.choice(["yes", "no"])
@@ -329,7 +329,7 @@ def test_a_grammars_end_counts_before_min_tokens(build: Build) -> None:
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
-def test_a_grammar_ends_a_sample_also_with_its_last_token(
+def test_grammar_ends_a_sample_also_with_its_last_token(
     build: Build, options: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
@@ -338,13 +338,13 @@ def test_a_grammar_ends_a_sample_also_with_its_last_token(
     assert sample.finish_reason == "stop", "it has all of its text"
 
 
-def test_a_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> None:
+def test_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> None:
     (sample,) = build().generate(PROMPT, replace(DIGITS, ignore_eos=True))
     assert sample.finish_reason == "stop"
     assert sample.completion_tokens[-1] == EOS
 
 
-def test_a_grammar_begins_behind_the_reasoning(build: Build) -> None:
+def test_grammar_begins_behind_the_reasoning(build: Build) -> None:
     engine = build()
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t")
     (marker_id,) = engine.tokenizer.encode("t")
@@ -361,7 +361,7 @@ def test_a_grammar_begins_behind_the_reasoning(build: Build) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_sample_that_does_not_think_comes_to_its_grammar_at_once(
+def test_sample_that_does_not_think_comes_to_its_grammar_at_once(
     build: Build, backend: str
 ) -> None:
     engine = build(backend=backend)
@@ -391,7 +391,7 @@ def thoughtful(engine: InferenceEngine) -> SamplingParams:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("thinks", [False, True])
-def test_a_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
+def test_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
     engine = build()
     params = thoughtful(engine) if thinks else OBJECT
     whole = build().generate(PROMPT, params)[0]
@@ -415,7 +415,7 @@ def test_a_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) 
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 9}])
-def test_a_sample_whose_grammar_has_ended_is_not_gone_on_with(
+def test_sample_whose_grammar_has_ended_is_not_gone_on_with(
     build: Build, options: dict[str, Any]
 ) -> None:
     engine = build()
@@ -427,7 +427,7 @@ def test_a_sample_whose_grammar_has_ended_is_not_gone_on_with(
         engine.resume_many([told], lambda _: None, stream=False, request_id=again)
 
 
-def test_a_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
+def test_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, DIGITS)[0]
     engine.resume_from(first, append=[40, 41], max_new_tokens=20)
@@ -438,7 +438,7 @@ def test_a_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_a_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
+def test_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
     engine = build()
     engine.add_request(PROMPT, OBJECT, 3)
     for _ in range(6):
@@ -452,7 +452,7 @@ def test_a_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
 
 @pytest.mark.parametrize("vocab_size", [258, 259, 300, 320])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
+def test_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
     tmp_path: Path, vocab_size: int, backend: Any
 ) -> None:
     folder = tiny_llama(tmp_path / "model", vocab_size=vocab_size)
@@ -469,7 +469,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
             assert max(last) < min(vocab_size, tokenizer.vocab_size)
 
 
-def test_a_model_without_an_end_of_sequence_has_no_grammars(
+def test_model_without_an_end_of_sequence_has_no_grammars(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -491,7 +491,7 @@ def test_asyncio_callers_get_structured_samples(build: Build) -> None:
     assert [bits(sample) for sample in asyncio.run(main())] == [expected] * 2
 
 
-def test_a_backend_whose_package_is_missing_is_named(
+def test_backend_whose_package_is_missing_is_named(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = "LlguidanceBackend", "no_such_module", "llguidance"
@@ -549,7 +549,7 @@ def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
         ("0123456789", 30, 4, "the grammar and allowed_token_ids left no token to draw"),
     ],
 )
-def test_a_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
+def test_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
     build: Build, allowed: str, min_tokens: int, drawn_text: int, reason: str
 ) -> None:
     engine = build()

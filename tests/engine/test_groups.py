@@ -66,7 +66,7 @@ def whole(model: Path) -> list[TrainingSample]:
     tokens=st.sampled_from([2, 5, 64]),
     memory=st.sampled_from([2**20, 2**16]),
 )
-def test_the_rest_ends_with_the_last_that_is_wanted(
+def test_rest_ends_with_the_last_that_is_wanted(
     model: Path,
     whole: list[TrainingSample],
     num_wanted: int,
@@ -113,7 +113,7 @@ def check_group(engine: InferenceEngine, whole: list[TrainingSample], num_wanted
     assert {ends[sample.sample_index] for sample in rest} <= {complete}
 
 
-def test_a_straggler_goes_on_where_it_stopped(build: Build, whole: list[TrainingSample]) -> None:
+def test_straggler_goes_on_where_it_stopped(build: Build, whole: list[TrainingSample]) -> None:
     engine = build(lookahead=1)
     samples = engine.generate(PROMPT, drawn(), 8, num_wanted=2)
     rest = [sample for sample in samples if sample.finish_reason == "abort"]
@@ -208,7 +208,7 @@ def test_what_cannot_be_wanted(build: Build, num_wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_request_for_one_version_waits_for_it(build: Build, lookahead: int) -> None:
+def test_request_for_one_version_waits_for_it(build: Build, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, drawn(), exact_version=1)
     assert not engine.has_pending() or engine.step() == []

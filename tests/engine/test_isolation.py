@@ -203,7 +203,7 @@ def assert_same_others(found: Run, quiet: Run) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 4, 9])
-def test_a_draw_that_raises(
+def test_draw_that_raises(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -228,7 +228,7 @@ def test_a_draw_that_raises(
     )
 
 
-def test_a_draw_that_raises_for_a_sample_that_has_ended(
+def test_draw_that_raises_for_a_sample_that_has_ended(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With lookahead a step draws once more for a sample whose last token has come meanwhile."""
@@ -312,7 +312,7 @@ def test_penalties_that_cannot_be_counted(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at", [1, 4, LENGTH])
 @pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
-def test_a_text_that_raises(
+def test_text_that_raises(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     breaks: str,
@@ -338,7 +338,7 @@ def test_a_text_that_raises(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_cannot_be_copied(
+def test_text_that_cannot_be_copied(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], stream: bool
 ) -> None:
     """The sample that keeps the text goes on, the other one of its group ends with its first
@@ -380,7 +380,7 @@ def test_samples_that_cannot_be_fetched(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_sink_that_raises(
+def test_sink_that_raises(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], after: int, stream: bool
 ) -> None:
     engine = make()
@@ -400,7 +400,7 @@ def test_a_sink_that_raises(
         assert engine.stats().completion_tokens < quiet[stream].num_tokens, "it is aborted"
 
 
-def test_a_fault_of_nobody_is_the_end_of_none(
+def test_fault_of_nobody_is_the_end_of_none(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -424,7 +424,7 @@ def test_a_fault_of_nobody_is_the_end_of_none(
     ]
 
 
-def test_a_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
+def test_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
     engine = build()
     huge = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, top_k=2**63 - 1)
     (sample,) = engine.generate([1, 2], huge)
@@ -433,7 +433,7 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
     assert sample.finish_reason == "length"
 
 
-def test_the_log_has_what_the_caller_is_not_told(
+def test_log_has_what_the_caller_is_not_told(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = run(build(), stream=False, text=Text("append", 2))

@@ -84,7 +84,7 @@ def stops(folders: list[Path]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize(("cache", "lookahead"), CASES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_update_at_every_token(
+def test_update_at_every_token(
     build: Build, stops: dict[str, Any], policy: KvPolicy, cache: CacheType, lookahead: int
 ) -> None:
     cuts: set[int] = set()
@@ -150,7 +150,7 @@ def check_first(
 # -- finish_old ------------------------------------------------------------------------------------
 
 
-def test_a_new_request_finishes_first_while_an_old_one_goes_on(
+def test_new_request_finishes_first_while_an_old_one_goes_on(
     build: Build, stops: dict[str, Any]
 ) -> None:
     engine = build()
@@ -188,7 +188,7 @@ def test_only_what_changes_is_copied_aside(build: Build) -> None:
     assert bits(sample) == bits(alone(build, 0, PROMPT, 30))
 
 
-def test_a_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
+def test_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     engine.step()
@@ -226,7 +226,7 @@ def test_old_and_new_do_not_meet_in_the_cache(build: Build, stops: dict[str, Any
     assert bits(new) == bits(stops["new"])
 
 
-def test_a_group_finishes_on_the_old_weights(build: Build) -> None:
+def test_group_finishes_on_the_old_weights(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(), num_samples=3)
     engine.step()  # part of the prompt
@@ -299,7 +299,7 @@ def test_what_builds_on_a_failed_update_fails_with_it(
 # -- versions that a request asks for --------------------------------------------------------------
 
 
-def test_a_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
+def test_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
     engine = build()
     held = engine.add_request(PROMPT, drawn(), min_version=2)
     other = engine.add_request(PROMPT, drawn())
@@ -315,7 +315,7 @@ def test_a_request_waits_for_its_version(build: Build, stops: dict[str, Any]) ->
     assert engine.stats().num_held == 0
 
 
-def test_a_held_request_can_be_aborted(build: Build) -> None:
+def test_held_request_can_be_aborted(build: Build) -> None:
     engine = build()
     held = engine.add_request(PROMPT, drawn(), min_version=7)
     (sample,) = engine.abort(held)
@@ -325,7 +325,7 @@ def test_a_held_request_can_be_aborted(build: Build) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "finish_old"])
-def test_a_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: KvPolicy) -> None:
+def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: KvPolicy) -> None:
     engine = build()
     strict = engine.add_request(PROMPT, drawn(30), max_staleness=1)
     engine.add_request(PROMPT, drawn(30))
@@ -358,7 +358,7 @@ def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: An
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
-def test_a_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) -> None:
+def test_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(20))
     for _ in range(3):
@@ -370,7 +370,7 @@ def test_a_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy
     assert len(sample.completion_tokens) == 20 or policy == "abort"
 
 
-def test_a_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[str, Any]) -> None:
+def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[str, Any]) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(15))
     engine.step()
@@ -384,7 +384,7 @@ def test_a_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[
     assert bits(samples[1]) == bits(stops["new"])
 
 
-def test_an_unknown_policy_is_an_error(build: Build) -> None:
+def test_unknown_policy_is_an_error(build: Build) -> None:
     engine = build()
     with pytest.raises(
         WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"
@@ -485,7 +485,7 @@ def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build,
     assert repr(sample.prompt_logprobs) == repr(expected.prompt_logprobs)
 
 
-def test_an_abort_returns_its_own_samples_alone(build: Build) -> None:
+def test_abort_returns_its_own_samples_alone(build: Build) -> None:
     """It lets an update be applied, which brings in what was in flight for others."""
     engine = build(lookahead=1)
     old = engine.add_request(PROMPT, drawn(40))
@@ -499,7 +499,7 @@ def test_an_abort_returns_its_own_samples_alone(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [other]
 
 
-def test_an_update_that_aborts_samples_spares_scores(build: Build) -> None:
+def test_update_that_aborts_samples_spares_scores(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     expected = score(build(NEW), [PROMPT])[0]
     partial = engine.add_request(PROMPT, drawn())
@@ -538,7 +538,7 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     assert sample.stop_reason == ("it is too stale" if limit == 2 else None)
 
 
-def test_a_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
+def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(30))
     engine.step()  # a part of its prompt

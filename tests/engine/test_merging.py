@@ -134,7 +134,7 @@ def test_what_would_see_two_adapters_is_refused(engine: InferenceEngine) -> None
     assert bits(sample(engine, "other")) == bits(beside)
 
 
-def test_a_request_that_runs_goes_on_under_the_merged_weights(engine: InferenceEngine) -> None:
+def test_request_that_runs_goes_on_under_the_merged_weights(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     engine.add_request(PROMPT, params)
     for _ in range(5):
@@ -189,7 +189,7 @@ def amid_a_merge(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_request_for_the_merged_adapter_keeps_it_merged(
+def test_request_for_the_merged_adapter_keeps_it_merged(
     engine: InferenceEngine, steps: int
 ) -> None:
     engine.merge_adapter("own")
@@ -215,7 +215,7 @@ def test_scores_of_the_merged_adapter_are_those_of_merged_weights(engine: Infere
 
 
 @pytest.mark.thorough(cases=["cpu"])
-def test_a_request_is_computed_by_what_holds_its_adapter_when_it_enters(
+def test_request_is_computed_by_what_holds_its_adapter_when_it_enters(
     engine: InferenceEngine,
 ) -> None:
     beside, intake = sample(engine, "own"), engine.intake
@@ -269,7 +269,7 @@ def test_amid_a_merge_no_adapter_is_computed_and_the_weights_alone_are(
     assert bits(sample(engine, "own")) == bits(merged)
 
 
-def test_a_merge_that_fails_leaves_no_trace(
+def test_merge_that_fails_leaves_no_trace(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside, sums = sample(engine, "own"), engine.weights_checksum()
@@ -284,7 +284,7 @@ def test_a_merge_that_fails_leaves_no_trace(
     engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
 
 
-def test_the_merged_adapter_is_neither_updated_nor_unloaded(
+def test_merged_adapter_is_neither_updated_nor_unloaded(
     engine: InferenceEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infos, copy = engine.adapters(), str(tmp_path / "own.safetensors")
@@ -343,7 +343,7 @@ def test_weights_that_sleep_are_neither_merged_nor_unmerged(
     assert bits(sample(engine, "own")) == bits(beside)
 
 
-def test_an_update_that_began_before_is_refused_where_it_would_be_queued(
+def test_update_that_began_before_is_refused_where_it_would_be_queued(
     engine: InferenceEngine,
 ) -> None:
     new = {"model.norm.weight": engine.model.params["norm"] * 1.5}
@@ -415,7 +415,7 @@ def test_ctrl_c_leaves_it_whole(
     engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
 
 
-def test_an_embedding_amid_a_merge_is_refused_by_name(
+def test_embedding_amid_a_merge_is_refused_by_name(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look() -> None:

@@ -35,7 +35,7 @@ def stopped_early(engine: InferenceEngine) -> int:
     return len(sample.completion_tokens)
 
 
-def test_a_weight_update_after_the_last_sample_serves_at_once(engine: InferenceEngine) -> None:
+def test_weight_update_after_the_last_sample_serves_at_once(engine: InferenceEngine) -> None:
     tokens = stopped_early(engine)
     total = engine.stats().completion_tokens
     update = engine.update_weights({"model.norm.weight": engine.model.params["norm"] * 2})

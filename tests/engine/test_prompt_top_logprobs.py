@@ -149,7 +149,7 @@ def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str
                 assert sample.prompt_logprobs[1:] == (alone[place].prompt_logprobs or ())[1:]
 
 
-def test_a_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
+def test_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
     prompt = [3 + i % 290 for i in range(BEST_TILE + 40)]
     with build(model) as engine:
         (whole,) = engine.generate(prompt, PARAMS)
@@ -180,7 +180,7 @@ def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
     assert samples[0].completion_tokens == expected.completion_tokens
 
 
-def test_a_reference_model_is_not_asked_for_them(model: Path) -> None:
+def test_reference_model_is_not_asked_for_them(model: Path) -> None:
     with build(model, ref_model_path=str(model)) as engine:
         (sample,) = engine.generate(PROMPTS[1], PARAMS)
     assert len(best_of(sample)) == len(PROMPTS[1])

@@ -118,7 +118,7 @@ def test_numbers_that_have_no_codes_are_refused_where_asked(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str) -> None:
+def test_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str) -> None:
     old, new = (llama_weights(llama_config(tie=True), seed=seed) for seed in (0, 1))
     engine = build(model_path=str(tied), backend=backend, quantization="int4")
     assert engine.model.params["embed"].form == FORMATS["int8-32"]
@@ -131,7 +131,7 @@ def test_a_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str
 
 
 @pytest.mark.parametrize("same_head", [True, False])
-def test_a_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head: bool) -> None:
+def test_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head: bool) -> None:
     config = llama_config(tie=True)
     weights: Weights = llama_weights(config)
     weights[HEAD] = weights[EMBEDDING].clone()
@@ -146,7 +146,7 @@ def test_a_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backend: str) -> None:
+def test_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backend: str) -> None:
     options: dict[str, Any] = {"backend": backend, "quantization": "int4"}
     params = replace(drawn(), raw_logprobs=True)
     expected = build(**options).generate(PROMPT, params)[0]
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
         plan_engine(EngineConfig(str(folder), quantization="int4", device="cpu", **options))
 
 
-def test_a_card_has_no_kernels_for_codes(model: Path) -> None:
+def test_card_has_no_kernels_for_codes(model: Path) -> None:
     config = EngineConfig(str(model), quantization="int8")
     specs = {"policy": load_spec(model)}
     with pytest.raises(

@@ -64,7 +64,7 @@ def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
 
 @pytest.mark.thorough(cases=["schedule1", "schedule2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
+def test_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
     policy: Path, schedule: dict[str, Any]
 ) -> None:
     with build(policy, ref_model_path=str(policy), **schedule) as engine:
@@ -120,7 +120,7 @@ def test_prompt_logprobs_read_no_cached_prefix_and_are_the_same_again(policy: Pa
     assert first.prompt_logprobs[1:] == again.prompt_logprobs[1:]
 
 
-def test_the_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
+def test_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy), block_size=4) as engine:
         samples = engine.generate([PROMPTS[3]], PARAMS, 8)
         stats = engine.stats()
@@ -134,7 +134,7 @@ def test_the_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference: Path) -> None:
+def test_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
         (before,) = engine.generate(PROMPTS[2], PARAMS)
         engine.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, blocking=True)
@@ -157,7 +157,7 @@ def test_aborting_a_sample_that_waits_for_its_scores_returns_it_whole(policy: Pa
     assert sample.ref_logprobs is None
 
 
-def test_an_aborted_sample_is_not_scored(policy: Path) -> None:
+def test_aborted_sample_is_not_scored(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
         engine.add_request(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True))
         for _ in range(5):
@@ -168,7 +168,7 @@ def test_an_aborted_sample_is_not_scored(policy: Path) -> None:
     assert sample.ref_logprobs is None
 
 
-def test_the_longest_possible_sample_is_scored(policy: Path) -> None:
+def test_longest_possible_sample_is_scored(policy: Path) -> None:
     """Prompt and completion fill the whole cache; nothing is left over for a token that is never
     computed.
     """
@@ -183,7 +183,7 @@ def test_the_longest_possible_sample_is_scored(policy: Path) -> None:
     assert len(sample.completion_tokens) == room - 1
 
 
-def test_a_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path, vocab_size=301)
     with pytest.raises(ConfigError, match=r"301.*300.*must have the policy's"):
         build(policy, ref_model_path=str(other))

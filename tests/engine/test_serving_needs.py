@@ -35,7 +35,7 @@ def test_nothing_leaks_however_requests_end(build: Build, cache_type: str) -> No
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_leak_is_seen_counted_and_told_once(
+def test_leak_is_seen_counted_and_told_once(
     build: Build, cache_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(cache_type=cache_type)
@@ -55,7 +55,7 @@ def test_a_leak_is_seen_counted_and_told_once(
     ]
 
 
-def test_a_sequence_whose_blocks_are_not_given_back_leaks(
+def test_sequence_whose_blocks_are_not_given_back_leaks(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -99,7 +99,7 @@ def test_memory_of_a_cancelled_request_is_free_after_one_step(
 # -- ids -------------------------------------------------------------------------------------------
 
 
-def test_an_id_can_be_known_before_the_first_delta(build: Build) -> None:
+def test_id_can_be_known_before_the_first_delta(build: Build) -> None:
     """A thread steps all the time; no delta may come under an id that nobody knows yet."""
     engine = build()
     known, strange = set[int](), list[int]()
@@ -146,7 +146,7 @@ def test_all_of_a_request_may_come_before_its_id_does(
     assert {delta.request_id for delta in arrived} == {request_id}
 
 
-def test_an_id_that_was_not_given_out_or_is_in_use_is_refused(build: Build) -> None:
+def test_id_that_was_not_given_out_or_is_in_use_is_refused(build: Build) -> None:
     engine = build()
     request_id = engine.submit([1], PARAMS, 1, lambda _: None, stream=False)
     for wrong, why in ((99, "99 is not the id of a request"), (request_id, "is in use")):
@@ -179,7 +179,7 @@ def test_prompts_and_look_ups_are_counted(build: Build) -> None:
     assert stats.completion_tokens == 4 * 6
 
 
-def test_a_preempted_prompt_counts_once_and_is_looked_up_again(build: Build) -> None:
+def test_preempted_prompt_counts_once_and_is_looked_up_again(build: Build) -> None:
     engine = build(kv_cache_memory=2**15, max_model_len=64)
     requests: list[Callable[[InferenceEngine], int]] = [
         lambda e, i=i: e.add_request(

@@ -21,7 +21,7 @@ def engine() -> Iterator[InferenceEngine]:
 
 
 @pytest.mark.thorough
-def test_a_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEngine) -> None:
+def test_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEngine) -> None:
     (sample,) = engine.generate(PROMPT, GREEDY)
     assert list(sample.prompt_tokens) == engine.tokenizer.encode(PROMPT)
     assert sample.text == engine.tokenizer.decode(sample.completion_tokens)
@@ -30,14 +30,14 @@ def test_a_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEng
     assert by_ids.text is None, "token ids ask for no text"
 
 
-def test_a_string_that_is_no_unicode_is_refused(engine: InferenceEngine) -> None:
+def test_string_that_is_no_unicode_is_refused(engine: InferenceEngine) -> None:
     for prompts in ("a\ud800", ["a", "\ud800"]):
         with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
             engine.generate(prompts, GREEDY)
 
 
 @pytest.mark.thorough
-def test_a_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
+def test_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
     chat = [{"role": "user", "content": "Say hi."}]
     (sample,) = engine.generate(chat, GREEDY)
     rendered = engine.tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
@@ -65,7 +65,7 @@ def plain(engine: InferenceEngine) -> str:
 
 
 @pytest.mark.thorough
-def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(
+def test_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(
     engine: InferenceEngine,
 ) -> None:
     whole = plain(engine)
@@ -107,7 +107,7 @@ def test_stop_strings_do_not_depend_on_lookahead_or_neighbours(
 
 
 @pytest.mark.thorough
-def test_a_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
+def test_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
     whole = plain(engine)
     first = whole.strip().split()[0]
     (early,) = engine.generate(PROMPT, SamplingParams(0, max_tokens=24, stop=first))
@@ -124,7 +124,7 @@ def test_stop_strings_work_on_token_prompts_too(engine: InferenceEngine) -> None
 
 
 @pytest.mark.thorough
-def test_the_pieces_of_a_stream_join_to_the_text(engine: InferenceEngine) -> None:
+def test_pieces_of_a_stream_join_to_the_text(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
     for params in (
         GREEDY,
@@ -159,7 +159,7 @@ def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
     assert not engine.shared.delivery.open_requests()
 
 
-def test_a_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:
+def test_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest):
         engine.generate([[]], GREEDY, stream=True)
 
@@ -176,7 +176,7 @@ def test_generate_text_gives_back_the_shape_that_it_was_given(engine: InferenceE
 
 
 @pytest.mark.thorough
-def test_a_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
+def test_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
     running = engine.add_request(PROMPT, GREEDY)
     with pytest.raises(InvalidRequest, match="chat message holds"):
         engine.generate([{"role": "user", "content": object()}], GREEDY)
@@ -219,7 +219,7 @@ def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine)
     assert "".join(text for place, text in parts if place == 0) == whole
 
 
-def test_a_stream_that_breaks_repeats_no_token(
+def test_stream_that_breaks_repeats_no_token(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = engine.generate(PROMPT, GREEDY, stream=True)

@@ -56,7 +56,7 @@ def wait_until_waited_for(lock: FairLock) -> None:
         time.sleep(0.001)
 
 
-def test_a_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
+def test_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
     """A plain lock is taken again before the waiting thread has woken up: hundreds of times."""
     lock, turns = FairLock(), list[str]()
 
@@ -75,7 +75,7 @@ def test_a_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
     assert turns == ["the one that waits", "the one that had it"] * 20
 
 
-def test_a_lock_is_taken_again_by_its_owner_alone() -> None:
+def test_lock_is_taken_again_by_its_owner_alone() -> None:
     lock, found = FairLock(), list[bool]()
     with lock, lock:
         assert lock.acquire(blocking=False)
@@ -90,7 +90,7 @@ def test_a_lock_is_taken_again_by_its_owner_alone() -> None:
     lock.release()
 
 
-def test_a_pause_comes_after_a_step_and_not_after_hundreds(
+def test_pause_comes_after_a_step_and_not_after_hundreds(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request(PROMPT, drawn(40))
@@ -115,7 +115,7 @@ def test_a_pause_comes_after_a_step_and_not_after_hundreds(
 # -- in the middle of another thread's step --------------------------------------------------------
 
 
-def test_a_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
+def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has left the loop and has not arrived: there is nothing to do, and something to wait
@@ -147,7 +147,7 @@ def test_a_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
     assert found[-1].finished is not None
 
 
-def test_a_request_on_its_way_into_the_loop_is_something_to_do(
+def test_request_on_its_way_into_the_loop_is_something_to_do(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, enter = threading.Event(), engine.loop._enter
@@ -195,7 +195,7 @@ def test_no_update_is_waited_for_when_the_engine_has_ended(
     assert not engine.model.params, "one that failed lets go of its memory too"
 
 
-def test_a_shutdown_ends_what_awaits_a_paused_engine(
+def test_shutdown_ends_what_awaits_a_paused_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -215,7 +215,7 @@ def test_a_shutdown_ends_what_awaits_a_paused_engine(
     asyncio.run(main())
 
 
-def test_an_interrupted_step_ends_the_engine(
+def test_interrupted_step_ends_the_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are matchable when their computation is launched; nobody knows how far it came."""
@@ -290,7 +290,7 @@ def test_tensors_are_the_callers_again_whatever_comes_in_between(
     assert_holds(engine, OLD | {NORM: NEWER[NORM]} | ({UP: NEW[UP]} if late == "update" else {}))
 
 
-def test_the_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> None:
+def test_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> None:
     """Written past the loop, new weights would go on with the old ones' cache and version."""
     engine.weight_sync.start_sync({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="update_weights"):
@@ -325,7 +325,7 @@ def test_ctrl_c_comes_between_two_steps(
     assert [bits(sample) for sample in again] == [bits(sample) for sample in expected]
 
 
-def test_a_second_ctrl_c_does_not_wait(
+def test_second_ctrl_c_does_not_wait(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:

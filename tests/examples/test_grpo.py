@@ -169,7 +169,7 @@ def test_smollm2_with_drafts_from_history_ends_in_the_same_checkpoint() -> None:
 
 
 @pytest.mark.thorough
-def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> None:
+def test_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, steps=41, test_every=8)
     steps = run(model, recipe, **ROOMY).steps
     assert steps[0].kl == 0.0
@@ -197,7 +197,7 @@ def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(mod
     assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
-def test_a_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = PolicyModel.logprobs
 
     def off(*args: Any, **options: Any) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def test_a_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyP
         run(model, RECIPE, **ROOMY)
 
 
-def test_the_signs_of_zero_differ() -> None:
+def test_signs_of_zero_differ() -> None:
     sample = TrainingSample((1, 2), (7, 8), (-1.5, 0.0), None, 0, "stop")
     assert first_difference([sample], [torch.tensor([-1.5, 0.0])]) is None
     said = first_difference([sample], [torch.tensor([-1.5, -0.0])])
@@ -279,7 +279,7 @@ def test_orders_and_what_their_fields_are_worth() -> None:
         assert right_fields(sample, answer) == pytest.approx(worth)
 
 
-def test_the_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None:
+def test_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None:
     report = json.loads(JSON_RUN.read_text())
     steps = [Step(**each) for each in report["steps"]]
     assert len(steps) >= 20

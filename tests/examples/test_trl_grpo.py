@@ -18,13 +18,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "trl-grpo.json"
 PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
 
 
-def test_the_reward_is_for_the_answer_alone() -> None:
+def test_reward_is_for_the_answer_alone() -> None:
     given = ["52", " 52.\n", "52 52", "31", ""]
     assert right_answer(given, ["52"] * len(given)) == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.thorough
-def test_the_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) -> None:
+def test_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     exact, rounded = runs["float32"], runs["bfloat16"]
     for run in (exact, rounded):
@@ -36,7 +36,7 @@ def test_the_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) ->
     assert (tmp_path / "drawn" / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
+def test_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
     record = json.loads((RESULTS.parent / "trl-lora.json").read_text())
     assert record["recipe"]["lora"] == 16
     (run,) = record["runs"].values()

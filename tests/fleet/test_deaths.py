@@ -37,7 +37,7 @@ def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
 
 @pytest.mark.thorough(but=["get_weight_version"])
 @pytest.mark.parametrize("name", ["get_weight_version", "resume", "finish_update"])
-def test_the_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) -> None:
+def test_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await update(made, 5)
@@ -183,7 +183,7 @@ def test_no_new_one_is_built_while_the_weights_sleep() -> None:
 
 
 @pytest.mark.thorough
-def test_a_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
+def test_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
     async def test() -> None:
         async with fleet(1, restart=True) as made:
             made.on_made = lambda engine: engine.is_built.clear()
@@ -312,7 +312,7 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
 
 
 @pytest.mark.thorough
-def test_a_start_that_fails_late_leaves_the_next_ones_alone(
+def test_start_that_fails_late_leaves_the_next_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client is closed before its start raises, which takes time."""

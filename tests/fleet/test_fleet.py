@@ -55,7 +55,7 @@ def at(made: Made, stream_number: int = 0) -> Engine:
     ],
     ids=["plain", "text", "logprobs", "repeated"],
 )
-def test_a_stream_goes_on_where_it_was(params: SamplingParams) -> None:
+def test_stream_goes_on_where_it_was(params: SamplingParams) -> None:
     async def test() -> None:
         async with fleet() as made:
             quiet = await whole(made, params)
@@ -102,7 +102,7 @@ def test_what_cannot_be_gone_on_with_is_repeated() -> None:
     play(test())
 
 
-def test_a_repetition_that_differs_ends_with_an_error() -> None:
+def test_repetition_that_differs_ends_with_an_error() -> None:
     async def test() -> None:
         async with fleet() as made:
             stream = made.client.submit(
@@ -146,7 +146,7 @@ def test_text_is_counted_down_with_the_tokens_that_come_again() -> None:
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["resumed", "repeated"])
-def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
+def test_moved_sample_with_other_logprobs_ends_with_an_error(
     monkeypatch: pytest.MonkeyPatch, is_masked: bool
 ) -> None:
     """The same tokens, of other weights."""
@@ -166,7 +166,7 @@ def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
     play(test())
 
 
-def test_a_repetition_that_nobody_has_heard_of_may_differ() -> None:
+def test_repetition_that_nobody_has_heard_of_may_differ() -> None:
     """Weights have changed, and it does not stream: it is another sample, whole."""
 
     async def test() -> None:
@@ -189,7 +189,7 @@ def test_a_repetition_that_nobody_has_heard_of_may_differ() -> None:
     play(test())
 
 
-def test_a_group_goes_on_together_and_ended_samples_stay_ended() -> None:
+def test_group_goes_on_together_and_ended_samples_stay_ended() -> None:
     async def test() -> None:
         async with fleet() as made:
             for engine in made.engines:
@@ -240,7 +240,7 @@ def test_one_that_does_not_stream_goes_on_from_what_was_told() -> None:
     play(test())
 
 
-def test_a_request_that_nothing_has_come_of_begins_again_as_it_was() -> None:
+def test_request_that_nothing_has_come_of_begins_again_as_it_was() -> None:
     async def test() -> None:
         async with fleet() as made:
             for engine in made.engines:
@@ -317,7 +317,7 @@ def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> N
     play(test())
 
 
-def test_a_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None:
+def test_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None:
     async def test() -> None:
         async with fleet(restart=True) as made:
             made.client.supervisor.paused = True
@@ -365,7 +365,7 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
 
 
 @pytest.mark.thorough
-def test_a_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
+def test_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
     async def test() -> None:
         async with fleet(stall_timeout=1.0) as made:
             made.engines[0].go.clear()
@@ -435,7 +435,7 @@ def test_requests_can_be_aborted_and_closed_wherever_they_are() -> None:
     play(test())
 
 
-def test_a_refusal_is_the_engines() -> None:
+def test_refusal_is_the_engines() -> None:
     async def test() -> None:
         async with fleet(script=Script(refuse=InvalidRequest("too odd"))) as made:
             with pytest.raises(InvalidRequest, match="too odd"):
@@ -449,7 +449,7 @@ def test_a_refusal_is_the_engines() -> None:
 # -- one control plane -----------------------------------------------------------------------------
 
 
-def test_an_update_is_checked_by_all_before_any_has_it() -> None:
+def test_update_is_checked_by_all_before_any_has_it() -> None:
     async def test() -> None:
         async with fleet() as made:
             made.engines[1].fails["prepare_update"] = WeightUpdateError("a tensor is missing")
@@ -514,7 +514,7 @@ def test_one_that_cannot_commit_gets_the_weights_from_another_before_it_serves_a
     play(test())
 
 
-def test_a_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
+def test_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
     async def test() -> None:
         for name in ("begin_update", "receive_broadcast", "prepare_update", "finish_update"):
             async with fleet(3) as made:
@@ -570,7 +570,7 @@ def test_replicas_join_a_group_with_rising_ranks_or_not_at_all() -> None:
     play(test())
 
 
-def test_a_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_that_is() -> None:
+def test_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_that_is() -> None:
     async def test() -> None:
         async with fleet() as made:
             group = {"group": "g", "named": True, "host": "h", "port": 1, "seconds": 5.0}
@@ -613,7 +613,7 @@ def test_replicas_whose_weights_differ_are_an_error() -> None:
     play(test())
 
 
-def test_a_pause_is_all_or_nothing() -> None:
+def test_pause_is_all_or_nothing() -> None:
     async def test() -> None:
         async with fleet() as made:
             assert await made.client.call("pause", mode="keep", seconds=1.0) is True

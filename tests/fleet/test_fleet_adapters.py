@@ -69,7 +69,7 @@ async def moved_at(client: FleetClient, tokens: int) -> None:
     client.drain(name, draining=False)
 
 
-def test_a_sample_that_moves_keeps_its_bits_and_its_adapters_versions(
+def test_sample_that_moves_keeps_its_bits_and_its_adapters_versions(
     model: Path, tmp_path: Path
 ) -> None:
     folder = adapter_folder(model, tmp_path, 1)
@@ -88,7 +88,7 @@ def test_a_sample_that_moves_keeps_its_bits_and_its_adapters_versions(
     play(test())
 
 
-def test_a_sample_tells_both_versions_when_it_moves_to_a_newer_one(
+def test_sample_tells_both_versions_when_it_moves_to_a_newer_one(
     model: Path, tmp_path: Path
 ) -> None:
     folder, newer = (adapter_folder(model, tmp_path / str(seed), seed) for seed in (1, 2))
@@ -156,7 +156,7 @@ def test_what_is_refused_or_not_there_changes_no_replica(model: Path, tmp_path: 
     play(test())
 
 
-def test_a_prefix_is_fetched_by_adapter(model: Path, tmp_path: Path) -> None:
+def test_prefix_is_fetched_by_adapter(model: Path, tmp_path: Path) -> None:
     folder = adapter_folder(model, tmp_path, 1)
 
     async def test() -> None:

@@ -22,7 +22,7 @@ async def all_serve(made: Made, count: int) -> None:
     await until(lambda: len(made.client.supervisor.living()) == count)
 
 
-def test_an_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
+def test_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await made.client.call("begin_update", session=1, known=None)
@@ -44,7 +44,7 @@ def test_an_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
     play(test())
 
 
-def test_an_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
+def test_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await made.client.call("join_group", rank=1, world_size=3, **GROUP)
@@ -144,7 +144,7 @@ def test_one_that_was_left_behind_asleep_wakes_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("kv_cache",)])
-def test_a_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -> None:
+def test_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -> None:
     async def test() -> None:
         async with fleet(3) as made:
             made.client.supervisor.asleep = before
@@ -159,7 +159,7 @@ def test_a_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -
     play(test())
 
 
-def test_a_wake_that_one_refuses_is_undone_on_all() -> None:
+def test_wake_that_one_refuses_is_undone_on_all() -> None:
     async def test() -> None:
         async with fleet(3) as made:
             made.client.supervisor.asleep = ("kv_cache", "weights")
@@ -175,7 +175,7 @@ def test_a_wake_that_one_refuses_is_undone_on_all() -> None:
     play(test())
 
 
-def test_an_update_begins_on_all_or_on_none() -> None:
+def test_update_begins_on_all_or_on_none() -> None:
     async def test() -> None:
         async with fleet(2) as made:
             made.engines[0].fails["begin_update"] = InvalidRequest("the weights are asleep")
@@ -198,7 +198,7 @@ def test_each_policy_has_a_branch_and_each_own_row_its_method() -> None:
     play(test())
 
 
-def test_a_new_row_that_is_to_be_undone_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_row_that_is_to_be_undone_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     undo = Operation("unmark", "", "first", {"name": str})
     mark = Operation("mark", "", "undone", {"name": str, "size": int}, undo="unmark")
     monkeypatch.setattr(

@@ -97,7 +97,7 @@ def requests_of(client: FleetClient, place: int) -> Any:
     return inner._core.engine
 
 
-def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: Path) -> None:
+def test_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: Path) -> None:
     async def test() -> None:
         async with split(model, 1, 0) as client:
             expected = await answers(client)
@@ -160,7 +160,7 @@ def test_grammars_go_with_requests_from_one_replica_to_the_other(tmp_path: Path)
 
 
 @pytest.mark.thorough
-def test_a_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
+def test_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
     """It is drawn on the replica that computes prompts, and the other one must not go on after
     it.
     """
@@ -252,7 +252,7 @@ def scripted(act: Callable[..., Any]) -> None:
 PARAMS = SamplingParams(max_tokens=20, seed=1)
 
 
-def test_a_request_that_is_given_up_on_its_way_goes_nowhere() -> None:
+def test_request_that_is_given_up_on_its_way_goes_nowhere() -> None:
     async def act(made: Any) -> None:
         for engine in made.engines:
             engine.returns |= {"count_blocks": 0}
@@ -266,7 +266,7 @@ def test_a_request_that_is_given_up_on_its_way_goes_nowhere() -> None:
     scripted(act)
 
 
-def test_a_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
+def test_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
     async def act(made: Any) -> None:
         held = asyncio.Event()
         for engine in made.engines:
@@ -291,7 +291,7 @@ def test_a_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
     scripted(act)
 
 
-def test_the_replica_that_was_chosen_may_be_gone_when_the_blocks_are_there() -> None:
+def test_replica_that_was_chosen_may_be_gone_when_the_blocks_are_there() -> None:
     async def act(made: Any) -> None:
         quiet = told(await _all(made.client.submit([1] * 3, PARAMS, stream=True)))
 
@@ -314,7 +314,7 @@ async def _all(stream: Any) -> list[Any]:
     return deltas
 
 
-def test_a_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
+def test_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
     """Its holder drains, so another one gets the next request of that prompt."""
 
     async def test() -> None:

@@ -133,7 +133,7 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
 
 
 @pytest.mark.thorough
-def test_a_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_any(
+def test_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_any(
     model: Path,
 ) -> None:
     """kill -9, while streams get several tokens a step."""
@@ -212,7 +212,7 @@ def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
     play(test())
 
 
-def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(
+def test_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(
     model: Path,
 ) -> None:
     async def test() -> None:
@@ -284,7 +284,7 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
+def test_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
             stream = client.submit(
@@ -412,7 +412,7 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
             assert not differences(sample, replayer.replay(sample))
 
 
-def test_the_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:
+def test_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:
     config = ServerConfig(port=0, in_process=True, replicas=2, admin_key="boss")
     client = engine_client(config_of(model), config)
     assert isinstance(client, FleetClient)

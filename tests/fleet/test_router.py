@@ -137,7 +137,7 @@ def test_equals_take_turns_also_when_each_request_has_ended_before_the_next() ->
     assert chosen == ["0", "1", "2"] * 2
 
 
-def test_the_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
+def test_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
     it = router("0", "1", piece_worth=3)
     prompt = list(range(4 * PIECE))
     first = it.place(prompt)
@@ -163,7 +163,7 @@ def test_salts_versions_and_flushes_hide_prefixes() -> None:
     assert it.place(prompt, salt="a", version=1).cached == 0
 
 
-def test_an_adapter_hides_prefixes() -> None:
+def test_adapter_hides_prefixes() -> None:
     it = router("0")
     prompt = list(range(2 * PIECE))
     it.place(prompt)
@@ -171,7 +171,7 @@ def test_an_adapter_hides_prefixes() -> None:
     assert it.place(prompt, adapter="own@1").cached == 2 * PIECE
 
 
-def test_a_replica_that_takes_anothers_slot_has_none_of_its_prefixes() -> None:
+def test_replica_that_takes_anothers_slot_has_none_of_its_prefixes() -> None:
     it = router("0")
     prompt = list(range(2 * PIECE))
     old = it.place(prompt, 3)
@@ -217,7 +217,7 @@ def test_long_prompts_cost_little_more_than_short_ones() -> None:
         assert same == [True] * place + [False] * (len(ends) - place)
 
 
-def test_a_slow_replica_gets_less() -> None:
+def test_slow_replica_gets_less() -> None:
     it = router("fast", "slow")
     counts = {"fast": 0, "slow": 0}
     live = [it.place([number]) for number in range(16)]

@@ -43,7 +43,7 @@ def config(model: Path, **changes: object) -> EngineConfig:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_the_share_is_kept_under_load(model: Path, share: float) -> None:
+def test_share_is_kept_under_load(model: Path, share: float) -> None:
     """The largest step and a full batch, and the card's use stays within the share; most of it is
     KV cache.
     """

@@ -64,7 +64,7 @@ def test_another_thread_may_wait_and_close(group: ProcessGroup) -> None:
         group.agree(True, Deadline(PATIENCE), "the answer")
 
 
-def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
+def test_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
     """The process goes on: torch's watchdog would end it."""
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)

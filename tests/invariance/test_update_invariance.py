@@ -257,7 +257,7 @@ def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> No
     assert cuts >= set(range(1, length + 1))
 
 
-def test_the_fingers_of_the_test_are_on_the_versions(model: Path) -> None:
+def test_fingers_of_the_test_are_on_the_versions(model: Path) -> None:
     """What is said wrongly of versions is found."""
     schedule = Schedule(block_size=4, num_threads=1)
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)

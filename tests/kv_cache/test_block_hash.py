@@ -38,7 +38,7 @@ def test_ids_above_255_count_in_full() -> None:
 
 @CALM
 @given(tokens=IDS, parent=st.integers(0, 2**256 - 1))
-def test_the_parent_is_part_of_the_name(tokens: list[int], parent: int) -> None:
+def test_parent_is_part_of_the_name(tokens: list[int], parent: int) -> None:
     assert compute_block_hash(tokens, parent) != compute_block_hash(tokens)
     assert compute_block_hash(tokens, parent) != compute_block_hash(tokens, parent ^ 1)
     assert 0 <= compute_block_hash(tokens, parent) < 2**256
@@ -48,7 +48,7 @@ def test_parent_zero_is_not_no_parent() -> None:
     assert compute_block_hash([1], 0) != compute_block_hash([1])
 
 
-def test_an_empty_block_has_no_name() -> None:
+def test_empty_block_has_no_name() -> None:
     with pytest.raises(ValueError, match="token"):
         compute_block_hash([])
 
@@ -59,7 +59,7 @@ def test_an_empty_block_has_no_name() -> None:
     size=st.integers(1, 3),
     cut=st.integers(0, 12),
 )
-def test_a_chain_grows_the_same_in_any_steps(tokens: list[int], size: int, cut: int) -> None:
+def test_chain_grows_the_same_in_any_steps(tokens: list[int], size: int, cut: int) -> None:
     prefix = PrefixKeys(Namespace(salt="x"))
     prefix.extend(tokens[:cut], size)
     prefix.extend(tokens, size)
@@ -69,7 +69,7 @@ def test_a_chain_grows_the_same_in_any_steps(tokens: list[int], size: int, cut: 
 
 @CALM
 @given(order=st.permutations([(1, 2), (3, 4), (5, 6)]))
-def test_the_order_of_blocks_matters(order: list[tuple[int, int]]) -> None:
+def test_order_of_blocks_matters(order: list[tuple[int, int]]) -> None:
     straight, other = (
         chain([1, 2, 3, 4, 5, 6], 2),
         chain([token for pair in order for token in pair], 2),
@@ -105,7 +105,7 @@ def test_namespaces_separate_every_block() -> None:
         assert len({name[index] for name in names}) == len(spaces)
 
 
-def test_a_copied_chain_is_independent() -> None:
+def test_copied_chain_is_independent() -> None:
     prefix = PrefixKeys(Namespace(salt="a"))
     prefix.extend([1, 2], 2)
     copy = prefix.copy()
@@ -116,7 +116,7 @@ def test_a_copied_chain_is_independent() -> None:
 
 
 @pytest.mark.parametrize("distinct", [1, 2])
-def test_a_collision_is_caught_by_comparing_tokens(
+def test_collision_is_caught_by_comparing_tokens(
     monkeypatch: pytest.MonkeyPatch, distinct: int
 ) -> None:
     monkeypatch.setattr(
@@ -136,7 +136,7 @@ def test_a_collision_is_caught_by_comparing_tokens(
         cache.check([])
 
 
-def test_a_collision_of_namespaces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collision_of_namespaces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_hash, "compute_block_hash", lambda ids, parent=-1, *, extra=b"": 1)
     cache = PagedKVCache(num_blocks=8, block_size=2)
     mine = PrefixKeys(Namespace(salt="mine"))

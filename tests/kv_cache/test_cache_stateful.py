@@ -145,7 +145,7 @@ def keys(tokens: list[int], block_size: int, namespace: Namespace | None = None)
     return prefix
 
 
-def test_a_match_leaves_one_token_to_compute(factory: CacheFactory) -> None:
+def test_match_leaves_one_token_to_compute(factory: CacheFactory) -> None:
     cache = factory(num_blocks=8, block_size=2)
     tokens = [1, 2, 3, 4]
     publish_all(cache, tokens, keys(tokens, 2))
@@ -163,7 +163,7 @@ def test_allocate_names_the_tokens_itself_where_no_prefix_is_given(factory: Cach
     assert len(again.block_ids) == 2
 
 
-def test_a_flush_frees_no_block_in_use(factory: CacheFactory) -> None:
+def test_flush_frees_no_block_in_use(factory: CacheFactory) -> None:
     cache = factory(num_blocks=4, block_size=2)
     tokens = [1, 2, 3, 4]
     table = publish_all(cache, tokens, keys(tokens, 2))
@@ -174,7 +174,7 @@ def test_a_flush_frees_no_block_in_use(factory: CacheFactory) -> None:
     assert not set(cache.allocate([5, 6, 7, 8]).block_ids) & set(table)
 
 
-def test_a_dead_version_is_reused_before_a_live_one(factory: CacheFactory) -> None:
+def test_dead_version_is_reused_before_a_live_one(factory: CacheFactory) -> None:
     cache = factory(num_blocks=4, block_size=2)
     dead, live = Namespace(version=0), Namespace(weight_set="reference")
     old = publish_all(cache, [1, 2, 3, 4], keys([1, 2, 3, 4], 2, dead))

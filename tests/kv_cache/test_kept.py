@@ -177,7 +177,7 @@ class Case:
 
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_a_kept_prefix_hits_after_pressure_that_evicts_others(
+def test_kept_prefix_hits_after_pressure_that_evicts_others(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
     case = Case(cache_type, layout)
@@ -189,7 +189,7 @@ def test_a_kept_prefix_hits_after_pressure_that_evicts_others(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_the_lowest_priority_goes_first_and_then_what_ends_first(
+def test_lowest_priority_goes_first_and_then_what_ends_first(
     cache_type: type[KVCacheManager],
 ) -> None:
     case = Case(cache_type)
@@ -257,7 +257,7 @@ def test_no_kept_block_is_lost_where_they_come_back(
 
 @pytest.mark.parametrize("end", ["time", "flush", "flush, held"])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_a_block_that_is_kept_is_passed_over_once(
+def test_block_that_is_kept_is_passed_over_once(
     cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """However many are kept, each is looked at once while others come and go; until it is kept no

@@ -46,7 +46,7 @@ def tree(cache: RadixKVCache) -> Shape:
 # -- shape -----------------------------------------------------------------------------------------
 
 
-def test_a_sequence_that_grows_stays_one_run() -> None:
+def test_sequence_that_grows_stays_one_run() -> None:
     cache = RadixKVCache(8, SIZE)
     tokens = [1, 2, 3, 4]
     table = put(cache, tokens)
@@ -56,7 +56,7 @@ def test_a_sequence_that_grows_stays_one_run() -> None:
     assert tree(cache) == {(1, 2, 3, 4, 5, 6): {}}
 
 
-def test_a_run_is_split_between_blocks_where_a_newcomer_leaves_it() -> None:
+def test_run_is_split_between_blocks_where_a_newcomer_leaves_it() -> None:
     cache = RadixKVCache(16, SIZE)
     tables = [put(cache, [1, 2, 3, 4, 5, 6])]
     # leaves it inside the third block: the block is not divided
@@ -77,7 +77,7 @@ def test_sequences_without_a_common_first_block_hang_at_the_root() -> None:
     assert set(cache.roots) == {Namespace(), Namespace(salt="other")}
 
 
-def test_a_tree_that_lost_its_last_block_is_gone() -> None:
+def test_tree_that_lost_its_last_block_is_gone() -> None:
     cache = RadixKVCache(2, SIZE)
     for salt in ("a", "b", "c"):
         cache.deallocate(put(cache, [1, 2, 3, 4], Namespace(salt=salt)))
@@ -111,7 +111,7 @@ def test_only_token_ids_decide_what_matches() -> None:
     )
 
 
-def test_a_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
+def test_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
     depth = 1200
     cache = RadixKVCache(2 * depth, 1)
     tokens = [1] * depth
@@ -133,7 +133,7 @@ def take_one(cache: RadixKVCache, table: list[int]) -> None:
     cache.extend(table, 0, len(table) * SIZE + 1)
 
 
-def test_a_path_goes_from_its_tail() -> None:
+def test_path_goes_from_its_tail() -> None:
     cache = RadixKVCache(3, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     cache.deallocate(put(cache, tokens))
@@ -227,7 +227,7 @@ def test_blocks_below_one_that_is_reused_lose_their_name_and_nothing_else(
     cache.check([mine, again])
 
 
-def test_the_path_above_becomes_a_leaf_when_the_block_below_is_let_go(
+def test_path_above_becomes_a_leaf_when_the_block_below_is_let_go(
     twins: tuple[RadixKVCache, list[int], list[int]],
 ) -> None:
     cache, theirs, mine = twins
@@ -262,7 +262,7 @@ def test_free_blocks_below_a_reused_one_go_with_it() -> None:
     assert cache._pool.free_ids() == [path[2], path[0]]
 
 
-def test_a_flush_forgets_paths_in_use_and_nothing_is_published_below_them() -> None:
+def test_flush_forgets_paths_in_use_and_nothing_is_published_below_them() -> None:
     cache = RadixKVCache(8, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     table = put(cache, tokens[:4])

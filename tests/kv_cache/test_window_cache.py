@@ -73,7 +73,7 @@ def matched(cache: KVCacheManager, tokens: list[int]) -> int:
     return cache.match(tokens, prefix, len(tokens)).cached_length
 
 
-def test_a_long_sequence_needs_memory_for_its_window_alone(factory: WindowCacheFactory) -> None:
+def test_long_sequence_needs_memory_for_its_window_alone(factory: WindowCacheFactory) -> None:
     cache = factory(100, 2, layout=BlockLayout(0, 1, 4), num_units=3)
     table = run_alone(cache, list(range(100)))
     assert len(table) == 50
@@ -94,7 +94,7 @@ def test_what_left_the_window_is_found_until_it_is_taken(factory: WindowCacheFac
     assert matched(cache, stem[:6]) == 0
 
 
-def test_a_stripped_prefix_that_is_computed_again_is_found_again(
+def test_stripped_prefix_that_is_computed_again_is_found_again(
     factory: WindowCacheFactory,
 ) -> None:
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=40)
@@ -111,7 +111,7 @@ def test_a_stripped_prefix_that_is_computed_again_is_found_again(
     assert matched(cache, stem) == 12
 
 
-def test_a_layout_that_makes_no_sense_is_refused() -> None:
+def test_layout_that_makes_no_sense_is_refused() -> None:
     for counts in [(0, 0, 0), (1, 1, 0), (1, 0, 4), (-1, 2, 4)]:
         with pytest.raises(ValueError, match="no layout"):
             BlockLayout(*counts)

@@ -50,13 +50,13 @@ def test_what_a_refusal_says(name: str, told: str) -> None:
         spec_from_config(fields | {"architectures": [name]})
 
 
-def test_a_bad_refusal_is_a_problem() -> None:
+def test_bad_refusal_is_a_problem() -> None:
     for told in ("KeyError: 'x'", "XForCausalLM has\nno x.", "XForCausalLM " + "x" * 400 + "."):
         assert judged("XForCausalLM", "", told, "XForCausalLM").problem
     assert judged("XForCausalLM", "", "XForCausalLM is not supported.", "XForCausalLM").refused
 
 
-def test_a_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = try_defaults("HyperCLOVAXForCausalLM")
     assert found.refused
     monkeypatch.setitem(
@@ -68,7 +68,7 @@ def test_a_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.Mo
 
 
 @pytest.mark.thorough
-def test_a_switch_that_nobody_reads_is_a_problem(
+def test_switch_that_nobody_reads_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "norm_topk_prob" in classes.switches(EVERY_CASE["olmoe"])

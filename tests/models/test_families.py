@@ -61,7 +61,7 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Strong:
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", CASES)
-def test_a_family_agrees_with_transformers(strong: Strong, family: str, backend: Backend) -> None:
+def test_family_agrees_with_transformers(strong: Strong, family: str, backend: Backend) -> None:
     case = CASES[family]
     folder, oracle = strong(family)
     if backend not in (case.backend, "reference"):
@@ -78,7 +78,7 @@ def test_a_family_agrees_with_transformers(strong: Strong, family: str, backend:
 @pytest.mark.parametrize(
     ("family", "feature"), [(name, each) for name, case in CASES.items() for each in case.features]
 )
-def test_a_feature_left_out_is_noticed(strong: Strong, family: str, feature: str) -> None:
+def test_feature_left_out_is_noticed(strong: Strong, family: str, feature: str) -> None:
     """At the positions of the prompts: sampled tokens cost most of the time and add little."""
     case = CASES[family]
     folder, oracle = strong(family)
@@ -104,7 +104,7 @@ def test_a_feature_left_out_is_noticed(strong: Strong, family: str, feature: str
     ]
 )
 @pytest.mark.parametrize("family", CASES)
-def test_a_family_has_the_same_bits_in_other_schedules(strong: Strong, family: str) -> None:
+def test_family_has_the_same_bits_in_other_schedules(strong: Strong, family: str) -> None:
     case = CASES[family]
     folder, oracle = strong(family)
     prompts = strong_prompts(oracle.get_input_embeddings().num_embeddings, (1, 33, 70))
@@ -114,7 +114,7 @@ def test_a_family_has_the_same_bits_in_other_schedules(strong: Strong, family: s
 
 
 @pytest.mark.parametrize("name", ["CLAMP", "SLOPE"])
-def test_the_gate_of_gpt_oss_left_out_is_noticed(
+def test_gate_of_gpt_oss_left_out_is_noticed(
     strong: Strong, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, oracle = strong("gpt-oss")
@@ -126,7 +126,7 @@ def test_the_gate_of_gpt_oss_left_out_is_noticed(
 @pytest.mark.parametrize(
     ("family", "what"), [("gpt-oss", "attention sinks"), ("gemma2", "caps of attention scores")]
 )
-def test_an_attention_that_lacks_something_is_refused_by_name(
+def test_attention_that_lacks_something_is_refused_by_name(
     strong: Strong, attention: Any, family: str, what: str
 ) -> None:
     folder, _ = strong(family)

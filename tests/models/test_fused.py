@@ -34,7 +34,7 @@ def test_single_numbers_go_where_those_of_the_whole_go(tmp_path: Path, family: s
 
 
 @pytest.mark.thorough
-def test_a_trainers_tensors_of_gpt_oss_are_served(tmp_path: Path) -> None:
+def test_trainers_tensors_of_gpt_oss_are_served(tmp_path: Path) -> None:
     """Of another model of the same shape, as transformers holds them in memory."""
     case = CASES["gpt-oss"]
     other = strong_model(tmp_path / "b", case.class_name, seed=1, **case.config)

@@ -80,7 +80,7 @@ def test_layers_that_share_read_the_last_one_before_them_that_is_like_them() -> 
     assert [kind.intermediate_size for kind in spec.kinds] == [6144] * 15 + [12288] * 20
 
 
-def test_a_storage_has_no_two_layers_in_one_place() -> None:
+def test_storage_has_no_two_layers_in_one_place() -> None:
     spec = spec_from_config(llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None})
     storage = KVStorage(spec, 3, 4, torch.float32, torch.device("cpu"))
     slots = torch.arange(12)
@@ -166,7 +166,7 @@ def test_keys_of_layers_that_share_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.thorough(cases=["gemma4 with experts"])
 @pytest.mark.parametrize("family", ["gemma4 with inputs of layers", "gemma4 with experts"])
-def test_an_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> None:
+def test_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> None:
     """Tied head, buffers and experts in one tensor among them: as if it had been loaded so."""
     case = CASES[family]
     strong_model(tmp_path / "old", case.class_name, **case.config)
@@ -184,7 +184,7 @@ def test_an_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> 
     assert found[0] == found[1]
 
 
-def test_a_tiny_one_has_weights_for_every_layer() -> None:
+def test_tiny_one_has_weights_for_every_layer() -> None:
     config: dict[str, Any] = llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None}
     names = family_weights(config)
     assert "model.layers.4.self_attn.k_proj.weight" in names

@@ -37,7 +37,7 @@ def config(**changes: Any) -> dict[str, Any]:
     return own.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]} | changes
 
 
-def test_the_cache_holds_one_latent_and_one_key_a_token(folder: Path) -> None:
+def test_cache_holds_one_latent_and_one_key_a_token(folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
     with InferenceEngine(EngineConfig(model_path=str(folder), **options)) as engine:
         assert engine.memory_budget.bytes_per_token == 3 * (32 + 16) * 4
@@ -109,7 +109,7 @@ def logprobs_of(engine: InferenceEngine) -> list[float]:
 
 @pytest.mark.thorough(cases=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any) -> None:
+def test_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any) -> None:
     """An engine whose weights have changed has the bits of one that read them so."""
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     weights = load_file(folder / "model.safetensors")

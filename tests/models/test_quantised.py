@@ -60,7 +60,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("panel", [2**22, 1])
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_a_checkpoint_is_what_it_stands_for(
+def test_checkpoint_is_what_it_stands_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, panel: int
 ) -> None:
     monkeypatch.setattr(stored_weight, "PANEL", panel)
@@ -238,7 +238,7 @@ def said(fields: Any) -> Quantisation:
     return found
 
 
-def test_the_dtype_of_a_quantised_checkpoint_is_bfloat16_unless_asked_for() -> None:
+def test_dtype_of_a_quantised_checkpoint_is_bfloat16_unless_asked_for() -> None:
     spec = spec_from_config(
         llama_config() | {"quantization_config": QUANTISERS["awq"].fields, "torch_dtype": "float16"}
     )
@@ -316,7 +316,7 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
         ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )
-def test_a_value_that_is_not_known_is_named(name: str, changes: Any, told: str) -> None:
+def test_value_that_is_not_known_is_named(name: str, changes: Any, told: str) -> None:
     with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{told}"):
         said(QUANTISERS[name].fields | changes)
 
@@ -331,7 +331,7 @@ def test_a_value_that_is_not_known_is_named(name: str, changes: Any, told: str) 
         {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_a_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
+def test_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
     spec = spec_from_config(llama_config() | {"quantization_config": fields})
     assert spec.num_layers == 2
     assert spec.quantisation is None
@@ -357,7 +357,7 @@ def test_a_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
         ),
     ],
 )
-def test_a_file_beside_the_config_says_it_too(
+def test_file_beside_the_config_says_it_too(
     tmp_path: Path, file: str, content: Any, told: Scheme
 ) -> None:
     folder = tiny_llama(tmp_path)
@@ -539,7 +539,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_tensor_that_does_not_fit_is_named(
+def test_tensor_that_does_not_fit_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     name, change, told = WRONG[case]
@@ -587,7 +587,7 @@ def test_codes_of_a_module_that_is_left_out_are_refused(
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq", "bitsandbytes-nf4", "compressed-int8"])
-def test_a_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
+def test_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
     config = llama_config()
     weights = llama_weights(config)
     stored, reference = quantised(name, weights)
@@ -605,7 +605,7 @@ def test_a_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
     "dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn]
 )
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{UP}.weight"])
-def test_a_weight_of_another_kind_of_dtype_is_refused(
+def test_weight_of_another_kind_of_dtype_is_refused(
     tmp_path: Path, dtype: torch.dtype, name: str, quantisation: str | None
 ) -> None:
     """Such weights were cast to floating point, and the model answered garbage."""

@@ -109,7 +109,7 @@ def test_default_and_linear_are_powers_of_theta(
 @given(
     short=st.integers(1, 100), longer=st.integers(1, 100), kind=st.sampled_from(sorted(SCALINGS))
 )
-def test_a_longer_table_begins_with_the_shorter_one(short: int, longer: int, kind: str) -> None:
+def test_longer_table_begins_with_the_shorter_one(short: int, longer: int, kind: str) -> None:
     spec = spec_of(SCALINGS[kind], 1e4, 512)
     first, second = table(spec, 16, short), table(spec, 16, short + longer)
     assert all(torch.equal(a, b[:short]) for a, b in zip(first, second, strict=True))

@@ -28,7 +28,7 @@ def without(*names: str, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in config(**changes).items() if name not in names}
 
 
-def test_the_fields_of_a_llama() -> None:
+def test_fields_of_a_llama() -> None:
     spec = spec_from_config(
         llama_config(num_heads=8, num_kv_heads=2, layers=3, vocab_size=321, tie=True)
     )
@@ -44,7 +44,7 @@ def test_the_fields_of_a_llama() -> None:
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), "1e-5"])
-def test_a_value_under_a_familys_own_name_is_checked_too(
+def test_value_under_a_familys_own_name_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, value: Any
 ) -> None:
     def renamed(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,7 +238,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ("rope_local_base_freq", [0, NAN]),
     ],
 )
-def test_an_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -> None:
+def test_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(
             ModelLoadError, match=rf"config\.json has {name}=.*; it must be "
@@ -269,7 +269,7 @@ def test_an_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]
         ({"full_attention": {}, "sliding_attention": 3}, "sliding_attention=3"),
     ],
 )
-def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
+def test_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         with pytest.raises(ModelLoadError, match=told):
             spec_from_config(config(**{name: fields}))
@@ -299,14 +299,14 @@ def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
         ("qwen3_5", {"linear_conv_kernel_dim": "4"}),
     ],
 )
-def test_an_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:
+def test_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:
     good = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
     spec_from_config(good)
     with pytest.raises(ModelLoadError, match=r"must be|are more than"):
         spec_from_config(good | changes)
 
 
-def test_an_absurd_end_in_generation_config_is_refused() -> None:
+def test_absurd_end_in_generation_config_is_refused() -> None:
     with pytest.raises(ModelLoadError, match=r"generation_config\.json has eos_token_id='x'"):
         spec_from_config(config(), {"eos_token_id": "x"})
 

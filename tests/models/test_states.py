@@ -68,7 +68,7 @@ def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
     assert disagreement(tmp_path, oracle) < TOLERANCE
 
 
-def test_the_text_part_of_a_larger_class_agrees(tmp_path: Path) -> None:
+def test_text_part_of_a_larger_class_agrees(tmp_path: Path) -> None:
     oracle = strong_model(tmp_path, "Qwen3_5ForConditionalGeneration", **DELTA_WITH_PICTURES)
     assert disagreement(tmp_path, oracle, lengths=(1, 5, 40)) < TOLERANCE
 
@@ -125,12 +125,12 @@ def test_each_part_of_the_delta_rule_is_noticed(qwen: tuple[Path, Any], rule: An
         assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
 
 
-def test_the_gate_of_attention_is_noticed(qwen: tuple[Path, Any]) -> None:
+def test_gate_of_attention_is_noticed(qwen: tuple[Path, Any]) -> None:
     with patch.object(reference, "sigmoid_gate", no_gate):
         assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
 
 
-def test_the_fingerprint_says_how_far_apart_states_are(tmp_path: Path) -> None:
+def test_fingerprint_says_how_far_apart_states_are(tmp_path: Path) -> None:
     found: list[str] = []
     for family, size in (("qwen3_5", 16), ("qwen3_5", 32), ("lfm2", 16)):
         folder = tiny_model(tmp_path / f"{family}-{size}", family)
@@ -180,7 +180,7 @@ def test_tokens_before_are_noticed(lfm2: tuple[Path, Any]) -> None:
 
 @pytest.mark.thorough(cases=["lfm2"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
-def test_the_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
+def test_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine:
@@ -198,7 +198,7 @@ def test_the_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
             assert engine.cache.num_free_units() >= budget.num_units - 5
 
 
-def test_a_prefix_is_found_whose_states_are_there(tmp_path: Path) -> None:
+def test_prefix_is_found_whose_states_are_there(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "lfm2")
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine:

@@ -32,7 +32,7 @@ def engine_of(folder: Path) -> InferenceEngine:
     )
 
 
-def test_a_published_gemma_3_says_little_of_its_text() -> None:
+def test_published_gemma_3_says_little_of_its_text() -> None:
     """As google/gemma-3-4b-it has it: what is not there is what transformers takes."""
     spec = spec_from_config(
         {
@@ -65,7 +65,7 @@ def test_a_published_gemma_3_says_little_of_its_text() -> None:
     assert (spec.activation, spec.eos_token_ids) == ("gelu_tanh", (1, 106))
 
 
-def test_a_published_qwen_has_its_text_beside_the_rest() -> None:
+def test_published_qwen_has_its_text_beside_the_rest() -> None:
     """As Qwen/Qwen2.5-VL-3B-Instruct has it."""
     flat = llama_config() | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -78,7 +78,7 @@ def test_a_published_qwen_has_its_text_beside_the_rest() -> None:
     assert spec.tie_word_embeddings
 
 
-def test_a_wrong_value_of_the_text_is_named() -> None:
+def test_wrong_value_of_the_text_is_named() -> None:
     config = llama_config() | {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "text_config": {"hidden_size": -1},
@@ -112,7 +112,7 @@ def test_every_name_that_checkpoints_give_a_tensor(tmp_path: Path) -> None:
         checksum(tmp_path)
 
 
-def test_a_tied_head_may_have_either_name(tmp_path: Path) -> None:
+def test_tied_head_may_have_either_name(tmp_path: Path) -> None:
     case = CASES["mistral3 with pictures"]
     strong_model(tmp_path, case.class_name, **case.config)
     expected, file = checksum(tmp_path), tmp_path / "model.safetensors"
@@ -127,7 +127,7 @@ def test_a_tied_head_may_have_either_name(tmp_path: Path) -> None:
     assert checksum(tmp_path) != expected
 
 
-def test_an_update_may_name_tensors_as_transformers_holds_them(tmp_path: Path) -> None:
+def test_update_may_name_tensors_as_transformers_holds_them(tmp_path: Path) -> None:
     strong_model(tmp_path / "old", CASE.class_name, **CASE.config)
     oracle = strong_model(tmp_path / "new", CASE.class_name, seed=1, **CASE.config)
     expected = checksum(tmp_path / "new")

@@ -32,7 +32,7 @@ def dies_at(number: int) -> Any:
 
 
 @pytest.mark.thorough
-def test_a_table_a_report_and_a_picture(tmp_path: Path) -> None:
+def test_table_a_report_and_a_picture(tmp_path: Path) -> None:
     out, picture = tmp_path / "load.json", tmp_path / "load.png"
     with in_a_thread(our_server) as url:
         result = run(
@@ -54,7 +54,7 @@ def test_a_table_a_report_and_a_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_open_loop_that_rises() -> None:
+def test_open_loop_that_rises() -> None:
     with in_a_thread(our_server) as url:
         rising = ("--rate", "50", "--ramp", "200", "--duration", "300ms", "--warm-up", "0")
         result = run("bench", url, *rising, "--no-stream", "--model", "the-model")
@@ -65,7 +65,7 @@ def test_an_open_loop_that_rises() -> None:
 
 
 @pytest.mark.thorough
-def test_a_server_that_fails_in_the_middle(tmp_path: Path) -> None:
+def test_server_that_fails_in_the_middle(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     with in_a_thread(dies_at(5)) as url:
         result = run("bench", url, *FEW, "--out", str(out), "--model", "the-model")

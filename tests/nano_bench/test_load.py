@@ -53,7 +53,7 @@ def run(script: Script, asks: list[Ask], **options: Any) -> tuple[Load, Server]:
     return load.run(main())
 
 
-def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
+def test_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
     asks = token_requests(20, 5, 3, stream=False, top_k=7)
     done, server = run(whole, asks, concurrency=4)
     assert done.errors == []
@@ -81,7 +81,7 @@ def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
 
 
 @pytest.mark.thorough
-def test_a_connection_that_the_server_had_closed_costs_no_request(
+def test_connection_that_the_server_had_closed_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def closing(seconds: float) -> Script:
@@ -109,7 +109,7 @@ def test_a_connection_that_the_server_had_closed_costs_no_request(
 
 
 @pytest.mark.parametrize("make", [token_requests, chat_requests])
-def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
+def test_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
     done, server = run(streamed, make(2, 5, 3, stream=True), concurrency=1)
     assert done.errors == []
     assert server.seen[0][2]["stream_options"] == {"include_usage": True}
@@ -190,7 +190,7 @@ def test_what_goes_wrong_is_counted_and_said(script: Script, stream: bool, words
     assert done.row()["output_tokens"] == 0
 
 
-def test_a_server_that_does_not_answer_is_given_up() -> None:
+def test_server_that_does_not_answer_is_given_up() -> None:
     async def silent(_: Server, __: dict[str, Any], ___: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)
 
@@ -206,7 +206,7 @@ def test_without_usage_the_pieces_are_counted() -> None:
     assert (found.tokens, found.pieces, found.error) == (1, (0.1,), None)
 
 
-def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
+def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
     run_busy = f"subprocess.run([sys.executable, '-c', {busy!r}])"
     inner = f"import subprocess, sys\ninput()\n{run_busy}\ninput()"
@@ -236,7 +236,7 @@ def test_kinds_of_errors_are_counted() -> None:
 
 
 @pytest.mark.parametrize("given", [{"concurrency": 2}, {"starts": start_times(100.0)}])
-def test_a_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
+def test_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "GIVE_UP", 0.2)
@@ -276,7 +276,7 @@ def test_after_the_duration_no_request_sets_out_and_those_under_way_end() -> Non
     assert max(each.began for each in done.outcomes) - done.began < 2.0
 
 
-def test_an_interrupted_load_returns_what_it_saw() -> None:
+def test_interrupted_load_returns_what_it_saw() -> None:
     async def main() -> Load:
         reached = asyncio.Event()
 

@@ -126,7 +126,7 @@ def test_reasons_are_bounded_and_counted() -> None:
     assert (page.refused, len(page.reasons)) == (MOST_REASONS + 5, MOST_REASONS)
 
 
-def test_the_page_is_one_safe_file() -> None:
+def test_page_is_one_safe_file() -> None:
     page = page_of(row(prompt=EVIL, token_texts=[EVIL, "b"], finish_reason=EVIL), EVIL.encode())
     text = page.html(EVIL)
     assert "<img" not in text
@@ -162,7 +162,7 @@ def test_files_that_hold_nothing_and_files_that_cannot_be_written(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
-def test_a_browser_shows_it(tmp_path: Path) -> None:
+def test_browser_shows_it(tmp_path: Path) -> None:
     rows = [row(reward=number % 3, prompt=f"p{number // 8}{EVIL}") for number in range(10_000)]
     page = page_of(*rows, b"{half")
     file = tmp_path / "page.html"

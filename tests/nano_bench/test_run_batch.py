@@ -127,7 +127,7 @@ def dies(after: int) -> Script:
     return script
 
 
-def test_a_server_that_dies_leaves_whole_rows_and_the_next_run_does_the_rest(
+def test_server_that_dies_leaves_whole_rows_and_the_next_run_does_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "FIRST_WAIT", 0.001)
@@ -149,7 +149,7 @@ def test_a_server_that_dies_leaves_whole_rows_and_the_next_run_does_the_rest(
     ]
 
 
-def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "FIRST_WAIT", 0.001)
     answers = iter([Answer(429, b""), Answer(503, b""), Answer(200, b"{}")])
 
@@ -165,7 +165,7 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(patiently(ask, "/", b""))
 
 
-def test_a_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "LONGEST_WAIT", 0.01)
     answers = iter([Answer.of(429, {"retry-after": "9" * 400}, b""), Answer(200, b"{}")])
 
@@ -176,7 +176,7 @@ def test_a_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.Monke
     assert asyncio.run(asyncio.wait_for(patiently(ask, "/", b""), 5)).status == 200
 
 
-def test_an_answer_that_is_nested_without_an_end_is_a_row(tmp_path: Path) -> None:
+def test_answer_that_is_nested_without_an_end_is_a_row(tmp_path: Path) -> None:
     async def ask(path: str, body: bytes) -> Answer:
         return Answer(200, b"[" * 100_000)
 
@@ -225,7 +225,7 @@ def test_what_is_answered_with_no_json_or_not_in_time_is_an_error_row(tmp_path: 
         assert [row["error"]["code"] for row in rows(out)] == [code]
 
 
-def test_a_line_that_is_too_long_is_an_error_row(
+def test_line_that_is_too_long_is_an_error_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "MAX_LINE", 200)
@@ -252,7 +252,7 @@ def test_seeds_follow_from_the_custom_id() -> None:
     assert seeds(1)[2] == 5
 
 
-def test_a_disk_that_is_full_leaves_whole_rows(
+def test_disk_that_is_full_leaves_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really, calls = os.write, 0

@@ -103,7 +103,7 @@ def exchange(parts: list[bytes], *, lost: bool = False) -> tuple[Reply, Connecti
 
 
 @given(cuts, cuts, st.booleans())
-def test_a_stream_is_read_wherever_it_is_cut(
+def test_stream_is_read_wherever_it_is_cut(
     chunks: list[int], reads: list[int], interim: bool
 ) -> None:
     head = HEAD % (b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
@@ -117,14 +117,14 @@ def test_a_stream_is_read_wherever_it_is_cut(
 
 
 @given(st.binary(max_size=300), cuts)
-def test_a_body_of_known_length(body: bytes, reads: list[int]) -> None:
+def test_body_of_known_length(body: bytes, reads: list[int]) -> None:
     data = HEAD % (b"application/json", b"Content-Length: %d" % len(body)) + body
     reply, connection, _ = exchange(pieces(data, reads))
     assert reply.body == body
     assert connection.is_open
 
 
-def test_a_connection_that_closes_is_not_used_again() -> None:
+def test_connection_that_closes_is_not_used_again() -> None:
     head = HEAD % (b"text/plain", b"Connection: close\r\nContent-Length: 2")
     _, connection, wire = exchange([head, b"ok"])
     assert not connection.is_open
@@ -147,12 +147,12 @@ def test_a_connection_that_closes_is_not_used_again() -> None:
         ),
     ],
 )
-def test_a_broken_reply_says_how(parts: list[bytes], words: str) -> None:
+def test_broken_reply_says_how(parts: list[bytes], words: str) -> None:
     with pytest.raises(Broken, match=words):
         exchange(parts, lost=True)
 
 
-def test_an_answer_that_takes_too_long_closes_the_connection() -> None:
+def test_answer_that_takes_too_long_closes_the_connection() -> None:
     async def main() -> tuple[Connection, Wire]:
         connection, wire = Connection(), Wire()
         connection.connection_made(wire)

@@ -22,7 +22,7 @@ def test_nothing_is_version_0() -> None:
     assert KeptWeights().updates == ()
 
 
-def test_a_whole_update_replaces_all_before() -> None:
+def test_whole_update_replaces_all_before() -> None:
     kept = KeptWeights().after(1, [bucket(frozenset("ab"))]).after(3, [bucket(frozenset("abc"))])
     assert [update.version for update in kept.updates] == [3]
 
@@ -54,7 +54,7 @@ def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
 
 
 @given(updates())
-def test_the_kept_make_the_same_weights(history: list[list[frozenset[str]]]) -> None:
+def test_kept_make_the_same_weights(history: list[list[frozenset[str]]]) -> None:
     everything: dict[str, int] = {}
     states: list[dict[str, int]] = [{}]  # of every version
     kept = KeptWeights()

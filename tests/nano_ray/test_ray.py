@@ -55,7 +55,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(run(HERE / "with_ray.py", folder / "model", folder).splitlines()[-1])
 
 
-def test_the_bits_of_one_engine(seen: dict[str, Any]) -> None:
+def test_bits_of_one_engine(seen: dict[str, Any]) -> None:
     assert seen["nodes"]
     assert seen["generate"]
     assert seen["ids"]
@@ -84,7 +84,7 @@ def test_what_is_refused_changes_nothing(seen: dict[str, Any]) -> None:
     assert seen["still"] == [2, True]
 
 
-def test_a_node_dies_and_another_takes_its_place(seen: dict[str, Any]) -> None:
+def test_node_dies_and_another_takes_its_place(seen: dict[str, Any]) -> None:
     assert seen["in the middle"]
     assert seen["while dead"] == [["0", 2]]
     assert seen["killed"]
@@ -112,7 +112,7 @@ def test_nothing_stays_behind(seen: dict[str, Any]) -> None:
     assert seen["given back"] >= 2
 
 
-def test_a_replica_of_two_ranks(tmp_path: Path) -> None:
+def test_replica_of_two_ranks(tmp_path: Path) -> None:
     models(tmp_path)
     seen = json.loads(run(HERE / "with_ranks.py", tmp_path / "model", tmp_path).splitlines()[-1])
     # there are two CPUs, on two nodes
@@ -125,7 +125,7 @@ def test_a_replica_of_two_ranks(tmp_path: Path) -> None:
     assert seen["again"]
 
 
-def test_the_program_of_the_document(tmp_path: Path) -> None:
+def test_program_of_the_document(tmp_path: Path) -> None:
     models(tmp_path)
     (program,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "ray.md").read_text(), flags=re.M | re.S

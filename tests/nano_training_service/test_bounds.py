@@ -16,7 +16,7 @@ from tests.nano_training_service.conftest import Services
 from tests.nano_training_service.test_service import TOKENS, sequences
 
 
-def test_a_batch_that_is_parsed_holds_nobody_up(
+def test_batch_that_is_parsed_holds_nobody_up(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate, running, most = threading.Event(), threading.Event(), [0], [0]
@@ -52,7 +52,7 @@ def test_a_batch_that_is_parsed_holds_nobody_up(
         assert most == [1]  # one body at a time
 
 
-def test_a_large_body_of_json_is_not_parsed_on_the_event_loop(
+def test_large_body_of_json_is_not_parsed_on_the_event_loop(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_loop: dict[bool, list[bool]] = {True: [], False: []}
@@ -76,7 +76,7 @@ def test_a_large_body_of_json_is_not_parsed_on_the_event_loop(
     assert on_loop[False]
 
 
-def test_a_body_of_json_is_bounded(service: Services) -> None:
+def test_body_of_json_is_bounded(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         large = b'{"sdk_version": "%b"}'

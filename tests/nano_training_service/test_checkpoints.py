@@ -84,7 +84,7 @@ def test_checkpoints_survive_a_crash_at_any_time_of_an_overwrite(tmp_path: Path)
     assert seen == {b"old", b"new"}
 
 
-def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
+def test_overwrite_that_fails_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Checkpoints(tmp_path)
@@ -104,7 +104,7 @@ def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
     kept.close()
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+def test_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, synced = Checkpoints(tmp_path), []
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert after == ["weights", "run", "runs", tmp_path.name]
 
 
-def test_a_second_service_on_a_folder_is_rejected_and_hurts_nothing(service: Services) -> None:
+def test_second_service_on_a_folder_is_rejected_and_hurts_nothing(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()
@@ -147,7 +147,7 @@ def test_a_second_service_on_a_folder_is_rejected_and_hurts_nothing(service: Ser
         assert "model_id" in Asker(url).create()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "runs").write_text("no folder")
     with pytest.raises(ConfigError, match=r"state_dir=.* cannot be written"):

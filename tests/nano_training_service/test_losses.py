@@ -74,7 +74,7 @@ def test_value_and_gradient(name: str) -> None:
     )
 
 
-def test_a_ratio_that_is_multiplied_by_0_is_never_infinite() -> None:
+def test_ratio_that_is_multiplied_by_0_is_never_infinite() -> None:
     p = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     inputs = {
         "logprobs": torch.tensor([-1e4, -1e4, -3.5]),

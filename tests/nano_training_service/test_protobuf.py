@@ -58,7 +58,7 @@ SAMPLE = (
 )
 
 
-def test_a_request_of_the_client_is_read() -> None:
+def test_request_of_the_client_is_read() -> None:
     read = forward_backward_request(REQUEST)
     assert (read.model_id, read.seq_id, read.loss_fn, read.forward_only) == (
         "run:1",
@@ -132,7 +132,7 @@ def test_sparse_tensors_that_do_not_fit_are_rejected(
     assert re.search(words, str(read.refusal))
 
 
-def test_the_values_of_all_sparse_tensors_are_bounded_together() -> None:
+def test_values_of_all_sparse_tensors_are_bounded_together() -> None:
     half = _sparse([1, MOST_VALUES // 2], [1], [0, 1], [0])
     assert forward_backward_request(half * 2).refusal is None
     assert "more than" in str(forward_backward_request(half * 3).refusal)
@@ -146,14 +146,14 @@ def test_logprobs_of_several_targets_are_written_as_the_client_reads_them() -> N
     assert output.hex() == COLUMNS
 
 
-def test_an_image_is_refused_with_the_place_in_the_order_known() -> None:
+def test_image_is_refused_with_the_place_in_the_order_known() -> None:
     read = forward_backward_request(IMAGE)
     assert read.seq_id == 7
     assert read.data == ()
     assert "image chunk" in str(read.refusal)
 
 
-def test_a_request_that_ends_within_a_field_is_refused() -> None:
+def test_request_that_ends_within_a_field_is_refused() -> None:
     refused = 0
     for length in range(1, len(REQUEST)):
         try:

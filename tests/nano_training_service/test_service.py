@@ -125,7 +125,7 @@ def test_gradients_add_up_over_batches(service: Services) -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_a_resumed_optimizer_goes_on_to_the_bit(service: Services) -> None:
+def test_resumed_optimizer_goes_on_to_the_bit(service: Services) -> None:
     def go_on(asker: Asker) -> bytes:
         for step in (7, 8):
             asker.send_batch(sequences(step))
@@ -174,7 +174,7 @@ def test_loading_into_a_model_and_what_does_not_fit(service: Services) -> None:
         assert "no optimizer" in asker.result(asker.send("/load_weights", **asked))["error"]
 
 
-def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> None:
+def test_batch_that_fails_leaves_nothing_half_applied(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()
@@ -342,7 +342,7 @@ def create_soon(url: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_model_that_cannot_be_written_down_fails_and_waits_for_nothing(
+def test_model_that_cannot_be_written_down_fails_and_waits_for_nothing(
     service: Services,
 ) -> None:
     with service(max_pending=1) as url:
@@ -365,7 +365,7 @@ def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPSta
 
 
 @pytest.mark.thorough
-def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
+def test_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()
@@ -381,7 +381,7 @@ def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
         assert "did not come" in asker.step()["error"]
 
 
-def test_a_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
+def test_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
     """Its deadline is over once the request before it has come."""
     gate = threading.Event()
 
@@ -421,7 +421,7 @@ def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None
         assert "did not come to it" in asker.step()["error"]
 
 
-def test_a_step_that_was_not_done_in_time_leaves_no_gradients(service: Services) -> None:
+def test_step_that_was_not_done_in_time_leaves_no_gradients(service: Services) -> None:
     base = Bigrams()
     with service(base, request_timeout=2.0) as url:
         alone, asker = Asker(url), Asker(url)
@@ -438,7 +438,7 @@ def test_a_step_that_was_not_done_in_time_leaves_no_gradients(service: Services)
         assert asker.step() == expected
 
 
-def test_a_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
+def test_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
     base = Bigrams()
     with service(base, max_models=2) as url:
         asker = Asker(url)
@@ -474,7 +474,7 @@ def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: 
 
 
 @pytest.mark.thorough
-def test_a_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
+def test_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
     base = Bigrams()
     with service(base, session_timeout=6.0, max_models=1) as url:
         alive, dead = Asker(url), Asker(url)
@@ -499,7 +499,7 @@ def test_a_session_without_heartbeats_ends_and_gives_back_what_it_held(service: 
         assert not list(service.folder.glob("runs/*/snapshots"))
 
 
-def test_a_client_that_dies_in_a_request_changes_nothing_of_others(service: Services) -> None:
+def test_client_that_dies_in_a_request_changes_nothing_of_others(service: Services) -> None:
     base = Bigrams()
     with service(base) as url:
         asker = Asker(url)
@@ -702,7 +702,7 @@ def test_samples_that_are_refused_by_name(
         assert isinstance(asker.result(asker.post("/asample", **good)["request_id"]), bytes)
 
 
-def test_a_sample_can_be_cancelled(service: Services) -> None:
+def test_sample_can_be_cancelled(service: Services) -> None:
     base = Bigrams()
     with service(base) as url:
         asker = Asker(url)
@@ -794,7 +794,7 @@ def test_publishing_is_no_route_and_deletes_nothing(service: Services) -> None:
         assert asker.http.delete(place).status_code == 204
 
 
-def test_a_checkpoint_may_go_while_others_are_listed(
+def test_checkpoint_may_go_while_others_are_listed(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with service() as url:
@@ -869,7 +869,7 @@ def test_what_checkpoints_take_is_bounded(service: Services) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_checkpoint_takes_no_more_than_was_asked_for(service: Services, steps: int) -> None:
+def test_checkpoint_takes_no_more_than_was_asked_for(service: Services, steps: int) -> None:
     adapter = Adapter(rank=4, seed=1)
     adam = AdamParams(
         learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0, grad_clip_norm=0

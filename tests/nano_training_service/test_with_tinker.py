@@ -56,7 +56,7 @@ def run(*arguments: str, cwd: Path, url: str) -> str:
     return ran.stdout
 
 
-def test_the_client(url: str, folder: str, tmp_path: Path) -> None:
+def test_client(url: str, folder: str, tmp_path: Path) -> None:
     output = run(str(HERE / "with_tinker.py"), url, folder, cwd=tmp_path, url=url)
     found = json.loads(output.splitlines()[-1])
     assert found["losses"] == sorted(found["losses"], reverse=True)
@@ -98,7 +98,7 @@ def recipe(name: str, folder: str, tmp_path: Path, url: str, **options: Any) -> 
     return [json.loads(line) for line in lines]
 
 
-def test_the_supervised_recipe(url: str, folder: str, tmp_path: Path) -> None:
+def test_supervised_recipe(url: str, folder: str, tmp_path: Path) -> None:
     chats = [
         {
             "messages": [
@@ -198,7 +198,7 @@ def weights_of(state: Path) -> dict[str, Any]:
     return load_file(found)
 
 
-def test_the_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
+def test_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
     """`rl_loop`, unmodified, by the recipe of the docs. The model often repeats the answer of the
     prompt's example, 3, so that samples of a group have different rewards.
     """
@@ -231,7 +231,7 @@ def test_the_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
     assert min(moved) > 0
 
 
-def test_the_supervised_loop(known: str, tmp_path: Path) -> None:
+def test_supervised_loop(known: str, tmp_path: Path) -> None:
     """`sl_loop`, unmodified, by the recipe of the docs."""
     chats = [
         {

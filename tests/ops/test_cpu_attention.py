@@ -128,9 +128,7 @@ def test_attention_is_that_of_double_precision(library, shape, drawn, paging, se
 @pytest.mark.thorough
 @FEW
 @given(shapes, chunk_lists(), pagings, st.data())
-def test_a_row_has_the_same_bits_however_it_is_computed(
-    library, shape, drawn, paging, data
-) -> None:
+def test_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, paging, data) -> None:
     chunks, shared = drawn
     num_rows = sum(chunk.end - chunk.start for chunk in chunks)
     kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, 0), shared)

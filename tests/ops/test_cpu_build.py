@@ -139,7 +139,7 @@ def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
 
 
 @NEEDS_COMPILER
-def test_the_libraries_of_a_wheel_need_no_compiler(
+def test_libraries_of_a_wheel_need_no_compiler(
     sources: Path, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
@@ -201,7 +201,7 @@ def test_who_asks_for_the_reference_is_told_nothing(
     assert not caplog.records
 
 
-def test_an_unknown_instruction_set_is_refused() -> None:
+def test_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sse' is unknown.*portable"):
         build.build("sse")
 
@@ -211,7 +211,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
-def test_a_library_is_built_once(
+def test_library_is_built_once(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = build.build("portable", tmp_path / "root")
@@ -265,7 +265,7 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""]
 )
-def test_a_damaged_library_is_noticed_and_built_anew(
+def test_damaged_library_is_noticed_and_built_anew(
     sources: Path, tmp_path: Path, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Loading it would end the process by a signal."""
@@ -488,7 +488,7 @@ def test_nobody_else_may_write_where_code_is_loaded_from(sources: Path, tmp_path
     assert build.build("portable", tmp_path / "root") == path
 
 
-def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(build.KernelsUnavailable, match="cannot be kept in"):
         build.build("portable", tmp_path / "file" / "root")
@@ -523,7 +523,7 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU
         ("Darwin", "x86_64", None, "portable"),
     ],
 )
-def test_the_best_instruction_set(
+def test_best_instruction_set(
     tmp_path: Path,
     system: str,
     machine: str,
@@ -588,7 +588,7 @@ NEEDS_X86 = pytest.mark.skipif(
         ("avx_vnni", "-mavxvnni", "avx2"),
     ],
 )
-def test_a_compiler_that_is_older_than_the_processor_builds_what_it_knows(
+def test_compiler_that_is_older_than_the_processor_builds_what_it_knows(
     compiler_without: Callable[[str, str], Path],
     flags: str,
     refused: str,
@@ -604,7 +604,7 @@ def test_a_compiler_that_is_older_than_the_processor_builds_what_it_knows(
 
 @NEEDS_COMPILER
 @NEEDS_X86
-def test_a_compiler_that_builds_nothing_says_so_once(
+def test_compiler_that_builds_nothing_says_so_once(
     compiler_without: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler_without("-std=c++17", "avx_vnni")
@@ -624,7 +624,7 @@ def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("law", build.LAWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
+def test_whole_generation_has_the_same_bits_on_every_instruction_set(
     model: str, dtype: str, law: build.Law, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(

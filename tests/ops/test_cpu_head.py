@@ -93,7 +93,7 @@ def hidden_and_weight(
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_the_same_tokens_as_the_reference_on_the_same_logits(
+def test_same_tokens_as_the_reference_on_the_same_logits(
     kernels: ctypes.CDLL, seed: int, vocab: int
 ) -> None:
     rng = random.Random(seed)
@@ -117,13 +117,13 @@ def test_the_same_tokens_as_the_reference_on_the_same_logits(
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
 
 
-def test_a_column_that_the_kernels_do_not_know_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_that_the_kernels_do_not_know_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.COLUMNS, "top_a", head.COLUMNS["top_p"])
     with pytest.raises(AssertionError, match="lacks top_a"):
         head._pointers()
 
 
-def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
+def test_noise_is_the_references(kernels: ctypes.CDLL) -> None:
     """All tokens equally likely: the smallest noise wins."""
     vocab, num = 8193, 200
     batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
@@ -162,7 +162,7 @@ def test_logits_are_the_products_scaled(kernels: ctypes.CDLL, dtype: torch.dtype
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}]
 )
-def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
+def test_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
     """Logits far below 0, which is what the weight's padding gives."""
     weight = as_packed(torch.full((vocab, 8), -20.0))
     batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
@@ -261,7 +261,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
-def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
+def test_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
     kernels: ctypes.CDLL, seed: int, vocab: int, data: st.DataObject
 ) -> None:
     rng = random.Random(seed)
@@ -325,7 +325,7 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
         assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
 
 
-def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
+def test_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(700, 8, 4, torch.float32)
     temperatures = [0.6, 1.0, 1e-3, 0.6]
     requests = [
@@ -377,7 +377,7 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, law: Law) -
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
 )
-def test_a_broken_row_says_so_and_spares_the_others(
+def test_broken_row_says_so_and_spares_the_others(
     kernels: ctypes.CDLL, poison: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
@@ -400,7 +400,7 @@ def test_a_broken_row_says_so_and_spares_the_others(
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_the_only_token_left_is_drawn_with_certainty(
+def test_only_token_left_is_drawn_with_certainty(
     kernels: ctypes.CDLL, temperature: float, filters: dict[str, Any]
 ) -> None:
     logits = torch.full((1, 900), -math.inf)
@@ -415,7 +415,7 @@ def test_the_only_token_left_is_drawn_with_certainty(
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
-def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+def test_kept_mass_of_a_mask_may_be_next_to_nothing(
     kernels: ctypes.CDLL, temperature: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(0)) * 3
@@ -441,7 +441,7 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
     temperature=st.sampled_from([0.4, 1.0]),
     num_samples=st.sampled_from([1, 3]),
 )
-def test_a_masked_draw_has_the_bits_of_one_from_what_is_left(
+def test_masked_draw_has_the_bits_of_one_from_what_is_left(
     kernels: ctypes.CDLL, seed: int, left: float, temperature: float, num_samples: int
 ) -> None:
     """Whole blocks are cut, the highest of a block is, or only others are."""

@@ -65,7 +65,7 @@ def as_latent(weight: Tensor, sizes: Latent) -> LatentWeight:
 
 @FEW
 @given(st.sampled_from(SIZES), st.sampled_from(DTYPES), st.data())
-def test_a_weight_is_written_and_read_by_rows(
+def test_weight_is_written_and_read_by_rows(
     shape: tuple[int, Latent], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     heads, sizes = shape
@@ -162,7 +162,7 @@ def test_products_are_within_their_bound(shape: tuple[int, Latent], dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_reference_says_the_same(dtype: torch.dtype) -> None:
+def test_reference_says_the_same(dtype: torch.dtype) -> None:
     case, ops = Case(4, SMALL, dtype, 9), CpuOps(2)
     expected = reference.meet(case.q.to(dtype), case.c.to(dtype), case.plain, case.norm, SMALL)
     step = ULP[dtype]
@@ -174,7 +174,7 @@ def test_the_reference_says_the_same(dtype: torch.dtype) -> None:
 @pytest.mark.thorough
 @FEW
 @given(ROWS, st.sampled_from(SIZES), st.sampled_from(DTYPES))
-def test_a_row_has_the_same_bits_however_it_is_computed(
+def test_row_has_the_same_bits_however_it_is_computed(
     each_set: list[CpuOps], num_rows: int, shape: tuple[int, Latent], dtype: Any
 ) -> None:
     """Beside other rows, by other numbers of threads, on other instruction sets."""
@@ -202,7 +202,7 @@ def test_rows_that_do_not_fit_are_refused(what: str) -> None:
         case.values(CpuOps(1)) if what == "attended" else case.meet(CpuOps(1))
 
 
-def test_a_model_whose_sizes_have_no_kernels_is_refused() -> None:
+def test_model_whose_sizes_have_no_kernels_is_refused() -> None:
     fields = llama_config() | MORE_FAMILIES["deepseek-v3"] | {"v_head_dim": 20}
     config = EngineConfig("of-these-sizes", device="cpu", backend="cpu")
     specs = {"policy": spec_from_config(fields)}

@@ -257,7 +257,7 @@ def test_every_instruction_set_turns_heads_as_the_reference_does(
 
 @FEW
 @given(sizes, sizes, dtypes, dtypes, st.data())
-def test_a_packed_weight_gives_back_its_rows(
+def test_packed_weight_gives_back_its_rows(
     rows: int, columns: int, dtype: Any, source: Any, data: Any
 ) -> None:
     weight = PackedWeight(rows, columns, dtype, data.draw(st.integers(1, 3)))
@@ -303,7 +303,7 @@ def test_no_rows_and_wrong_tokens(ops: CpuOps) -> None:
         weight.read(10, 7)
 
 
-def test_an_unaligned_tensor_is_read_where_it_lies(ops: CpuOps) -> None:
+def test_unaligned_tensor_is_read_where_it_lies(ops: CpuOps) -> None:
     memory = numbers(1, 4 * 33 + 1)
     x = memory[1:].view(4, 33)
     weight = as_packed(numbers(2, 17, 33))

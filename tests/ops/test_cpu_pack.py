@@ -85,7 +85,7 @@ def test_rows_come_back_as_torch_casts_them(
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=at_depth(20), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
-def test_a_patch_is_written_where_it_belongs(
+def test_patch_is_written_where_it_belongs(
     dtype: torch.dtype, rows: int, columns: int, data: st.DataObject
 ) -> None:
     kernels()

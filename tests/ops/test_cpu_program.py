@@ -89,7 +89,7 @@ def one_by_one(ops: Ops, dtype: torch.dtype) -> Ops:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3", "gemma4"])
-def test_a_program_gives_the_bits_of_its_operations(
+def test_program_gives_the_bits_of_its_operations(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     model = decoder(tiny_model(tmp_path, family), dtype)
@@ -121,7 +121,7 @@ def test_a_program_gives_the_bits_of_its_operations(
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
-def test_a_program_sees_new_weights(tmp_path: Path) -> None:
+def test_program_sees_new_weights(tmp_path: Path) -> None:
     """Weights are written where they lie; nothing recorded is a copy."""
     model, other = (
         decoder(tiny_model(tmp_path / str(i), "llama-bias", seed=i), torch.bfloat16) for i in (1, 2)
@@ -199,7 +199,7 @@ def test_no_buffer_is_overwritten_before_its_last_reader(
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
-def test_a_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) -> None:
+def test_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) -> None:
     pieces: set[int] = set()
     for layers in (2, 6):
         model = decoder(
@@ -280,7 +280,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_batch_that_cannot_be_is_refused_before_anything_is_written(
+def test_batch_that_cannot_be_is_refused_before_anything_is_written(
     model: Decoder, name: str
 ) -> None:
     storage = storage_of(model)
@@ -318,7 +318,7 @@ def test_no_batch_crashes(model: Decoder, data: Any) -> None:
 
 
 @NEEDS_COMPILER
-def test_a_batch_without_rows_gives_none(model: Decoder) -> None:
+def test_batch_without_rows_gives_none(model: Decoder) -> None:
     batch = batch_of(STEPS[0])
     empty = {
         name: getattr(batch, name)[:0]
@@ -328,7 +328,7 @@ def test_a_batch_without_rows_gives_none(model: Decoder) -> None:
 
 
 @NEEDS_COMPILER
-def test_a_storage_of_another_kind_is_refused(tmp_path: Path, model: Decoder) -> None:
+def test_storage_of_another_kind_is_refused(tmp_path: Path, model: Decoder) -> None:
     other = decoder(tiny_model(tmp_path, "llama", num_key_value_heads=1), torch.float32)
     with pytest.raises(ValueError, match="KV storage"):
         replay(model, storage_of(other))

@@ -134,7 +134,7 @@ def test_nothing_behind_the_window_is_read(spec: StateSpec, backend: str) -> Non
         assert torch.equal(row[0], whole[0][position])
 
 
-def test_a_block_without_a_unit_is_not_read() -> None:
+def test_block_without_a_unit_is_not_read() -> None:
     projected, weights = numbers(CONV, torch.float32)
     view = StateStorage(CONV, 10, SIZE, torch.float32, torch.device("cpu"))
     view.unit_row = lambda: torch.tensor([0, 1, 2, -1, 4, 5, 6, 7, 8, 9])

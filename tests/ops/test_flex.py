@@ -293,7 +293,7 @@ def test_nothing_outside_the_batch_is_changed() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 20])
-def test_a_decode_row_at_every_place_of_a_block(window: int) -> None:
+def test_decode_row_at_every_place_of_a_block(window: int) -> None:
     paged = Paged([49])
     for end in range(1, 50):
         assert_agrees(paged, [Piece(0, end - 1, end)], window)
@@ -325,7 +325,7 @@ def test_block_sizes(block_size: int) -> None:
 # own.
 @pytest.mark.thorough
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_a_handful_of_kernels_serves_steps_of_every_size() -> None:
+def test_handful_of_kernels_serves_steps_of_every_size() -> None:
     """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with
     the bucket.
     """
@@ -367,7 +367,7 @@ def build(
 
 
 @pytest.mark.thorough
-def test_the_backend_says_that_it_is_not_invariant() -> None:
+def test_backend_says_that_it_is_not_invariant() -> None:
     ops = build()
     assert ops.name == "reference+flex"
     assert not ops.schedule_invariant
@@ -404,14 +404,14 @@ def test_kernels_that_compute_other_values_are_refused(monkeypatch: pytest.Monke
         build()
 
 
-def test_a_machine_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(ConfigError, match="AVX2"):
         build()
 
 
 @pytest.mark.thorough
-def test_a_missing_compiler_is_named() -> None:
+def test_missing_compiler_is_named() -> None:
     program = (
         "from tests.ops.test_flex import build\n"
         "from nano_inference.errors import ConfigError\n"

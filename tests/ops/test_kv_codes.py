@@ -23,7 +23,7 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
+def test_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
     form = KvFormat(torch.float32, coded=True)
     row = torch.tensor([127.0, -2.5, 3.5, 0.4, -0.5, 1.5, -126.6, 0.0])
     found = form.decode(form.encode(row[None]))[0]
@@ -46,7 +46,7 @@ def test_rows_of_zeros_stay_and_what_is_not_finite_makes_the_row_nan() -> None:
     assert found[1:3].isnan().all()
 
 
-def test_a_plain_format_only_rounds() -> None:
+def test_plain_format_only_rounds() -> None:
     form, given = KvFormat(torch.bfloat16), rows(5, 16)
     assert torch.equal(form.decode(form.encode(given)), given.bfloat16().float())
     assert form.width(64) * form.stored.itemsize == 128

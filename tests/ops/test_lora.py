@@ -60,7 +60,7 @@ def backends(request: pytest.FixtureRequest) -> list[CpuOps]:
     num_rows=st.sampled_from([1, 2, 5, 70]),
     data=st.data(),
 )
-def test_a_row_gets_what_its_own_adapter_adds(
+def test_row_gets_what_its_own_adapter_adds(
     backends: list[CpuOps],
     seed: int,
     dtype: torch.dtype,
@@ -90,7 +90,7 @@ def test_a_row_gets_what_its_own_adapter_adds(
             assert torch.equal(found[0][row], y[row])
 
 
-def test_the_sum_is_that_of_its_matrices(backends: list[CpuOps]) -> None:
+def test_sum_is_that_of_its_matrices(backends: list[CpuOps]) -> None:
     generator = torch.Generator().manual_seed(0)
     own = adapter(generator, 64, [32, 16], [4, 8])
     x, y = numbers(generator, 3, 64), numbers(generator, 3, 48)
@@ -102,7 +102,7 @@ def test_the_sum_is_that_of_its_matrices(backends: list[CpuOps]) -> None:
         assert (found - expected).abs().max() < 1e-3
 
 
-def test_a_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOps]) -> None:
+def test_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOps]) -> None:
     own = adapter(torch.Generator().manual_seed(0), 16, [16], [4])
     with pytest.raises(ValueError, match="a row names an adapter that the step does not have"):
         backends[0].lora(torch.zeros(1, 16), torch.zeros(1, 16), "weight", batch(1, (own,), [1]))

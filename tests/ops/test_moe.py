@@ -199,7 +199,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_the_sum_over_a_rows_experts(name: str, routing: str) -> None:
+def test_sum_over_a_rows_experts(name: str, routing: str) -> None:
     backend, options = BACKENDS[name], ROUTINGS[routing]
     x = rows_of(40)
     found = backend.run(x, experts_of(backend, **options), None)
@@ -235,7 +235,7 @@ def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @CALM
 @given(data=st.data(), count=st.integers(1, 20))
-def test_a_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, count: int) -> None:
+def test_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, count: int) -> None:
     """Any rows in any order: some experts get many of them, and some get none."""
     backend = BACKENDS[name]
     # the interpreter's product of bfloat16 is wrong
@@ -264,7 +264,7 @@ def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
 
 @pytest.mark.thorough(cases=["triton"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_row_of_nan_is_its_own_misfortune(name: str) -> None:
+def test_row_of_nan_is_its_own_misfortune(name: str) -> None:
     backend = BACKENDS[name]
     x, experts = rows_of(4), experts_of(backend)
     whole = backend.run(x, experts, None)

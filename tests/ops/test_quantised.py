@@ -87,7 +87,7 @@ def test_codes_are_in_range_and_stand_for_numbers_nearby(
 @pytest.mark.thorough
 @settings(max_examples=at_depth(60))
 @given(form=formats, columns=st.sampled_from([4, 33, 64, 72, 96]), seed=st.integers(0, 99))
-def test_a_product_is_near_that_of_the_numbers(form: Format, columns: int, seed: int) -> None:
+def test_product_is_near_that_of_the_numbers(form: Format, columns: int, seed: int) -> None:
     codes = as_codes(random(6, columns, seed=seed), form, SEGMENTS.get(columns))
     x = random(5, columns, seed=seed + 100)
     rounded, scales = quantise_rows(x, codes.groups)
@@ -104,7 +104,7 @@ def test_a_product_is_near_that_of_the_numbers(form: Format, columns: int, seed:
 
 @pytest.mark.parametrize("other", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_wider_format_holds_the_same_numbers(form: Format, other: Format) -> None:
+def test_wider_format_holds_the_same_numbers(form: Format, other: Format) -> None:
     codes = as_codes(random(5, 96), form)
     wide = widened(codes, widest([form, other]), codes.bounds)
     assert torch.equal(wide.numbers(), codes.numbers())
@@ -138,7 +138,7 @@ def test_columns_of_whole_groups_are_codes_themselves(form: Format) -> None:
         assert part.bounds == (0, last - first)
 
 
-def test_the_smallest_format_that_holds_codes() -> None:
+def test_smallest_format_that_holds_codes() -> None:
     def name(*codes: Any) -> str | None:
         found = fitting(*codes)
         return None if found is None else found.name
@@ -176,7 +176,7 @@ def test_what_is_not_finite_makes_a_scale_that_is_nan(form: Format, bad: float) 
 
 @pytest.mark.thorough(cases=["int8", "int4-32", "int8-16-wide", "int8-16-min"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_rows_products_know_nothing_of_other_rows(form: Format) -> None:
+def test_rows_products_know_nothing_of_other_rows(form: Format) -> None:
     codes, x = as_codes(random(40, 72), form, SEGMENTS[72]), random(50, 72, seed=1)
     together = product(x, codes)
     for row in range(len(x)):

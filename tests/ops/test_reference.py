@@ -107,7 +107,7 @@ def test_products_have_the_same_bits_with_any_number_of_threads() -> None:
             assert torch.equal(found, one), f"{threads} threads, {tuple(weight.shape)}"
 
 
-def test_the_norm_of_a_single_long_row_does_not_depend_on_threads() -> None:
+def test_norm_of_a_single_long_row_does_not_depend_on_threads() -> None:
     x, norm = randn(2, 33000), Norm(randn(33000, seed=1), 1e-6, 0.0, torch.float32)
     together = reference.normed_rows(x, norm)
     for threads in (1, 2, 3, 5):
@@ -482,7 +482,7 @@ def test_attention_is_the_same_for_every_block_size(shape: Shape, length: int) -
 
 @pytest.mark.parametrize("ratio", [1, 4, 7])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_a_single_decode_row_equals_its_prefill_row_under_any_threads(
+def test_single_decode_row_equals_its_prefill_row_under_any_threads(
     num_kv_heads: int, ratio: int
 ) -> None:
     shape = Shape(num_kv_heads, ratio, 64)
@@ -499,7 +499,7 @@ def test_a_single_decode_row_equals_its_prefill_row_under_any_threads(
 
 @pytest.mark.parametrize("head_dim", [6, 10, 22])
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_a_head_that_fills_no_whole_vector_keeps_the_law_too(head_dim: int, ratio: int) -> None:
+def test_head_that_fills_no_whole_vector_keeps_the_law_too(head_dim: int, ratio: int) -> None:
     """Its matrices start at addresses of unequal alignment."""
     shape = Shape(1, ratio, head_dim)
     each, other = story(shape, 66, 0), story(shape, 40, 7)
@@ -571,7 +571,7 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
     )
 
 
-def test_the_backend_is_complete_and_says_what_it_promises() -> None:
+def test_backend_is_complete_and_says_what_it_promises() -> None:
     ops = reference_ops()
     assert ops.name == "reference"
     assert ops.schedule_invariant

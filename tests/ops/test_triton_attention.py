@@ -78,7 +78,7 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(group=4, kv_heads=1, dtype=HALF, has_sinks=True), 0, Memory()),
     ],
 )
-def test_a_mix_of_chunks_agrees_with_the_specification(
+def test_mix_of_chunks_agrees_with_the_specification(
     heads: Heads, window: int, memory: Memory, batch_invariant: bool
 ) -> None:
     seqs = draw(LENGTHS, heads)
@@ -176,7 +176,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
 )
 @settings(max_examples=at_depth(6), deadline=None)
 @given(schedule=schedules())
-def test_a_rows_bits_are_its_own(
+def test_rows_bits_are_its_own(
     heads: Heads, window: int, schedule: tuple[list[list[Piece]], Memory, int, int]
 ) -> None:
     steps, memory, shared_items, row_parts = schedule

@@ -126,7 +126,7 @@ def test_every_row_has_every_key_once(case: Case) -> None:
     assert not seen
 
 
-def test_a_long_row_is_shared_and_many_short_ones_are_not() -> None:
+def test_long_row_is_shared_and_many_short_ones_are_not() -> None:
     case = Case([(1, 255)], 0, 8, 1, (4,), Bounds(16, 100), part_is_split=True)
     (items,) = case.plan(batch_of(case.chunks))
     assert int(items.count) == 16  # of two splits each: one each would be 31 beyond one a tile

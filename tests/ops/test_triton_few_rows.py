@@ -80,7 +80,7 @@ def norms(width: int, dtype: torch.dtype) -> dict[str, Norm | None]:
     ids=str,
 )
 @pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 1), (SHAPES[1], 2), (SHAPES[1], 3)])
-def test_a_kernel_is_what_the_plain_operations_are(
+def test_kernel_is_what_the_plain_operations_are(
     shape: tuple[int, int], rows: int, kind: str, dtype: torch.dtype
 ) -> None:
     norm, plain = norms(shape[1], dtype)[kind], reference_ops()
@@ -98,7 +98,7 @@ def test_a_kernel_is_what_the_plain_operations_are(
 
 
 @pytest.mark.parametrize("few", [(1, 2), (3, 8)])
-def test_a_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
+def test_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
     """Within each of the two ways to multiply; also where the others are NaN, as padding may be."""
     shape = SHAPES[1]
     weight, norm = drawn(*shape, seed=1), norms(shape[1], torch.float32)["norm"]
@@ -109,7 +109,7 @@ def test_a_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
     assert torch.equal(few_rows.product_gated(own, norm, weight, None, "silu")[0], whole[0])
 
 
-def test_a_weight_is_cut_for_the_whole_card() -> None:
+def test_weight_is_cut_for_the_whole_card() -> None:
     with patch.object(few_rows, "LEAST_BYTES", 8192):
         cut = {
             shape: few_rows.columns_of_vector(shape[0], 2 * shape[1])
@@ -173,7 +173,7 @@ def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, T
 
 @pytest.mark.thorough(cases=["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trunk_of_every_family(family: str) -> None:
+def test_trunk_of_every_family(family: str) -> None:
     dtype = torch.float16 if family in ("qwen3", "granite") else torch.float32
     model = model_of(family, cuda_ops(batch_invariant=False), dtype)
     sizes = {"llama": {1: 1, 3: 4}, "qwen3": {1: 2, 2: 2}, "gemma3": {2: 3}}.get(family, {1: 2})
@@ -185,7 +185,7 @@ def test_a_trunk_of_every_family(family: str) -> None:
         torch.testing.assert_close(stored, kept, rtol=tolerance, atol=tolerance)
 
 
-def test_a_layer_is_six_kernels() -> None:
+def test_layer_is_six_kernels() -> None:
     """Fused: four products. Plain: rotary and attention; beside layers the embedding and the last
     norm.
     """

@@ -62,7 +62,7 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
     scale=st.sampled_from([0.1, 2.0, 20.0]),
     capacity=st.sampled_from([16, 4096]),
 )
-def test_the_same_draws_and_masks_as_the_reference(
+def test_same_draws_and_masks_as_the_reference(
     seed: int, vocab: int, scale: float, capacity: int
 ) -> None:
     """top_k and min_p to the token; top_p where no prefix is within rounding of it."""
@@ -212,7 +212,7 @@ def test_masks_of_samples_without_filters() -> None:
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(3))
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
-def test_a_sample_is_the_same_alone_and_in_any_batch(
+def test_sample_is_the_same_alone_and_in_any_batch(
     seed: int, vocab: int, data: st.DataObject
 ) -> None:
     requests = random_requests(random.Random(seed), 5, 2, vocab, top_logprobs=2)
@@ -251,7 +251,7 @@ def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(gathered.kept, sampling.draw(logits, batch).kept)  # pyright: ignore[reportArgumentType]
 
 
-def test_the_kernels_ask_for_every_filter_that_there_is() -> None:
+def test_kernels_ask_for_every_filter_that_there_is() -> None:
     asked = inspect.signature(filters.asks.fn).parameters
     assert {column.name for column in fields(FilterColumns)} < set(asked)
 

@@ -76,7 +76,7 @@ def of_200_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     first=st.integers(0, 199),
     most_split_tiles=st.sampled_from([0, 2, 48]),
 )
-def test_a_row_has_the_same_bits_beside_any_others(
+def test_row_has_the_same_bits_beside_any_others(
     shape: tuple[int, int], dtype: torch.dtype, num_rows: int, first: int, most_split_tiles: int
 ) -> None:
     """Among 200 rows, among any number, at any place, whichever way its segments are computed."""

@@ -273,7 +273,7 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
 
 
-def test_a_norm_of_another_width_is_refused():
+def test_norm_of_another_width_is_refused():
     case = Case()
     norm = Norm(torch.ones(8, device=DEVICE), 1e-6, 0.0, torch.float32)
     angles, (qkv, positions, slots) = torch.zeros(POSITIONS, 8, device=DEVICE), case.rows(1)

@@ -76,7 +76,7 @@ def mixed(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def test_the_noise_is_the_references() -> None:
+def test_noise_is_the_references() -> None:
     size, keys = 64, torch.randint(0, 2**32, (40, 2), generator=torch.Generator().manual_seed(1))
     keys[:4] = torch.tensor([[0, 0], [2**32 - 1, 2**31], [2**31 - 1, 2**32 - 1], [1, 0]])
     bits, drawn = torch.empty(40, size, dtype=torch.int64), torch.empty(40, size)
@@ -105,7 +105,7 @@ def test_of_equal_tokens_the_smallest_noise_wins() -> None:
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_the_same_draws_as_the_reference(seed: int, vocab: int) -> None:
+def test_same_draws_as_the_reference(seed: int, vocab: int) -> None:
     """Temperatures, bias, allowed tokens, penalties, raw logprobs, best tokens."""
     requests = random_requests(
         random.Random(seed), 8, 3, vocab, top_logprobs=min(4, vocab), **PLAIN
@@ -174,7 +174,7 @@ def test_more_samples_than_are_ranked_at_once() -> None:
 @pytest.mark.thorough(cases=["options0-0.02"])
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
-def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+def test_kept_mass_of_a_mask_may_be_next_to_nothing(
     temperature: float, options: dict[str, Any]
 ) -> None:
     logits = rows(1, 900)
@@ -199,7 +199,7 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
-def test_a_sample_is_the_same_alone_and_in_any_batch(
+def test_sample_is_the_same_alone_and_in_any_batch(
     seed: int, vocab: int, data: st.DataObject
 ) -> None:
     requests = random_requests(random.Random(seed), 6, 3, vocab)
@@ -248,7 +248,7 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(seed: int, vocab: int) -> None
         )
 
 
-def test_a_score_at_a_temperature_is_the_plain_logprob_there() -> None:
+def test_score_at_a_temperature_is_the_plain_logprob_there() -> None:
     temperatures = [0.6, 1.0, 1e-3, 0.6, 1e-45, 1e30, 1e300, 2.5]
     logits = rows(len(temperatures), 700)
     requests = [
@@ -304,7 +304,7 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
 )
-def test_a_broken_row_says_so_and_spares_the_others(poison: float, options: dict[str, Any]) -> None:
+def test_broken_row_says_so_and_spares_the_others(poison: float, options: dict[str, Any]) -> None:
     logits = rows(3, 200)
     batch = raw(
         [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
@@ -329,7 +329,7 @@ FIELDS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
 )
-def test_a_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> None:
+def test_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> None:
     drawn = sampling.draw(torch.full((1, 50), whole), raw([DrawRequest(SamplingParams(**options))]))
     assert drawn.token_ids.tolist() == [0]
     assert drawn.logprobs.isnan().all()
@@ -337,7 +337,7 @@ def test_a_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}])
-def test_the_only_token_left_is_drawn_with_certainty(
+def test_only_token_left_is_drawn_with_certainty(
     temperature: float, filters: dict[str, Any]
 ) -> None:
     logits = torch.full((1, 900), -math.inf)
@@ -350,7 +350,7 @@ def test_the_only_token_left_is_drawn_with_certainty(
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
 
 
-def test_a_low_temperature_neither_overflows_nor_loses_digits() -> None:
+def test_low_temperature_neither_overflows_nor_loses_digits() -> None:
     logits = torch.tensor([[1000.0, 1000.0 + 2**-13, 3e38, -3e38, 3e38]])
     batch = sampling_batch(
         [DrawRequest(SamplingParams(temperature=t), 0, (1, 1, 1)) for t in (1e-30, 1.0, 1e37)]

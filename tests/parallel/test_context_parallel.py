@@ -212,7 +212,7 @@ def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: in
 
 @pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> None:
+def test_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> None:
     request = Request(STEM[:2500], SamplingParams(max_tokens=2, seed=4))
     together = check(model, [request], Schedule(block_size=2048, backend=backend), Mesh(context=4))
     # 2,048 positions evenly, the rest of the prompt and what is drawn by the first
@@ -256,7 +256,7 @@ def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backe
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
+def test_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
     case = CASES["gpt-oss"]
     more = {"sliding_window": 600, "max_position_embeddings": 4096}
     strong_model(tmp_path, case.class_name, **case.config | more)

@@ -157,7 +157,7 @@ def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite(name: str, value: float) -> None:
+def test_row_that_is_not_finite(name: str, value: float) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 2)
     hidden[1] = 0
     hidden[1, 0], hidden[3, 0] = 1.0, value

@@ -150,9 +150,7 @@ def both(
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_changes_no_bit(
-    tmp_path: Path, mesh: str, family: str, cache_type: CacheType
-) -> None:
+def test_mesh_changes_no_bit(tmp_path: Path, mesh: str, family: str, cache_type: CacheType) -> None:
     if mesh == "ep2" and family == "llama":
         pytest.skip("a dense model has no experts")
     model = str(

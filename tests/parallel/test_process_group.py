@@ -101,7 +101,7 @@ def test_ranks_that_do_not_come() -> None:
     assert "did not meet" in str(found[0])
 
 
-def test_a_group_can_be_closed_twice() -> None:
+def test_group_can_be_closed_twice() -> None:
     def run(group: ProcessGroup) -> None:
         group.close()
         group.close()

@@ -65,7 +65,7 @@ def test_bounds_that_are_none_are_refused(wrong: tuple[int, ...]) -> None:
         reference.linear(x, x, None, wrong)
 
 
-def test_the_tree() -> None:
+def test_tree() -> None:
     """Numbers whose sum depends on the order: neighbours first, then pairs of pairs."""
     parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e8, 1.0, 3.0, -1e8, 2.0)]
     p = [float(part) for part in parts]
@@ -88,7 +88,7 @@ def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> No
 
 @FEW
 @given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_the_reference(
+def test_reference(
     m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
     x, weight = (
@@ -115,7 +115,7 @@ def test_the_reference(
 @NEEDS_COMPILER
 @FEW
 @given(st.sampled_from(LAWS), heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_the_kernels(
+def test_kernels(
     law: Law, m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
     """Each segment has the bits of a product of its own; all instruction sets and numbers of
@@ -142,7 +142,7 @@ def test_the_kernels(
 
 
 @NEEDS_COMPILER
-def test_the_kernels_read_pairs() -> None:
+def test_kernels_read_pairs() -> None:
     x = numbers(1, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="even columns"):
         CpuOps(1).linear(x, as_packed(x), None, (0, 3, 8))

@@ -122,7 +122,7 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -> None:
+def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", num_hidden_layers=4)
     options: dict[str, Any] = {
         "tensor_parallel": 2,

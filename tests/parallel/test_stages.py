@@ -223,7 +223,7 @@ def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> Non
 
 
 @pytest.mark.thorough
-def test_an_update_in_the_middle_is_exact(models: Any) -> None:
+def test_update_in_the_middle_is_exact(models: Any) -> None:
     """Each sample is the old weights' up to some token, and from there on what the new weights make
     of it alone.
     """
@@ -250,7 +250,7 @@ def test_an_update_in_the_middle_is_exact(models: Any) -> None:
     assert any(len(sample.weight_versions) > 1 for sample in samples.values())
 
 
-def test_a_reference_model_scores_through_the_stages(models: Any) -> None:
+def test_reference_model_scores_through_the_stages(models: Any) -> None:
     model = models("llama")
     config = config_of(model, ref_model_path=str(model))
     params = SamplingParams(max_tokens=6, seed=3)
@@ -275,7 +275,7 @@ def test_waiting_is_told_from_work(models: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_a_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -> None:
+def test_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -> None:
     spec = load_spec(models(family))
     places = [Place(Mesh(pipeline=stages), rank) for rank in range(stages)]
     parts = [shard_of(spec, place) for place in places]

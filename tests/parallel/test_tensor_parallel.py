@@ -251,7 +251,7 @@ def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
-def test_a_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
+def test_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
     """Keys and values in codes: ranks have some of the heads."""
     folder = tiny_model(tmp_path, "llama", **WIDE)
     check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")

@@ -107,7 +107,7 @@ def test_ranks_follow_grammars_with_the_bits_of_one(folder: Path, mesh: dict[str
     assert lived(folder, ThreadLauncher(), **mesh) == alone
 
 
-def test_a_score_under_a_grammar_is_refused_by_several_ranks(folder: Path) -> None:
+def test_score_under_a_grammar_is_refused_by_several_ranks(folder: Path) -> None:
     config = EngineConfig(
         str(folder), device="cpu", num_threads=1, tensor_parallel=2, kv_cache_memory=2**20
     )

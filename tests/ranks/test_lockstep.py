@@ -267,7 +267,7 @@ def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_pa
 
 
 @pytest.mark.thorough
-def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
+def test_update_that_all_have_agreed_on_is_not_withdrawn(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody gives it up here while the others are about to write it."""
@@ -337,7 +337,7 @@ def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
             assert differences(samples[0], replay(engine, samples[0], weights=versions)) == ()
 
 
-def test_a_paused_engine_serves_the_others(folder: Path) -> None:
+def test_paused_engine_serves_the_others(folder: Path) -> None:
     with lockstep(folder) as engines:
         one, other = engines.each
         one.pause()
@@ -488,7 +488,7 @@ def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lock
             engines.each[0].add_request(PROMPTS[0], PARAMS)
 
 
-def test_a_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before the thread that listens to it has found out, or while it does."""
     dist: Any = torch.distributed
     bell = StoreBell(dist.HashStore())

@@ -107,7 +107,7 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
             let_go.set()
 
 
-def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
+def test_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled by another thread, which the one that hands the bucket on sees when it has done
@@ -137,7 +137,7 @@ def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     assert not sent._numbers
 
 
-def test_a_rank_without_memory_to_wake_in_sleeps_on(
+def test_rank_without_memory_to_wake_in_sleeps_on(
     pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine of one rank does: the card may be free again in a moment."""
@@ -161,7 +161,7 @@ def test_a_rank_without_memory_to_wake_in_sleeps_on(
     )
 
 
-def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
+def test_rank_that_is_lost_before_anybody_watches_ends_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lost as soon as it was built: known without a step."""
@@ -184,7 +184,7 @@ def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
         engine.shared.require_alive()
 
 
-def test_a_session_that_one_rank_cannot_take_is_closed(
+def test_session_that_one_rank_cannot_take_is_closed(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is that keeps it from that."""

@@ -163,7 +163,7 @@ def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> 
         each.close()
 
 
-def test_a_greeting_has_one_deadline_however_slowly_it_comes() -> None:
+def test_greeting_has_one_deadline_however_slowly_it_comes() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     there.set_deadline(0.3)
     began = time.monotonic()
@@ -187,7 +187,7 @@ def test_a_greeting_has_one_deadline_however_slowly_it_comes() -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
+def test_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greet = rendezvous_module.greet_worker
@@ -245,7 +245,7 @@ def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
     links[0].close()
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_port_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -273,7 +273,7 @@ def send_for_ever(link: Link) -> None:
 
 
 @pytest.mark.thorough
-def test_a_link_that_nobody_reads_ends_at_its_deadline() -> None:
+def test_link_that_nobody_reads_ends_at_its_deadline() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     here.settle(0.3)
     began = time.monotonic()

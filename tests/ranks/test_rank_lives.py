@@ -110,7 +110,7 @@ def pair(folder: Path) -> Iterator[InferenceEngine]:
 
 
 @pytest.mark.thorough
-def test_an_update_that_one_rank_cannot_take_changes_none(
+def test_update_that_one_rank_cannot_take_changes_none(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is out while a slice is put aside, then while old weights are: no rank has
@@ -157,7 +157,7 @@ def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
 @pytest.mark.parametrize(
     "problem", [ModelLoadError("/models/m is missing"), ValueError("unforeseen")]
 )
-def test_a_rank_that_cannot_be_built_is_told_of(
+def test_rank_that_cannot_be_built_is_told_of(
     folder: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: EngineConfig) -> None:

@@ -153,7 +153,7 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("prefill", "idle", "hung")),
     ],
 )
-def test_a_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: str) -> None:
+def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: str) -> None:
     engine: InferenceEngine = engines(backend="reference", tensor_parallel=2, max_chunk_tokens=2)
     (worker,) = workers()
     ids = [engine.add_request([1] * 60, LONG), engine.add_request([2] * 5, LONG)]
@@ -180,7 +180,7 @@ def test_a_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: 
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
+def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
     engine: InferenceEngine = engines(backend="reference", tensor_parallel=2)
     (worker,) = workers()
     engine.add_request([2] * 5, LONG)
@@ -242,7 +242,7 @@ def test_workers_end_with_rank_0(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(
+def test_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(
     tmp_path: Path,
 ) -> None:
     place = tmp_path / "meeting"

@@ -47,7 +47,7 @@ def test_every_bit_comes_back(full: bool) -> None:
     ]
 
 
-def test_a_nan_stays_one() -> None:
+def test_nan_stays_one() -> None:
     sent = SampledTokens([1], [math.nan], [math.nan], [0.0])
     assert math.isnan(from_message(to_message(sent)).logprobs[0])
 
@@ -60,12 +60,12 @@ def test_steps_may_be_waited_for_in_any_order() -> None:
     assert [steps[index].wait().token_ids[0] for index in (1, 0, 2)] == [1, 0, 2]
 
 
-def test_a_wait_ends_at_its_deadline() -> None:
+def test_wait_ends_at_its_deadline() -> None:
     with pytest.raises(RankLost, match="no samples within"):
         SampleQueue(0.05).expect().wait()
 
 
-def test_a_wait_ends_when_a_rank_is_lost() -> None:
+def test_wait_ends_when_a_rank_is_lost() -> None:
     lost: list[RankLost] = []
     samples = SampleQueue(30.0, lambda: lost[0] if lost else None)
 

@@ -127,7 +127,7 @@ def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
 
 
 @pytest.mark.thorough
-def test_a_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:
+def test_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:
     loop, runner = loop_of(64, prompt=1000)
     runner.sizes.clear()
     for _ in range(40):
@@ -142,7 +142,7 @@ def test_a_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> No
     assert max(runner.sizes) < 64 * 8 * 12
 
 
-def test_a_worker_forgets_sequences_that_ended() -> None:
+def test_worker_forgets_sequences_that_ended() -> None:
     loop, runner = loop_of(1000, prompt=3, max_tokens=2)
     while loop.has_pending():
         loop.step()

@@ -22,7 +22,7 @@ def test_it_doubles_up_to_the_longest_and_begins_anew_after_one_that_lasted() ->
     assert [backoff.died(0.0) for _ in range(3000)][-1] == 30.0
 
 
-def test_a_replica_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[float]()
     start_again = Supervisor._start_again
 

@@ -126,7 +126,7 @@ def test_what_is_kept_is_bounded() -> None:
         directory.take("a", BlockReport(8, ()))
 
 
-def test_a_thousand_replicas_with_one_stem() -> None:
+def test_thousand_replicas_with_one_stem() -> None:
     directory, stem = Directory(), list(range(10))
     for place in range(1000):
         directory.add(f"r{place}")

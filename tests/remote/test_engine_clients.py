@@ -83,7 +83,7 @@ def test_samples_are_those_of_the_engine_alone(
 
 
 @pytest.mark.thorough(cases=["process"])
-def test_a_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
+def test_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         for prompt, error in (
             ([1] * 5000, RequestTooLarge),
@@ -115,7 +115,7 @@ def test_what_is_no_prompt_is_refused_and_nobody_waits(
     run(test())
 
 
-def test_an_aborted_request_gives_its_memory_back(client: EngineClient, run: Run) -> None:
+def test_aborted_request_gives_its_memory_back(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         before = (await client.call("stats")).num_steps
         stream = client.submit([1, 2, 3], params_of(0, 450), 2, stream=True)
@@ -180,7 +180,7 @@ def test_calls_return_what_the_engine_says(client: EngineClient, run: Run) -> No
 
 
 @pytest.mark.thorough
-def test_a_call_that_waits_holds_nobody_up(client: EngineClient, run: Run) -> None:
+def test_call_that_waits_holds_nobody_up(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         running = client.submit([1, 2], params_of(0, 450), stream=True)
         pausing = asyncio.create_task(client.call("pause", mode="wait"))
@@ -197,7 +197,7 @@ def test_a_call_that_waits_holds_nobody_up(client: EngineClient, run: Run) -> No
     run(test())
 
 
-def test_a_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient, run: Run) -> None:
+def test_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         stream = client.submit([1, 2], params_of(0, 450), stream=True)
         first = await stream.next()
@@ -307,7 +307,7 @@ def in_process(model: Path, test: Callable[[InProcessClient], Coroutine[Any, Any
     asyncio.run(whole())
 
 
-def test_a_bug_in_the_core_fails_one_request_alone(
+def test_bug_in_the_core_fails_one_request_alone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(client: InProcessClient) -> None:
@@ -323,7 +323,7 @@ def test_a_bug_in_the_core_fails_one_request_alone(
     in_process(model, test)
 
 
-def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(
+def test_request_that_ends_before_it_is_noted_down_is_forgotten(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(client: InProcessClient) -> None:
@@ -345,7 +345,7 @@ def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(
+def test_request_that_waits_to_go_on_with_old_weights_can_be_ended(
     model: Path, is_answered: bool
 ) -> None:
     async def test(client: InProcessClient) -> None:
@@ -382,7 +382,7 @@ def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(
     in_process(model, test)
 
 
-def test_a_failed_step_ends_everything_with_a_reason(
+def test_failed_step_ends_everything_with_a_reason(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(client: InProcessClient) -> None:

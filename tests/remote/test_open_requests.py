@@ -58,7 +58,7 @@ class Unscanned(dict[int, Any]):
     values = items = keys = __iter__
 
 
-def test_a_request_does_not_look_at_the_others() -> None:
+def test_request_does_not_look_at_the_others() -> None:
     async def run() -> None:
         client = ScriptedClient(Script(delay=0.0))
         await client.start()

@@ -38,7 +38,7 @@ def test_each_row_has_the_arguments_of_its_function(operation: Operation) -> Non
     assert needed <= set(operation.arguments) <= set(parameters)
 
 
-def test_an_engine_that_keeps_a_deadline_is_told_it() -> None:
+def test_engine_that_keeps_a_deadline_is_told_it() -> None:
     for each in CALLED:
         assert (each.deadline == "engine") == ("seconds" in each.arguments)
 
@@ -50,13 +50,13 @@ def test_what_undoes_an_operation_is_one() -> None:
         assert each.fleet != "undone" or each.undo
 
 
-def test_the_caller_waits_a_little_longer_than_the_engine() -> None:
+def test_caller_waits_a_little_longer_than_the_engine() -> None:
     patience, arguments = operation_named("pause").timed(5.0, {"mode": "keep"})
     assert (patience, arguments) == (15.0, {"mode": "keep", "seconds": 5.0})
     assert operation_named("pause").timed(9.0, {"seconds": 5.0})[1] == {"seconds": 5.0}
     assert operation_named("stats").timed(5.0, {}) == (5.0, {})
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_unknown_name_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'shutdown' is not an engine operation; these are"):
         operation_named("shutdown")

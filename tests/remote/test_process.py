@@ -103,7 +103,7 @@ def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
 
 
 @pytest.mark.thorough
-def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
+def test_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
     async def test() -> None:
         async with restarted(config_of(model)) as client:
             before = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
@@ -164,7 +164,7 @@ def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "killed", "closed"])
-def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) -> None:
+def test_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) -> None:
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
         starting = asyncio.create_task(client.start())
@@ -298,7 +298,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     "length", [0, 4, LONG - 100], ids=["being built", "short steps", "amid a step of seconds"]
 )
-def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None:
+def test_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None:
     command = [sys.executable, "-c", PARENT, str(slow_model), str(length)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -344,7 +344,7 @@ FORKED = FORK + PARENT.replace("print(", "fork() or print(")
 
 
 @pytest.mark.thorough
-def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
+def test_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
     """The fork holds the other end of stdin open; that the parent is gone is seen within a
     heartbeat.
     """
@@ -398,7 +398,7 @@ def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_that_hangs_is_seen_and_can_be_closed(
+def test_engine_that_hangs_is_seen_and_can_be_closed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
@@ -432,9 +432,7 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
 
 
 @pytest.mark.thorough
-def test_an_idle_engine_that_hangs_is_seen_too(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has nothing to do, but heartbeats are due all the same."""
     monkeypatch.setattr(time_limits, "SILENCE", 0.3)
 

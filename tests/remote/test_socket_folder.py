@@ -80,7 +80,7 @@ def test_nothing_else_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not strangers.exists()
 
 
-def test_a_long_path_is_not_for_a_socket(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_is_not_for_a_socket(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = place / ("x" * MAX_ADDRESS)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))

@@ -121,7 +121,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", SCHEDULES)
-def test_the_backward_goes_through_the_engines_experts_in_every_row_and_layer(
+def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
     folder: Path, routed: list[Tensor], used: list[Any], options: dict[str, Any]
 ) -> None:
     with build(folder, dtype="bfloat16", **(MIXED | {"backend": options["backend"]})) as engine:
@@ -206,7 +206,7 @@ def test_rows_without_the_engines_choice_are_an_error() -> None:
 @pytest.mark.parametrize(
     "fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]]
 )
-def test_a_record_that_holds_no_choice_is_an_error(
+def test_record_that_holds_no_choice_is_an_error(
     folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(folder, dtype="bfloat16", backend="reference") as engine:

@@ -72,7 +72,7 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
     ]
 )
 @pytest.mark.parametrize("family", CASES)
-def test_a_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
+def test_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
     """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
@@ -199,7 +199,7 @@ def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
+def test_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path)) as engine:
         model = PolicyModel(engine)
         logprobs = model.logprobs([[5, 6, 7]])[0]

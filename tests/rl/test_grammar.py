@@ -105,7 +105,7 @@ def test_sequences_of_several_grammars_and_none_share_what_is_common(folder: Pat
         assert len({tuple(bits(each)) for each in apart}) == len(cases) - 2
 
 
-def test_a_grammar_may_begin_at_the_first_token(folder: Path) -> None:
+def test_grammar_may_begin_at_the_first_token(folder: Path) -> None:
     with build(folder) as engine:
         ids = [*engine.tokenizer.encode("1234"), EOS]
         (scored,) = score(engine, [ids], grammar=GRAMMARS["regex"])
@@ -153,7 +153,7 @@ def test_bad_grammars_are_refused(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_policy_models_logprobs_are_the_engines_after_every_step(
+def test_policy_models_logprobs_are_the_engines_after_every_step(
     folder: Path, backend: str
 ) -> None:
     with build(folder, backend=backend) as engine:

@@ -104,7 +104,7 @@ def test_gradients_do_not_depend_on_threads(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
+def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
         policy = LoraPolicy(engine, LoraSettings(rank=2, targets=("q_proj", "v_proj")))
         assert {name.split(".")[-3] for name, _ in policy.named_parameters()} == {
@@ -126,7 +126,7 @@ def test_a_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
         )  # the base is as it was
 
 
-def test_a_folder_is_read_again(tmp_path: Path) -> None:
+def test_folder_is_read_again(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", "llama")
     with engine_of(folder) as engine:
         policy = strong_policy(engine)
@@ -169,7 +169,7 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
             LoraPolicy(engine, LoraSettings(rank=2, targets=("wq",)))
 
 
-def test_a_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
+def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), max_loras=1) as engine:
         policy = strong_policy(engine)
         with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
@@ -181,7 +181,7 @@ def test_a_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> N
         strong_policy(engine).publish()
 
 
-def test_a_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
+def test_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
         policy, name = strong_policy(engine), "model.layers.0.self_attn.q_proj.weight"
         weight = load_file(tmp_path / "model.safetensors")[name]

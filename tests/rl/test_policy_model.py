@@ -187,7 +187,7 @@ def test_first_values_are_the_engines_where_it_serves_others(folder: Path) -> No
     )
 
 
-def test_a_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
+def test_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
     model = PolicyModel(
         EngineConfig(model_path=str(folder), device="cpu", dtype="float32", kv_cache_memory=2**22)
     )
@@ -266,7 +266,7 @@ def test_bad_arguments_are_refused(folder: Path) -> None:
                 PolicyModel(engine, **options)
 
 
-def test_a_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
+def test_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
     with build(folder) as engine:
         before = set(engine.runner.models)
         model = PolicyModel(engine)
@@ -282,7 +282,7 @@ def test_a_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
-def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
+def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
     """For another engine, to the bit; and transformers finds every tensor."""
     from transformers import AutoModelForCausalLM
 
@@ -348,7 +348,7 @@ def test_masters_of_another_model_change_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
+def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
     """The index would go on naming them, and they would be loaded."""
     source = tiny_llama(tmp_path / "source")
     with build(source) as engine:
@@ -360,7 +360,7 @@ def test_a_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
                 model.save_pretrained(tmp_path / name)
 
 
-def test_a_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
+def test_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_llama(tmp_path / "source")

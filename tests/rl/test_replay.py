@@ -383,7 +383,7 @@ def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path:
     )
 
 
-def test_a_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
+def test_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=8, top_k=20, raw_logprobs=True, sampling_mask=True, top_logprobs=2, prompt_logprobs=True,

@@ -52,7 +52,7 @@ LOGPROB = st.floats(-20, 0, width=32)
     ),
     as_tensor=st.booleans(),
 )
-def test_the_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: bool) -> None:
+def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: bool) -> None:
     samples = [
         sample_of([a for a, _, _ in row], [keep for _, _, keep in row], len(row) // 2)
         for row in rows
@@ -137,7 +137,7 @@ def test_filters_are_accounted_for() -> None:
     assert mismatch_report([sample], [[-0.5, -0.25]]).max_abs == 0.125
 
 
-def test_a_trainer_of_low_precision_is_seen() -> None:
+def test_trainer_of_low_precision_is_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(500, generator=generator) * 8
     report = mismatch_report([sample_of(logprobs.tolist())], [logprobs.bfloat16()])
@@ -190,7 +190,7 @@ def normal_report() -> MismatchReport:
 
 
 @pytest.mark.thorough
-def test_the_histogram_is_a_png(tmp_path: Path) -> None:
+def test_histogram_is_a_png(tmp_path: Path) -> None:
     for report in (
         normal_report(),
         mismatch_report([sample_of([-1.0])], [[-1.0]]),

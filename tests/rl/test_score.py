@@ -150,7 +150,7 @@ def shared_engine(folder: Path) -> Any:
         yield engine
 
 
-def test_a_common_prefix_is_computed_once(folder: Path) -> None:
+def test_common_prefix_is_computed_once(folder: Path) -> None:
     prefix, tails = list(range(3, 259)), [[20 + i] * 16 for i in range(8)]
     with build(folder) as engine:
         score(engine, [prefix + tail for tail in tails])
@@ -169,7 +169,7 @@ def test_rows_before_the_position_come_from_the_cache(folder: Path) -> None:
         assert engine.runner.tokens_computed - before <= 16 + 4
 
 
-def test_the_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Path) -> None:
+def test_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Path) -> None:
     with build(folder, kv_cache_memory=4 * 16 * 512, max_batch_size=1) as engine:
         most = engine.max_model_len
         (scored,) = score(engine, [[7] * most])
@@ -223,7 +223,7 @@ def test_nothing_to_score_is_no_work(shared_engine: InferenceEngine) -> None:
     assert shared_engine.runner.tokens_computed == before
 
 
-def test_an_aborted_scorer_is_an_error_and_leaves_nothing_behind(
+def test_aborted_scorer_is_an_error_and_leaves_nothing_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(folder, max_tokens_per_batch=4) as engine:
@@ -242,7 +242,7 @@ def test_an_aborted_scorer_is_an_error_and_leaves_nothing_behind(
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_an_update_in_the_middle_starts_the_scores_again(
+def test_update_in_the_middle_starts_the_scores_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old scores must not stand beside new ones."""
@@ -265,7 +265,7 @@ def test_an_update_in_the_middle_starts_the_scores_again(
     assert bits(scored) == bits(expected)
 
 
-def test_a_dead_engine_says_so(folder: Path) -> None:
+def test_dead_engine_says_so(folder: Path) -> None:
     engine = build(folder)
     engine.shutdown()
     with pytest.raises(EngineDead):

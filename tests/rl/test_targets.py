@@ -154,7 +154,7 @@ def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> 
             assert difference < 1e-4 * expected[name].norm(), name
 
 
-def test_a_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
+def test_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
     """A column that repeats the sequence's own tokens has the gradient of those tokens."""
     ids = [3, 4, 5, 6, 7, 8]
     found: list[list[Tensor]] = []

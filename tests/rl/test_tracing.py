@@ -114,7 +114,7 @@ def breaks(operation: str, layer: int | None = None) -> Break:
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
-def test_the_first_operation_that_differs_is_named(
+def test_first_operation_that_differs_is_named(
     build: Callable[..., InferenceEngine], broken: Break, layer: int | None, operation: str
 ) -> None:
     engine = build(broken=broken)
@@ -126,7 +126,7 @@ def test_the_first_operation_that_differs_is_named(
     assert f"layer {layer}" in str(found) or layer is None
 
 
-def test_the_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> None:
+def test_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def rope_and_store(*arguments: Any) -> Tensor:
             q = ops.rope_and_store(*arguments)
@@ -145,7 +145,7 @@ def test_the_stored_keys_and_values_count(build: Callable[..., InferenceEngine])
     assert (found.layer, found.operation) == (1, "rope_and_store")
 
 
-def test_the_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
+def test_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def sample(hidden: Tensor, *arguments: Any) -> Any:
             draw = ops.sample(hidden, *arguments)
@@ -185,7 +185,7 @@ def test_where_all_keep_the_law_the_weights_are_named(
 @pytest.mark.parametrize(
     ("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))]
 )
-def test_the_compiled_decoder_is_held_against_its_operations(
+def test_compiled_decoder_is_held_against_its_operations(
     build: Callable[..., InferenceEngine], rows: int, schedules: tuple[str, str]
 ) -> None:
     """Compiled batches of so many rows are wrong."""

@@ -50,7 +50,7 @@ def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEng
 
 
 @pytest.mark.thorough
-def test_the_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
+def test_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
     engine: InferenceEngine,
 ) -> None:
     policy = PolicyModel(engine)

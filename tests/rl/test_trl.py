@@ -176,7 +176,7 @@ def test_chats_go_through_the_trainers_template(folder: Path, engine: InferenceE
         RolloutFunction(engine)([picture], trainer)
 
 
-def test_the_trainers_ends_count_and_not_those_of_the_checkpoint(
+def test_trainers_ends_count_and_not_those_of_the_checkpoint(
     folder: Path, engine: InferenceEngine
 ) -> None:
     ends = list(range(100, 180))
@@ -188,7 +188,7 @@ def test_the_trainers_ends_count_and_not_those_of_the_checkpoint(
     assert "stop" in output["finish_reason"]
 
 
-def test_the_trainers_arguments_decide_how_tokens_are_drawn(folder: Path) -> None:
+def test_trainers_arguments_decide_how_tokens_are_drawn(folder: Path) -> None:
     kwargs = {
         "max_new_tokens": 9,
         "min_new_tokens": 2,
@@ -263,7 +263,7 @@ def test_of_more_completions_the_first_to_finish_are_taken(
         RolloutFunction(engine, oversample=-1)
 
 
-def test_the_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -> None:
+def test_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder)
     # more than a batch, of several lengths
     prompts = ["A longer prompt", "b", "b", "And one more", "c"]
@@ -321,7 +321,7 @@ def test_several_processes_with_whole_models_are_served(
     assert len(RolloutFunction(engine)(["a"], trainer)["completion_ids"]) == 1
 
 
-def test_an_engine_built_here_is_shut_down_and_another_is_not(
+def test_engine_built_here_is_shut_down_and_another_is_not(
     folder: Path, engine: InferenceEngine
 ) -> None:
     config = EngineConfig(str(folder), dtype="float32", kv_cache_memory=2**22)

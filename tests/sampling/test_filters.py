@@ -75,7 +75,7 @@ def test_agrees_with_the_filters_written_down(
     rows=st.lists(st.tuples(st.integers(0, 2**20), TOP_K, TOP_P, MIN_P), min_size=1, max_size=20),
     vocab_size=st.sampled_from([5, 64, 301]),
 )
-def test_a_row_is_the_same_alone_and_among_others(
+def test_row_is_the_same_alone_and_among_others(
     rows: list[tuple[int, int, float, float]], vocab_size: int
 ) -> None:
     def draw(seed: int) -> Tensor:
@@ -102,7 +102,7 @@ def test_top_k_keeps_exactly_k(logits: list[float], top_k: int) -> None:
 
 @CALM
 @given(logits=LOGITS, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P)
-def test_the_first_stays_and_masked_ones_never_do(
+def test_first_stays_and_masked_ones_never_do(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     ids = kept(logits, top_k, top_p, min_p)
@@ -138,9 +138,9 @@ def test_min_p_is_relative_to_the_first_after_the_others() -> None:
     assert kept(logits, top_p=0.6, min_p=0.5) == {0, 1}
 
 
-def test_the_first_survives_a_top_p_that_rounds_to_zero() -> None:
+def test_first_survives_a_top_p_that_rounds_to_zero() -> None:
     assert kept([0.0, 1.0, 0.5], top_p=1e-46) == {1}
 
 
-def test_a_single_possible_token_survives_everything() -> None:
+def test_single_possible_token_survives_everything() -> None:
     assert kept([-math.inf, 2.0, -math.inf], top_k=1, top_p=0.01, min_p=1.0) == {1}

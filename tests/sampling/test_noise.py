@@ -44,7 +44,7 @@ def test_no_draws_make_no_keys() -> None:
     assert noise_keys([]).shape == (0, 2)
 
 
-def test_the_stream_is_pinned() -> None:
+def test_stream_is_pinned() -> None:
     """These values are a promise: a stored seed must draw the same tokens in every later
     version.
     """
@@ -86,7 +86,7 @@ def test_it_is_a_standard_exponential(million: Tensor) -> None:
         assert abs(float((flat**power).mean()) - moment) < 4 * spread
 
 
-def test_the_tail_that_wins_is_as_likely_as_it_should_be(million: Tensor) -> None:
+def test_tail_that_wins_is_as_likely_as_it_should_be(million: Tensor) -> None:
     flat = million.flatten()
     for bound in (1e-2, 1e-3, 1e-4):
         expected = len(flat) * -math.expm1(-bound)
@@ -137,7 +137,7 @@ def test_it_grows_with_its_bits_also_where_the_formula_changes(
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), vocab_size=st.sampled_from([1, 7, 33, 300]))
-def test_a_row_is_the_same_alone_and_among_others(
+def test_row_is_the_same_alone_and_among_others(
     draws: list[tuple[int, int, int]], vocab_size: int
 ) -> None:
     together = exponential_noise(keys_of(draws), vocab_size)
@@ -147,6 +147,6 @@ def test_a_row_is_the_same_alone_and_among_others(
         assert torch.equal(exponential_noise(keys_of([draw]), vocab_size)[0], together[row])
 
 
-def test_a_token_has_the_same_noise_in_a_larger_vocabulary() -> None:
+def test_token_has_the_same_noise_in_a_larger_vocabulary() -> None:
     keys = keys_of([(5, 0, 9), (6, 1, 2)])
     assert torch.equal(exponential_noise(keys, 1000)[:, :123], exponential_noise(keys, 123))

@@ -131,7 +131,7 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0, 1e30])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}])
-def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
+def test_kept_mass_of_a_mask_may_be_next_to_nothing(
     temperature: float, options: dict[str, Any]
 ) -> None:
     """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no
@@ -165,7 +165,7 @@ def test_what_masks_cut_must_be_finite_too() -> None:
     top_k=st.sampled_from([0, 20]),
     seed=st.integers(0, 2**20),
 )
-def test_a_low_temperature_costs_no_digits(temperature: float, top_k: int, seed: int) -> None:
+def test_low_temperature_costs_no_digits(temperature: float, top_k: int, seed: int) -> None:
     """Large scaled logits may not eat the digits of their differences."""
     logits = random_logits(1, seed=seed) + 40
     row = Row(temperature=float(torch.tensor(temperature)), top_k=top_k)
@@ -185,7 +185,7 @@ def test_raw_logprobs_ignore_the_mask() -> None:
     assert float(draw.logprobs[0]) > float(draw.raw_logprobs[0])
 
 
-def test_the_mask_is_what_the_filters_kept_and_absent_where_nobody_asked() -> None:
+def test_mask_is_what_the_filters_kept_and_absent_where_nobody_asked() -> None:
     logits = random_logits(1)
     draw = sample(
         logits, batch_of([Row(top_k=3), Row(top_k=7, masked=(int(logits.argmax()),))], mask=True)
@@ -279,7 +279,7 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
     )
 
 
-def test_the_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
     num = 200_000
     logits = random_logits(1, vocab_size=20, scale=1.0, seed=5)
@@ -304,7 +304,7 @@ def test_the_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.M
     temperature=st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 1.0, 100.0, 1e6]),
     top_p=st.sampled_from([1.0, 0.5]),
 )
-def test_a_sampled_token_is_possible_and_its_logprob_finite(
+def test_sampled_token_is_possible_and_its_logprob_finite(
     seed: int, scale: float, alive: int, temperature: float, top_p: float
 ) -> None:
     logits = random_logits(4, scale=scale, seed=seed)
@@ -328,7 +328,7 @@ def test_a_sampled_token_is_possible_and_its_logprob_finite(
     top_k=st.sampled_from([0, 5]),
 )
 @example(1e-38, 0)
-def test_a_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: int) -> None:
+def test_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: int) -> None:
     """`SamplingParams` accepts any finite temperature: the smallest may not overflow into NaN."""
     logits = random_logits(2, seed=1)
     draw = sample(
@@ -341,14 +341,14 @@ def test_a_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: 
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e38, 1e300])
-def test_a_huge_temperature_is_nearly_uniform(temperature: float) -> None:
+def test_huge_temperature_is_nearly_uniform(temperature: float) -> None:
     logits = random_logits(1, seed=1)
     draw = sample(logits, batch_of([Row(temperature=temperature, masked=(5,))]))
     assert float(draw.logprobs[0]) == pytest.approx(-math.log(VOCAB - 1), abs=1e-4)
     assert int(draw.token_ids[0]) != 5
 
 
-def test_a_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others() -> None:
+def test_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others() -> None:
     logits = random_logits(3)
     clean = sample(logits, batch_of([Row(row=i) for i in range(3)]))
     logits[1, 7] = math.nan
@@ -373,7 +373,7 @@ def same(one: Draw, i: int, other: Draw, j: int) -> bool:
     vocab_size=st.sampled_from([VOCAB, 512, 1500]),
     data=st.data(),
 )
-def test_a_row_is_the_same_alone_and_among_others(
+def test_row_is_the_same_alone_and_among_others(
     rows: list[Row], vocab_size: int, data: st.DataObject
 ) -> None:
     logits = random_logits(len(rows), vocab_size)
@@ -387,7 +387,7 @@ def test_a_row_is_the_same_alone_and_among_others(
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40_000])
-def test_the_number_of_threads_changes_nothing(vocab_size: int) -> None:
+def test_number_of_threads_changes_nothing(vocab_size: int) -> None:
     rows = [
         Row(row=i, top_k=(0, 40)[i % 2], temperature=(1.0, 0.0, 0.7)[i % 3], draw=(1, 0, i))
         for i in range(20)

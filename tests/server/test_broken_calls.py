@@ -62,7 +62,7 @@ def streamed_chat(url: str) -> tuple[str, list[str], str]:
 
 
 @pytest.mark.parametrize("portion", [1, 1000])
-def test_a_mended_call_is_a_call(url: str, engine: ScriptedClient, portion: int) -> None:
+def test_mended_call_is_a_call(url: str, engine: ScriptedClient, portion: int) -> None:
     engine.script = Script(MENDED, portion=portion)
     choice = post(f"{url}/v1/chat/completions", CHAT)["choices"][0]
     (call,) = choice["message"]["tool_calls"]
@@ -78,7 +78,7 @@ def test_a_mended_call_is_a_call(url: str, engine: ScriptedClient, portion: int)
 
 
 @pytest.mark.parametrize("text", [BROKEN, UNFINISHED])
-def test_a_broken_call_is_text(url: str, engine: ScriptedClient, text: str) -> None:
+def test_broken_call_is_text(url: str, engine: ScriptedClient, text: str) -> None:
     engine.script = Script(text)
     choice = post(f"{url}/v1/chat/completions", CHAT)["choices"][0]
     assert choice["message"]["content"] == text
@@ -93,7 +93,7 @@ def test_a_broken_call_is_text(url: str, engine: ScriptedClient, text: str) -> N
 
 @pytest.mark.parametrize("text", [BROKEN, UNFINISHED])
 @pytest.mark.parametrize("portion", [1, 1000])
-def test_a_stream_never_says_that_a_broken_call_is_finished(
+def test_stream_never_says_that_a_broken_call_is_finished(
     url: str, engine: ScriptedClient, text: str, portion: int
 ) -> None:
     engine.script = Script(text, portion=portion)
@@ -117,7 +117,7 @@ def test_a_stream_never_says_that_a_broken_call_is_finished(
     assert whole == text
 
 
-def test_a_whole_call_beside_a_broken_one_is_a_call(url: str, engine: ScriptedClient) -> None:
+def test_whole_call_beside_a_broken_one_is_a_call(url: str, engine: ScriptedClient) -> None:
     whole = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     for first, second in ((BROKEN, whole), (whole, f"\n{BROKEN.removeprefix('Well.')}")):
         engine.script = Script(first + second, portion=3)
@@ -131,7 +131,7 @@ def test_a_whole_call_beside_a_broken_one_is_a_call(url: str, engine: ScriptedCl
         assert streamed_chat(url)[2] == "tool_calls"
 
 
-def test_a_call_that_is_cut_off_stays_one(url: str, engine: ScriptedClient) -> None:
+def test_call_that_is_cut_off_stays_one(url: str, engine: ScriptedClient) -> None:
     """OpenAI's clients get what came of it, and the reason."""
     engine.script = Script(UNFINISHED, ends=False)
     choice = post(f"{url}/v1/chat/completions", CHAT | {"max_tokens": 17})["choices"][0]

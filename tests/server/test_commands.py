@@ -41,7 +41,7 @@ def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_model_that_is_not_served_is_named(server: str) -> None:
+def test_model_that_is_not_served_is_named(server: str) -> None:
     result = run("generate", "--url", server, "-p", "x", "--model", "gpt-9")
     assert result.exit_code == 1
     assert "gpt-9" in result.stderr

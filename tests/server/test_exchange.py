@@ -75,7 +75,7 @@ def connected(url: str, body: dict, **options) -> socket.socket:
 @pytest.mark.thorough(but=["queued-False"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "running"])
-def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
+def test_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
     with serving(SLOW) as (url, client):
         reader = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
         assert eventually(lambda: client.requests)
@@ -89,7 +89,7 @@ def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: st
 
 
 @pytest.mark.thorough
-def test_a_client_that_goes_away_while_its_body_comes() -> None:
+def test_client_that_goes_away_while_its_body_comes() -> None:
     with serving(SLOW) as (url, client):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -103,7 +103,7 @@ def test_a_client_that_goes_away_while_its_body_comes() -> None:
 
 
 @pytest.mark.thorough
-def test_a_request_that_takes_too_long() -> None:
+def test_request_that_takes_too_long() -> None:
     with serving(SLOW, request_timeout=1.5) as (url, client):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000})
         assert reply.status_code == 504
@@ -121,7 +121,7 @@ def test_a_request_that_takes_too_long() -> None:
 
 
 @pytest.mark.thorough
-def test_a_body_that_takes_too_long() -> None:
+def test_body_that_takes_too_long() -> None:
     with serving(SLOW, request_timeout=0.3) as (url, _):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
@@ -132,7 +132,7 @@ def test_a_body_that_takes_too_long() -> None:
 
 
 @pytest.mark.thorough
-def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
+def test_client_that_does_not_read_is_ended_with_its_connection() -> None:
     script = Script("word " * 50, ends=False, portion=8)
     with serving(script, max_backlog=2000) as (url, client):
         before = psutil.Process().memory_info().rss
@@ -154,7 +154,7 @@ def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
 
 
 @pytest.mark.thorough
-def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
+def test_full_queue_is_429_with_a_time_to_come_again() -> None:
     with serving(SLOW, max_queued_samples=2) as (url, client):
         busy = [connected(url, {"prompt": "Hi", "max_tokens": 1000, "n": 2}) for _ in range(17)]
         assert eventually(lambda: client.num_samples == 34)
@@ -173,7 +173,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
 
 
 @pytest.mark.thorough
-def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
+def test_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
     with serving(Script("a b c d e f", die_after=3)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
         assert (
@@ -191,7 +191,7 @@ def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None
 
 
 @pytest.mark.thorough
-def test_a_poisoned_sample_ends_its_own_request_only() -> None:
+def test_poisoned_sample_ends_its_own_request_only() -> None:
     def script(request, _: int) -> Script:
         return (
             Script("fine", fail_after=1)
@@ -251,7 +251,7 @@ async def slow(*waits: float, raises: bool = False) -> AsyncGenerator[bytes, Non
         raise ValueError("no more")
 
 
-def test_a_quiet_stream_is_kept_alive_by_comments() -> None:
+def test_quiet_stream_is_kept_alive_by_comments() -> None:
     sent = played(slow(0.13, 0.0, 0.07), keep_alive=0.05)
     assert body(sent) == [b": keep-alive\n\n"] * 2 + [
         b"data: 0\n\n",
@@ -303,7 +303,7 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 @pytest.mark.thorough
-def test_a_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT", 1.0)
     with serving(Script()) as (url, _):
         host, port = url.removeprefix("http://").split(":")
@@ -318,7 +318,7 @@ def test_a_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("reads_again", [False, True])
-def test_a_client_that_stops_reading_is_hung_up_on(
+def test_client_that_stops_reading_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, reads_again: bool
 ) -> None:
     """Also where the backlog has room for all that is to be said."""
@@ -346,7 +346,7 @@ def test_a_client_that_stops_reading_is_hung_up_on(
 
 
 @pytest.mark.thorough
-def test_a_long_body_that_is_refused_is_not_listened_to() -> None:
+def test_long_body_that_is_refused_is_not_listened_to() -> None:
     with serving(Script(), api_keys=("k",)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "x" * 200_000})
         assert (reply.status_code, reply.headers["connection"]) == (401, "close")
@@ -391,7 +391,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_port_that_is_taken() -> None:
+def test_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with (
@@ -401,7 +401,7 @@ def test_a_port_that_is_taken() -> None:
             pass
 
 
-def test_a_host_that_cannot_be_a_name() -> None:
+def test_host_that_cannot_be_a_name() -> None:
     with (
         pytest.raises(ConfigError, match=r"host='a\.\.b', port=0: cannot listen there"),
         running_server(ScriptedClient(), ServerConfig(host="a..b", port=0)),
@@ -410,7 +410,7 @@ def test_a_host_that_cannot_be_a_name() -> None:
 
 
 @pytest.mark.thorough
-def test_a_version_that_cannot_come_is_refused_at_once() -> None:
+def test_version_that_cannot_come_is_refused_at_once() -> None:
     with serving(Script()) as (url, client):
         for path in ("/v1/completions", "/v1/chat/completions"):
             body: dict = (

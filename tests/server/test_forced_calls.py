@@ -98,7 +98,7 @@ def unknown_url(model: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
-def test_a_call_is_forced_where_the_model_s_own_way_is_not_known(
+def test_call_is_forced_where_the_model_s_own_way_is_not_known(
     unknown_url: str, ask: Any, seed: int
 ) -> None:
     """In Hermes' way, and one call: nothing has taught the model where to stop."""
@@ -112,7 +112,7 @@ def test_a_call_is_forced_where_the_model_s_own_way_is_not_known(
     assert calls == []
 
 
-def test_an_anthropic_call_is_forced_where_the_model_s_own_way_is_not_known(
+def test_anthropic_call_is_forced_where_the_model_s_own_way_is_not_known(
     unknown_url: str,
 ) -> None:
     tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
@@ -226,6 +226,6 @@ def test_only_strict_tools_need_a_schema_that_can_be_enforced(url: str) -> None:
     assert reply.headers["x-grammar"] == "lenient"
 
 
-def test_a_body_that_forces_calls_is_read_apart() -> None:
+def test_body_that_forces_calls_is_read_apart() -> None:
     assert may_ask_for_grammar(json.dumps(asks("required")).encode())
     assert may_ask_for_grammar(json.dumps({"tools": [{"strict": True}]}).encode())

@@ -68,7 +68,7 @@ def test_several_names(url: str) -> None:
     check_error(httpx.post(url + "/v1/chat/completions", json=CHAT | {"model": "third"}), 404)
 
 
-def test_a_chat_template_of_ones_own(url: str, client: ScriptedClient, tmp_path: Path) -> None:
+def test_chat_template_of_ones_own(url: str, client: ScriptedClient, tmp_path: Path) -> None:
     httpx.post(url + "/v1/chat/completions", json=CHAT)
     assert client.tokenizer.decode(client.requests[-1].prompt) == "<Hi>"
     file = tmp_path / "template.jinja"
@@ -85,7 +85,7 @@ def test_probes(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_first_page_and_404s_say_where_things_are(url: str) -> None:
+def test_first_page_and_404s_say_where_things_are(url: str) -> None:
     about = httpx.get(url + "/").json()
     assert (about["name"], about["status"]) == ("nano-inference", "ok")
     paths = httpx.get(url + "/openapi.json").json()["paths"]
@@ -98,7 +98,7 @@ def test_the_first_page_and_404s_say_where_things_are(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_socket_file(tmp_path: Path) -> None:
+def test_socket_file(tmp_path: Path) -> None:
     file = tmp_path / "nano.sock"
     for mode in (0o600, 0o660):
         if mode != 0o600:  # one that is left behind, and was given to a group

@@ -40,7 +40,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.thorough
-def test_a_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
+def test_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
     tokenizer = load_tokenizer(folder)
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}
@@ -62,7 +62,7 @@ def test_a_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_message_of_anthropic_is_the_same_answer(folder: Path, url: str) -> None:
+def test_message_of_anthropic_is_the_same_answer(folder: Path, url: str) -> None:
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         message = client.messages.create(
             model=str(folder), max_tokens=MOST, messages=ASKED, extra_body={"temperature": 0.0}

@@ -81,7 +81,7 @@ def ask(chat: OpenAI, messages: list[Any] | None = None, **more: Any) -> Any:
 
 
 @pytest.mark.thorough
-def test_the_prompt(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_prompt(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(FINAL)
     system: Any = {"role": "system", "content": "Be short."}
     ask(chat, [system, ASKED], tools=TOOLS, reasoning_effort="low")
@@ -120,7 +120,7 @@ def test_reasoning_and_content(chat: OpenAI, engine: ScriptedClient, portion: in
 
 
 @pytest.mark.parametrize("portion", [1, 1000])
-def test_a_call(chat: OpenAI, engine: ScriptedClient, portion: int) -> None:
+def test_call(chat: OpenAI, engine: ScriptedClient, portion: int) -> None:
     engine.script = Script(CALL, portion=portion)
     choice = ask(chat, tools=TOOLS).choices[0]
     (call,) = choice.message.tool_calls
@@ -139,7 +139,7 @@ def test_a_call(chat: OpenAI, engine: ScriptedClient, portion: int) -> None:
     assert (names, json.loads(arguments), reason) == (["weather"], {"city": "Köln"}, "tool_calls")
 
 
-def test_a_conversation_with_calls_comes_back(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_conversation_with_calls_comes_back(chat: OpenAI, engine: ScriptedClient) -> None:
     """Two calls of one turn are two messages; thoughts stay until something final was said."""
     engine.script = Script(FINAL)
     calls = [
@@ -174,7 +174,7 @@ def test_a_conversation_with_calls_comes_back(chat: OpenAI, engine: ScriptedClie
     assert "<|channel|>final<|message|>Sun.<|end|>" in prompt(engine)
 
 
-def test_an_answer_that_is_gone_on_with(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_answer_that_is_gone_on_with(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(" and warm.")
     begun: Any = {"role": "assistant", "content": "It is sunny"}
     more = {"continue_final_message": True, "add_generation_prompt": False}
@@ -196,7 +196,7 @@ def test_forced_calls_are_refused_by_name(chat: OpenAI, engine: ScriptedClient) 
         ask(chat, tools=TOOLS, tool_choice="required")
 
 
-def test_a_schema_begins_behind_the_final_channel(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_schema_begins_behind_the_final_channel(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(f"{THOUGHT}{ASSISTANT}<|channel|>final<|message|>{{}}")
     message = ask(chat, response_format={"type": "json_object"}).choices[0].message
     grammar = engine.requests[-1].params.grammar
@@ -256,7 +256,7 @@ def test_markers_in_ordinary_letters_are_text(
     assert [block.text for block in message.content if block.type == "text"] == [WRITTEN]
 
 
-def test_a_call_that_breaks_is_text(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_call_that_breaks_is_text(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(CALL.replace('"city": "Köln"', "city: Köln"))
     choice = ask(chat, tools=TOOLS).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)

@@ -123,7 +123,7 @@ def test_it_listens_before_the_engine_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
+def test_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
     file = tmp_path / "start"
     with process(start=str(file)) as server:
         file.touch()
@@ -153,7 +153,7 @@ def test_it_drains(number: signal.Signals) -> None:
 
 
 @pytest.mark.thorough
-def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
+def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0.5}) as server:
         ready(server)
@@ -174,7 +174,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 
 @pytest.mark.thorough
-def test_a_drain_may_take_no_time() -> None:
+def test_drain_may_take_no_time() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0}) as server:
         ready(server)
@@ -186,7 +186,7 @@ def test_a_drain_may_take_no_time() -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_second_signal_ends_it_at_once() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 60}) as server:
         ready(server)

@@ -41,7 +41,7 @@ from tests.server.scripted import ScriptedClient
         ("::1", (), False),
     ],
 )
-def test_a_warning_where_anybody_may_come(
+def test_warning_where_anybody_may_come(
     caplog, host: str, keys: tuple[str, ...], warns: bool
 ) -> None:
     with caplog.at_level("INFO", "nano_inference.server"):
@@ -161,7 +161,7 @@ class Terminal(io.StringIO):
     awaited = ""
 
 
-def test_the_loading_line_names_the_model_and_then_its_parts() -> None:
+def test_loading_line_names_the_model_and_then_its_parts() -> None:
     stream = Terminal()
     with loading_line("smollm2-135m", stream):
         assert stream.wrote.wait(30)
@@ -178,7 +178,7 @@ def test_the_loading_line_names_the_model_and_then_its_parts() -> None:
     assert nobody.getvalue() == ""
 
 
-def test_the_address_is_the_last_line_of_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_address_is_the_last_line_of_the_start(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level("INFO", "nano_inference.server"),
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,
@@ -213,7 +213,7 @@ def test_lines_of_a_traceback_are_indented() -> None:
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
 
 
-def test_the_line_of_a_request(caplog) -> None:
+def test_line_of_a_request(caplog) -> None:
     record = RequestRecord(
         "id-1", "POST", '/v1/x y="1"\n', status=200, model="m", prompt_tokens=3, first_token=0.5
     )

@@ -71,12 +71,12 @@ def test_bytes_are_never_run(path: Path) -> None:
         "def f():\n  import marshal",
     ],
 )
-def test_the_scan_finds(source: str) -> None:
+def test_scan_finds(source: str) -> None:
     assert offences(source)
 
 
 @pytest.mark.thorough
-def test_the_api_process_knows_no_torch() -> None:
+def test_api_process_knows_no_torch() -> None:
     source = (
         "import sys, nano_inference.server.main\nprint([m for m in ('torch', "
         "'transformers') if m in sys.modules])"

@@ -158,7 +158,7 @@ def test_links_of_answers_are_made_in_one_place() -> None:
     assert "noopener" in link
 
 
-def test_the_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
+def test_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
     for path in ("/", "/docs", "/page/main.js"):
         assert httpx.get(url + path, headers=BROWSER).status_code == 200
     for path in ("/stats", "/metrics", "/v1/models"):
@@ -217,7 +217,7 @@ def test_page_settings_are_the_defaults_of_generate_and_chat(
     assert page_settings(served)["sampling"] == neutral() | told
 
 
-def test_a_proxys_prefix_is_before_every_link() -> None:
+def test_proxys_prefix_is_before_every_link() -> None:
     with running_server(ScriptedClient(), ServerConfig(port=0, root_path="/llm")) as url:
         for path in ("/llm/", "/llm/docs"):
             text = httpx.get(url + path, headers=BROWSER).text
@@ -227,7 +227,7 @@ def test_a_proxys_prefix_is_before_every_link() -> None:
         assert f"{url}/llm/v1/models" in httpx.get(url + "/llm/docs").text
 
 
-def test_a_strange_host_is_not_repeated(url: str) -> None:
+def test_strange_host_is_not_repeated(url: str) -> None:
     text = httpx.get(url + "/docs", headers={"host": "x$(reboot)"}).text
     assert "reboot" not in text
     assert "http://127.0.0.1:8000/v1/models" in text
@@ -247,7 +247,7 @@ def all_routes() -> dict[str, dict[str, str]]:
     return found
 
 
-def test_the_table_has_all_routes_and_no_other() -> None:
+def test_table_has_all_routes_and_no_other() -> None:
     named = [path for family in FAMILIES for path in family.paths]
     assert len(named) == len(set(named))
     assert set(named) == set(all_routes())

@@ -78,7 +78,7 @@ def require_logprobs_of(oracle: Any, answer: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) -> None:
+def test_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}
     told = {"return_token_ids": True}
@@ -96,7 +96,7 @@ def test_a_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) 
 
 
 @pytest.mark.thorough
-def test_a_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], chat: OpenAI) -> None:
+def test_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     told = {"return_token_ids": True} | PLAIN
     asked: Any = {"model": str(folder), "max_tokens": MOST, "logprobs": True, "seed": 9}
@@ -110,7 +110,7 @@ def test_a_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], ch
 
 
 @pytest.mark.thorough
-def test_a_message_of_anthropic_is_the_same_answer(
+def test_message_of_anthropic_is_the_same_answer(
     model: tuple[Path, Any], url: str, chat: OpenAI
 ) -> None:
     """Thoughts that the template has opened, which random weights do not close."""

@@ -172,7 +172,7 @@ def _field(body: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.parametrize(("route", "body"), BATCHES)
-def test_the_prompts_of_a_batch_count_together(
+def test_prompts_of_a_batch_count_together(
     bounded: tuple[str, Bounded], route: str, body: dict[str, Any]
 ) -> None:
     url, client = bounded
@@ -184,7 +184,7 @@ def test_the_prompts_of_a_batch_count_together(
     httpx.post(url + route, json=body | {name: body[name][:19]}, timeout=60).raise_for_status()
 
 
-def test_a_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> None:
+def test_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> None:
     url, client = bounded
     before = len(client.requests)
     body = {
@@ -208,7 +208,7 @@ def test_a_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) ->
 
 
 @pytest.mark.thorough
-def test_the_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> None:
+def test_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> None:
     client = ScriptedClient(max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
         body = {"prompt": [7] * 2000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
@@ -218,7 +218,7 @@ def test_the_prompts_logprobs_that_killed_the_server_are_refused_by_default() ->
         assert not client.requests
 
 
-def test_the_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> None:
+def test_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> None:
     body = {
         "prompt": [7],
         "max_tokens": 60,
@@ -258,7 +258,7 @@ def rows(count: int, made: list[int]) -> Iterator[dict[str, str]]:
         yield {"row": "x" * 1000}
 
 
-def test_a_large_answer_is_made_while_it_is_written_and_aside() -> None:
+def test_large_answer_is_made_while_it_is_written_and_aside() -> None:
     made: list[int] = []
     sent: list[dict[str, Any]] = []
     ahead: list[int] = []
@@ -285,7 +285,7 @@ def test_a_large_answer_is_made_while_it_is_written_and_aside() -> None:
     assert max(len(each["body"]) for each in sent[2:]) < 2 * PIECE
 
 
-def test_a_client_that_is_gone_gets_no_more_made() -> None:
+def test_client_that_is_gone_gets_no_more_made() -> None:
     made: list[int] = []
 
     class Connection:
@@ -304,7 +304,7 @@ def test_a_client_that_is_gone_gets_no_more_made() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
-def test_a_large_answer_over_http_is_whole(version: str) -> None:
+def test_large_answer_over_http_is_whole(version: str) -> None:
     client = ScriptedClient(Script("a b", ends=False, portion=1000), max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
         body = {"prompt": [7], "n": 8, "max_tokens": 1000, "logprobs": 20}
@@ -334,7 +334,7 @@ def test_a_large_answer_over_http_is_whole(version: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["in process", "over http"])
-def test_the_worst_that_fits_stays_within_a_memory_limit(where: str) -> None:
+def test_worst_that_fits_stays_within_a_memory_limit(where: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.server.worst_requests", where],
         capture_output=True,

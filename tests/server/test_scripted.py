@@ -29,7 +29,7 @@ def test_it_says_what_the_script_says(portion: int) -> None:
     assert len(client.requests) == 2
 
 
-def test_the_backlog_is_bounded_by_the_sample() -> None:
+def test_backlog_is_bounded_by_the_sample() -> None:
     """A pause of this process must not end wide streams sooner than narrow ones."""
 
     async def test() -> None:
@@ -63,7 +63,7 @@ def test_stop_strings_and_failures() -> None:
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
 
 
-def test_the_session_s_server_answers(server: str) -> None:
+def test_session_s_server_answers(server: str) -> None:
     reply = httpx.post(
         f"{server}/v1/completions", json={"model": "smollm2", "prompt": "Hello", "max_tokens": 3}
     )

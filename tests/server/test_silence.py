@@ -56,7 +56,7 @@ def test_missing_heartbeats_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(test())
 
 
-def test_a_request_hides_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_hides_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now)
 

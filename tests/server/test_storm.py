@@ -90,7 +90,7 @@ def idle_stats(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_a_storm_of_cancelled_requests(tiny: str) -> None:
+def test_storm_of_cancelled_requests(tiny: str) -> None:
     async def play(storm: bool) -> list[list[int]]:
         limits = httpx.Limits(max_connections=40)
         async with httpx.AsyncClient(base_url=tiny, timeout=60, limits=limits) as http:
@@ -213,7 +213,7 @@ def fuzzed(number: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.thorough
-def test_a_thousand_bodies_that_make_no_sense() -> None:
+def test_thousand_bodies_that_make_no_sense() -> None:
     with (
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,
         httpx.Client(base_url=url) as http,
@@ -245,7 +245,7 @@ def test_all_routes_with_bodies_are_fuzzed() -> None:
     assert {path for path in paths if "post" in paths[path]} - {"/flush_cache"} == set(VALID)
 
 
-def test_a_model_folder_runs_no_code(tmp_path: Path) -> None:
+def test_model_folder_runs_no_code(tmp_path: Path) -> None:
     """`auto_map` names a module that transformers would import."""
     folder = tiny_llama(tmp_path / "model")
     trace = tmp_path / "it-ran"

@@ -303,7 +303,7 @@ def test_fields_beside_sampling_params_are_refused(name: str, served: Served) ->
         protocol.prepare(json.dumps(body | {"regex": "a+"}).encode(), served, "id")
 
 
-def test_a_name_in_escapes_is_read_apart_too() -> None:
+def test_name_in_escapes_is_read_apart_too() -> None:
     assert may_ask_for_grammar(rb'{"re\u0067ex": "a"}')
     assert not may_ask_for_grammar(json.dumps({"messages": [USER]}).encode())
 
@@ -324,7 +324,7 @@ OPEN, MAY_OPEN = Behind("</think>"), Behind("</think>", "<think>")
         ("<|im_start|>assistant\n<think>", True, OPEN),
     ],
 )
-def test_a_grammar_begins_behind_the_reasoning(
+def test_grammar_begins_behind_the_reasoning(
     end: str, goes_on: bool, behind: Behind, engine: ScriptedClient
 ) -> None:
     served = thinking(engine)
@@ -375,7 +375,7 @@ def scripted(engine: ScriptedClient) -> Iterator[str]:
 
 
 @pytest.mark.thorough
-def test_a_bad_grammar_never_reaches_the_engine(scripted: str, engine: ScriptedClient) -> None:
+def test_bad_grammar_never_reaches_the_engine(scripted: str, engine: ScriptedClient) -> None:
     before = len(engine.requests)
     for body in ({"messages": [USER], **_of_openai(UNKNOWN)}, {"messages": [USER], "regex": "("}):
         for stream in (False, True):
@@ -388,7 +388,7 @@ def test_a_bad_grammar_never_reaches_the_engine(scripted: str, engine: ScriptedC
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_says_that_keywords_were_passed_over(scripted: str, stream: bool) -> None:
+def test_answer_says_that_keywords_were_passed_over(scripted: str, stream: bool) -> None:
     for lenient in (False, True):
         asked = {"json": SCHEMA, "lenient": lenient}
         body = {"prompt": "Hello", "structured_outputs": asked, "stream": stream}
@@ -417,9 +417,7 @@ def thoughtful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_does_not_think_answers_under_its_grammar(
-    thoughtful: str, stream: bool
-) -> None:
+def test_model_that_does_not_think_answers_under_its_grammar(thoughtful: str, stream: bool) -> None:
     path = "/v1/chat/completions"
     (opening,) = httpx.post(f"{thoughtful}/tokenize", json={"prompt": "<"}).json()["tokens"]
     for bias, thinks in ((-100, False), (100, True)):
@@ -494,7 +492,7 @@ def failed(url: str, path: str, pattern: str, stream: bool) -> tuple[int, dict[s
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", bodies(""))
-def test_a_failed_matcher_says_why(
+def test_failed_matcher_says_why(
     tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill, count = LlguidanceMatcher.fill, [0]
@@ -516,7 +514,7 @@ def test_a_failed_matcher_says_why(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", bodies(""))
-def test_a_grammar_that_the_engine_refuses_is_a_bad_request(
+def test_grammar_that_the_engine_refuses_is_a_bad_request(
     tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As what shows only with the model's vocabulary."""

@@ -64,7 +64,7 @@ def prompt(engine: ScriptedClient) -> str:
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_a_call_in_the_history(
+def test_call_in_the_history(
     content: dict[str, Any], client: httpx.Client, engine: ScriptedClient
 ) -> None:
     asking = {"role": "assistant", "tool_calls": [CALL], **content}
@@ -75,7 +75,7 @@ def test_a_call_in_the_history(
     assert prompt(engine).endswith(RENDERED)
 
 
-def test_a_call_in_anthropics_history(client: httpx.Client, engine: ScriptedClient) -> None:
+def test_call_in_anthropics_history(client: httpx.Client, engine: ScriptedClient) -> None:
     answer = client.post(
         "/v1/messages", json={"model": "m", "messages": ANTHROPIC, "max_tokens": 4}
     )
@@ -101,7 +101,7 @@ def test_tools_are_answered_with_text(
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
-def test_a_call_is_read_as_hermes_writes_it(
+def test_call_is_read_as_hermes_writes_it(
     engine: ScriptedClient, client: httpx.Client, choice: dict[str, Any]
 ) -> None:
     said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -121,7 +121,7 @@ def test_a_call_is_read_as_hermes_writes_it(
         engine.script = before
 
 
-def test_a_call_is_forced_as_hermes_writes_it(engine: ScriptedClient, client: httpx.Client) -> None:
+def test_call_is_forced_as_hermes_writes_it(engine: ScriptedClient, client: httpx.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         body = {"model": "m", "messages": HISTORY, "tools": [TOOL], "tool_choice": choice}
         answer = client.post("/v1/chat/completions", content=json.dumps(body))

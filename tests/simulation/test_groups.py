@@ -38,7 +38,7 @@ def ends(workload: Workload) -> dict[int, int]:
     lookahead=st.integers(0, 1),
     wanted=st.booleans(),
 )
-def test_the_oldest_group_ends_as_if_it_were_alone(
+def test_oldest_group_ends_as_if_it_were_alone(
     first: Ask,
     others: list[Ask],
     tokens: int,

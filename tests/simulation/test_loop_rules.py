@@ -44,7 +44,7 @@ def ending_early() -> list[int]:
     return next([first, 2] for first in range(1, 11) if 1 < len(oracle([first, 2], 0, 0, 10)) < 8)
 
 
-def test_the_overrun_of_a_stopped_sequence_is_discarded() -> None:
+def test_overrun_of_a_stopped_sequence_is_discarded() -> None:
     prompt = ending_early()
     loop = loop_with([list(prompt)], lookahead=1)
     samples = []

@@ -31,7 +31,7 @@ def test_random_workloads(block: int, cache_type: CacheType) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
+def test_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
     workloads = [
         replace(random_workload(seed), cache_type=cache_type) for seed in range(200_000, 200_060)
     ]

@@ -127,7 +127,7 @@ def test_every_step_takes_its_share(num_seqs: int, groups: int) -> None:
     assert max(tail) - min(tail) <= 1
 
 
-def test_a_long_prompt_is_in_every_step() -> None:
+def test_long_prompt_is_in_every_step() -> None:
     """Its chunks draw nothing, so they follow each other through the stages, beside those that
     decode.
     """
@@ -144,7 +144,7 @@ def test_a_long_prompt_is_in_every_step() -> None:
     assert chunks == [10] * 10
 
 
-def test_an_urgent_newcomer_need_not_wait_for_balance() -> None:
+def test_urgent_newcomer_need_not_wait_for_balance() -> None:
     loop = endless_loop([3] * 4, 2, max_batch_size=4)
     for _ in range(4):
         loop.step()

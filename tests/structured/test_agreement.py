@@ -44,7 +44,7 @@ def validator(schema: dict[str, Any]) -> Any:
 @settings(max_examples=at_depth(60), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_document_is_accepted_where_it_is_valid(
+def test_document_is_accepted_where_it_is_valid(
     backend: BackendName, seed: int, tokenizer: Tokenizer
 ) -> None:
     rng = random.Random(seed)
@@ -158,7 +158,7 @@ def drawn(matcher: Matcher, other: Matcher, rng: random.Random, tokenizer: Token
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_the_plain_form_allows_what_the_schema_does_and_no_more(
+def test_plain_form_allows_what_the_schema_does_and_no_more(
     backend: BackendName,
     schema: dict[str, Any],
     valid: list[str],

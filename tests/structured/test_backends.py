@@ -91,7 +91,7 @@ def test_one_matcher_that_is_at_a_limit_spoils_no_other(tokenizer: Tokenizer) ->
     assert [place for place, state in enumerate(states) if state.problem is not None] == [4]
 
 
-def test_a_copy_has_its_backend(tokenizer: Tokenizer) -> None:
+def test_copy_has_its_backend(tokenizer: Tokenizer) -> None:
     backend = backend_named("llguidance")
     matcher: Matcher = backend.compile(GRAMMARS[0], vocabulary_of(tokenizer))
     assert matcher.copy().backend is backend
@@ -110,7 +110,7 @@ def with_added(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", ["<table>", "a <table> of <td>", "[TABLE]"])
-def test_a_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: Tokenizer) -> None:
+def test_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: Tokenizer) -> None:
     """Where it is forced it is forced in one split, and whatever that is can be drawn."""
     state, ids = state_of(Grammar.choice([text]), with_added), list[int]()
     while not state.is_ended:
@@ -122,7 +122,7 @@ def test_a_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: T
     assert with_added.decode(ids) == text
 
 
-def test_an_added_token_is_text_like_others_unless_it_is_special(with_added: Tokenizer) -> None:
+def test_added_token_is_text_like_others_unless_it_is_special(with_added: Tokenizer) -> None:
     words = state_of(Grammar.regex(r"[\[<][^!]*!"), with_added).words
     ids = {text: with_added.backend.token_to_id(text) for text in ADDED}
     drawable = [text for text in ADDED if may_draw(words, ids[text])]
@@ -174,7 +174,7 @@ def with_special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ids=["choice", "regex", "const", "object", "lark", "gbnf"],
 )
 @pytest.mark.parametrize("draw", [min, max])
-def test_a_matcher_spells_special_tokens_in_text(
+def test_matcher_spells_special_tokens_in_text(
     name: str, made_of: Callable[[str], Grammar], draw: Any, with_special: Tokenizer
 ) -> None:
     """Each drawn token is one that the mask allows, and none of them is special."""

@@ -90,7 +90,7 @@ def test_time_that_others_take_is_not_counted(children: CompileProcesses) -> Non
     assert compiled(children, "rest") == FINE
 
 
-def test_a_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileProcesses) -> None:
+def test_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileProcesses) -> None:
     compiled(children, "")
     before = ids(children)
     with pytest.raises(InvalidRequest, match="cannot be enforced: a panic") as raised:
@@ -115,7 +115,7 @@ def test_compile_asks_another_child_if_the_idle_one_is_about_to_end(
     assert ids(children) != {first}
 
 
-def test_a_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcesses) -> None:
+def test_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcesses) -> None:
     compiled(children, "")
     (child,) = ids(children)
     psutil.Process(child).kill()
@@ -141,14 +141,14 @@ def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> N
     assert len(problems) == 1
 
 
-def test_a_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
+def test_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
     missing = CompileProcesses("tests.structured.no_compiler", lambda _: TOKENS)
     with pytest.raises(InvalidRequest, match=r"process that compiles grammars.*no_compiler"):
         compiled(missing, "")
 
 
 @pytest.mark.thorough
-def test_a_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
+def test_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     vocabulary = vocabulary_of(byte_tokenizer(tmp_path))
@@ -170,7 +170,7 @@ def test_a_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
     compiler.close()
 
 
-def test_a_child_that_could_not_be_started_is_tried_again(
+def test_child_that_could_not_be_started_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: CompileProcesses
 ) -> None:
     """As on a machine that is short of processes, or too busy."""
@@ -224,7 +224,7 @@ def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
     assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from nano_inference.structured import backend
 
     monkeypatch.setattr(backend, "find_spec", lambda _: None)

@@ -127,7 +127,7 @@ TAG = {
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_grammar_allows_its_language_alone(
+def test_grammar_allows_its_language_alone(
     grammar: Grammar, yes: list[str], no: list[str], backend: BackendName, tokenizer: Tokenizer
 ) -> None:
     if grammar.kind not in KINDS[backend]:
@@ -380,12 +380,12 @@ def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> No
         (lambda: SamplingParams(grammar="[0-9]"), "must be a Grammar"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_a_bad_grammar_is_refused_at_construction(make: Any, reason: str) -> None:
+def test_bad_grammar_is_refused_at_construction(make: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         make()
 
 
-def test_a_token_that_cannot_follow_and_a_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
+def test_token_that_cannot_follow_and_a_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
     """llguidance's own mask allows the end of the text then."""
     vocabulary = vocabulary_of(tokenizer)
     matcher = backend_named("llguidance").compile(Grammar.regex("[0-9]{3}"), vocabulary)
@@ -404,7 +404,7 @@ VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
 )
 
 
-def test_a_state_is_ready_only_when_it_is_behind_all_tokens(
+def test_state_is_ready_only_when_it_is_behind_all_tokens(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread goes through them, and the engine's thread asks meanwhile."""

@@ -24,7 +24,7 @@ def backend() -> LlguidanceBackend:
     return LlguidanceBackend()
 
 
-def test_a_grammar_that_overflows_the_stack_ends_no_process_but_the_childs(
+def test_grammar_that_overflows_the_stack_ends_no_process_but_the_childs(
     backend: LlguidanceBackend,
 ) -> None:
     with pytest.raises(CompilationStopped, match=r"json grammar cannot be enforced: .*signal"):
@@ -32,7 +32,7 @@ def test_a_grammar_that_overflows_the_stack_ends_no_process_but_the_childs(
     backend.check(Grammar.choice([f"word {each}" for each in range(SMALL)]))
 
 
-def test_a_large_grammar_is_refused_in_the_words_of_a_small_one(backend: LlguidanceBackend) -> None:
+def test_large_grammar_is_refused_in_the_words_of_a_small_one(backend: LlguidanceBackend) -> None:
     for names in (["a"], [f"a{each}" for each in range(SMALL)]):
         schema: dict[str, Any] = {"type": "object", "properties": {each: {} for each in names}}
         backend.check(Grammar.json_schema(schema))
@@ -44,7 +44,7 @@ def test_a_large_grammar_is_refused_in_the_words_of_a_small_one(backend: Llguida
         assert "not" in text
 
 
-def test_a_slow_grammar_is_stopped_by_its_cpu_time(backend: LlguidanceBackend) -> None:
+def test_slow_grammar_is_stopped_by_its_cpu_time(backend: LlguidanceBackend) -> None:
     backend.check(Grammar.choice([f"word {each}" for each in range(SMALL)]))  # a child is there
     backend.processes.time_limit = 0.05
     with pytest.raises(CompilationStopped, match=r"took longer than 0\.05 seconds"):
@@ -70,7 +70,7 @@ def nested(begin: str, middle: str, end: str) -> str:
         (Grammar.json_schema, nested('{"anyOf":[', "{}", "]}")),
     ],
 )
-def test_a_small_hostile_grammar_is_checked_in_place_at_once(
+def test_small_hostile_grammar_is_checked_in_place_at_once(
     make: Callable[[str], Grammar], text: str, backend: LlguidanceBackend
 ) -> None:
     """Accepted or refused: without a crash, in less CPU time than a request may take."""

@@ -115,12 +115,12 @@ def test_numbers_that_a_backend_would_round_are_refused(schema: dict[str, Any]) 
         ({"prefixItems": 5}, "prefixItems must be a list of schemas, not 5"),
     ],
 )
-def test_a_schema_that_is_wrong_is_an_error(schema: Any, reason: str) -> None:
+def test_schema_that_is_wrong_is_an_error(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         plain_schema(json.dumps(schema), ALL)
 
 
-def test_a_schema_too_deep_or_too_large_is_an_error_not_a_crash() -> None:
+def test_schema_too_deep_or_too_large_is_an_error_not_a_crash() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"items": deep}
@@ -133,7 +133,7 @@ def test_a_schema_too_deep_or_too_large_is_an_error_not_a_crash() -> None:
     plain_schema(json.dumps(bomb), ALL)  # which keeps references
 
 
-def test_a_reference_to_itself_needs_recursion() -> None:
+def test_reference_to_itself_needs_recursion() -> None:
     node = {"properties": {"next": {"$ref": "#"}}}
     with pytest.raises(InvalidRequest, match=r"`\$ref` of a schema to itself \(#\)"):
         plain_schema(json.dumps(node), Abilities("none", ALL.keywords))

@@ -153,7 +153,7 @@ def id_of_each_byte(tokenizer: Tokenizer) -> dict[bytes, int]:
     return {texts.bytes_of(token_id): token_id for token_id in range(3, 259)}
 
 
-def test_a_marker_may_be_one_token_even_a_special_one(tokenizer: Tokenizer) -> None:
+def test_marker_may_be_one_token_even_a_special_one(tokenizer: Tokenizer) -> None:
     grammar = Grammar("choice", '["yes", "no"]', after="</think>", opened_by="<think>")
     for text in ("yes", "<think>Well.</think>no", "<think></think>yes"):
         assert accepts(grammar, text, tokenizer), text

@@ -52,7 +52,7 @@ def test_reasoning_is_told_apart_under_either_name() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "/", "/v1", "/v1/"])
-def test_the_url_may_name_the_api(url: str) -> None:
+def test_url_may_name_the_api(url: str) -> None:
     assert ask(said("x"), url=url)
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["a\r\nX: y", "schlüssel"])
-def test_a_key_cannot_break_the_head(key: str) -> None:
+def test_key_cannot_break_the_head(key: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         HttpClient("http://x", key)
 
@@ -117,7 +117,7 @@ def test_what_goes_wrong_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_not_there_or_silent() -> None:
+def test_server_that_is_not_there_or_silent() -> None:
     with pytest.raises(ServerError, match=r"nothing answers at http://127\.0\.0\.1:1; start"):
         list(HttpClient("127.0.0.1:1").complete({}))
     with pytest.raises(ServerError, match=r"connection to http://nowhere\.invalid failed"):
@@ -138,7 +138,7 @@ def test_who_stops_reading_closes_the_connection() -> None:
         assert seen.broken.wait(30.0)
 
 
-def test_the_default_model_is_the_first() -> None:
+def test_default_model_is_the_first() -> None:
     with scripted_http(
         lambda path, _: Answer(content={"data": [{"id": "a"}, {"id": "b"}]})
     ) as seen:
@@ -152,7 +152,7 @@ def test_the_default_model_is_the_first() -> None:
             HttpClient(seen.url).default_model()
 
 
-def test_a_body_that_breaks_off_is_an_error_of_the_server() -> None:
+def test_body_that_breaks_off_is_an_error_of_the_server() -> None:
     with (
         scripted_http(lambda *_: Answer(content={}, cut=True)) as seen,
         pytest.raises(ServerError, match="connection to"),

@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reference_names_whose_products_it_has(
+def test_reference_names_whose_products_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")

@@ -48,7 +48,7 @@ def run(stream: io.StringIO, steps: int, seconds: float, total: int = 100 * 2**2
             progress.add(2**20)
 
 
-def test_a_terminal_has_one_line_that_is_written_anew() -> None:
+def test_terminal_has_one_line_that_is_written_anew() -> None:
     stream = Terminal()
     run(stream, 100, 0.125)
     states = stream.getvalue().split("\r\x1b[K")[1:]
@@ -58,7 +58,7 @@ def test_a_terminal_has_one_line_that_is_written_anew() -> None:
     assert 30 <= len(states) <= 12.5 / OFTEN + 2
 
 
-def test_a_log_has_plain_lines_at_long_intervals(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_has_plain_lines_at_long_intervals(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nano_inference")
     stream = io.StringIO()
     run(stream, 100, 1.0)
@@ -80,7 +80,7 @@ def test_what_is_short_says_nothing(
     assert not caplog.records
 
 
-def test_a_spinner_gets_it_instead() -> None:
+def test_spinner_gets_it_instead() -> None:
     stream, lines = Terminal(), list[str]()
     with shown_by(lines.append):
         run(stream, 100, 0.125)
@@ -177,7 +177,7 @@ def test_numbers_of_bytes(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_command_line_has_it_beside_its_spinner(
+def test_command_line_has_it_beside_its_spinner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
 ) -> None:
     caplog.set_level(logging.INFO, "nano_inference")

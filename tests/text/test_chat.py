@@ -110,7 +110,7 @@ def test_broken_template(template: str) -> None:
         render(template)
 
 
-def test_a_template_refuses_messages() -> None:
+def test_template_refuses_messages() -> None:
     with pytest.raises(InvalidRequest, match="unknown role pirate"):
         render(CHATML, [{"role": "pirate", "content": "Arr"}])
 
@@ -130,7 +130,7 @@ def test_messages_are_copied_to_plain_data() -> None:
     assert render(template, [{"role": Role.USER, "content": tuple(parts)}]) == expected
 
 
-def test_an_object_with_methods_is_refused() -> None:
+def test_object_with_methods_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="holds a PosixPath"):
         render(CHATML, [{"role": "user", "content": Path("/")}])
 

@@ -82,7 +82,7 @@ def test_llama() -> None:
     assert two.count('{"name": "get_weather", "parameters": {"city"') == 2
 
 
-def test_a_template_of_parts() -> None:
+def test_template_of_parts() -> None:
     text = render("hermes")
     assert text.startswith(
         "<s><|im_start|>system\ndef get_weather(city: string, days: list[integer or null]):"
@@ -162,7 +162,7 @@ def test_parts_reach_a_template_that_knows_them() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("content", ["The answer", " is 4 \n", "x"])
-def test_the_last_message_goes_on(name: str, content: str) -> None:
+def test_last_message_goes_on(name: str, content: str) -> None:
     messages = [CONVERSATION[1], {"role": "assistant", "content": content}]
     text = render(name, messages, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith(content.strip() if name == "llama" else content)
@@ -173,7 +173,7 @@ def test_the_last_message_goes_on(name: str, content: str) -> None:
         render(name, CONVERSATION[:3], add_generation_prompt=False, continue_final_message=True)
 
 
-def test_a_message_that_is_not_rendered_cannot_go_on() -> None:
+def test_message_that_is_not_rendered_cannot_go_on() -> None:
     with pytest.raises(InvalidRequest, match="leaves the last message out"):
         render_chat(
             "x",

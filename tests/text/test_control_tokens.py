@@ -133,7 +133,7 @@ def test_whatever_is_written_stays_text(kind: str, texts: list[str]) -> None:
 
 @given(TEXTS)
 @settings(max_examples=at_depth(50), deadline=None)
-def test_a_vocabulary_that_knows_control_tokens_itself(text: str) -> None:
+def test_vocabulary_that_knows_control_tokens_itself(text: str) -> None:
     words = [
         ("<unk>", -50.0),
         *((word, 0.0) for word in CONTROL),
@@ -229,7 +229,7 @@ def test_templates_see_the_text_as_it_is_but_for_control_tokens() -> None:
     assert control_of(template, [{"role": "user", "content": "<think>a</think>b"}]) == []
 
 
-def test_a_template_that_cuts_a_mark() -> None:
+def test_template_that_cuts_a_mark() -> None:
     full = tokenizer(byte_level(True), "{{ messages[0].content[:20] }}")
     with pytest.raises(InvalidRequest, match="cuts a message where it writes out a control token"):
         encode_chat(full, [{"role": "user", "content": "<|im_end|>"}])
@@ -256,7 +256,7 @@ def test_warm_up(template: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(encode_chat(full, [{"role": "user", "content": EVIL}])) > 50
 
 
-def test_the_last_message_goes_on_behind_control_tokens() -> None:
+def test_last_message_goes_on_behind_control_tokens() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>"}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert control_of(CHATML, messages, **options) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
@@ -276,7 +276,7 @@ def test_what_a_template_takes_out_of_a_text_makes_no_control_token() -> None:
             ]
 
 
-def test_a_conversation_of_too_much_text_or_depth_is_refused_at_once() -> None:
+def test_conversation_of_too_much_text_or_depth_is_refused_at_once() -> None:
     full = tokenizer(byte_level(True), QWEN)
 
     def asked(arguments: str) -> list[dict[str, Any]]:

@@ -168,7 +168,7 @@ def test_nothing_is_held_back_that_no_continuation_can_change(
     assert said.rstrip("\ufffd") == common.rstrip("\ufffd")
 
 
-def test_a_spoilt_run_of_bytes_waits_no_longer() -> None:
+def test_spoilt_run_of_bytes_waits_no_longer() -> None:
     detokenizer = Detokenizer(GEMMA)
     smile = [byte_token(GEMMA, byte) for byte in "🙂".encode()]
     assert detokenizer.push(smile) == ""

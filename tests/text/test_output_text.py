@@ -127,7 +127,7 @@ def test_over_tokens_and_inside_one() -> None:
         (["x", "aaa", "b"], ("aab", "ab"), "aab", "xa"),
     ],
 )
-def test_the_one_that_begins_first_then_the_longest(
+def test_one_that_begins_first_then_the_longest(
     pieces: list[str], stops: tuple[str, ...], first: str, text: str
 ) -> None:
     for order in (stops, stops[::-1]):
@@ -183,7 +183,7 @@ def test_copies_have_their_own_future(stops: tuple[str, ...], data: st.DataObjec
         assert taken + rest == output.text == expected.whole
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         OutputText(GEMMA, ("a", ""))
 

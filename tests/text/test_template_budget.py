@@ -177,7 +177,7 @@ def test_size_is_limited(template: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_request_fails() -> None:
+def test_request_fails() -> None:
     with pytest.raises(
         InvalidRequest,
         match="chat template failed on these messages: it makes more than 8,388,608 char",

@@ -112,12 +112,12 @@ def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
     "template",
     [5, {"a": "b"}, [{"name": "default"}], ["one"], [{"name": "default", "template": 5}]],
 )
-def test_a_chat_template_that_is_none_is_named(tmp_path: Path, template: Any) -> None:
+def test_chat_template_that_is_none_is_named(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
         load_tokenizer(write_folder(tmp_path, {"chat_template": template}))
 
 
-def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
         load_tokenizer(write_folder(tmp_path))

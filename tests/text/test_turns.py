@@ -79,7 +79,7 @@ def test_system_messages_at_the_beginning_are_one(template: str) -> None:
         ("user:a, system:b, system:c, assistant:d, user:e", "[user]a\nb\nc[assistant]d[user]e"),
     ],
 )
-def test_a_later_system_message_is_a_user_s_text(template: str, given: str, shown: str) -> None:
+def test_later_system_message_is_a_user_s_text(template: str, given: str, shown: str) -> None:
     assert rendered(template, given) == shown
     with_first = rendered(template, f"system:s, {given}")
     assert with_first.endswith(shown)
@@ -87,7 +87,7 @@ def test_a_later_system_message_is_a_user_s_text(template: str, given: str, show
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refuses: bool) -> None:
+def test_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refuses: bool) -> None:
     """As Gemma 2 has it, or in silence."""
     what = "{{ raise_exception('System role not supported') }}" if refuses else ""
     template = (
@@ -98,7 +98,7 @@ def test_a_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refu
     assert rendered(template, "system:a, system:b, user:c") == "[user]a\nb\nc"
 
 
-def test_a_template_that_renders_all_of_it_is_given_all_of_it() -> None:
+def test_template_that_renders_all_of_it_is_given_all_of_it() -> None:
     given = (
         "system:a, system:b, user:c, assistant:d, system:e, user:f, call:f, user:g, tool:h, user:i"
     )

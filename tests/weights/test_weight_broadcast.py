@@ -213,7 +213,7 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
         ("long", "a description of 10000000 bytes", True),
     ],
 )
-def test_a_trainer_that_fails_in_the_middle(
+def test_trainer_that_fails_in_the_middle(
     start: Start, manager: WeightSyncManager, action: str, told: str, at_once: bool
 ) -> None:
     (child, address), (_, other_address) = start(action), start("newer")
@@ -242,7 +242,7 @@ def test_a_trainer_that_fails_in_the_middle(
 
 
 @pytest.mark.thorough
-def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(
+def test_same_trainer_is_joined_again_after_the_engine_gave_up(
     start: Start, manager: WeightSyncManager
 ) -> None:
     child, address = start("new", "newer")
@@ -290,7 +290,7 @@ def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://:80", "tcp://h:99999", "file:///x", 3]
 )
-def test_an_address_is_a_host_and_a_port(address: Any) -> None:
+def test_address_is_a_host_and_a_port(address: Any) -> None:
     for make in (BroadcastReceiver, WeightSender):
         with pytest.raises(WeightUpdateError, match="must be tcp://host:port"):
             make(address)
@@ -305,7 +305,7 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
+def test_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.weights.trainer", address], stderr=subprocess.DEVNULL
@@ -321,7 +321,7 @@ def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> N
         child.wait()
 
 
-def test_the_store_listens_on_loopback_alone() -> None:
+def test_store_listens_on_loopback_alone() -> None:
     store = serve_store(("127.0.0.1", 0), 5)
     with socket.socket() as other:
         # would be in use if the store listened on every address

@@ -113,7 +113,7 @@ def test_any_partition_gives_the_checksum_of_the_whole(
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000, 20_000, 10**9])
-def test_a_state_dict_is_cut_into_buckets(max_bytes: int) -> None:
+def test_state_dict_is_cut_into_buckets(max_bytes: int) -> None:
     buckets = list(cut_into_buckets(NEW, max_bytes))
     assert [name for bucket in buckets for name in bucket] == list(NEW)
     assert all(
@@ -181,7 +181,7 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("way", ["session", "buckets"])
 @pytest.mark.parametrize(("buckets", "options", "told"), FAULTS)
-def test_a_fault_leaves_the_old_weights_and_the_next_update_works(
+def test_fault_leaves_the_old_weights_and_the_next_update_works(
     manager: WeightSyncManager, way: str, buckets: list[Any], options: dict[str, Any], told: str
 ) -> None:
     before, updates = manager.checksum(), list[WeightUpdate]()
@@ -218,7 +218,7 @@ def test_without_the_option_any_number_will_do(manager: WeightSyncManager) -> No
     assert manager.version == 2
 
 
-def test_a_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncManager) -> None:
+def test_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncManager) -> None:
     first = manager.begin(version=9)
     manager.receive({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="open already"):
@@ -233,7 +233,7 @@ def test_a_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncMa
     )
 
 
-def test_an_update_in_one_piece_may_come_before_the_end_of_a_session(
+def test_update_in_one_piece_may_come_before_the_end_of_a_session(
     manager: WeightSyncManager,
 ) -> None:
     session = manager.begin()
@@ -246,7 +246,7 @@ def test_an_update_in_one_piece_may_come_before_the_end_of_a_session(
     assert manager.checksum()[NORM] == synced(WeightSyncManager(decoder()), NEW)[NORM]
 
 
-def test_a_cancelled_session_says_so(manager: WeightSyncManager) -> None:
+def test_cancelled_session_says_so(manager: WeightSyncManager) -> None:
     update = manager.begin()
     manager.receive({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="still being received"):
@@ -264,7 +264,7 @@ def test_a_cancelled_session_says_so(manager: WeightSyncManager) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 0, "2", True])
-def test_a_version_must_be_new(manager: WeightSyncManager, version: Any) -> None:
+def test_version_must_be_new(manager: WeightSyncManager, version: Any) -> None:
     with pytest.raises(WeightUpdateError, match="version"):
         manager.begin(version=version)
     manager.begin(version=3)
@@ -300,7 +300,7 @@ def test_what_is_received_is_a_copy_unless_given_away(manager: WeightSyncManager
     assert manager.stage(NEWER, copy=False).staged_bytes == 0
 
 
-def test_an_update_is_announced_once_it_is_queued() -> None:
+def test_update_is_announced_once_it_is_queued() -> None:
     announced: list[tuple[int, int]] = []
     manager = WeightSyncManager(
         decoder(), lambda update: announced.append((update.version, len(manager.pending)))
@@ -336,7 +336,7 @@ SAME = [(HEAD, PLACE, ELSE[5, 6].reshape(1))]
         ([ONE, {HEAD: NEW[EMBEDDING]}], False),
     ],
 )
-def test_a_tied_head_becomes_what_the_embedding_becomes(
+def test_tied_head_becomes_what_the_embedding_becomes(
     tied_manager: WeightSyncManager, buckets: list[Any], fits: bool
 ) -> None:
     tied_manager.stage(TIED_WEIGHTS)  # pending: what it is tied to is what this makes of it
@@ -372,7 +372,7 @@ WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("make", "told"), WRONG)
-def test_a_wrong_patch_is_refused(
+def test_wrong_patch_is_refused(
     manager: WeightSyncManager, make: Callable[[], Any], told: str
 ) -> None:
     before = manager.checksum()

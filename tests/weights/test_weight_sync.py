@@ -56,7 +56,7 @@ def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: 
 @pytest.mark.parametrize(
     "names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]]
 )
-def test_a_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
+def test_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
     engine = build()
     engine.update_weights({name: NEW[name] for name in names})
     assert_holds(engine, OLD | {name: NEW[name] for name in names})
@@ -90,7 +90,7 @@ def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
     assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
 
 
-def test_the_callers_tensors_stay_the_callers(build: Build) -> None:
+def test_callers_tensors_stay_the_callers(build: Build) -> None:
     engine = build()
     given = {name: tensor.clone() for name, tensor in NEW.items()}
     engine.update_weights(given, blocking=True)
@@ -132,7 +132,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize(("weights", "told"), REFUSED)
-def test_a_refused_update_leaves_the_old_version_serving(
+def test_refused_update_leaves_the_old_version_serving(
     build: Build, weights: Any, told: str, blocking: bool, running: bool
 ) -> None:
     expected = build().generate(PROMPT, drawn())[0]
@@ -153,7 +153,7 @@ def test_a_refused_update_leaves_the_old_version_serving(
 
 
 @pytest.mark.parametrize("version", [0, -1, 4, 5])
-def test_an_explicit_version_must_grow(build: Build, version: int) -> None:
+def test_explicit_version_must_grow(build: Build, version: int) -> None:
     engine = build()
     assert engine.update_weights(NEW, version=5).version == 5
     with pytest.raises(
@@ -167,14 +167,14 @@ def test_an_explicit_version_must_grow(build: Build, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", ["7", 1.5, True, [3]])
-def test_a_version_is_an_integer(build: Build, version: Any) -> None:
+def test_version_is_an_integer(build: Build, version: Any) -> None:
     engine = build()
     with pytest.raises(WeightUpdateError, match="version"):
         engine.update_weights(NEW, version=version)
     assert_holds(engine, OLD)
 
 
-def test_a_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Path) -> None:
+def test_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Path) -> None:
     engine = build(model_path=str(tied))
     engine.update_weights({EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING].clone()})
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
@@ -190,7 +190,7 @@ def test_a_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: P
         {HEAD: NEW[EMBEDDING][:-1]},
     ],
 )
-def test_a_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
+def test_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
     engine = build(model_path=str(tied))
     before = engine.generate(PROMPT, drawn())[0]
     with pytest.raises(WeightUpdateError, match=HEAD):
@@ -232,7 +232,7 @@ def test_updates_are_applied_in_order(build: Build) -> None:
     assert drain(engine)[0].weight_versions[-1].version == 3
 
 
-def test_a_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None:
+def test_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -245,7 +245,7 @@ def test_a_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> No
     assert_holds(engine, OLD | {UP: NEW[UP], NORM: NEW[NORM]})
 
 
-def test_a_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tied: Path) -> None:
+def test_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tied: Path) -> None:
     """An update in flight changes the embedding; a head that equals the new one belongs to it."""
     engine = build(model_path=str(tied), lookahead=1)
     engine.add_request(PROMPT, greedy())
@@ -259,7 +259,7 @@ def test_a_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, t
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
 
 
-def test_a_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None:
+def test_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None:
     engine = build(lookahead=1)
     request = engine.add_request(PROMPT, greedy(2))
     engine.step()
@@ -318,7 +318,7 @@ def test_updates_from_two_threads_have_two_versions(
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_a_blocking_update_serves_when_it_returns_also_after_another_threads(
+def test_blocking_update_serves_when_it_returns_also_after_another_threads(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other thread stands between staging its update and announcing it."""
@@ -384,7 +384,7 @@ def test_withdrawn_update_is_not_applied(build: Build) -> None:
 # -- the names of the first description ------------------------------------------------------------
 
 
-def test_the_manager_alone_stages_and_finishes(build: Build) -> None:
+def test_manager_alone_stages_and_finishes(build: Build) -> None:
     engine = build()
     manager = WeightSyncManager(engine.model)
     assert not manager.maybe_finish_sync()

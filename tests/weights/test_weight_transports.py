@@ -63,7 +63,7 @@ def test_weights_that_are_here_arrive(manager: WeightSyncManager, version: int |
     assert manager.checksum() == SUM_OF_NEW
 
 
-def test_a_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncManager) -> None:
+def test_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncManager) -> None:
     refused(
         receive_update(manager, InProcess(NEW, version=6), version=5),
         "sent weight version 6, expected 5",
@@ -72,7 +72,7 @@ def test_a_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncMa
     assert receive_update(manager, InProcess(NEW), version=5).result(PATIENCE) == 5
 
 
-def test_a_second_session_is_refused_while_one_receives(manager: WeightSyncManager) -> None:
+def test_second_session_is_refused_while_one_receives(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -110,7 +110,7 @@ class Stuck:
 
 @pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("buckets", [0, 1, 7])
-def test_the_deadline_holds_where_a_transport_does_not(
+def test_deadline_holds_where_a_transport_does_not(
     manager: WeightSyncManager, buckets: int
 ) -> None:
     before, stuck, began = manager.checksum(), Stuck(buckets), time.monotonic()
@@ -143,7 +143,7 @@ def test_what_arrives_is_checked(manager: WeightSyncManager, weights: list[Any],
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
 
 
-def test_a_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) -> None:
+def test_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -163,7 +163,7 @@ def test_a_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) 
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> None:
+def test_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> None:
     with pytest.raises(WeightUpdateError, match="timeout"):
         receive_update(manager, InProcess(NEW), timeout=timeout)
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
@@ -172,7 +172,7 @@ def test_a_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> No
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path: Path) -> None:
+def test_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path: Path) -> None:
     folder = tmp_path / "update"
     update = receive_update(manager, WeightFolder(folder), complete=True, timeout=PATIENCE)
     time.sleep(0.05)
@@ -186,7 +186,7 @@ def test_a_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_pa
     assert receive_update(manager, WeightFolder(folder)).result(PATIENCE) == 5
 
 
-def test_a_folder_is_not_complete_while_it_is_written_anew(
+def test_folder_is_not_complete_while_it_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that came now would take some of the old files for all of the new update."""
@@ -206,9 +206,7 @@ def test_a_folder_is_not_complete_while_it_is_written_anew(
 
 
 @pytest.mark.parametrize("kind", [WeightFolder, WeightFiles])
-def test_a_folder_that_is_written_anew_while_it_is_read_is_refused(
-    tmp_path: Path, kind: Any
-) -> None:
+def test_folder_that_is_written_anew_while_it_is_read_is_refused(tmp_path: Path, kind: Any) -> None:
     write_folder(tmp_path, NEW, version=1, max_file_bytes=50_000)
     buckets = kind(tmp_path).receive({}, Deadline(PATIENCE)).buckets
     next(buckets)
@@ -257,7 +255,7 @@ FAULTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "told"), FAULTS)
-def test_a_folder_that_is_not_whole_is_refused(
+def test_folder_that_is_not_whole_is_refused(
     manager: WeightSyncManager, tmp_path: Path, spoil: Any, told: str
 ) -> None:
     before = manager.checksum()
@@ -274,7 +272,7 @@ def test_a_folder_that_is_not_whole_is_refused(
     )
 
 
-def test_a_missing_folder_and_no_weights_are_refused(
+def test_missing_folder_and_no_weights_are_refused(
     manager: WeightSyncManager, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightUpdateError, match="no such file"):
@@ -403,7 +401,7 @@ LIES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("told", "match"), LIES)
-def test_a_description_that_does_not_fit_the_model_is_refused(told: Any, match: str) -> None:
+def test_description_that_does_not_fit_the_model_is_refused(told: Any, match: str) -> None:
     with pytest.raises(WeightUpdateError, match=match):
         wire.decode(json.dumps(told).encode(), SHAPES)
 

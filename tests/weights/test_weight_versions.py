@@ -78,7 +78,7 @@ def test_spans_say_which_version_sampled_which_tokens(
         assert sample.logprobs[:end] == first.logprobs[:end]
 
 
-def test_a_version_that_sampled_nothing_has_no_span(build: Build) -> None:
+def test_version_that_sampled_nothing_has_no_span(build: Build) -> None:
     engine = build(lookahead=0)
     engine.add_request(PROMPT, drawn(4))
     engine.step()
@@ -158,7 +158,7 @@ def test_no_stale_keys_reach_a_later_request(
     assert second.cached_tokens == 20  # the new blocks are shared again
 
 
-def test_a_request_that_waits_starts_under_the_new_weights(build: Build) -> None:
+def test_request_that_waits_starts_under_the_new_weights(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([5, 6], greedy(6))
     waiting = engine.add_request(PROMPT, greedy())
@@ -217,7 +217,7 @@ def test_no_block_keeps_the_name_of_a_dead_version(
     assert named_versions(engine) == {1}
 
 
-def test_a_request_that_waited_shares_its_blocks_under_the_new_version(build: Build) -> None:
+def test_request_that_waited_shares_its_blocks_under_the_new_version(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([5, 6], greedy(3))
     engine.add_request(PROMPT, greedy())
@@ -229,7 +229,7 @@ def test_a_request_that_waited_shares_its_blocks_under_the_new_version(build: Bu
     assert bits(again) == bits(build(NEW).generate(PROMPT, greedy())[0])
 
 
-def test_an_aborted_sample_carries_the_version_of_its_last_token(build: Build) -> None:
+def test_aborted_sample_carries_the_version_of_its_last_token(build: Build) -> None:
     engine = build(max_batch_size=1, lookahead=0)
     engine.add_request(PROMPT, greedy())
     engine.add_request([5, 6], greedy())

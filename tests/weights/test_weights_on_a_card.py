@@ -91,7 +91,7 @@ def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
 
 
 @pytest.mark.thorough
-def test_a_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended() -> None:
+def test_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended() -> None:
     nccl = Nccl()
     group = ProcessGroup(nccl, CARD)
     tensor = torch.zeros(8)
@@ -106,7 +106,7 @@ def test_a_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended
     until(lambda: nccl.aborted and gc.collect() is not None and seen() is None)
 
 
-def test_a_first_collective_that_does_not_come_back_keeps_nobody() -> None:
+def test_first_collective_that_does_not_come_back_keeps_nobody() -> None:
     nccl = Nccl(silent=True)
     nccl.may_end.set()
     group = ProcessGroup(nccl, CARD)
@@ -139,7 +139,7 @@ def test_torchs_watchdog_is_told_to_leave_the_process_alone(
     assert tuple(map(os.environ.get, names)) == ("1", None)
 
 
-def test_a_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert device_for("nccl", None) == device_for("gloo", "cuda") == torch.device("cuda:3")
@@ -147,7 +147,7 @@ def test_a_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) 
     assert device_for("gloo", None) == torch.device("cpu")
 
 
-def test_an_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
+def test_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
     """What is beyond waits on the CPU. A card is played by the device "meta"."""
     spec = load_spec(tiny_llama(tmp_path))
     model: Any = SimpleNamespace(

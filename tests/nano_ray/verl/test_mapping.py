@@ -69,7 +69,7 @@ def test_max_tokens_goes_before_max_new_tokens() -> None:
     assert wanted({"max_new_tokens": 3, "max_tokens": 7}, 1, DEFAULTS).params.max_tokens == 7
 
 
-def test_a_rollout_says_what_its_requests_do_not() -> None:
+def test_rollout_says_what_its_requests_do_not() -> None:
     defaults = replace(
         DEFAULTS, repetition_penalty=1.2, ignore_eos=True, seed=43, raw_logprobs=True
     )
@@ -105,7 +105,7 @@ def test_what_is_not_understood_is_named(told: dict[str, Any], named: str) -> No
         wanted(told, 1, DEFAULTS)
 
 
-def test_a_prompt_that_fills_the_context_is_refused() -> None:
+def test_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most 99"):
         wanted({}, 100, DEFAULTS)
 
@@ -117,7 +117,7 @@ def steps_of(**names: int) -> GlobalSteps:
     return steps
 
 
-def test_a_sample_as_a_token_output() -> None:
+def test_sample_as_a_token_output() -> None:
     output = token_output(SAMPLE, wanted({"logprobs": True}, 3, DEFAULTS), steps_of(v1=10, v2=11))
     assert output == {
         "token_ids": [8, 9, 10],
@@ -160,7 +160,7 @@ def test_log_probs_only_where_asked_for_and_raw_where_the_rollout_says() -> None
     ]
 
 
-def test_an_abort_before_the_first_token() -> None:
+def test_abort_before_the_first_token() -> None:
     sample = replace(
         SAMPLE, completion_tokens=(), logprobs=(), weight_versions=(), finish_reason="abort"
     )
@@ -171,7 +171,7 @@ def test_an_abort_before_the_first_token() -> None:
     )
 
 
-def test_a_request_that_was_turned_away() -> None:
+def test_request_that_was_turned_away() -> None:
     assert refused_output(4) == {
         "token_ids": [],
         "log_probs": None,

@@ -102,7 +102,7 @@ def alone(folder: Path, max_tokens: int, weights: Weights | None = None) -> Trai
         return engine.generate([PROMPT], params)[0]
 
 
-def test_a_sample_is_the_engines_to_the_bit(play: Callable[..., None], folder: Path) -> None:
+def test_sample_is_the_engines_to_the_bit(play: Callable[..., None], folder: Path) -> None:
     expected = alone(folder, 12)
 
     async def scene(server: RolloutServer) -> None:
@@ -144,7 +144,7 @@ def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None
 
 
 @pytest.mark.thorough
-def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
+def test_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
     play: Callable[..., None], folder: Path
 ) -> None:
     expected = alone(folder, 480)
@@ -173,7 +173,7 @@ def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
     play(scene)
 
 
-def test_a_server_that_leaves_turns_requests_away(play: Callable[..., None]) -> None:
+def test_server_that_leaves_turns_requests_away(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         await server.set_global_steps(4)
         assert await server.abort_all_requests(reject_request=True) == {
@@ -260,7 +260,7 @@ def test_what_fails_leaves_the_old_weights_and_the_next_update_works(
 
 
 @pytest.mark.thorough
-def test_a_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
+def test_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
     play: Callable[..., None], folder: Path
 ) -> None:
     expected = alone(folder, 3, NEW)
@@ -367,6 +367,6 @@ def test_parcels_of_nothing_are_refused() -> None:
     asyncio.run(scene())
 
 
-def test_a_parcel_of_something_else_is_refused() -> None:
+def test_parcel_of_something_else_is_refused() -> None:
     with pytest.raises(WeightUpdateError):
         opened(Parcel(b"\x80\x04.", np.zeros(16, dtype=np.uint8)), {})

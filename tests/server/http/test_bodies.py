@@ -80,7 +80,7 @@ def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.thorough
-def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         serving(monkeypatch, body_timeout=0.3) as (url, made),
         unfinished(url, 100_000, 200_000) as peer,
@@ -93,7 +93,7 @@ def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps({"prompt": "Hi"}).encode()
     with (
         serving(monkeypatch, body_timeout=2.0) as (url, _),

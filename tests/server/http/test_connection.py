@@ -87,7 +87,7 @@ def test_http_1_0_is_answered_without_chunks(peer: socket.socket, stream: bool) 
         assert json.loads(body)["choices"][0]["text"] == "Hello there."
 
 
-def test_an_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: ScriptedClient) -> None:
+def test_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: ScriptedClient) -> None:
     engine.script = Script("One two three", fail_after=2)
     peer.sendall(request(version="1.0", stream=True))
     _, _, body = all_of(peer).partition("\r\n\r\n")
@@ -95,7 +95,7 @@ def test_an_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: Scripte
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
-def test_a_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, pieces: int) -> None:
+def test_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, pieces: int) -> None:
     """As Java's HttpClient says it, and `curl --http2`."""
     sent = request(
         "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"
@@ -117,7 +117,7 @@ def test_trailers_are_no_headers(peer: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("first", [{"stream": True}, {"stream": False}], ids=["stream", "whole"])
-def test_the_end_of_a_client_ends_what_runs_although_more_waits_behind_it(
+def test_end_of_a_client_ends_what_runs_although_more_waits_behind_it(
     peer: socket.socket, engine: ScriptedClient, first: dict
 ) -> None:
     engine.script = ENDLESS
@@ -145,14 +145,14 @@ def test_requests_that_wait_on_a_connection_are_bounded(
     assert eventually(lambda: not engine.num_samples)
 
 
-def test_a_body_that_cannot_be_parsed_is_answered(peer: socket.socket) -> None:
+def test_body_that_cannot_be_parsed_is_answered(peer: socket.socket) -> None:
     peer.sendall(
         request("transfer-encoding: chunked").partition(b"\r\n\r\n")[0] + b"\r\n\r\nzz\r\n"
     )
     assert "400 Bad Request" in all_of(peer)
 
 
-def test_an_answer_that_has_begun_is_not_followed_by_another(
+def test_answer_that_has_begun_is_not_followed_by_another(
     peer: socket.socket, engine: ScriptedClient
 ) -> None:
     engine.script = ENDLESS

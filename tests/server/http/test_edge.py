@@ -133,7 +133,7 @@ def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> No
     sane=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
 )
 @settings(max_examples=at_depth(20), deadline=None)
-def test_a_sane_request_id_is_taken_over(open_: str, sane: str) -> None:
+def test_sane_request_id_is_taken_over(open_: str, sane: str) -> None:
     reply = httpx.get(open_ + "/health", headers={"x-request-id": sane})
     assert reply.headers["x-request-id"] == reply.headers["request-id"] == sane
 
@@ -152,7 +152,7 @@ def test_bodies_that_are_too_large(open_: str, path: str) -> None:
     )
 
 
-def test_a_chunked_body_that_is_too_large(open_: str) -> None:
+def test_chunked_body_that_is_too_large(open_: str) -> None:
     pieces = (b"[" + b"1," * 100 for _ in range(1000))
     reply = httpx.post(
         open_ + "/v1/completions", content=pieces, headers={"content-type": "application/json"}
@@ -183,7 +183,7 @@ def test_content_types(open_: str, headers: dict[str, str], status: int) -> None
     assert reply.status_code == status, reply.text
 
 
-def test_a_body_that_nests_too_deep(open_: str) -> None:
+def test_body_that_nests_too_deep(open_: str) -> None:
     deep = b'{"prompt": ' + b"[" * 20 + b"]" * 20 + b"}"
     message = check_error(
         httpx.post(
@@ -287,7 +287,7 @@ def test_what_a_request_may_hold_is_let_through() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> None:
+def test_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> None:
     """Its values are no numbers: validating would say so first."""
     bias = {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}
     body = json.dumps(
@@ -395,7 +395,7 @@ def test_without_cors_nothing_is_allowed(keyed: str) -> None:
         {"port": 65536},
     ],
 )
-def test_a_configuration_that_makes_no_sense(wrong: dict[str, Any]) -> None:
+def test_configuration_that_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as raised:
         ServerConfig(**wrong)
     assert "secret" not in str(raised.value)

@@ -147,7 +147,7 @@ def test_drafts_are_counted_by_source_and_place() -> None:
     assert {each.labels["rows"]: each.value for each in costs} == {"1": 0.5, "2": 0.75, "4": 1.5}
 
 
-def test_the_dashboard_draws_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_draws_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("make_grafana", DOCS / "make_grafana.py")
     assert spec is not None
     assert spec.loader is not None
@@ -183,7 +183,7 @@ def test_small_routes(server: str, path: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_scrape_is_of_this_moment(server: str) -> None:
+def test_scrape_is_of_this_moment(server: str) -> None:
     """What an answer has counted is in the next scrape, not in one a heartbeat later."""
     for _ in range(5):
         before = read(server)["generation_tokens"]["generation_tokens_total"]

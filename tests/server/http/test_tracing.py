@@ -38,7 +38,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 
 @pytest.mark.thorough
-def test_a_generation_is_a_span_of_its_clients_trace(
+def test_generation_is_a_span_of_its_clients_trace(
     collector: tuple[str, list[bytes]],
 ) -> None:
     url, bodies = collector

@@ -113,7 +113,7 @@ def test_samples_stand_side_by_side_token_by_token(url: str) -> None:
     assert all("12 tokens" in foot and "tok/s" in foot for foot in seen["feet"])
 
 
-def test_a_chat_sample(url: str) -> None:
+def test_chat_sample(url: str) -> None:
     seen = look(url, "chat_sample")
     body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "seed": 7}
     told = httpx.post(
@@ -148,7 +148,7 @@ def trained() -> Iterator[tuple[str, Callable[[], None]]]:
         yield address, change
 
 
-def test_a_seed_draws_the_same_again(trained: tuple[str, Callable[[], None]]) -> None:
+def test_seed_draws_the_same_again(trained: tuple[str, Callable[[], None]]) -> None:
     address, change = trained
     seen = look(address, "replay", {"change": change})
     assert len({"".join(column) for column in seen["before"]}) == 3
@@ -158,7 +158,7 @@ def test_a_seed_draws_the_same_again(trained: tuple[str, Callable[[], None]]) ->
     assert seen["changed"] == f"{seen['again']}, weights 0, then 1"
 
 
-def test_the_dashboard_marks_new_weights(trained: tuple[str, Callable[[], None]]) -> None:
+def test_dashboard_marks_new_weights(trained: tuple[str, Callable[[], None]]) -> None:
     address, change = trained
     seen = look(address, "versions", {"change": change})
     assert seen["mark"] == ["v1"]
@@ -172,7 +172,7 @@ def test_the_dashboard_marks_new_weights(trained: tuple[str, Callable[[], None]]
     assert seen["drafts"] == "This engine makes no drafts."
 
 
-def test_a_server_may_die_and_come_again() -> None:
+def test_server_may_die_and_come_again() -> None:
     with ExitStack() as first, ExitStack() as second:
         address = first.enter_context(running_server(scripted(), ServerConfig(port=0)))
         port = int(address.rpartition(":")[2])
@@ -219,7 +219,7 @@ def require_continued(seen: Any) -> None:
     assert seen["healed"]
 
 
-def test_a_server_is_killed_amid_a_stream(tmp_path: Path) -> None:
+def test_server_is_killed_amid_a_stream(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     with ExitStack() as first, ExitStack() as second:
         server = first.enter_context(process(port, log))
@@ -234,7 +234,7 @@ def test_a_server_is_killed_amid_a_stream(tmp_path: Path) -> None:
     require_continued(seen)
 
 
-def test_an_engine_is_killed_amid_a_stream(tmp_path: Path) -> None:
+def test_engine_is_killed_amid_a_stream(tmp_path: Path) -> None:
     port = free_port()
     with process(port, tmp_path / "log", "--restart-engine") as server:
 
@@ -257,7 +257,7 @@ def test_text_stays_text() -> None:
     assert seen["refused"]  # what would read HTML is off
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab() -> None:
+def test_key_is_asked_for_and_kept_in_the_tab() -> None:
     with running_server(scripted(), ServerConfig(port=0, api_keys=("right",))) as address:
         seen = look(address, "keys")
     assert seen["locked"] == "a key is needed"
@@ -305,7 +305,7 @@ def test_empty_samples_explain_and_reject() -> None:
     assert client.requests == []
 
 
-def test_an_idle_dashboard_has_no_empty_charts() -> None:
+def test_idle_dashboard_has_no_empty_charts() -> None:
     client = scripted()
     client.returns["stats"] = stats_with(num_blocks=64, num_free_blocks=60)
     with running_server(client, ServerConfig(port=0)) as address:
@@ -332,7 +332,7 @@ def asked(client: ScriptedClient) -> list[str]:
     return [client.tokenizer.decode(each.prompt) for each in client.requests]
 
 
-def test_a_chat_has_a_history_and_survives_a_reload() -> None:
+def test_chat_has_a_history_and_survives_a_reload() -> None:
     client = scripted("Fine.")
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "chat")
@@ -358,7 +358,7 @@ def test_a_chat_has_a_history_and_survives_a_reload() -> None:
     assert params.max_tokens == 1024
 
 
-def test_a_chat_takes_what_the_context_leaves() -> None:
+def test_chat_takes_what_the_context_leaves() -> None:
     client = ScriptedClient(Script("Fine."), max_model_len=100)
     client.returns["stats"] = stats_with()
     with running_server(client, ServerConfig(port=0)) as address:
@@ -396,7 +396,7 @@ def test_markdown_is_rendered_and_text_stays_text() -> None:
     assert seen["copied"] == MARKDOWN
 
 
-def test_an_answer_is_continued_drawn_again_and_a_message_edited() -> None:
+def test_answer_is_continued_drawn_again_and_a_message_edited() -> None:
     client = scripted("one two three four five six seven", delay=0.001)
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "turns")
@@ -416,7 +416,7 @@ def test_an_answer_is_continued_drawn_again_and_a_message_edited() -> None:
     assert seeds[0] == seeds[1] != seeds[2]
 
 
-def test_an_answer_can_be_stopped() -> None:
+def test_answer_can_be_stopped() -> None:
     client = scripted("again and", ends=False, delay=0.02)
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "halt")
@@ -429,7 +429,7 @@ def test_an_answer_can_be_stopped() -> None:
     assert len(client.requests) == 1
 
 
-def test_a_link_fills_in_and_sends_nothing() -> None:
+def test_link_fills_in_and_sends_nothing() -> None:
     client = scripted("Fine.")
     count: list[int] = []
     with running_server(client, ServerConfig(port=0)) as address:
@@ -491,7 +491,7 @@ def test_tools_are_called_and_answers_follow_grammars(tmp_path: Path) -> None:
     assert (grammar.kind, grammar.text) == (wanted.kind, wanted.text)
 
 
-def test_an_answer_that_is_cut_off_stays() -> None:
+def test_answer_that_is_cut_off_stays() -> None:
     client = scripted("One two three four five six.", die_after=4, delay=0.01)
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "died")

@@ -166,7 +166,7 @@ GROUP = {
         {"weight_update_group_world_size": "3"},
     ],
 )
-def test_a_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
+def test_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
     ServerConfig(**GROUP)
     ServerConfig(
         **{
@@ -243,7 +243,7 @@ def test_bodies_of_weights_may_be_larger() -> None:
         ({"rl": True, "host": "0.0.0.0", "rl_open": True}, "reach 0.0.0.0"),
     ],
 )
-def test_the_log_says_who_may_train(options: dict[str, Any], words: str, caplog) -> None:
+def test_log_says_who_may_train(options: dict[str, Any], words: str, caplog) -> None:
     with caplog.at_level("INFO", "nano_inference.server"):
         log_start(ServerConfig(**options), "http://x:1")
     assert words in caplog.text

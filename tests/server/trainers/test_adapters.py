@@ -102,7 +102,7 @@ def expected(engine: InferenceEngine, name: str | None, tokens: int = 12) -> Any
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_a_name_of_a_model_chooses_the_adapter_to_the_bit(
+def test_name_of_a_model_chooses_the_adapter_to_the_bit(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
     said = load(url, "b", folders["b"])
@@ -139,9 +139,7 @@ def test_a_name_of_a_model_chooses_the_adapter_to_the_bit(
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_a_name_is_uploaded_twice(
-    url: str, folders: dict[str, str], engine: InferenceEngine
-) -> None:
+def test_name_is_uploaded_twice(url: str, folders: dict[str, str], engine: InferenceEngine) -> None:
     load(url, "own", folders["a"])
     before = drawn(url, "own")
     again = load(url, "own", folders["b"], 400)
@@ -200,14 +198,14 @@ def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]
         ("/generate", {"input_ids": PROMPT}),
     ],
 )
-def test_an_adapter_that_is_not_there_is_a_404(
+def test_adapter_that_is_not_there_is_a_404(
     rl_server: str, path: str, asked: dict[str, Any]
 ) -> None:
     field = "lora_path" if path == "/generate" else "model"
     assert "nobody" in str(ask(rl_server, path, asked | {field: "nobody"}, 404))
 
 
-def test_an_engine_without_adapters_says_so(rl_server: str, folders: dict[str, str]) -> None:
+def test_engine_without_adapters_says_so(rl_server: str, folders: dict[str, str]) -> None:
     assert "this engine takes no adapters; set max_loras" in load(rl_server, "a", folders["a"], 400)
 
 

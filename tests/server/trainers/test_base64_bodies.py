@@ -100,7 +100,7 @@ def test_read_with_file_names_what_is_no_json(body: bytes) -> None:
         read_with_file(body, CONFIG, NAMES)
 
 
-def test_a_file_is_decoded_in_portions_and_not_on_the_event_loop(
+def test_file_is_decoded_in_portions_and_not_on_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
@@ -129,7 +129,7 @@ def test_a_file_is_decoded_in_portions_and_not_on_the_event_loop(
     assert not any(on_loop)
 
 
-def test_a_file_is_not_searched_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_not_searched_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random bytes hold the words that ask for one sooner or later: "ebnf" has four letters."""
     monkeypatch.setattr("nano_inference.server.server.GRAMMAR_SECONDS", 0.0)
     ebnf = base64.b64decode("ebnf") * 30_000

@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: s
     assert engine.weights_checksum() == before
 
 
-def test_a_bucket_that_a_link_takes_is_checked_by_the_same_table(
+def test_bucket_that_a_link_takes_is_checked_by_the_same_table(
     engine: InferenceEngine, new: Weights
 ) -> None:
     """As verl's and Ray's engines take it."""

@@ -20,7 +20,7 @@ def test_replies_are_what_they_were(
         replay(url, dialect, words, update=request.config.getoption("--update-golden"))
 
 
-def test_the_comparison_sees_what_it_must() -> None:
+def test_comparison_sees_what_it_must() -> None:
     reply = {"id": "cmpl-1", "choices": [{"logprob": -1.00004, "text": "at /x/model"}]}
     golden = masked(reply, {"<model>": "/x/model"})
     assert golden == {"id": "<id>", "choices": [{"logprob": -1.0, "text": "at <model>"}]}

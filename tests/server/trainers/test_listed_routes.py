@@ -65,7 +65,7 @@ def test_each_answers(rl_server: str, listed: str) -> None:
         assert client.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_the_document_names_them(rl_server: str) -> None:
+def test_document_names_them(rl_server: str) -> None:
     documented = (
         httpx.get(f"{rl_server}/openapi.json", timeout=60).raise_for_status().json()["paths"]
     )  # without warnings
@@ -73,7 +73,7 @@ def test_the_document_names_them(rl_server: str) -> None:
         assert method.lower() in documented[path], path
 
 
-def test_the_document_has_their_fields(rl_server: str) -> None:
+def test_document_has_their_fields(rl_server: str) -> None:
     documented = httpx.get(f"{rl_server}/openapi.json", timeout=60).raise_for_status().json()
     pause, load = (documented["paths"][path]["post"] for path in ("/pause", "/load_lora_adapter"))
     body = pause["requestBody"]

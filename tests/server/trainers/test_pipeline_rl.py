@@ -98,7 +98,7 @@ def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
         assert serving(url) == ("1024", checksums(1024))
 
 
-def test_a_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
+def test_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
     """Tokens are read from the names in logprobs: the last one too, and special ones."""
     body = {
         "model": "tiny",
@@ -146,7 +146,7 @@ def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple
 
 
 @pytest.mark.thorough
-def test_a_trainer_that_never_comes(tiny_folder: Path) -> None:
+def test_trainer_that_never_comes(tiny_folder: Path) -> None:
     """The request fails by its deadline, and the server ends at once all the same."""
     with running_server(engine_config(tiny_folder), config(free_port(), rl_timeout=1.0)) as url:
         body = {

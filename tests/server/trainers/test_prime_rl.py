@@ -48,7 +48,7 @@ def joined(url: str) -> Iterator[Trainer]:
 
 @pytest.mark.thorough(cases=[""])
 @pytest.mark.parametrize("below", ["", "weight"])
-def test_a_step_is_read_when_it_is_whole(
+def test_step_is_read_when_it_is_whole(
     rl_server: str, tiny_folder: Path, tmp_path: Path, below: str
 ) -> None:
     """`broadcasts/step_N` has the marker beside its weights, `checkpoints/step_N/weight` above
@@ -77,7 +77,7 @@ def test_a_step_is_read_when_it_is_whole(
 
 
 @pytest.mark.thorough
-def test_a_broadcaster_sends_while_requests_wait(rl_server: str) -> None:
+def test_broadcaster_sends_while_requests_wait(rl_server: str) -> None:
     with joined(rl_server) as it:
         post(rl_server, "/pause?mode=keep&clear_cache=false").raise_for_status()
         assert it.update("send", 41) == (200, {"status": "ok"})
@@ -101,7 +101,7 @@ def test_pickles_are_refused_by_the_deadline(rl_server: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
+def test_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
     with joined(rl_server) as it:
         assert it.update("send", 60)[0] == 200
     reply = post(rl_server, "/update_weights", {"weight_dir": None})
@@ -125,7 +125,7 @@ def test_a_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
         "~root",
     ],
 )
-def test_a_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) -> None:
+def test_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) -> None:
     before = serving(rl_server)
     headers = {"content-type": "application/json"}
     body = json.dumps({"weight_dir": folder})

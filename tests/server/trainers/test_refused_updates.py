@@ -202,7 +202,7 @@ def test_vllms_requests(rl_server: str, client: httpx.Client, tiny_folder: Path,
 @pytest.mark.parametrize(
     "wrong", [{"is_checkpoint_format": False}, {"check_finite": 7}, {"complete": "x"}]
 )
-def test_an_update_that_cannot_begin(
+def test_update_that_cannot_begin(
     rl_server: str, client: httpx.Client, wrong: dict[str, Any]
 ) -> None:
     assert client.post("/start_weight_update", json=wrong).status_code in (400, 409)
@@ -243,7 +243,7 @@ def test_prime_rls_requests(
 
 
 @pytest.mark.thorough
-def test_a_share_that_hangs_holds_nobody_up(
+def test_share_that_hangs_holds_nobody_up(
     rl_server: str,
     client: httpx.Client,
     tiny_folder: Path,
@@ -273,7 +273,7 @@ def test_a_share_that_hangs_holds_nobody_up(
     assert serving(rl_server)[1] != was[1]
 
 
-def test_a_share_that_hangs_before_a_step_is_read(
+def test_share_that_hangs_before_a_step_is_read(
     client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = threading.Event()
@@ -299,7 +299,7 @@ def test_nan_is_taken_where_it_is_asked_for(
     assert client.post(TENSOR, **part(save(new_weights(tiny_folder)))).status_code == 200
 
 
-def test_an_update_says_that_it_is_whole(
+def test_update_says_that_it_is_whole(
     rl_server: str, client: httpx.Client, tiny_folder: Path
 ) -> None:
     was = serving(rl_server)

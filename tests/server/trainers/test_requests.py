@@ -38,7 +38,7 @@ def control(client: EngineClient) -> Control:
 
 @pytest.mark.thorough(cases=["process-False", "process-True"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_aborted_are_answered_with_what_they_have(
+def test_aborted_are_answered_with_what_they_have(
     client: EngineClient, control: Control, run: Run, stream: bool
 ) -> None:
     async def test() -> None:
@@ -98,7 +98,7 @@ def test_those_who_wait_can_be_aborted(
 
 @pytest.mark.thorough(but=["in process-wait", "process-wait"])
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) -> None:
+def test_pause(client: EngineClient, control: Control, run: Run, mode: Any) -> None:
     async def test() -> None:
         length = 30 if mode == "wait" else LONG
         alone = await finished(client.submit([1, 2], params_of(0, length), 2, stream=False))
@@ -132,7 +132,7 @@ def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) ->
 
 
 @pytest.mark.thorough
-def test_a_pause_that_waits_too_long_is_none(
+def test_pause_that_waits_too_long_is_none(
     client: EngineClient, control: Control, run: Run
 ) -> None:
     async def test() -> None:
@@ -205,7 +205,7 @@ def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> No
 # -- groups and versions ---------------------------------------------------------------------------
 
 
-def test_the_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, run: Run) -> None:
+def test_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         alone = await finished(client.submit([1, 2], short, 4, stream=False))
         for stream in (False, True):
@@ -271,7 +271,7 @@ def served_of(client: EngineClient) -> Any:
 # -- over HTTP -------------------------------------------------------------------------------------
 
 
-def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams end as they should, whole answers are 200."""
 
     def routes(router: APIRouter, server: Server) -> None:

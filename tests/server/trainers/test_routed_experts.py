@@ -164,7 +164,7 @@ def test_openais_routes_tell_them_where_they_are_asked_for(
     assert (npy(told) == expected[:4]).all()
 
 
-def test_a_server_without_a_record_says_how_to_get_one(rl_server: str) -> None:
+def test_server_without_a_record_says_how_to_get_one(rl_server: str) -> None:
     told = sglang(rl_server, 400, return_routed_experts=True)
     assert "start it with --enable-return-routed-experts" in told["message"]
     for path, body in [
@@ -194,5 +194,5 @@ def test_experts_that_were_not_asked_for_cost_nothing(folder: Path) -> None:
         ask(url, "/v1/chat/completions", chat | {"return_token_ids": True})
 
 
-def test_a_start_says_nothing_where_no_experts_are_asked_for(rl_server: str) -> None:
+def test_start_says_nothing_where_no_experts_are_asked_for(rl_server: str) -> None:
     assert "routed_experts" not in sglang(rl_server, routed_experts_start_len=6)["meta_info"]

@@ -110,7 +110,7 @@ SAMPLINGS = st.fixed_dictionaries(
     top=st.integers(0, 2),
     scored=st.sampled_from([-1, 0]),
 )
-def test_a_stream_grows_into_the_whole_answer(
+def test_stream_grows_into_the_whole_answer(
     rl_server: str, sampling: dict[str, Any], prompts: list[list[int]], top: int, scored: int
 ) -> None:
     many = len(prompts) > 1
@@ -179,7 +179,7 @@ def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str,
         assert any(own > row[0] + 0.01 for own, row in zip(sampled, rows, strict=True))
 
 
-def test_the_masks_of_slime(rl_server: str) -> None:
+def test_masks_of_slime(rl_server: str) -> None:
     meta = generate(rl_server, [5, 6, 7], SLIME, return_logprob=True, return_sampling_mask=True)[
         "meta_info"
     ]
@@ -234,7 +234,7 @@ def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None
     ]
 
 
-def test_a_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
+def test_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
     told = generate(
         rl_server,
         [[5, 6, 7], [8, 9]],
@@ -259,7 +259,7 @@ def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str)
 
 
 @pytest.mark.thorough
-def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
+def test_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]
     answers: list[Any] = []
@@ -286,7 +286,7 @@ def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: s
     assert ids + rest["output_ids"] == whole
 
 
-def test_the_first_of_a_group_are_enough(rl_server: str) -> None:
+def test_first_of_a_group_are_enough(rl_server: str) -> None:
     sampling = {
         "n": 4,
         "max_new_tokens": 400,

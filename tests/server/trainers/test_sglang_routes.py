@@ -57,7 +57,7 @@ def test_health_is_a_token(url: str) -> None:
 
 @pytest.mark.thorough(but=["abort"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
+def test_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
     with rollout(url) as asked:
         assert httpx.get(f"{url}/flush_cache").status_code == 400  # while requests run
         said = post(url, "/pause_generation", {"mode": mode})
@@ -127,7 +127,7 @@ def test_memory_is_given_back_part_by_part(url: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["disk", "bytes", "base64"])
-def test_an_update_of_safetensors(url: str, tmp_path: Path, tiny_folder: Path, form: str) -> None:
+def test_update_of_safetensors(url: str, tmp_path: Path, tiny_folder: Path, form: str) -> None:
     weights = new_weights(tiny_folder, 3)
     assert send_file(url, weights, form, tmp_path, weight_version="step-3")["success"]
     assert version(url) == "step-3"
@@ -206,7 +206,7 @@ def test_without_a_pause_an_update_is_whole_also_while_the_cache_sleeps(
 
 
 @pytest.mark.thorough
-def test_an_update_with_a_beginning_and_an_end(url: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_update_with_a_beginning_and_an_end(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     weights = new_weights(tiny_folder, 5)
     assert "begin_weight_update first" in post(url, "/end_weight_update", {}, 409)["message"]
     post(url, "/begin_weight_update", {"selector": "all"})

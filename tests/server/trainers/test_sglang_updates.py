@@ -83,7 +83,7 @@ MODES = ("abort", "retract", "in_place")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
-def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
+def test_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
     """The example, in a process of its own, with rollouts in flight."""
     with running_server(engine_config(tiny_folder), RL) as url:
         run_example(url, tiny_folder, mode, "--bucket-bytes", "60000")
@@ -91,7 +91,7 @@ def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_slime_like_trainer_of_smollm2(mode: str) -> None:
+def test_slime_like_trainer_of_smollm2(mode: str) -> None:
     """The same with the engine in a process of its own, as servers have it."""
     config = dataclasses.replace(RL, in_process=False, rl_timeout=120.0)
     engine = EngineConfig(
@@ -154,7 +154,7 @@ def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
+def test_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
     weights = new_weights(trainer.folder, 13)
     asked = trainer.beside(
         post,
@@ -201,7 +201,7 @@ def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
 
 
 @pytest.mark.thorough
-def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> None:
+def test_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> None:
     url = trainer.url
     assert "its trainer lives" in trainer.join(409)["message"]
     post(url, "/pause_generation")
@@ -212,7 +212,7 @@ def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) ->
 
 
 @pytest.mark.thorough
-def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
+def test_trainer_that_died_comes_again(trainer: Trainer) -> None:
     """It died between two buckets; what it had sent must not be put together with what comes
     now.
     """
@@ -229,7 +229,7 @@ def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
+def test_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
     weights = new_weights(trainer.folder, 17)
     with rollout(url) as asked:
@@ -265,7 +265,7 @@ def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
+def test_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
     post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP})
     trainer.say("leave", name=GROUP)
     assert trainer.hear() == "done"

@@ -49,7 +49,7 @@ def test_rows_are_bounded(rl_server: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert told == f"11 rows of '{EMBEDDING}' are 704 numbers; ask for 10 rows."
 
 
-def test_the_folder_that_serves(rl_server: str, tmp_path: Path) -> None:
+def test_folder_that_serves(rl_server: str, tmp_path: Path) -> None:
     save_file(llama_weights(llama_config(), 6), tmp_path / "model.safetensors")
     before = look(rl_server, "/get_model_info")["model_path"]
     ask(rl_server, "/update_weights_from_disk", {"model_path": str(tmp_path / "nobody")}, 400)
@@ -70,7 +70,7 @@ def test_checksums_are_in_sglangs_form(rl_server: str) -> None:
     assert rank["checksums"] == {name: digest[:16] for name, digest in whole.items()}
 
 
-def test_a_rid_that_is_alive_is_refused(rl_server: str) -> None:
+def test_rid_that_is_alive_is_refused(rl_server: str) -> None:
     given = {
         "input_ids": [1, 2, 3],
         "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
@@ -114,7 +114,7 @@ def test_requests_are_aborted_where_they_are_generated(rl_server: str) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "chatcmpl-"),
     ],
 )
-def test_a_bodys_request_id_names_the_request(
+def test_bodys_request_id_names_the_request(
     rl_server: str, path: str, given: dict[str, object], prefix: str
 ) -> None:
     asked = given | {"model": "tiny", "request_id": "mine", "max_tokens": 400, "ignore_eos": True}

@@ -142,7 +142,7 @@ def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
     assert len(nothing["token_ids"]) == 1
 
 
-def test_a_mask_has_the_tokens_that_were_kept(rl_server: str) -> None:
+def test_mask_has_the_tokens_that_were_kept(rl_server: str) -> None:
     sampling = {"max_tokens": 5, "top_k": 3, "return_sampling_mask": True, "seed": 1}
     choice = ask(rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": sampling})[
         "choices"
@@ -170,7 +170,7 @@ def test_salts_share_no_prefix(rl_server: str) -> None:
     ]
 
 
-def test_a_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
+def test_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
     sampling = {
         "n": 4,
         "max_tokens": 200,
@@ -192,7 +192,7 @@ def test_a_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
-def test_a_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
+def test_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     now = int(look(rl_server, "/weight_info")["weight_version"])
     given: dict[str, Any] = {
         "token_ids": PROMPT,
@@ -269,7 +269,7 @@ def test_texts_show_what_is_asked_for(
     )
 
 
-def test_a_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
+def test_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
     prompts = [[3 + i, 4, 5] for i in range(32)]
     body = {
         "prompt": prompts,
@@ -289,7 +289,7 @@ def test_a_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
         assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
-def test_a_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_server: str) -> None:
+def test_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_server: str) -> None:
     body = {"prompt": [PROMPT * 3], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 5}
     rows = ask(rl_server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
     assert rows[0] is None

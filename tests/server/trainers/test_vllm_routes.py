@@ -42,7 +42,7 @@ def cached(url: str) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
-def test_a_pause_stops_requests_where_they_are(url: str, clear_cache: str) -> None:
+def test_pause_stops_requests_where_they_are(url: str, clear_cache: str) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
     with running(url, body([7, 8, 9], LONG)) as it:
         assert ask(url, f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}
@@ -71,7 +71,7 @@ def test_new_requests_wait_for_the_end_of_a_pause(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_pause_that_aborts_answers_with_what_there_is(url: str) -> None:
+def test_pause_that_aborts_answers_with_what_there_is(url: str) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
     with running(url, body([7, 8, 9], LONG)) as it:
         ask(url, "/pause")  # vLLM's default
@@ -86,7 +86,7 @@ def test_a_pause_that_aborts_answers_with_what_there_is(url: str) -> None:
         assert it.logprobs == [each["logprob"] for each in alone["logprobs"]["content"][:count]]
 
 
-def test_a_pause_that_waits_lets_requests_end(url: str) -> None:
+def test_pause_that_waits_lets_requests_end(url: str) -> None:
     with running(url, body([7, 8, 9], 100)) as it:
         ask(url, "/pause?mode=wait")
         assert it.end()["finish_reason"] == "length"
@@ -94,7 +94,7 @@ def test_a_pause_that_waits_lets_requests_end(url: str) -> None:
     assert look(url, "/is_paused") == {"is_paused": True}
 
 
-def test_the_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
+def test_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
     ask(url, GENERATE, body(PROMPT, 1))
     assert cached(url) > 40
     for path in (
@@ -136,7 +136,7 @@ def test_all_requests_are_aborted_where_none_is_named(url: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_keeps_requests_and_their_bits(url: str, level: int) -> None:
+def test_sleep_keeps_requests_and_their_bits(url: str, level: int) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
     with running(url, body([7, 8, 9], LONG)) as it:
         assert ask(url, f"/sleep?level={level}&mode=keep") == {"status": "sleeping", "level": level}
@@ -153,7 +153,7 @@ def test_a_sleep_keeps_requests_and_their_bits(url: str, level: int) -> None:
     assert sampled(url, body([7, 8, 9], LONG)) == alone
 
 
-def test_a_sleep_that_is_refused_stops_nothing(url: str) -> None:
+def test_sleep_that_is_refused_stops_nothing(url: str) -> None:
     ask(url, "/begin_weight_update", {})
     try:
         with running(url, body([7], LONG)) as it:
@@ -166,7 +166,7 @@ def test_a_sleep_that_is_refused_stops_nothing(url: str) -> None:
         ask(url, "/continue_generation", {})
 
 
-def test_a_light_sleep_only_stops(url: str) -> None:
+def test_light_sleep_only_stops(url: str) -> None:
     ask(url, GENERATE, body(PROMPT, 1))
     assert ask(url, "/sleep?level=0&mode=keep") == {"status": "sleeping", "level": 0}
     assert look(url, "/is_paused") == {"is_paused": True}
@@ -252,7 +252,7 @@ def test_what_is_refused(url: str, path: str, given: Any, status: int, named: st
     assert look(url, "/weight_info")["weight_version"] == "0"
 
 
-def test_a_shutdown_without_a_group_has_nothing_to_do(url: str) -> None:
+def test_shutdown_without_a_group_has_nothing_to_do(url: str) -> None:
     assert ask(url, "/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
 
 

@@ -116,9 +116,7 @@ def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
 
 @pytest.mark.thorough(cases=["no", "by the group"])
 @pytest.mark.parametrize("packed", ["no", "by the group", "small runs", "by the update"])
-def test_the_trainers_bytes_arrive(
-    url: str, tiny_folder: Path, trainer: Trainer, packed: str
-) -> None:
+def test_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, packed: str) -> None:
     size = {"no": None, "by the group": 1 << 30, "small runs": 20_000, "by the update": 1 << 30}[
         packed
     ]
@@ -176,7 +174,7 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Traine
     assert computed[1] > computed[0] + 200
 
 
-def test_a_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Trainer) -> None:
+def test_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     before = serving(url)
     told = {"update_info": described(tiny_folder)}
     assert "start" in ask(url, UPDATE, told, 409)["message"]
@@ -238,7 +236,7 @@ def test_what_does_not_fit_the_model_ends_the_update(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before it sends", "amid its tensors"])
-def test_a_trainer_that_dies_is_followed_by_another(
+def test_trainer_that_dies_is_followed_by_another(
     url: str, tiny_folder: Path, start: Callable[[], Trainer], when: str
 ) -> None:
     before = serving(url)
@@ -266,7 +264,7 @@ def test_a_trainer_that_dies_is_followed_by_another(
 
 
 @pytest.mark.thorough
-def test_a_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
+def test_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
     with running_server(engine_config(tiny_folder), replace(RL, rl_timeout=1.0)) as url:
         info = {
             "master_address": "127.0.0.1",

@@ -206,7 +206,7 @@ def test_omitted_thinking_is_signed_and_empty():
         assert text["text"] == "Yes"
 
 
-def test_a_call_alone_has_no_text_block():
+def test_call_alone_has_no_text_block():
     call = ToolCallDelta(0, "call_abc", "now", "{}")
     pieces = [
         ChoiceDelta(0, content="\n"),
@@ -220,7 +220,7 @@ def test_a_call_alone_has_no_text_block():
         assert message["stop_reason"] == "tool_use"
 
 
-def test_an_answer_without_a_word_is_an_empty_message():
+def test_answer_without_a_word_is_an_empty_message():
     for message in (
         streamed([ChoiceDelta(0, finished=sample())]),
         whole([ChoiceDelta(0, finished=sample())]),
@@ -279,7 +279,7 @@ def test_cached_tokens_are_apart_or_hidden():
     assert streamed(pieces, served=shy)["usage"] == whole(pieces, served=shy)["usage"] == hidden
 
 
-def test_a_failure_is_an_error_event():
+def test_failure_is_an_error_event():
     (event,) = events_of(builder().failure(ApiError(503, "the engine is not running.")))
     assert event["type"] == "error"
     assert event["error"] == {"type": "overloaded_error", "message": "the engine is not running."}

@@ -44,7 +44,7 @@ def test_stream_does_not_count_twice(chat: ChatAnthropic, scripted: Scripted):
     assert whole.usage_metadata["output_tokens"] == 4
 
 
-def test_an_empty_answer(chat: ChatAnthropic, scripted: Scripted):
+def test_empty_answer(chat: ChatAnthropic, scripted: Scripted):
     scripted.script = Script("")
     assert chat.invoke("Hi").text == ""
     assert "".join(chunk.text for chunk in chat.stream("Hi")) == ""

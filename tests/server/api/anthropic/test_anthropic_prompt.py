@@ -100,7 +100,7 @@ def test_turns_of_one_role_are_one_turn(turns: list[tuple[str, list[str]]], data
     assert one.prefilled == (roles[-1] == "assistant")
 
 
-def test_an_empty_beginning_is_no_beginning():
+def test_empty_beginning_is_no_beginning():
     assert not converse(("user", "a"), ("assistant", "")).prefilled
     assert not converse(("user", "a"), ("assistant", [])).prefilled
 

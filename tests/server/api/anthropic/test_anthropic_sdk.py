@@ -253,7 +253,7 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
         ),
     ],
 )
-def test_a_time_to_live_keeps_the_blocks(
+def test_time_to_live_keeps_the_blocks(
     sdk: Anthropic, scripted: Scripted, body: dict[str, Any], seconds: float
 ):
     sdk.messages.create(model="m", max_tokens=20, messages=HELLO, extra_body=body)
@@ -458,7 +458,7 @@ def test_keys():
 
 
 @pytest.mark.thorough
-def test_a_model_that_cannot_call_tools_answers_with_text():
+def test_model_that_cannot_call_tools_answers_with_text():
     with (
         running_server(ScriptedClient()) as url,
         Anthropic(base_url=url, api_key="k", max_retries=0) as sdk,

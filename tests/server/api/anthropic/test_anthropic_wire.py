@@ -78,7 +78,7 @@ def test_no_done(streamed: bytes):
     assert b"[DONE]" not in streamed
 
 
-def test_a_stream_says_what_the_answer_says(scripted: Scripted, streamed: bytes):
+def test_stream_says_what_the_answer_says(scripted: Scripted, streamed: bytes):
     answer = post(scripted, BODY | {"tools": TOOLS}).json()
     one = accumulated(streamed)
     for message in (one, answer):

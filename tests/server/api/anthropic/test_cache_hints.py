@@ -36,14 +36,14 @@ def params(fields: SamplingFields, seconds: float | None, cached: bool) -> Sampl
 
 
 @pytest.mark.parametrize(("cached", "kept"), [(True, (3600.0, 3)), (False, (0.0, 0))])
-def test_a_time_to_live_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
+def test_time_to_live_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
     request = anthropic_models.MessagesRequest.model_validate(MESSAGES | {"cache_priority": 3})
     found = params(request, anthropic_prompt.kept_seconds(request), cached)
     assert (found.keep_cache_seconds, found.cache_priority) == kept
 
 
 @pytest.mark.parametrize(("cached", "kept"), [(True, (86400.0, 3)), (False, (0.0, 0))])
-def test_a_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
+def test_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
     request = CompletionRequest.model_validate({"prompt": "Hi.", "cache_priority": 3})
     found = params(request, sampling.kept_seconds("24h", request), cached)
     assert (found.keep_cache_seconds, found.cache_priority) == kept
@@ -69,7 +69,7 @@ def test_what_the_engine_is_asked_for_is_no_hint() -> None:
         ("in_memory", 86400, False),
     ],
 )
-def test_a_retention_and_seconds_say_the_same(retention: Any, seconds: float, fits: bool) -> None:
+def test_retention_and_seconds_say_the_same(retention: Any, seconds: float, fits: bool) -> None:
     told = {"prompt": "Hi.", "keep_cache_seconds": seconds}
     request = CompletionRequest.model_validate(told)
     if fits:

@@ -131,7 +131,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     thinks=st.booleans(),
 )
 @settings(max_examples=at_depth(60), deadline=None)
-def test_the_same_conversation_is_the_same_prompt(
+def test_same_conversation_is_the_same_prompt(
     served: Served,
     system: str | None,
     said: list[Any],
@@ -192,7 +192,7 @@ def test_too_many_tools_and_messages(
 
 
 @pytest.mark.thorough
-def test_the_first_chat_finds_all_made() -> None:
+def test_first_chat_finds_all_made() -> None:
     """What is slow to make for a large vocabulary is made when the server starts."""
     client = ScriptedClient()
     served = Served("m", client._engine_info(), client.tokenizer, ChatFormat(), ServerConfig())

@@ -154,7 +154,7 @@ def test_names_of_tokens(url: str, engine: ScriptedClient) -> None:
     assert [token["top_logprobs"] for token in content] == [[], [], []]
 
 
-def test_an_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
+def test_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
     said = "a\u2028b\u2029c\u0085d\r\n\x0be"
     engine.script = Script(said)
     with httpx.stream(
@@ -164,7 +164,7 @@ def test_an_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
 
 
-def test_a_tokenizer_that_cannot_be_read_keeps_the_server_from_starting(tmp_path: Path) -> None:
+def test_tokenizer_that_cannot_be_read_keeps_the_server_from_starting(tmp_path: Path) -> None:
     folder = with_template(tmp_path / "tokenizer", None)
     (folder / "tokenizer_config.json").unlink()
     engine = ScriptedClient()
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_cannot_be_read_keeps_the_server_from_starting(tmp_path
         pass
 
 
-def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedClient(Script([5, 6]))
     engine.folder = None
     with caplog.at_level("INFO", "nano_inference.server"), running_server(engine):
@@ -202,7 +202,7 @@ def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
             post(f"{url}/{path}", body | change, 400)
 
 
-def test_a_large_answer_is_the_same(
+def test_large_answer_is_the_same(
     url: str, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = Script("One two")
@@ -230,7 +230,7 @@ def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:
     assert not any("reasoning" in delta for delta in deltas)
 
 
-def test_an_answer_cut_short_has_no_finished_call(url: str, engine: ScriptedClient) -> None:
+def test_answer_cut_short_has_no_finished_call(url: str, engine: ScriptedClient) -> None:
     engine.script = Script(THINKS_AND_CALLS)
     choice = post(f"{url}/v1/chat/completions", HELLO | {"tools": TOOLS, "max_tokens": 30})[
         "choices"
@@ -295,7 +295,7 @@ def test_openapi_describes_bodies_and_answers(url: str) -> None:
     assert not check.is_valid({"messages": []})
 
 
-def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
+def test_stream_that_is_dropped_aborts_all_its_prompts() -> None:
     async def drop() -> ScriptedClient:
         client = ScriptedClient(Script("word " * 50, delay=0.001))
         await client.start()
@@ -323,7 +323,7 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
     ids=st.lists(st.integers(0, 49151) | st.sampled_from([2, 145, 240, 8530]), max_size=30),
     data=st.data(),
 )
-def test_a_choice_s_text_does_not_depend_on_its_portions(
+def test_choice_s_text_does_not_depend_on_its_portions(
     engine: ScriptedClient, ids: list[int], data: st.DataObject
 ) -> None:
     tokenizer = engine.tokenizer
@@ -391,7 +391,7 @@ def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None
     assert events(chat, HELLO | vllms)[0]["prompt_token_ids"] is None
 
 
-def test_the_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient) -> None:
+def test_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("One two")
     body = {"prompt": "One two", "echo": True, "max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1}
     (choice,) = post(f"{url}/v1/completions", body)["choices"]
@@ -408,7 +408,7 @@ def test_the_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient
         assert row[own]["decoded_token"] == engine.tokenizer.decode([token_id])
 
 
-def test_an_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: ScriptedClient) -> None:
+def test_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("One")
     text = "<|im_start|>user\nHi<|im_end|>"
     ids = engine.tokenizer.encode(text)
@@ -421,7 +421,7 @@ def test_an_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: Script
     assert names[: len(ids) + 1] == choice["logprobs"]["tokens"][: len(ids) + 1]
 
 
-def test_a_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClient) -> None:
+def test_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClient) -> None:
     ids = list(range(100, 140))
     for more, kept in (
         ({"truncate_prompt_tokens": 5}, ids[-5:]),
@@ -437,7 +437,7 @@ def test_a_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClien
     post(f"{url}/v1/completions", {"prompt": ids, "truncate_prompt_tokens": 0}, 400)
 
 
-def test_the_request_s_own_id(url: str, engine: ScriptedClient) -> None:
+def test_request_s_own_id(url: str, engine: ScriptedClient) -> None:
     engine.script = Script()
     assert post(f"{url}/v1/completions", PROMPT | {"request_id": "mine"})["id"] == "cmpl-mine"
     assert (

@@ -150,7 +150,7 @@ class SlowClient(ScriptedClient):
         asyncio.get_running_loop().call_later(0.2, self._receive, message)
 
 
-def test_the_deadline_is_that_of_the_whole_request() -> None:
+def test_deadline_is_that_of_the_whole_request() -> None:
     client = SlowClient()
     client.returns["embed"] = [bytes(8)] * 8
     config = ServerConfig(port=0, in_process=True, request_timeout=0.5)
@@ -160,7 +160,7 @@ def test_the_deadline_is_that_of_the_whole_request() -> None:
     assert len(client.calls) <= 3
 
 
-def test_a_large_answer_is_not_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answer_is_not_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     on_loop: list[bool] = []
     told = EmbeddingsAsked._told  # pyright: ignore[reportPrivateUsage]
 

@@ -53,7 +53,7 @@ def lined_up(choice: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_a_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
+def test_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
     text = CONTEXT + CONTINUATION
     ids, num_context = tokenizer().encode(text), len(tokenizer().encode(CONTEXT))
     body = {
@@ -75,7 +75,7 @@ def test_a_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
     assert all(max(top, key=top.get) == token for token, top in zip(tokens, tops, strict=True))
 
 
-def test_an_echo_lines_up_with_its_text(server: str) -> None:
+def test_echo_lines_up_with_its_text(server: str) -> None:
     body = {
         "prompt": TEXT,
         "echo": True,
@@ -158,7 +158,7 @@ def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any
 @pytest.mark.thorough
 @settings(max_examples=at_depth(15), deadline=None)
 @given(data=st.data())
-def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject) -> None:
+def test_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject) -> None:
     chat = data.draw(st.booleans())
     body: dict[str, Any] = {
         "max_tokens": data.draw(st.integers(1, 24)),

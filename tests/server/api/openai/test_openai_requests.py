@@ -216,7 +216,7 @@ OF_CHAT = [
         ),
     ],
 )
-def test_a_refusal_is_one_sentence_for_people(
+def test_refusal_is_one_sentence_for_people(
     served: Served, change: dict[str, Any], said: str
 ) -> None:
     assert refusal(CHAT | change, served, chat=True).message == said
@@ -265,7 +265,7 @@ def test_what_is_no_strict_json(served: Served, body: bytes) -> None:
 
 
 @pytest.mark.thorough
-def test_a_refused_request_never_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
+def test_refused_request_never_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
     engine.requests.clear()
     error = post(f"{url}/v1/completions", TEXT | {"temperature": 3, "stream": True}, 400)["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -310,7 +310,7 @@ def test_fields_that_change_nothing_are_taken(served: Served) -> None:
     CHATS.prepare(json.dumps(CHAT | harmless | chat).encode(), served, "id")
 
 
-def test_an_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     body = json.dumps(TEXT | {"frobnicate\n": 1}).encode()
     with caplog.at_level(logging.WARNING, "nano_inference.server"):
         for _ in range(3):

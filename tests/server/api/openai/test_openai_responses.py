@@ -40,7 +40,7 @@ def prompt(script: ScriptedClient) -> str:
     return script.tokenizer.decode(script.requests[-1].prompt, skip_special_tokens=False)
 
 
-def test_a_response(client: OpenAI, script: ScriptedClient) -> None:
+def test_response(client: OpenAI, script: ScriptedClient) -> None:
     reply = client.responses.create(
         model="scripted",
         input="Hello",
@@ -69,9 +69,7 @@ def test_a_response(client: OpenAI, script: ScriptedClient) -> None:
     assert reply.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_a_stream_ends_with_what_the_whole_answer_is(
-    client: OpenAI, script: ScriptedClient
-) -> None:
+def test_stream_ends_with_what_the_whole_answer_is(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
     whole = client.responses.create(model="scripted", input="Köln?", tools=TOOLS)
     events = list(
@@ -100,9 +98,7 @@ def test_a_stream_ends_with_what_the_whole_answer_is(
 
 
 @pytest.mark.parametrize("include", [[], LOGPROBS])
-def test_a_stream_of_text_holds_all_that_the_client_wants(
-    client: OpenAI, include: list[Any]
-) -> None:
+def test_stream_of_text_holds_all_that_the_client_wants(client: OpenAI, include: list[Any]) -> None:
     events = list(
         client.responses.create(model="scripted", input="Hello", include=include, stream=True)
     )
@@ -118,7 +114,7 @@ def test_a_stream_of_text_holds_all_that_the_client_wants(
     assert bool(told) == bool(include)
 
 
-def test_a_conversation_goes_on_from_what_is_stored(client: OpenAI, script: ScriptedClient) -> None:
+def test_conversation_goes_on_from_what_is_stored(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
     first = client.responses.create(
         model="scripted", input="Köln?", tools=TOOLS, instructions="Only now."
@@ -150,7 +146,7 @@ def test_a_conversation_goes_on_from_what_is_stored(client: OpenAI, script: Scri
 
 
 @pytest.mark.parametrize("most", [16, 19, 22, 25, 29])
-def test_a_conversation_goes_on_behind_a_call_that_was_cut_off(
+def test_conversation_goes_on_behind_a_call_that_was_cut_off(
     client: OpenAI, script: ScriptedClient, most: int
 ) -> None:
     script.script = Script(
@@ -173,7 +169,7 @@ def test_what_is_not_stored_is_not_found(client: OpenAI) -> None:
     assert problem.value.param == "previous_response_id"
 
 
-def test_a_response_that_is_cut_off_says_so(client: OpenAI) -> None:
+def test_response_that_is_cut_off_says_so(client: OpenAI) -> None:
     reply = client.responses.create(model="scripted", input="Hello", max_output_tokens=2)
     assert reply.status == "incomplete"
     assert reply.incomplete_details is not None
@@ -182,7 +178,7 @@ def test_a_response_that_is_cut_off_says_so(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", range(2, 60, 3))
-def test_a_stream_says_of_an_item_what_the_response_says(
+def test_stream_says_of_an_item_what_the_response_says(
     max_tokens: int, client: OpenAI, script: ScriptedClient
 ) -> None:
     """Wherever it is cut off: in reasoning, in a call's arguments, or in the text behind them."""
@@ -204,7 +200,7 @@ def test_a_stream_says_of_an_item_what_the_response_says(
     assert set(done[:-1]) <= {"completed"}
 
 
-def test_a_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> None:
+def test_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     text: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
     client.responses.create(model="scripted", input="Hello", text=text)
@@ -213,7 +209,7 @@ def test_a_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> N
     assert json.loads(grammar.text) == schema
 
 
-def test_an_engine_that_fails_ends_the_stream_with_a_failed_response(
+def test_engine_that_fails_ends_the_stream_with_a_failed_response(
     client: OpenAI, script: ScriptedClient
 ) -> None:
     script.script = Script("Hello there.", fail_after=2)
@@ -255,7 +251,7 @@ def test_what_is_refused_names_its_field(
     assert not script.requests
 
 
-def test_the_longest_unused_are_dropped_first() -> None:
+def test_longest_unused_are_dropped_first() -> None:
     kept = KeptResponses(700)
     for name in "abc":
         kept.put(KeptResponse({"id": name, "text": "x" * 300}, [], []))
@@ -289,7 +285,7 @@ def test_messages_of_responses_that_were_dropped_still_count() -> None:
     assert kept._bytes == 0
 
 
-def test_a_server_can_keep_nothing(script: ScriptedClient) -> None:
+def test_server_can_keep_nothing(script: ScriptedClient) -> None:
     with (
         running_server(
             ScriptedClient(tokenizer_folder=script.folder),

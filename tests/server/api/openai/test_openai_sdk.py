@@ -33,7 +33,7 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_a_chat(client: OpenAI) -> None:
+def test_chat(client: OpenAI) -> None:
     reply = client.chat.completions.create(
         model="scripted", messages=HELLO, logprobs=True, top_logprobs=2, n=2
     )
@@ -51,7 +51,7 @@ def test_a_chat(client: OpenAI) -> None:
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_a_chat_as_a_stream(client: OpenAI) -> None:
+def test_chat_as_a_stream(client: OpenAI) -> None:
     stream = client.chat.completions.create(
         model="scripted",
         messages=HELLO,
@@ -78,7 +78,7 @@ def test_a_chat_as_a_stream(client: OpenAI) -> None:
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
 
 
-def test_the_stream_helper_and_many_at_once(url: str, script: ScriptedClient) -> None:
+def test_stream_helper_and_many_at_once(url: str, script: ScriptedClient) -> None:
     async def ask() -> list[str]:
         async with AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
@@ -287,7 +287,7 @@ def test_langchain(url: str, script: ScriptedClient) -> None:
     ]
 
 
-def test_the_template_s_folder_is_what_the_tests_think(tmp_path: Path) -> None:
+def test_template_s_folder_is_what_the_tests_think(tmp_path: Path) -> None:
     assert (
         ScriptedClient(tokenizer_folder=with_template(tmp_path / "t", None)).tokenizer.chat_template
         is None

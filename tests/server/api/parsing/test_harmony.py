@@ -126,14 +126,14 @@ ANSWERS: dict[str, tuple[str, Said]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer(name: str) -> None:
+def test_answer(name: str) -> None:
     text, said = ANSWERS[name]
     assert parse(text) == said
     assert parse(*text) == said
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_by_its_special_tokens(name: str) -> None:
+def test_answer_by_its_special_tokens(name: str) -> None:
     text, said = ANSWERS[name]
     marked, tail = re.sub(MARKER, "§$\\g<0>", text), "§$<|end|>§$<|start|>assistant"
     assert parse(marked, tail=tail, mark="§$") == said
@@ -161,7 +161,7 @@ def test_markers_in_ordinary_letters_are_text() -> None:
     assert parse("c", tail=written, mark="§$") == ("", "c", [])
 
 
-def test_a_call_that_the_model_did_not_finish_is_none() -> None:
+def test_call_that_the_model_did_not_finish_is_none() -> None:
     text = '<|channel|>commentary to=functions.f<|message|>{"a": '
     assert parse(text, cut_off=False) == ("", '{"a": ', [])
 
@@ -172,7 +172,7 @@ def test_what_is_not_told_apart_is_content() -> None:
     assert parse(THOUGHT + TURN + FINAL, reasoning=False) == ("", "Think.\nHello.", [])
 
 
-def test_an_answer_that_the_prompt_has_begun() -> None:
+def test_answer_that_the_prompt_has_begun() -> None:
     begun = "<|end|><|start|>assistant<|channel|>"
     assert parse(" there.", tail=begun + "final<|message|>Hello") == ("", " there.", [])
     assert parse("So." + TURN + FINAL, tail=begun + "analysis<|message|>") == ("So.", "Hello.", [])
@@ -184,7 +184,7 @@ def test_an_answer_that_the_prompt_has_begun() -> None:
     "text",
     [" to=" + "x" * 2000, " " * 2000 + "x", "<|channel|>" + "x" * 2000, "<|channel|>" * 91 + "x"],
 )
-def test_a_header_that_never_ends_is_text(text: str) -> None:
+def test_header_that_never_ends_is_text(text: str) -> None:
     """Nobody goes through what a client makes a model write again with every token of it."""
     parser = HarmonyParser(tools=True, reasoning=True, prompt_tail="<|start|>assistant")
     assert parser.push(text[:-1]).content == text[:-1]
@@ -221,7 +221,7 @@ def test_text_without_markers_is_content(text: str) -> None:
         assert parse(*text) == ("", "" if BEGUN.fullmatch(text) else text, [])
 
 
-def test_the_format_is_recognised_and_goes_with_no_other() -> None:
+def test_format_is_recognised_and_goes_with_no_other() -> None:
     template = "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
     assert chat_format(template) == ChatFormat("harmony", "harmony")
     assert chat_format(template, "none") == ChatFormat(None, "harmony")
@@ -230,7 +230,7 @@ def test_the_format_is_recognised_and_goes_with_no_other() -> None:
         chat_format(template, "hermes")
 
 
-def test_a_grammar_begins_behind_the_final_channel() -> None:
+def test_grammar_begins_behind_the_final_channel() -> None:
     format = ChatFormat("harmony", "harmony")
     behind = Behind("<|channel|>final<|message|>")
     assert reasoning_before(format, prompt_tail="<|start|>assistant") == behind

@@ -393,7 +393,7 @@ def test_what_cannot_be_mended_is_no_call(tools: str, written: str) -> None:
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_a_call_that_the_model_did_not_finish_is_none(tools: str) -> None:
+def test_call_that_the_model_did_not_finish_is_none(tools: str) -> None:
     text = write(tools, [('"f"', '{"a": "b')], "\n").partition("b")[0] + "b"
     for pieces in ([text], list(text)):
         assert parse(tools, pieces, cut_off=False) == Joined(text)
@@ -421,7 +421,7 @@ def test_reasoning(text: str, prompt_tail: str, reasoning: str, content: str) ->
 
 @given(OBJECTS | st.sampled_from([-0.0, 1e300, -12, 0, "x\\"]), st.sampled_from([None, 1]), CUTS)
 @settings(deadline=None)
-def test_the_scanner_finds_the_end_of_a_value(
+def test_scanner_finds_the_end_of_a_value(
     value: object, indent: int | None, ends: list[int]
 ) -> None:
     text = json.dumps(value, indent=indent)
@@ -436,7 +436,7 @@ def test_the_scanner_finds_the_end_of_a_value(
     )
 )
 @settings(max_examples=at_depth(500), deadline=None)
-def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
+def test_scanner_takes_what_json_takes(parts: list[str]) -> None:
     text = "".join(parts)
     scanner = JsonScanner()
     end = scanner.feed(text + ",", 0)  # a number needs what follows it
@@ -454,9 +454,7 @@ def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
 
 @given(OBJECTS, st.sampled_from([None, 1]), CUTS)
 @settings(deadline=None)
-def test_the_mender_leaves_what_is_right(
-    value: object, indent: int | None, ends: list[int]
-) -> None:
+def test_mender_leaves_what_is_right(value: object, indent: int | None, ends: list[int]) -> None:
     text = json.dumps(value, indent=indent)
     mender, out = JsonMender(), ""
     for piece in cut(text, ends):

@@ -262,7 +262,7 @@ def test_text_is_free_until_a_call_begins(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
-def test_a_forced_answer_is_a_call(name: str, kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_forced_answer_is_a_call(name: str, kind: str, tokenizers: dict[str, Tokenizer]) -> None:
     good, bad, several = WRITTEN[name]
     for reasoning in (None, "think"):
         grammar = tool_grammar(
@@ -298,7 +298,7 @@ def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-def test_a_name_may_hold_any_character(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_name_may_hold_any_character(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     tool = OfferedTool(
         '\x7f"\\\n\x00é\u2028😀/', object_of(**{"\x7f": {"enum": ["\x7f", 1]}}), True
     )

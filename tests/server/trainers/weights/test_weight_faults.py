@@ -34,7 +34,7 @@ from tests.server.trainers.weight_runs import (
 
 
 @pytest.mark.thorough
-def test_a_wrong_order_of_calls(
+def test_wrong_order_of_calls(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     tensors = specs(new_weights(trainer.folder, 1))
@@ -78,7 +78,7 @@ def test_a_wrong_order_of_calls(
 
 
 @pytest.mark.thorough
-def test_a_second_trainer(
+def test_second_trainer(
     client: ProcessClient,
     control: Control,
     run: Run,
@@ -112,7 +112,7 @@ def test_a_second_trainer(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("named", [False, True])
-def test_a_group_that_never_forms(
+def test_group_that_never_forms(
     client: ProcessClient, control: Control, run: Run, trainer: TrainerProcess, named: bool
 ) -> None:
     async def test() -> None:
@@ -164,7 +164,7 @@ def test_a_group_that_never_forms(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["killed", "stopped", "silent"])
-def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
+def test_trainer_that_fails_in_the_middle_of_a_bucket(
     client: ProcessClient,
     control: Control,
     run: Run,
@@ -194,7 +194,7 @@ def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
 
 
 @pytest.mark.thorough
-def test_a_call_that_is_given_up(
+def test_call_that_is_given_up(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     tensors = specs(new_weights(trainer.folder, 1))
@@ -238,7 +238,7 @@ def test_a_call_that_is_given_up(
 
 
 @pytest.mark.thorough
-def test_a_session_that_nobody_goes_on_with(
+def test_session_that_nobody_goes_on_with(
     client: ProcessClient, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
@@ -257,7 +257,7 @@ def test_a_session_that_nobody_goes_on_with(
 
 
 @pytest.mark.thorough
-def test_a_new_engine_knows_nothing_of_the_old_ones_update(
+def test_new_engine_knows_nothing_of_the_old_ones_update(
     folder: Path, trainer: TrainerProcess, run: Run
 ) -> None:
     client = FleetClient(lambda _: ProcessClient(config_of(folder), 4096), 1, 4096, restart=True)

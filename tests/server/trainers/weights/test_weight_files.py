@@ -29,7 +29,7 @@ def client_kind() -> type[EngineClient]:
     return InProcessClient
 
 
-def test_a_file_comes_in_parts(
+def test_file_comes_in_parts(
     control: Control, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
@@ -135,7 +135,7 @@ def test_folders_and_files_on_disk(
     run(test())
 
 
-def test_an_engine_itself_closes_a_session_that_something_failed_in(
+def test_engine_itself_closes_a_session_that_something_failed_in(
     client: EngineClient, control: Control, folder: Path, run: Run
 ) -> None:
     """Whoever calls it: what had come is not taken for an update, and no more comes into it."""

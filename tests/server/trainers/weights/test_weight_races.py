@@ -50,7 +50,7 @@ async def update(control: Control, content: bytes) -> str:
     return await control.updates.finish()
 
 
-def test_an_update_waits_for_none_and_takes_none_over(
+def test_update_waits_for_none_and_takes_none_over(
     control: Control, run: Run, folder: Path
 ) -> None:
     """Two begin before either has its turn: the first serves, the second is told at once."""
@@ -79,7 +79,7 @@ def test_an_update_waits_for_none_and_takes_none_over(
     run(test())
 
 
-def test_an_update_can_be_cancelled_while_its_first_part_comes(
+def test_update_can_be_cancelled_while_its_first_part_comes(
     client: InProcessClient,
     control: Control,
     run: Run,
@@ -113,7 +113,7 @@ def test_an_update_can_be_cancelled_while_its_first_part_comes(
     run(test())
 
 
-def test_a_cancelling_that_is_lost_keeps_nobody_out(
+def test_cancelling_that_is_lost_keeps_nobody_out(
     client: InProcessClient,
     control: Control,
     run: Run,
@@ -150,7 +150,7 @@ def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
     run(test())
 
 
-def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes) -> None:
+def test_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes) -> None:
     with InferenceEngine(config_of(folder)) as engine:
         link = EngineWeights(engine)
         link.begin_update(1)
@@ -173,7 +173,7 @@ def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: by
         assert engine.get_weight_version() == 7
 
 
-def test_a_file_that_is_written_over_before_the_update_is_applied(
+def test_file_that_is_written_over_before_the_update_is_applied(
     folder: Path, tmp_path: Path
 ) -> None:
     first, second = ({NORM: new_weights(folder, seed)[NORM]} for seed in (1, 2))
@@ -194,7 +194,7 @@ def test_a_file_that_is_written_over_before_the_update_is_applied(
     assert served == hashlib.sha256(first[NORM].numpy().data).hexdigest()
 
 
-def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
+def test_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
     async def test() -> None:
         await control.updates.begin()
         with pytest.raises(ApiError, match="printable") as caught:
@@ -206,7 +206,7 @@ def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes
     run(test())
 
 
-def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
+def test_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
     async def test() -> None:
         server = Server(ServerConfig(rl=True, rl_timeout=5.0), client)
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -232,7 +232,7 @@ class Restarted:
         return True
 
 
-def test_a_new_engine_is_not_paused() -> None:
+def test_new_engine_is_not_paused() -> None:
     client = Restarted()
     control = Control(cast(EngineClient, client), ServerConfig(rl=True))
     asyncio.run(control.pauses.pause("keep", kv_policy="recompute"))
@@ -241,7 +241,7 @@ def test_a_new_engine_is_not_paused() -> None:
     assert control.engine.known.pause_policy is None
 
 
-def test_a_machine_that_is_cut_off_is_noticed() -> None:
+def test_machine_that_is_cut_off_is_noticed() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         _watch(("127.0.0.1", server.getsockname()[1]), Deadline(5.0)) as watch,

@@ -62,7 +62,7 @@ def test_tensors_that_are_not_the_models(
 
 @pytest.mark.parametrize("packed_bytes", [None, 10_000])
 @pytest.mark.parametrize(("numbers", "told"), [(10, "sent less than"), (30_000, "sent more than")])
-def test_a_trainer_that_sends_something_else_than_it_told(
+def test_trainer_that_sends_something_else_than_it_told(
     client: ProcessClient,
     control: Control,
     trainer: TrainerProcess,
@@ -120,7 +120,7 @@ def test_nan_where_that_is_asked_for(
     run(test())
 
 
-def test_an_update_while_the_weights_sleep(
+def test_update_while_the_weights_sleep(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
@@ -151,7 +151,7 @@ def test_an_update_while_the_weights_sleep(
     run(test())
 
 
-def test_an_update_that_would_wait(
+def test_update_that_would_wait(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:

@@ -168,7 +168,7 @@ def test_packed_tensors_need_not_be_aligned() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(0, 200))
-def test_a_run_ends_with_the_tensor_that_makes_it_too_long(
+def test_run_ends_with_the_tensor_that_makes_it_too_long(
     lengths: list[int], max_bytes: int
 ) -> None:
     pieces = [
@@ -182,7 +182,7 @@ def test_a_run_ends_with_the_tensor_that_makes_it_too_long(
 
 
 @pytest.mark.thorough
-def test_a_weight_sender_over_the_group(
+def test_weight_sender_over_the_group(
     client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
@@ -198,7 +198,7 @@ def test_a_weight_sender_over_the_group(
 
 
 @pytest.mark.thorough
-def test_an_update_is_applied_during_a_pause(
+def test_update_is_applied_during_a_pause(
     client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
@@ -274,7 +274,7 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_a_group_ends_at_once_whoever_still_holds_the_error(
+def test_group_ends_at_once_whoever_still_holds_the_error(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     """Its frames hold what was under way, which would keep the sockets open until somebody collects
