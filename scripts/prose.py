@@ -337,11 +337,10 @@ def _vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if id(node) in short_lived:
             continue
-        if isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.Name) and node.id in VAGUE_NAMES:
-            if isinstance(node.ctx, ast.Store):
-                yield node.lineno, node.id
+        stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        name = node.arg if isinstance(node, ast.arg) else node.id if stored else ""
+        if name in VAGUE_NAMES:
+            yield node.lineno, name
 
 
 def _is_log(function: ast.expr) -> bool:
