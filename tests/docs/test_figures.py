@@ -18,9 +18,7 @@ from tests.docs.test_docs import ROOT
 ROWS = {
     "one stream": "W1",
     "8 prompts": "W2",
-    "64 requests": "W3",
     "a prompt of 4,096": "W4",
-    "16 prompts": "W5",
 }
 
 
