@@ -89,7 +89,7 @@ class Groups:
     async def leave(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
         if not await self._engine.call("leave_group", group=name):
-            raise ApiError(404, f"there is no group {name!r}.")
+            raise ApiError(404, f"group {name!r} does not exist.")
 
 
 class Updates:
