@@ -20,12 +20,12 @@ from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, Pau
 Deadline = Literal["caller", "engine"]
 # How a fleet runs an operation. `FleetOperations` has a method for each policy.
 FleetPolicy = Literal[
-    "one",  # call one replica in turn, and the next one if it dies
-    "first",  # call all; return the answer of the first
-    "same",  # call all; their answers must be equal
-    "any",  # call all; True if any answer is True
-    "joined",  # call all; `Operation.join` combines the answers
-    "undone",  # call all; if one fails, the others run `Operation.undo` with matching arguments
+    "one",  # call one replica (round-robin), and the next one if it dies
+    "first",  # call all, return the answer of the first
+    "same",  # call all: their answers must be equal
+    "any",  # call all: True if any answer is True
+    "joined",  # call all: `Operation.join` combines the answers
+    "undone",  # call all: if one fails, the others run `Operation.undo` with matching arguments
     "replica",  # not for a fleet: one replica calls another
     # The following change state that the replicas share:
     "stats",
@@ -38,7 +38,7 @@ FleetPolicy = Literal[
     "leave",
     "joined all",  # True if all members of a group are still in it
     "begin",  # a weight update
-    "receive",  # by replicas in the open update; a failure ends the update on all
+    "receive",  # by replicas in the open update: a failure ends the update on all
     "finish",
     "cancel",
     "load",  # an adapter

@@ -30,11 +30,11 @@ TELL = 0.25
 
 # -- the end of an engine --------------------------------------------------------------------------
 
-# Deadline for the last step of an in-process engine; then its thread is abandoned.
+# Deadline for the last step of an in-process engine, before its thread is abandoned.
 THREAD_STOP = 10.0
-# Deadline for an engine process to exit by itself; then its standard input is closed.
+# Deadline for an engine process to exit by itself, before its standard input is closed.
 PROCESS_STOP = 5.0
-# Deadline for an engine process to exit after its standard input is closed; then it is killed.
+# Deadline for an engine process to exit after its standard input is closed, before it is killed.
 HANG_UP = 2.0
 # Time for an exiting process to send its last messages.
 LAST_WORDS = 1.0
@@ -58,7 +58,7 @@ LASTING = 60.0
 BRING_WEIGHTS = 600.0
 # Deadline for copying an adapter of one replica to another.
 BRING_ADAPTER = 300.0
-# Deadline for fetching a request's blocks; then they are computed.
+# Deadline for fetching a request's blocks, before they are computed instead.
 BRING_BLOCKS = 30.0
 # Period of the replicas' block reports.
 BLOCK_REPORTS = 0.5
