@@ -90,7 +90,7 @@ def test_second_trainer(
     async def test() -> None:
         async with requests_meanwhile(client):
             await first.join(control)
-            async with refused(control, 409, "its trainer lives"):
+            async with refused(control, 409, "its trainer is alive"):
                 await control.groups.join("group", "127.0.0.1", free_port(), rank=1, world_size=2)
             await control.updates.begin()
             async with refused(control, 409, "a weight update is open", still_open=True):
