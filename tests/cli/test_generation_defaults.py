@@ -101,8 +101,8 @@ def test_server_shows_what_it_takes(
 
     assert "as the model recommends: temperature=0.6, top_p=0.95, top_k=20" in told()
     assert "recommends" not in told(generation_config="none")
-    assert "does not show how this model writes tool calls" in told()
-    assert "does not show how this model writes tool calls" not in told(tool_format="none")
+    assert "does not show this model's format of tool calls" in told()
+    assert "does not show this model's format of tool calls" not in told(tool_format="none")
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     folder = str(tmp_path)
     assert f"as {folder} recommends: top_k=7;" in told(generation_config=folder)

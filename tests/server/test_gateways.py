@@ -116,7 +116,7 @@ def test_socket_file(tmp_path: Path) -> None:
                     == 200
                 )
             with (
-                pytest.raises(ConfigError, match="another server listens"),
+                pytest.raises(ConfigError, match="another server is listening"),
                 running_server(ScriptedClient(), ServerConfig(uds=str(file))),
             ):
                 pass
