@@ -123,7 +123,7 @@ def test_socket_file(tmp_path: Path) -> None:
         assert not file.exists()
     file.write_text("mine")
     with (
-        pytest.raises(ConfigError, match="no socket"),
+        pytest.raises(ConfigError, match="not a socket"),
         running_server(ScriptedClient(), ServerConfig(uds=str(file))),
     ):
         pass
