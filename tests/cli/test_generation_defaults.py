@@ -99,13 +99,16 @@ def test_server_shows_what_it_takes(
         log_ready(to.config, to)
         return caplog.text
 
-    assert "as the model recommends: temperature=0.6, top_p=0.95, top_k=20" in told()
-    assert "recommends" not in told(generation_config="none")
-    assert "does not show how this model writes tool calls" in told()
-    assert "does not show how this model writes tool calls" not in told(tool_format="none")
+    assert (
+        "default sampling parameters from the model: temperature=0.6, top_p=0.95, top_k=20"
+        in told()
+    )
+    assert "default sampling parameters" not in told(generation_config="none")
+    assert "does not show this model's format of tool calls" in told()
+    assert "does not show this model's format of tool calls" not in told(tool_format="none")
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     folder = str(tmp_path)
-    assert f"as {folder} recommends: top_k=7;" in told(generation_config=folder)
+    assert f"default sampling parameters from {folder}: top_k=7;" in told(generation_config=folder)
 
 
 @pytest.mark.parametrize("use", ["", "automatic", "/nowhere", 5])
@@ -241,7 +244,7 @@ def test_command_line_takes_it_where_nothing_is_given(
 
     params, told = sampled()
     assert (params.temperature, params.top_k) == (0.0, 5)
-    assert "as the model recommends: temperature=0, top_k=5" in told
+    assert "default sampling parameters from the model: temperature=0, top_k=5" in told
     params, told = sampled("--temperature", "0.5")
     assert (params.temperature, params.top_k) == (0.5, 5)
     params, told = sampled("--generation-config", "none")

@@ -168,7 +168,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "--max-samples 0 must be"),
         (("--max-batch-size", "0"), "--max-batch-size 0 must be"),
-        (("--rl", "--host", "0.0.0.0"), "all who reach it could change the weights"),
+        (("--rl", "--host", "0.0.0.0"), "lets anyone who reaches it change the weights"),
         (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 needs --ray"),
         (("--rl-open",), "--rl-open needs --rl: it is for trainers"),
         (

@@ -291,7 +291,7 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
             assert len(made.engines) == 3, "one still lives"
             made.on_made = lambda engine: engine.is_built.clear()
             made.engines[2].die("it lost the others, too")
-            with pytest.raises(EngineRestarting, match="started again"):
+            with pytest.raises(EngineRestarting, match="the engine is restarting"):
                 made.client.submit([1], PARAMS, stream=True)
             await until(lambda: len(made.engines) == 6)
             made.on_made = lambda _: None

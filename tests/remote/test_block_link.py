@@ -81,9 +81,9 @@ def test_what_cannot_be_exchanged_is_an_error_of_the_call(pair: tuple[Core, Core
     source, target = pair
     assert source.call("export_blocks", names=pack_names(names_of(PROMPT, 4, 0))) is None
     wrong: list[tuple[str, dict[str, Any], str]] = [
-        ("export_blocks", {"names": b"short"}, "no names of blocks"),
-        ("export_blocks", {"names": b"", "max_bytes": 1 << 40}, "at most"),
-        ("export_blocks", {"names": b"", "first": -1}, "at most"),
+        ("export_blocks", {"names": b"short"}, "not a whole number of block names"),
+        ("export_blocks", {"names": b"", "max_bytes": 1 << 40}, "max_bytes from 1 to"),
+        ("export_blocks", {"names": b"", "first": -1}, "max_bytes from 1 to"),
         ("import_blocks", {"data": b"stranger"}, "shorter than their header"),
         ("export_block", {}, "is not an engine operation"),
     ]

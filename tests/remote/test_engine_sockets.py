@@ -101,7 +101,7 @@ def test_lines_of_the_engine_are_like_the_servers_and_few(
     play(test())
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["process"] for line in lines] == ["engine"] * len(lines)
-    assert sum("not understood" in line["message"] for line in lines) == 1
+    assert sum("cannot decode a message" in line["message"] for line in lines) == 1
 
 
 @pytest.mark.thorough

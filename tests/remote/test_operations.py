@@ -58,5 +58,5 @@ def test_caller_waits_a_little_longer_than_the_engine() -> None:
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="'shutdown' is not an engine operation; these are"):
+    with pytest.raises(InvalidRequest, match="'shutdown' is not an engine operation; use one of"):
         operation_named("shutdown")

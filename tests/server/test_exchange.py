@@ -403,7 +403,7 @@ def test_port_that_is_taken() -> None:
 
 def test_host_that_cannot_be_a_name() -> None:
     with (
-        pytest.raises(ConfigError, match=r"host='a\.\.b', port=0: cannot listen there"),
+        pytest.raises(ConfigError, match=r"cannot listen on host='a\.\.b', port=0"),
         running_server(ScriptedClient(), ServerConfig(host="a..b", port=0)),
     ):
         pass
@@ -464,7 +464,7 @@ def test_what_waits_for_weights_that_have_come_waits_like_all_others() -> None:
     client._open.add(0, MagicMock(), 40, MagicMock())
     admission.require_room(30)
     newest = 3
-    with pytest.raises(ApiError, match="40 samples run or wait"):
+    with pytest.raises(ApiError, match="40 samples are already running or waiting"):
         admission.require_room(30)
     admission.let_go(3, 40)
     for _ in range(38):

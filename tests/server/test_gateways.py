@@ -116,14 +116,14 @@ def test_socket_file(tmp_path: Path) -> None:
                     == 200
                 )
             with (
-                pytest.raises(ConfigError, match="another server listens"),
+                pytest.raises(ConfigError, match="another server is listening"),
                 running_server(ScriptedClient(), ServerConfig(uds=str(file))),
             ):
                 pass
         assert not file.exists()
     file.write_text("mine")
     with (
-        pytest.raises(ConfigError, match="no socket"),
+        pytest.raises(ConfigError, match="not a socket"),
         running_server(ScriptedClient(), ServerConfig(uds=str(file))),
     ):
         pass

@@ -48,7 +48,7 @@ def test_warning_where_anybody_may_come(
         log_start(
             ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1"
         )
-    assert ("every client that reaches it" in caplog.text) == warns
+    assert ("any client that reaches it" in caplog.text) == warns
     assert "secret" not in caplog.text
     assert f"http://{host}:1" in caplog.text
 

@@ -1,7 +1,7 @@
-"""One engine in another process: messages, operations, the process and its client.
+"""An engine in another process: messages, operations, the process and its client.
 
 Imports only from: checkpoints, core, device, engine, kv_cache, ranks, structured, text, weights.
-Begin with: client.py (the side of the API), then core.py (the side of the engine).
+Begin with: client.py (the API's side), then core.py (the engine's side).
 Tests: tests/remote.
 """
 

@@ -1,5 +1,5 @@
-"""`EngineClient`: the API's side of an engine, wherever it runs. Everything here happens on one
-event loop.
+"""`EngineClient`: the API's side of an engine, local or remote. All of its code runs on one event
+loop.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RequestStream:
-    """Deltas of one request on their way to the route that answers it.
+    """Stream of one request's deltas for the route that answers it.
 
     Args:
-        num_samples: of the request.
-        max_backlog: tokens that may wait to be read.
-        abort: ends the request in the engine.
-        name: the id that its client gave it.
-        on_overflow: called when a backlog has ended the request.
+        num_samples: Number of samples of the request.
+        max_backlog: Maximum number of unread tokens.
+        abort: Aborts the request in the engine.
+        name: Id that the client gave the request.
+        on_overflow: Called when the backlog has ended the request.
     """
 
     def __init__(
@@ -74,13 +74,15 @@ class RequestStream:
         self._max_backlog = max_backlog
         self._abort = abort
         self._deltas: list[Delta] = []
-        self._num_tokens = 0  # in them
+        self._num_tokens = 0  # in `_deltas`
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._on_overflow = on_overflow
 
     async def next(self) -> list[Delta]:
-        """All that has come since the last call, at least one. Raises what ended the request."""
+        """Return all deltas since the last call, at least one. Raises the error that ended the
+        request.
+        """
         while not self._deltas:
             if self._failure is not None:
                 raise self._failure
@@ -91,17 +93,17 @@ class RequestStream:
         return deltas
 
     def close(self) -> None:
-        """They are read no more: what has not ended is aborted."""
+        """Stop reading: abort the samples that have not ended."""
         self.end(errors.RequestAborted("the request was closed."))
 
     def end(self, problem: Exception) -> None:
-        """Abort what has not ended; a reader that waits for more gets `problem`."""
+        """Abort the samples that have not ended. A waiting reader gets `problem`."""
         if self.samples_left and self._failure is None:
             self.fail(problem)
             self._abort()
 
     def put(self, delta: Delta) -> None:
-        """A delta has come. A backlog that is too long ends the request."""
+        """Take in a delta. Too many unread tokens end the request."""
         if self._failure is not None:
             return
         self._deltas.append(delta)
@@ -115,7 +117,7 @@ class RequestStream:
         self._wake()
 
     def fail(self, problem: Exception) -> None:
-        """Nothing more will come."""
+        """End the stream with an error."""
         if self._failure is None:
             self._failure = problem
         self._wake()
@@ -126,14 +128,14 @@ class RequestStream:
 
 
 class EngineClient(ABC):
-    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back
+    """A client of one engine, or of a fleet. Subclasses carry messages to it (`_send`) and back
     (`_receive`).
 
     Attributes:
-        stats: of the last heartbeat.
-        restarting: whether the engine has died and a new one is being built.
-        loading: how far building the engine has come; empty: nothing is known of it.
-        num_restarts: how often one was started in the place of one that had died.
+        stats: Statistics of the last heartbeat.
+        restarting: True while a replacement for a dead engine is being built.
+        loading: Progress of building the engine. Empty: unknown.
+        num_restarts: Number of engines started to replace dead ones.
     """
 
     def __init__(self, max_backlog: int, *, restart: bool = False) -> None:
@@ -142,31 +144,31 @@ class EngineClient(ABC):
         self.loading = ""
         self.num_restarts = 0
         self._watcher: Callable[[], None] | None = None
-        self._busy = False  # as the last heartbeat said
-        self._num_steps = 0  # the same
-        self._progress = time.monotonic()  # when something last moved
-        self._heard: float | None = None  # when the last heartbeat came
+        self._busy = False  # from the last heartbeat
+        self._num_steps = 0  # from the last heartbeat
+        self._progress = time.monotonic()  # time of the last progress
+        self._heard: float | None = None  # time of the last heartbeat
         self._info: EngineInfo | None = None
         self._max_backlog = max_backlog
-        self._restart = restart  # a new engine is started in the place of one that has died
+        self._restart = restart  # True: a dead engine is replaced
         self._ids = itertools.count()
         self._open = OpenRequests()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._num_aborts = self._num_taken_in = 0  # sent, and those that the engine has taken in
+        self._num_aborts = self._num_taken_in = 0  # aborts sent, aborts that the engine has handled
         self._taking_in = asyncio.Lock()
         self._dead: str | None = None
         self._public = ""
 
     @property
     def info(self) -> EngineInfo:
-        """What it is. Raises `EngineDead` before it is ready."""
+        """Properties of the engine. Raises `EngineDead` before it is ready."""
         if self._info is None:
             raise EngineDead("the engine is not ready yet.")
         return self._info
 
     @property
     def why_dead(self) -> str | None:
-        """Why it does not serve; None: it does."""
+        """Reason why the engine does not serve. None: it does."""
         return (
             self._dead
             if self._dead is not None or self._info is not None
@@ -175,26 +177,26 @@ class EngineClient(ABC):
 
     @property
     def public_reason(self) -> str:
-        """`why_dead` as strangers may hear it; empty where they may not. See `EngineDead`."""
+        """`why_dead` in a form that any client may see. Empty: there is none. See `EngineDead`."""
         return "" if self._dead is None else self._public
 
     @property
     def num_engines(self) -> int:
-        """How many there are, each of which a trainer sends its weights."""
+        """Number of engines to which a trainer sends weights."""
         return 1
 
     def replica_report(self) -> FleetReport | None:
-        """The state of the replicas behind it; None: there is one engine."""
+        """Return the state of the replicas. None: there is a single engine."""
         return None
 
     @property
     def managed(self) -> ManagedReplicas | None:
-        """The replicas behind it that can be added and removed; None: there are none."""
+        """Interface to add and remove replicas. None: the engines are fixed."""
         return None
 
     @property
     def num_samples(self) -> int:
-        """Samples that run or wait."""
+        """Number of running and waiting samples."""
         return self._open.num_samples
 
     def submit(
@@ -209,14 +211,14 @@ class EngineClient(ABC):
         on_overflow: Callable[[], None] | None = None,
         **limits: Unpack[Limits],
     ) -> RequestStream:
-        """Queue a request; what the engine refuses is raised by the stream's first `next`.
+        """Queue a request. If the engine rejects it, the stream's first `next` raises the error.
 
-        `name` is what `abort` knows it by; others may have the same. Where there are several
-        engines, requests of one `session` go to the same. `on_overflow`: see `RequestStream`.
-        Limits: `InferenceEngine.add_request`.
+        `name` identifies the request for `abort` and need not be unique. With several engines,
+        requests of one `session` go to the same engine. `on_overflow` is described in
+        `RequestStream`, the limits in `InferenceEngine.add_request`.
 
         Raises `InvalidRequest` if the request cannot be encoded, `EngineDead`, and
-        `EngineRestarting` while a new engine is being built.
+        `EngineRestarting` while a replacement is being built.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -229,12 +231,12 @@ class EngineClient(ABC):
         return request
 
     def is_live(self, name: str | None) -> bool:
-        """Whether a request of this name has not ended."""
+        """Return True if a request with this name is open."""
         return self._open.has_name(name)
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
-        """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For
-        clients of several engines. Raises as `submit` does.
+        """Queue a request whose deltas go to `receiver`, and return its id, which `message` gets.
+        Used by clients of several engines. Raises like `submit`.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -243,21 +245,21 @@ class EngineClient(ABC):
         return request_id
 
     def give_up(self, request_id: int) -> None:
-        """No more of a request is wanted."""
+        """Abort a request without an answer."""
         if self._open.remove(request_id) is not None and self._dead is None:
             self._send(Abort([request_id]))
 
     def end_soon(self, request_ids: list[int]) -> None:
-        """Let requests end as `"abort"`, with what they have."""
+        """End requests as `"abort"` and return their partial samples."""
         self._send(Abort(request_ids, answered=True))
 
     def kill(self) -> None:
-        """End the engine at once, whatever it does; what it was doing fails as if it had died."""
+        """Kill the engine immediately. Its work fails as if the engine had died."""
         self._die("the engine was killed.", "the engine was killed")
 
     def stalled(self, seconds: float) -> bool:
-        """Whether the engine has work, and for so long no step has begun and none brought a token;
-        or it has been silent for even longer. It may hang, or its process may be stopped.
+        """Return True if the engine has work but has begun no step and sent no token for `seconds`,
+        or if it has been silent even longer. It may hang, or its process may be stopped.
         """
         if self.why_dead is not None:
             return False
@@ -268,34 +270,33 @@ class EngineClient(ABC):
 
     @property
     def is_silent(self) -> bool:
-        """Whether so many heartbeats are missing that its process must be stopped, or its
-        machine.
-        """
+        """True if so many heartbeats are missing that the process or machine must have stopped."""
         if self._heard is None or self.why_dead is not None:
             return False
         now = time.monotonic()
         if self._open and now - max(self._heard, self._progress) >= time_limits.BUSY_SILENCE:
-            return True  # a request that came just now may have found it at its slow beat
+            return True  # not for a request that just arrived: idle engines send few heartbeats
         return now - self._heard >= time_limits.SILENCE
 
     async def abort(
         self, names: Collection[str] | None, *, timeout: float = time_limits.SOON
     ) -> int:
-        """End the requests of these names (None: all): their streams get samples that end as
-        `"abort"`, with what they have. Returns how many there were, when they have. Raises as
-        `call` does.
+        """End the requests with these names (None: all). Their streams get partial samples that end
+        as `"abort"`.
+
+        Returns the number of requests once the engine has ended them. Raises like `call`.
         """
         self._require_alive()
-        found = self._open.named(names)
-        if found:
-            self._send(Abort(found, answered=True))
+        request_ids = self._open.named(names)
+        if request_ids:
+            self._send(Abort(request_ids, answered=True))
             self._num_aborts += 1
             await self._take_in(self._num_aborts, timeout)
-        return len(found)
+        return len(request_ids)
 
     async def _take_in(self, abort: int, timeout: float) -> None:
-        """Wait until the engine has ended what was aborted, up to the abort of this number. One
-        call is for all that wait: it takes a step, and an engine answers few at a time.
+        """Wait until the engine has handled all aborts up to this number. Waiters share one call:
+        it takes a step, and an engine runs few calls at a time.
         """
         async with asyncio.timeout(timeout), self._taking_in:
             if self._num_taken_in < abort:
@@ -306,57 +307,57 @@ class EngineClient(ABC):
     async def call(
         self, name: str, /, *, timeout: float = time_limits.SOON, **arguments: Any
     ) -> Any:
-        """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
+        """Run an engine operation. Raises its error, `TimeoutError`, and the errors of `submit`.
 
         Args:
-            name: of the operation, in `operations`.
-            timeout: seconds; the engine keeps this deadline itself where the operation says so.
-            arguments: of the operation.
+            name: Name of the operation in `operations`.
+            timeout: Seconds. The engine enforces this deadline itself if the operation says so.
+            arguments: Arguments of the operation.
         """
         operation = operation_named(name)
         self._require_alive()
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
         try:
-            patience = self._ask(call_id, operation, timeout, arguments)
-            value = await asyncio.wait_for(future, patience)
+            timeout_s = self._ask(call_id, operation, timeout, arguments)
+            value = await asyncio.wait_for(future, timeout_s)
         finally:
             self._calls.pop(call_id, None)
         return msgspec.convert(value, operation.returns)
 
     def end_calls(self, problem: Exception) -> None:
-        """The caller that waits for a call gets `problem`; the engine may go on with it."""
+        """Fail all pending calls with `problem`. The engine may continue to run them."""
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
 
     def watch(self, died: Callable[[], None]) -> None:
-        """Call `died` once, when the engine dies, before those who wait hear of it. For a
+        """Call `died` once when the engine dies, before waiting callers learn of it. Used by a
         supervisor, which also logs the death.
         """
         self._watcher = died
 
     @abstractmethod
     async def start(self) -> None:
-        """Build the engine; returns when it is ready. Raises what kept it from being built."""
+        """Build the engine and return when it is ready. Raises the error that prevented it."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let it end, and wait until it has."""
+        """Shut the engine down and wait until it has ended."""
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None:
-        """Bring a message to the engine, without waiting."""
+        """Send a message to the engine without waiting."""
 
     def _ask(
         self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
     ) -> float:
-        """Bring a call there, without waiting; returns the seconds that its answer may take."""
-        patience, arguments = operation.timed(seconds, arguments)
+        """Send a call without waiting, and return the seconds to wait for its answer."""
+        timeout_s, arguments = operation.timed(seconds, arguments)
         self._send(Call(call_id, operation.name, arguments))
-        return patience
+        return timeout_s
 
     def _begin(self, message: Generate, session: str | None) -> None:
-        """A request is handed over."""
+        """Send a new request."""
         self._send(message)
 
     def _hand_over(
@@ -376,7 +377,7 @@ class EngineClient(ABC):
             raise
 
     def _receive(self, message: FromEngine) -> None:
-        """A message has come from it."""
+        """Handle a message from the engine."""
         match message:
             case Outputs(deltas, request_ids):
                 self._progress = time.monotonic()
@@ -403,20 +404,20 @@ class EngineClient(ABC):
                 self._info, self._dead, self.restarting = info, None, False
                 self._heard, self.loading = None, ""
             case CannotStart(error, text):
-                self._dead = None  # this is why there is no new one, whatever ended the one before
+                self._dead = None  # the new engine's error replaces the old one's
                 self._die(
                     f"the engine cannot be built: {error}: {text}",
                     f"the engine cannot be built: {error}",
                 )
 
     def _beat(self, beat: Heartbeat) -> None:
-        if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do
+        if beat.num_steps != self._num_steps or not beat.busy:  # not busy: nothing to do, or paused
             self._progress = time.monotonic()
         self._heard = time.monotonic()
         self.stats, self._num_steps, self._busy = beat.stats, beat.num_steps, beat.busy
 
     def _die(self, reason: str, public: str = "") -> None:
-        """The engine is gone, and all that it was doing."""
+        """Mark the engine as dead, and fail all of its requests and calls."""
         if self._dead is None:
             self._dead, self._public = reason, public
             if self._watcher is not None:
@@ -455,31 +456,29 @@ class EngineClient(ABC):
 
 
 class RemoteClient(EngineClient):
-    """An engine that is built elsewhere, and to which messages go as bytes. Subclasses bring these
-    there (`_send_bytes`) and back (`_hear_bytes`).
+    """An engine in another process. Messages travel as bytes: subclasses carry them there
+    (`_send_bytes`) and back (`_hear_bytes`).
     """
 
     def __init__(self, max_backlog: int) -> None:
         super().__init__(max_backlog)
-        self._started: asyncio.Future[None] | None = None  # what `start` waits for
+        self._started: asyncio.Future[None] | None = None  # awaited by `start`
         self._rarely = Rarely()
 
     @abstractmethod
     def _send_bytes(self, data: bytes) -> None:
-        """Bring a message to the engine, without waiting; where that has ended, do nothing."""
+        """Send a message to the engine without waiting. Do nothing if the engine has ended."""
 
     def _send(self, message: ToEngine) -> None:
         try:
             data = _ENCODER.encode(message)
         except (TypeError, ValueError, OverflowError) as problem:
-            # a lone surrogate, a huge integer
-            raise InvalidRequest(
-                f"the request cannot be handed to the engine: {problem}."
-            ) from problem
+            # for example a lone surrogate or a huge integer
+            raise InvalidRequest(f"cannot send the request to the engine: {problem}.") from problem
         self._send_bytes(data)
 
     def _hear_bytes(self, data: bytes) -> None:
-        """A message has come. None of them ends the listening."""
+        """Handle an encoded message. No message stops the receiver."""
         try:
             message = _DECODER.decode(data)
         except Exception as problem:
@@ -489,7 +488,7 @@ class RemoteClient(EngineClient):
         try:
             self._hear(message)
         except Exception:
-            log.exception("a message of the engine could not be handled")
+            log.exception("cannot handle a message from the engine")
 
     def _hear(self, message: FromEngine) -> None:
         self._receive(message)
@@ -504,7 +503,7 @@ class RemoteClient(EngineClient):
                 pass
 
     def _settle(self, problem: Exception | None) -> None:
-        """End the wait of `start`, if it still waits."""
+        """Finish a pending `start`."""
         if self._started is not None and not self._started.done():
             if problem is None:
                 self._started.set_result(None)
@@ -513,7 +512,7 @@ class RemoteClient(EngineClient):
 
 
 def error_named(name: str, message: str) -> NanoInferenceError:
-    """An error of this package by its class's name."""
+    """Return an error of this package by the name of its class."""
     kind = getattr(errors, name, NanoInferenceError)
     return (
         kind

@@ -1,4 +1,4 @@
-"""`EngineCore`: the step loop of an engine that is told by messages and answers by messages."""
+"""`EngineCore`: the step loop of an engine, controlled by messages and answering by messages."""
 
 import logging
 import math
@@ -44,54 +44,54 @@ from nano_inference.types import Delta, PauseMode
 
 log = logging.getLogger("nano_inference.server")
 
-MAX_CALLS = 32  # at a time; a thread each
+MAX_CALLS = 32  # concurrent calls, one thread each
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that has not ended, by the other side's id and how many of its samples have not."""
+    """An open request, with the client's id and the number of unfinished samples."""
 
     request_id: int
     samples_left: int
-    wanted: bool = True  # False: aborted, and what still comes of it is not told
-    # tokens that were told, sample by sample; None: it streams, or none is asked for
-    told: dict[int, int] | None = None
+    wanted: bool = True  # False: aborted, nothing more of it is sent
+    # number of tokens sent, by sample index; None: it streams, or `tell` is off
+    sent: dict[int, int] | None = None
     common: CommonParts = field(default_factory=CommonParts)
 
 
 class EngineCore:
-    """Steps an engine on the thread that calls `run`; `handle` is called by one other, and never
+    """Steps an engine on the thread that calls `run`. One other thread calls `handle`, which never
     waits for a step.
 
     Args:
-        engine: that is run.
-        emit: takes what there is to tell. Called by any thread.
+        engine: Engine to run.
+        emit: Sends a message to the client. Called by any thread.
     """
 
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
-        engine.intake.checks_grammars = False  # the other side does, and no step waits for it
+        engine.intake.checks_grammars = False  # the client checks them: no step waits for it
         self.weights = EngineWeights(engine)
         self.block_link = BlockLink(engine.blocks)
         self._emit = emit
         self._stopping = False
         self._busy = False
         self._calls_left = threading.Semaphore(MAX_CALLS)
-        self._outputs_lock = threading.Lock()  # guards what follows, and that it is told in order
+        self._outputs_lock = threading.Lock()  # guards the next fields and the order of messages
         self._deltas: list[Delta] = []
         self._delta_ids: list[int] = []
-        # the client's id of a request -> the engine's id, and the request
+        # client's request id -> engine's request id and the request
         self._requests: dict[int, tuple[int, _Request]] = {}
-        # requests that the engine has not taken yet -> None, or `answered` of an abort that came
+        # client's ids of requests not yet submitted -> None, or `answered` of an abort that arrived
         self._coming: dict[int, bool | None] = {}
-        # requests whose tokens are told now and then, by the engine's id
+        # engine's request id -> request whose tokens are reported periodically
         self._telling: dict[int, _Request] = {}
         self._told_at = time.monotonic()
         self._stats = engine.stats()
         self._stats_from = time.monotonic()
 
     def info(self) -> EngineInfo:
-        """What the other side must know."""
+        """Return the engine's properties for the client."""
         engine = self.engine
         return EngineInfo(
             model_path=engine.config.model_path,
@@ -115,27 +115,26 @@ class EngineCore:
         )
 
     def prepare(self) -> None:
-        """Read the tokenizer now, not when the first stop string or grammar comes and others wait
-        behind it.
+        """Load the tokenizer now, so that the first stop string or grammar does not delay other
+        requests.
         """
         try:
             _ = self.engine.tokenizer
             self.engine.intake.grammars.prepare()
         except NanoInferenceError as problem:
-            log.info("stop strings will be refused: %s", problem)
+            log.info("stop strings will be rejected: %s", problem)
 
     @property
     def has_requests(self) -> bool:
-        """Whether a client waits for anything."""
+        """True if a client is waiting for a request."""
         return bool(self._requests)
 
     # -- stepping ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine
-        has died.
+        """Step while there is work and sleep otherwise, until `Stop` arrives or the engine dies.
 
-        Raises `EngineDead`, when it has told the other side.
+        Raises `EngineDead` after reporting it to the client.
         """
         try:
             self._run()
@@ -151,16 +150,14 @@ class EngineCore:
             self.weights.close()
 
     def stop(self) -> None:
-        """Let `run` return after the step that runs. For any thread."""
+        """Make `run` return after the current step. Callable from any thread."""
         self._stopping = True
         self.engine.shared.work_arrived.set()
 
     def heartbeat(self) -> Heartbeat:
-        """How far it has come. Waits for nothing, so that it can be told in the middle of a
-        step.
-        """
+        """Return the current progress. Never waits, so that it works during a step."""
         shared = self.engine.shared
-        # else the thread that steps collects them now and then
+        # if a step holds the lock, its thread collects the statistics
         if shared.lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -183,8 +180,8 @@ class EngineCore:
             self._busy = False
 
     def _collect(self) -> None:
-        """Collect statistics, if those at hand are old. With the engine's lock, or on the thread
-        that steps.
+        """Refresh the statistics if they are old. Call it with the engine's lock, or on the
+        stepping thread.
         """
         if time.monotonic() - self._stats_from > time_limits.STATS_AGE:
             self._stats, self._stats_from = self.engine.stats(), time.monotonic()
@@ -192,13 +189,13 @@ class EngineCore:
     # -- messages ----------------------------------------------------------------------------------
 
     def handle(self, message: ToEngine) -> None:
-        """Take in a message. Whatever goes wrong with it is told, and nothing else suffers."""
+        """Handle a message. Errors are reported to the client and affect nothing else."""
         match message:
             case Generate():
                 self._generate(message)
             case Resume(version=None):
                 self._resume(message)
-            case Resume():  # it waits for a step
+            case Resume():  # waits for a step
                 with self._outputs_lock:
                     self._coming[message.request_id] = None
                 threading.Thread(
@@ -214,7 +211,7 @@ class EngineCore:
 
     def _generate(self, message: Generate) -> None:
         tell = message.tell and not message.stream
-        request = _Request(message.request_id, message.num_samples, told={} if tell else None)
+        request = _Request(message.request_id, message.num_samples, sent={} if tell else None)
 
         def begin() -> int:
             return self.engine.submit(
@@ -230,12 +227,12 @@ class EngineCore:
                 max_entries=message.max_entries,
             )
 
-        self._begin(request, begin, "a request was not taken")
+        self._begin(request, begin, "cannot start a request")
 
     def _resume(self, message: Resume) -> None:
-        told = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
+        sent = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
         tell = message.tell and not message.stream
-        request = _Request(message.request_id, len(message.samples), told=told if tell else None)
+        request = _Request(message.request_id, len(message.samples), sent=sent if tell else None)
 
         def begin() -> int:
             inner = self.engine.intake.new_request_id()
@@ -250,51 +247,55 @@ class EngineCore:
             )
             return inner
 
-        self._begin(request, begin, "a request was not gone on with")
+        self._begin(request, begin, "cannot resume a request")
 
-    def _begin(self, request: _Request, begin: Callable[[], int], refused: str) -> None:
-        """Hand a request to the engine; `begin` returns its id there."""
+    def _begin(self, request: _Request, begin: Callable[[], int], failure: str) -> None:
+        """Submit a request with `begin`, which returns the engine's id. Report a failure to the
+        client.
+        """
         try:
             inner = begin()
         except Exception as problem:
             with self._outputs_lock:
                 self._coming.pop(request.request_id, None)
-            self._emit(Refused(request.request_id, *_told(problem, refused)))
+            self._emit(Refused(request.request_id, *_described(problem, failure)))
             return
         self._note(inner, request)
 
     def _note(self, inner: int, request: _Request) -> None:
-        """The engine has taken a request."""
+        """Register a request that the engine has accepted."""
         with self._outputs_lock:
             is_answered = self._coming.pop(request.request_id, None)
-            if request.samples_left:  # else another thread has been through all of it already
+            if request.samples_left:  # 0: the stepping thread has finished it already
                 self._requests[request.request_id] = (inner, request)
-                if request.told is not None:
+                if request.sent is not None:
                     self._telling[inner] = request
-        if is_answered is not None:  # it was to end before it was there
+        if is_answered is not None:  # the abort arrived first
             self._abort(request.request_id, is_answered)
 
     def _tell(self) -> None:
-        """Tell what requests have that do not stream, now and then. On the thread that steps."""
+        """Report new tokens of requests that do not stream, periodically. Runs on the stepping
+        thread.
+        """
         if not self._telling or time.monotonic() - self._told_at < time_limits.TELL:
             return
         self._told_at = time.monotonic()
         shared = self.engine.shared
-        with shared.lock, self._outputs_lock:  # the samples that end later are told later
+        with shared.lock, self._outputs_lock:  # so that finished samples are reported after this
             for seq in shared.loop.sequences.by_id.values():
                 request = self._telling.get(seq.request_id)
                 if (
                     request is None
-                    or request.told is None
+                    or request.sent is None
                     or not request.wanted
                     or seq.request.scored_sample is not None
                 ):
                     continue
-                told = request.told.get(seq.sample_index, 0)
-                for delta in deltas_since(seq, told):
+                num_sent = request.sent.get(seq.sample_index, 0)
+                for delta in deltas_since(seq, num_sent):
                     self._deltas.append(delta)
                     self._delta_ids.append(request.request_id)
-                request.told[seq.sample_index] = seq.num_completion_tokens
+                request.sent[seq.sample_index] = seq.num_completion_tokens
         self._flush()
 
     def _abort(self, request_id: int, answered: bool) -> None:
@@ -307,7 +308,7 @@ class EngineCore:
             self.engine.abort_soon(inner)
 
     def _take(self, request: _Request, delta: Delta) -> None:
-        """A delta has come; called by the thread that steps."""
+        """Queue a delta for the client. Called by the stepping thread."""
         with self._outputs_lock:
             if delta.finished is not None:
                 request.samples_left -= 1
@@ -332,9 +333,9 @@ class EngineCore:
     # -- calls -------------------------------------------------------------------------------------
 
     def _call(self, message: Call) -> None:
-        """Call it on a thread of its own: it may wait for a step, or for a pause of minutes."""
+        """Run a call on its own thread: it may wait for a step, or minutes for a pause."""
         if not self._calls_left.acquire(blocking=False):
-            error = InvalidRequest(f"{MAX_CALLS} calls are running; wait for one of them.")
+            error = InvalidRequest(f"{MAX_CALLS} calls are running; wait for one to finish.")
             self._emit(Failed(message.call_id, type(error).__name__, str(error)))
             return
         threading.Thread(
@@ -345,16 +346,18 @@ class EngineCore:
         try:
             answer = Returned(message.call_id, self._called(message))
         except Exception as problem:
-            answer = Failed(message.call_id, *_told(problem, f"the call {message.name!r} failed"))
+            answer = Failed(
+                message.call_id, *_described(problem, f"the call {message.name!r} failed")
+            )
         finally:
             self._calls_left.release()
-        self._flush()  # what the call has ended comes before its answer
+        self._flush()  # samples that the call has ended precede its answer
         self._emit(answer)
 
     def _called(self, message: Call) -> object:
         operation = operation_named(message.name)
         if not operation.function:
-            raise InvalidRequest(f"{message.name!r} is not called by a message.")
+            raise InvalidRequest(f"operation {message.name!r} cannot be called by a message.")
         function = attrgetter(operation.function)(self)
         try:
             signature(function).bind(**message.arguments)
@@ -367,20 +370,20 @@ class EngineCore:
         return function(**arguments)
 
     def embed(self, prompts: list[list[int]], adapter: str | None = None) -> list[bytes]:
-        """See `InferenceEngine.embed`. Little-endian float32."""
+        """Compute embeddings (`InferenceEngine.embed`) as little-endian float32."""
         rows = self.engine.embed(prompts, adapter=adapter)
         return [row.numpy().astype("<f4").tobytes() for row in rows]
 
     def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
-        """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or another
-        caller has resumed meanwhile, and nothing is paused.
+        """Pause the engine (`InferenceEngine.pause`). Return False if requests did not end within
+        `seconds`, or if another caller resumed meanwhile. Nothing is paused then.
         """
         return self.engine.shared.pause(mode, seconds) is not None
 
 
 def _tokenizer_folder(engine: InferenceEngine) -> str | None:
-    """None where the model has none. One that was asked for must be there, and is looked for
-    when it is read.
+    """Return the tokenizer's folder, or None if the model has none. A configured tokenizer must
+    exist; it is checked when it is loaded.
     """
     other = engine.config.tokenizer_path
     if other is not None:
@@ -388,9 +391,9 @@ def _tokenizer_folder(engine: InferenceEngine) -> str | None:
     return str(engine.model_folder) if has_tokenizer(engine.model_folder) else None
 
 
-def _told(problem: Exception, what: str) -> tuple[str, str]:
-    """Class and text of an error as the other side is to know them. One that is not ours is a bug,
-    and logged here.
+def _described(problem: Exception, what: str) -> tuple[str, str]:
+    """Return class and text of an error for the client. Log an error that is not ours, since it is
+    a bug.
     """
     if isinstance(problem, NanoInferenceError):
         return type(problem).__name__, str(problem)

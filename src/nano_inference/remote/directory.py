@@ -1,9 +1,9 @@
-"""Which replica holds which blocks, as replicas report it; and whether fetching some is cheaper
-than computing them.
+"""Directory of the blocks that replicas report, and the decision if fetching them is cheaper than
+computing them.
 
-Pure: no asyncio, no clock, no engine. The router only guesses from the prompts that a replica was
-sent; this knows its blocks, but half a second late: an export looks again, and what was evicted
-meanwhile is computed.
+This module is pure: no asyncio, no clock, no engine. The router estimates a replica's blocks from
+the prompts sent to it. The directory has the actual blocks, about half a second late. An export
+checks again, and evicted blocks are computed.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,8 +28,8 @@ def names_of(
     salt: str | None = None,
     adapter: str | None = None,
 ) -> tuple[int, ...]:
-    """Names of the full blocks of a prompt, as an engine whose weights have this version gives
-    them, and with this adapter (`adapter_key`).
+    """Return the names of a prompt's full blocks, for an engine with this weight version and
+    adapter (`adapter_key`).
     """
     prefix = PrefixKeys(Namespace(_POLICY, version, salt, adapter))
     prefix.extend(token_ids, block_size)
@@ -37,15 +37,15 @@ def names_of(
 
 
 def pack_names(names: Sequence[int]) -> bytes:
-    """Names one after the other; msgpack has no integers of 256 bits."""
+    """Concatenate names as bytes, since msgpack has no 256-bit integers."""
     return b"".join(name.to_bytes(NAME_BYTES, "little") for name in names)
 
 
 def unpack_names(data: bytes) -> tuple[int, ...]:
-    """The names again. Raises `InvalidRequest` where they are cut short."""
+    """Return the names from bytes. Raises `InvalidRequest` for a partial name."""
     if len(data) % NAME_BYTES:
         raise InvalidRequest(
-            f"{len(data)} bytes are no names of blocks, which have {NAME_BYTES} each."
+            f"{len(data)} bytes are not a whole number of block names ({NAME_BYTES} bytes each)."
         )
     return tuple(
         int.from_bytes(data[at : at + NAME_BYTES], "little")
@@ -53,19 +53,19 @@ def unpack_names(data: bytes) -> tuple[int, ...]:
     )
 
 
-def report_of(told: Mapping[str, Any]) -> BlockReport:
-    """The answer to a `report_blocks` call."""
+def report_of(answer: Mapping[str, Any]) -> BlockReport:
+    """Decode the answer to a `report_blocks` call."""
     published, dropped = (
-        tuple(memoryview(told[key]).cast("Q")) for key in ("published", "dropped")
+        tuple(memoryview(answer[key]).cast("Q")) for key in ("published", "dropped")
     )
-    return BlockReport(told["number"], published, dropped, told["whole"])
+    return BlockReport(answer["number"], published, dropped, answer["whole"])
 
 
-# -- who holds them --------------------------------------------------------------------------------
+# -- holders of blocks -----------------------------------------------------------------------------
 
 
 class Holder(NamedTuple):
-    """A replica, and how many leading blocks of a prompt it holds."""
+    """A replica and the number of leading blocks of a prompt that it holds."""
 
     replica: str
     num_blocks: int
@@ -73,16 +73,15 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class _Reported:
-    names: set[int] = field(default_factory=set[int])  # short ones
-    number: int | None = None  # of the last report; None: the next one must be whole
+    names: set[int] = field(default_factory=set[int])  # short names
+    number: int | None = None  # last report's number; None: the next report must be whole
 
 
 class Directory:
     """Short block names by replica.
 
     Args:
-        max_names: names of one replica that are kept; of a replica that has more the rest is not
-            known.
+        max_names: Maximum names stored per replica. Further names are ignored.
     """
 
     def __init__(self, max_names: int = 1 << 20) -> None:
@@ -90,21 +89,20 @@ class Directory:
         self._replicas: dict[str, _Reported] = {}
 
     def add(self, replica: str) -> None:
-        """A replica, of which nothing is known yet. Raises `ValueError` for one that is there."""
+        """Add a replica without blocks. Raises `ValueError` if it exists."""
         if replica in self._replicas:
-            raise ValueError(f"there is a replica {replica!r} already.")
+            raise ValueError(f"replica {replica!r} already exists.")
         self._replicas[replica] = _Reported()
 
     def remove(self, replica: str) -> None:
-        """It is gone with all that it held. Raises `KeyError` for one that is not there."""
+        """Remove a replica and its blocks. Raises `KeyError` if it does not exist."""
         del self._replicas[replica]
 
     def take(self, replica: str, report: BlockReport) -> bool:
-        """Take in a report. False: one before it was lost, this one was ignored, and a whole one is
-        due.
+        """Apply a report. Return False if an earlier report was lost: this one is ignored, and a
+        whole one is needed.
 
-        A report that was taken already changes nothing. Raises `KeyError` for a replica that is not
-        there.
+        An old report changes nothing. Raises `KeyError` if the replica does not exist.
         """
         known = self._replicas[replica]
         if report.whole:
@@ -121,19 +119,21 @@ class Directory:
         return True
 
     def count(self, replica: str, names: Sequence[int]) -> int:
-        """How many leading blocks of a chain a replica holds. Names may be whole or short."""
+        """Return the number of leading blocks of a chain that a replica holds. Names may be whole
+        or short.
+        """
         held = self._replicas[replica].names
         return next(
             (place for place, name in enumerate(names) if short_name(name) not in held), len(names)
         )
 
     def longest(self, names: Sequence[int], among: Collection[str] | None = None) -> Holder | None:
-        """The replica that holds the longest head of a chain, of several the one that came first.
-        None: the first block is nowhere.
+        """Return the replica that holds the most leading blocks of a chain; the oldest replica wins
+        ties. None: no replica holds the first block.
 
         Args:
-            names: of the chain's blocks, from its head on; whole or short.
-            among: the replicas that may be named; None: all.
+            names: Names of the chain's blocks from its head on, whole or short.
+            among: Replicas to choose from. None: all.
         """
         counts = [
             Holder(replica, self.count(replica, names))
@@ -145,18 +145,17 @@ class Directory:
 
 
 class FetchCost:
-    """Whether blocks are worth fetching: their bytes over the bandwidth against their tokens over
-    the prefill rate.
+    """Decides if blocks are worth fetching: bytes over bandwidth against tokens over prefill rate.
 
-    Both rates are measured while the fleet runs (`fetched`, `prefilled`): means in which the last
-    measurement counts for a fifth. Before the first of each kind the given ones hold.
+    Both rates are measured while the fleet runs (`fetched`, `prefilled`), as moving averages in
+    which a new measurement has weight 0.2. They start from the arguments.
 
     Args:
-        block_size: tokens of a block.
-        block_bytes: of one block on the wire.
-        bandwidth: bytes a second from replica to replica.
-        prefill_rate: tokens a second that a replica computes.
-        latency: seconds of a fetch of no bytes.
+        block_size: Tokens in a block.
+        block_bytes: Encoded bytes of a block.
+        bandwidth: Bytes per second between replicas.
+        prefill_rate: Prompt tokens that a replica computes per second.
+        latency: Seconds of an empty fetch.
     """
 
     WEIGHT = 0.2
@@ -171,23 +170,23 @@ class FetchCost:
         latency: float = 0.005,
     ) -> None:
         if min(block_size, block_bytes, bandwidth, prefill_rate) <= 0 or latency < 0:
-            raise ValueError("sizes and rates are positive, and a latency is not negative.")
+            raise ValueError("sizes and rates must be positive, and latency at least 0.")
         self.block_size, self.block_bytes = block_size, block_bytes
         self.bandwidth, self.prefill_rate, self.latency = bandwidth, prefill_rate, latency
 
     def fetched(self, num_blocks: int, seconds: float) -> None:
-        """A fetch took so long."""
+        """Record the duration of a fetch."""
         spent = seconds - self.latency
         if num_blocks > 0 and spent > 0:
             self.bandwidth += self.WEIGHT * (num_blocks * self.block_bytes / spent - self.bandwidth)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """A replica computed so many tokens of prompts in so long."""
+        """Record the duration of computing prompt tokens."""
         if num_tokens > 0 and seconds > 0:
             self.prefill_rate += self.WEIGHT * (num_tokens / seconds - self.prefill_rate)
 
     def gain(self, num_blocks: int) -> float:
-        """Seconds that fetching saves; negative: computing is faster."""
+        """Return the seconds saved by fetching. Negative: computing is faster."""
         fetching = self.latency + num_blocks * self.block_bytes / self.bandwidth
         return num_blocks * self.block_size / self.prefill_rate - fetching
 
@@ -199,14 +198,14 @@ def worth_fetching(
     target: str,
     sources: Collection[str] | None = None,
 ) -> Holder | None:
-    """From where a replica should fetch blocks before it computes a prompt; None: from nowhere.
+    """Return the replica from which to fetch a prompt's blocks. None: compute them.
 
     Args:
-        directory: which replica holds what.
-        cost: of fetching and of computing.
-        names: of the prompt's full blocks.
-        target: the replica that will compute it.
-        sources: replicas that may be asked (those that live); None: all.
+        directory: Blocks of each replica.
+        cost: Cost of fetching and computing.
+        names: Names of the prompt's full blocks.
+        target: Replica that will compute the prompt.
+        sources: Live replicas to fetch from. None: all.
     """
     here, holder = directory.count(target, names), directory.longest(names, sources)
     if holder is None or holder.num_blocks <= here:

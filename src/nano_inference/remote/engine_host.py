@@ -1,5 +1,5 @@
-"""`EngineHost`: an engine in a process that is told by messages as bytes: `engine_process`, or a
-Ray actor. And messages that cannot be said or understood.
+"""`EngineHost`: an engine controlled by encoded messages, in `engine_process` or in a Ray actor. It
+also handles messages that cannot be encoded or decoded.
 """
 
 import logging
@@ -33,13 +33,13 @@ log = logging.getLogger("nano_inference.server")
 
 
 class EngineHost:
-    """Builds an engine and steps it. Nothing that arrives ends it.
+    """Builds and steps an engine. No incoming message can stop the process.
 
     Args:
-        emit: takes what there is to tell. Called by any thread.
+        emit: Sends a message to the client. Called by any thread.
 
     Attributes:
-        core: the engine behind messages; None: it is not built yet, or cannot be.
+        core: Core of the engine. None: it is not built yet, or cannot be built.
     """
 
     def __init__(self, emit: Callable[[FromEngine], None]) -> None:
@@ -50,11 +50,11 @@ class EngineHost:
         self._sent = self._due = 0.0
 
     def run(self, build: Callable[[], "InferenceEngine"]) -> bool:
-        """Build the engine, tell what came of it, and step it until the end; whether it ended as it
-        was told to.
+        """Build the engine, report the result, and step it until the end. Return True if it was
+        stopped normally.
         """
         try:
-            from nano_inference.remote.core import EngineCore  # seconds, for torch
+            from nano_inference.remote.core import EngineCore  # takes seconds: imports torch
 
             core = EngineCore(build(), self._emit)
             core.prepare()
@@ -71,13 +71,13 @@ class EngineHost:
         try:
             core.run()
         except Exception:
-            log.exception("the engine has failed")  # and has said so
+            log.exception("the engine has failed")  # `core.run` has reported it
             return False
         core.engine.shutdown()
         return True
 
     def take(self, data: bytes) -> None:
-        """A message has come. Before the engine is built there can be none."""
+        """Handle an encoded message. Ignored until the engine is built: no client sends one."""
         if self.core is None:
             return
         try:
@@ -91,10 +91,10 @@ class EngineHost:
         try:
             self.core.handle(message)
         except Exception:
-            log.exception("a message of %d bytes could not be handled", len(data))
+            log.exception("cannot handle a message of %d bytes", len(data))
 
     def beat(self) -> Heartbeat | None:
-        """The heartbeat, if one is due."""
+        """Return the heartbeat if one is due."""
         now, core = time.monotonic(), self.core
         if now < self._due or core is None:
             return None
@@ -111,33 +111,33 @@ class EngineHost:
 
 
 def encoded(encoder: msgspec.msgpack.Encoder, message: FromEngine) -> list[bytes]:
-    """A message on the wire. One that cannot be said fails those who wait for it."""
+    """Encode a message. If that fails, return an error for its receiver instead."""
     try:
         return [encoder.encode(message)]
     except Exception as problem:
-        log.exception("an answer could not be told")
+        log.exception("cannot send an answer")
         error, text = (
             NanoInferenceError.__name__,
-            f"an answer could not be told: {type(problem).__name__}: {problem}",
+            f"cannot send an answer: {type(problem).__name__}: {problem}",
         )
         match message:
             case Returned(call_id):
                 return [encoder.encode(Failed(call_id, error, text))]
             case Outputs([_], [request_id]):
                 return [encoder.encode(Refused(request_id, error, text))]
-            case Outputs(deltas, request_ids):  # it is one request's
-                each = [
+            case Outputs(deltas, request_ids):  # retry each delta, to fail only the bad one
+                single = [
                     Outputs([delta], [request_id])
                     for delta, request_id in zip(deltas, request_ids, strict=True)
                 ]
-                return [data for one in each for data in encoded(encoder, one)]
+                return [data for one in single for data in encoded(encoder, one)]
             case _:
                 return []
 
 
 def refusal(data: bytes, problem: Exception) -> FromEngine | None:
-    """The answer to a message that was not understood, where it can be known who waits for one."""
-    text = f"the engine does not understand this request: {problem}"
+    """Return the answer to an undecodable message, if its sender's request or call is known."""
+    text = f"the engine cannot decode this request: {problem}"
     try:
         match msgspec.msgpack.decode(data):
             case {"type": "Generate" | "Resume", "request_id": int(request_id)}:

@@ -1,8 +1,8 @@
-"""The engine process: `python -m nano_inference.remote.engine_process`. `ProcessClient` starts it.
+"""Engine process, started by `ProcessClient`: `python -m nano_inference.remote.engine_process`.
 
-An input thread takes messages in, the main thread steps, an output thread tells what came of it.
-The process ends when it is told to, when a step fails, and with the process that started it,
-however that ends.
+An input thread receives messages, the main thread steps, and an output thread sends results. The
+process ends on a `Stop`, when a step fails, and with the process that started it, however that
+ends.
 """
 
 import logging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run until the end; never returns."""
+    """Run the engine process. Never returns."""
     begin = be_child(Begin, lambda begin: _leave(_folder_of(begin.inbox)))
     _set_up_logs(begin)
     outbox = Outbox(begin)
@@ -40,12 +40,12 @@ def main() -> None:
     ended_well = outbox.host.run(lambda: _build_aloud(begin, outbox))
     outbox.close()
     logging.shutdown()
-    os._exit(int(not ended_well))  # at once: threads may wait for a step, or in a call
+    os._exit(int(not ended_well))  # skip the threads: they may wait for a step or a call
 
 
 def _build_aloud(begin: Begin, outbox: "Outbox") -> "InferenceEngine":
-    """Build the engine. The API process hears how far that has come, and a person at a terminal
-    sees it; one of several engines says so.
+    """Build the engine and report the progress to the API process. The first of several engines
+    also shows it on the terminal.
     """
     line = nullcontext() if begin.number else loading_line(begin.config.model_path)
     with line, heard_by(lambda state: outbox.tell(Loading(state))):
@@ -67,7 +67,9 @@ def _build(begin: Begin) -> "InferenceEngine":
 
 
 def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
-    """Several engines of one machine take its cards in turn."""
+    """Return the configuration with a device. Several engines on one machine take its cards in
+    turn.
+    """
     import torch
 
     count = torch.cuda.device_count() if number and config.device in ("auto", "cuda") else 0
@@ -75,8 +77,8 @@ def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
 
 
 def _set_up_logs(begin: Begin) -> None:
-    """Lines like the other process's, with `engine` in them; of libraries, and of Python's
-    warnings, what matters.
+    """Log like the API process, with `engine` in each line, and include libraries and Python's
+    warnings.
     """
     send_to_stderr(logging.getLogger(), begin.log_format, "engine")
     logging.captureWarnings(True)
@@ -84,19 +86,19 @@ def _set_up_logs(begin: Begin) -> None:
 
 
 def _folder_of(address: str) -> Path:
-    """In which the sockets are."""
+    """Return the folder of a socket."""
     return Path(address.removeprefix("ipc://")).parent
 
 
 def _leave(folder: Path) -> None:
-    """End now, with nothing left behind."""
-    for _ in range(2):  # the input thread may make its socket while the first one looks
+    """Exit now and remove the sockets' folder."""
+    for _ in range(2):  # the input thread may create its socket during the first pass
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _take_in(address: str, host: EngineHost) -> None:
-    """The input thread."""
+    """Receive messages on the input thread."""
     inbox = zmq.Context().socket(zmq.PULL)
     inbox.bind(address)
     while True:
@@ -104,11 +106,11 @@ def _take_in(address: str, host: EngineHost) -> None:
 
 
 class Outbox:
-    """The output thread: what there is to tell goes into a queue, and from there to the API
-    process; heartbeats too. It also looks after the process that started this one.
+    """Output thread: sends queued messages and heartbeats to the API process. It also exits when
+    the process that started this one is gone.
 
     Attributes:
-        host: of the engine, which tells through it.
+        host: Host of the engine, which sends through this outbox.
     """
 
     def __init__(self, begin: Begin) -> None:
@@ -119,18 +121,18 @@ class Outbox:
         self._thread.start()
 
     def tell(self, message: FromEngine) -> None:
-        """Send a message; returns at once."""
+        """Queue a message and return immediately."""
         self._queue.put(message)
 
     def close(self) -> None:
-        """Let what was told leave; returns when it has, or after a second."""
+        """Wait until queued messages are sent, at most a second."""
         self._queue.put(None)
         self._thread.join(time_limits.LAST_WORDS)
 
     def _run(self) -> None:
         context = zmq.Context()
         outbox = context.socket(zmq.PUSH)
-        # sending never waits: what may be on its way is bounded where requests are taken in
+        # sending never waits: the admission of requests bounds the queue
         outbox.set_hwm(0)
         outbox.connect(self._begin.outbox)
         encoder = msgspec.msgpack.Encoder()
@@ -143,7 +145,7 @@ class Outbox:
                     outbox.send(data)
             except queue.Empty:
                 pass
-            # the other end of stdin is open only in a process that was forked from it
+            # stdin would not signal this if a fork of the parent still holds its other end
             if os.getppid() != self._begin.parent:
                 _leave(_folder_of(self._begin.outbox))
             if (beat := self.host.beat()) is not None:

@@ -1,5 +1,5 @@
-"""`EngineWeights`: the engine process's side of weight updates. It holds what must outlast a call:
-process groups with trainers, by name, and the open update.
+"""`EngineWeights`: the engine process's side of weight updates. It holds the state that outlives a
+call: process groups with trainers, by name, and the open update.
 """
 
 import logging
@@ -34,20 +34,20 @@ from nano_inference.weights.update import WeightUpdate
 
 log = logging.getLogger("nano_inference.server")
 
-MOST_NUMBERS = 2**20  # that `weight_rows` tells at once
+MOST_NUMBERS = 2**20  # limit of one `weight_rows` call
 
 
 class _Membership:
-    """Of a process group that is being joined, or was joined."""
+    """Membership in a process group, joined or being joined."""
 
     def __init__(self, address: Address, deadline: Deadline) -> None:
         self.joined: TrainerGroup | None = None
-        self.deadline = deadline  # of joining
+        self.deadline = deadline  # for joining
         self._address = address
 
     def is_held(self) -> bool:
-        """Whether there is a living trainer. While a group still forms, its caller may have left,
-        so the trainer's store is asked.
+        """Return True if the group has a live trainer. While the group is still forming, probe the
+        trainer's store instead, since the caller may have left.
         """
         if self.joined is not None:
             return self.joined.trainer_lives()
@@ -58,35 +58,36 @@ class _Membership:
         return True
 
     def close(self) -> None:
-        """Leave, or stop waiting for it."""
+        """Leave the group, or stop waiting for it."""
         self.deadline.end()
         if self.joined is not None:
             self.joined.close()
 
 
 class _Session:
-    """An update between its first call and its last."""
+    """An update between its first and last call."""
 
     def __init__(self, number: int, update: WeightUpdate) -> None:
         self.number, self.update = number, update
-        self.names: set[str] = set()  # of tensors that came, or are coming
-        self.file: SafetensorsBytes | None = None  # that is coming, part by part
-        self.busy = threading.Lock()  # held by the call that receives
+        self.names: set[str] = set()  # tensors received or being received
+        self.file: SafetensorsBytes | None = None  # file being received in parts
+        self.busy = threading.Lock()  # held by the receiving call
 
 
 class EngineWeights:
-    """Calls come on threads of their own and may wait, each until its deadline.
+    """Weight updates of one engine. Each call runs on its own thread and may block until its
+    deadline.
 
-    An error in an update closes the update, and the old version serves. An error around a
-    broadcast, such as a call at the wrong time, also ends the group: the trainer may have sent
-    tensors that no call received.
+    A failed update is closed and the old version keeps serving. A failure around a broadcast, such
+    as a call at the wrong time, also closes the process group: the trainer may have sent tensors
+    that no call received.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self._manager = engine.weight_sync
         self._memory = ReusedMemory()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the groups and the session
         self._groups: dict[str, _Membership] = {}
         self._session: _Session | None = None
 
@@ -103,13 +104,13 @@ class EngineWeights:
         seconds: float,
         backend: str | None = None,
     ) -> None:
-        """See `Control.groups.join`."""
+        """Join a process group (`Control.groups.join`)."""
         check_host(host)
         deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         member = self._reserve(group, _Membership((host, port), deadline))
-        lost = WeightUpdateConflict(f"the group {group!r} was left while it was joined.")
+        lost = WeightUpdateConflict(f"the group {group!r} was left while it was being joined.")
         try:
             member.joined = join_trainer(
                 (host, port),
@@ -129,37 +130,37 @@ class EngineWeights:
             raise lost
 
     def leave_group(self, group: str) -> bool:
-        """Whether there was one."""
+        """Leave a group. Return False if there is none with this name."""
         member = self._groups.get(group)
         return member is not None and self._leave(group, member)
 
     def has_group(self, group: str) -> bool:
-        """Whether it was joined and its trainer lives."""
+        """Return True if the group is joined and its trainer lives."""
         member = self._groups.get(group)
         return member is not None and member.joined is not None and member.joined.trainer_lives()
 
     def close(self) -> None:
-        """Leave all groups, also those that are being joined. For the end of the engine."""
+        """Leave all groups, including those being joined. Called when the engine ends."""
         for group, member in list(self._groups.items()):
             self._leave(group, member)
 
     def _reserve(self, group: str, member: _Membership) -> _Membership:
-        """Keep a group's name for a new member, where no living trainer has it. An update that a
-        dead trainer has left is forgotten.
+        """Reserve a group's name for a new member. Raises if a live trainer has it. Withdraws an
+        update that a dead trainer left open.
         """
         with self._lock:
             old, session = self._groups.get(group), self._session
             if old is not None and old.is_held():
                 raise WeightUpdateConflict(
-                    f"there is a group {group!r} and its trainer lives; leave it first."
+                    f"group {group!r} exists and its trainer is alive; leave it first."
                 )
             if session is not None and not session.update.done():
                 if any(each.is_held() for each in self._groups.values()):
                     raise WeightUpdateConflict(
-                        "a weight update is open; finish it before a group is joined."
+                        "a weight update is open; finish it before you join a group."
                     )
                 lost = WeightUpdateConflict(
-                    "the trainer of the weight update is gone, and another one has come."
+                    "the trainer of this weight update died, and another trainer has joined."
                 )
                 self._manager.withdraw(session.update, lost)
             self._groups[group] = member
@@ -168,7 +169,7 @@ class EngineWeights:
         return member
 
     def _leave(self, group: str, member: _Membership) -> bool:
-        """Let a group go, unless a newer one has its name by now."""
+        """Leave a group, unless a newer member has its name by now."""
         with self._lock:
             if self._groups.get(group) is not member:
                 return False
@@ -185,14 +186,14 @@ class EngineWeights:
         complete: bool = False,
         check_finite: bool = False,
     ) -> int:
-        """Open an update; returns the newest version that there is.
+        """Open an update and return the newest weight version.
 
         Args:
-            session: the caller's number of it, named by all calls that follow.
-            known: the session that the caller takes for open. Another open session belongs to calls
-                that were given up, and is closed.
-            complete: refuse an update that lacks a tensor.
-            check_finite: refuse NaN and infinite values.
+            session: The caller's number of the update. All later calls name it.
+            known: The session that the caller believes is open. Any other open session belongs to
+                abandoned calls and is closed.
+            complete: Reject an update that lacks a tensor.
+            check_finite: Reject NaN and infinite values.
         """
         self._require_awake()
         with self._lock:
@@ -200,7 +201,7 @@ class EngineWeights:
             if old is not None and not old.update.done():
                 if old.number == known:
                     raise WeightUpdateConflict(
-                        "a weight update is open already; finish it, or cancel it, first."
+                        "a weight update is already open; finish or cancel it first."
                     )
                 self._manager.withdraw(
                     old.update, WeightUpdateConflict("another weight update has begun.")
@@ -217,13 +218,15 @@ class EngineWeights:
         seconds: float,
         packed_bytes: int | None = None,
     ) -> Received:
-        """See `Control.updates.receive_broadcast`. A tensor is (name, dtype, shape)."""
+        """Receive broadcast tensors (`Control.updates.receive_broadcast`), each given as (name,
+        dtype, shape).
+        """
         with self._group(group) as joined:
 
             def transport(current: _Session) -> WeightTransport:
                 infos = wire.described(tensors, self._manager.shapes, current.names)
                 if not infos:
-                    raise WeightUpdateError("there is nothing to receive: no tensor is named.")
+                    raise WeightUpdateError("nothing to receive: the list of tensors is empty.")
                 return TrainerBroadcasts(
                     joined, infos, packed_bytes=packed_bytes, memory=self._memory
                 )
@@ -231,7 +234,7 @@ class EngineWeights:
             return self._receive(session, transport, seconds)
 
     def receive_stream(self, session: int, group: str, seconds: float) -> Received:
-        """See `Control.updates.receive_stream`."""
+        """Receive a stream of tensors (`Control.updates.receive_stream`)."""
         with self._group(group) as joined:
             return self._receive(session, lambda _: joined.stream(self._memory), seconds)
 
@@ -242,7 +245,7 @@ class EngineWeights:
         content: memoryview,
         seconds: float,
     ) -> Received:
-        """Take one part of a safetensors file of `size` bytes; the parts come in order."""
+        """Take in the next part of a safetensors file of `size` bytes."""
         with self._step(session) as current:
             if current.file is None:
                 current.file = SafetensorsBytes(
@@ -257,22 +260,27 @@ class EngineWeights:
     def receive_bucket(
         self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]
     ) -> None:
-        """Take a bucket that is on this machine. `read` checks it against the names and shapes that
-        it is given, raises `WeightUpdateError`, and returns tensors that this update may keep.
+        """Take in a bucket from this machine.
+
+        Args:
+            session: The open update.
+            read: Checks the bucket against names and shapes, raises `WeightUpdateError`, and
+                returns tensors that the update may keep.
         """
         with self._step(session) as current:
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
 
     def receive_folder(self, session: int, path: str, seconds: float) -> Received:
-        """See `Control.updates.receive_folder`."""
+        """Receive a folder of weights (`Control.updates.receive_folder`)."""
         return self._receive(session, lambda _: WeightFiles(Path(path)), seconds)
 
     def prepare_update(
         self, session: int, version: int, kv_policy: KvPolicy, seconds: float
     ) -> None:
-        """Check all that `finish_update` would, and wait until it need not wait for anything:
-        several engines that are all prepared take the new version at the same time. What fails here
-        closes the session.
+        """Run all checks of `finish_update`, and wait until it would apply immediately.
+
+        This lets several engines switch to the new version at the same time. An error closes the
+        session.
         """
         deadline = Deadline(seconds)
         with self._step(session) as current:
@@ -280,13 +288,13 @@ class EngineWeights:
             self._manager.check(version=version, of=current.update)
             while kv_policy == "finish_old" and self._would_wait(kv_policy):
                 deadline.check(
-                    f"requests that finish on old weights did not end, which version {version} "
-                    "waits for"
+                    f"requests on old weights did not finish; weight version {version} "
+                    "waits for them"
                 )
                 time.sleep(time_limits.UPDATE_LOOK)
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
-        """Let the update serve; returns its version when it does."""
+        """Apply the update. Return its version once it serves."""
         deadline = Deadline(seconds)
         with self._step(session) as current:
             require_policy(self._engine.shared.loop, kv_policy)
@@ -298,14 +306,14 @@ class EngineWeights:
                     self._require_awake()
                     deadline.check(f"weight version {version} was not applied")
                 except WeightUpdateError as problem:
-                    # else it came in time after all
+                    # False: the update was applied just in time
                     if self._manager.withdraw(current.update, problem):
                         raise
             return current.update.result(0)
 
     def cancel_update(self, session: int, reason: str) -> bool:
-        """Close the session, also while another call receives; whether anything was there to be
-        forgotten.
+        """Close the session, even while another call is receiving. Return True if an open update
+        was discarded.
         """
         with self._lock:
             current = self._session
@@ -316,31 +324,32 @@ class EngineWeights:
     # -- checks ------------------------------------------------------------------------------------
 
     def save_weights(self, path: str, version: int) -> int:
-        """Write all that serves into a new folder, which `receive_folder` reads; returns the
-        version. For an engine that joins others; nothing may change the weights meanwhile.
+        """Write all served weights to a new folder for `receive_folder`, and return their version.
+
+        This copies the weights to a replica that joins. They must not change meanwhile.
         """
         self._require_awake()
         with self._manager.lock:
             if self._manager.version != version:
                 raise WeightUpdateConflict(
-                    f"weight version {self._manager.version} serves, and not {version}."
+                    f"expected weight version {version}, but {self._manager.version} is serving."
                 )
             write_folder(path, self._manager.state_dict(), version=version)
         return version
 
     def weight_rows(self, tensor: str, count: int) -> list[Any]:
-        """See `Control.checksums.rows`."""
+        """Return the first rows of a tensor (`Control.checksums.rows`)."""
         self._require_awake()
         rows = self._manager.tensor(tensor)[:count]
         if rows.numel() > MOST_NUMBERS:
             fewer = max(1, count * MOST_NUMBERS // rows.numel())
             raise WeightUpdateError(
-                f"{len(rows)} rows of {tensor!r} are {rows.numel()} numbers; ask for {fewer} rows."
+                f"{len(rows)} rows of {tensor!r} hold {rows.numel()} numbers; request {fewer} rows."
             )
         return rows.to("cpu", torch.float32).tolist()
 
     def describe(self) -> dict[str, Any]:
-        """What kind of engine it is, in words and numbers."""
+        """Return the engine's properties by name."""
         engine = self._engine
         most = max(engine.config.max_loras, len(engine.config.loras))
         return {
@@ -368,18 +377,18 @@ class EngineWeights:
             raise WeightUpdateConflict("no weight update is open; begin one first.")
         if current.update.done():
             raise current.update.error or WeightUpdateConflict(
-                "this weight update is finished; begin another one."
+                "this weight update is finished; begin a new one."
             )
         return current
 
     @contextmanager
     def _group(self, group: str) -> Iterator[TrainerGroup]:
-        """A group to receive in. What fails, a call at the wrong time too, ends it: the trainer may
-        have sent tensors that no call received, and the next call would take them for its own.
+        """Yield a group to receive in. Leave it on any error, also for a call at the wrong time:
+        the trainer may have sent tensors that the next call would take for its own.
         """
         member = self._groups.get(group)
         if member is None or member.joined is None:
-            raise WeightUpdateConflict(f"there is no group {group!r}; join it first.")
+            raise WeightUpdateConflict(f"group {group!r} does not exist; join it first.")
         try:
             yield member.joined
         except BaseException:
@@ -400,11 +409,11 @@ class EngineWeights:
 
     @contextmanager
     def _step(self, session: int) -> Iterator[_Session]:
-        """A call of a session, alone in it. What fails closes the session."""
+        """Run one call of a session exclusively. An error closes the session."""
         current = self._require(session)
         if not current.busy.acquire(blocking=False):
             raise WeightUpdateConflict(
-                "another call of this weight update is under way; wait for its answer."
+                "another call of this weight update is running; wait for its answer."
             )
         try:
             self._require_awake()
@@ -412,10 +421,8 @@ class EngineWeights:
         except Exception as problem:
             error = problem
             if not isinstance(error, WeightUpdateError):
-                log.exception("weights could not be received")
-                error = WeightUpdateError(
-                    "the weights could not be received; the engine's log says why."
-                )
+                log.exception("cannot receive weights")
+                error = WeightUpdateError("cannot receive the weights; see the engine's log.")
             self._manager.withdraw(current.update, error)
             if error is problem:
                 raise
@@ -433,13 +440,13 @@ class EngineWeights:
             return shared.loop.would_wait(kv_policy)
 
     def _require_possible(self, kv_policy: KvPolicy) -> None:
-        """Else the update would wait for the end of the pause, and the trainer resumes only when
-        the update is done.
+        """Raise if the update would deadlock: it would wait for paused requests, and the trainer
+        resumes only after the update.
         """
         shared = self._engine.shared
         with shared.lock:
             if not shared.life.launching and shared.loop.would_wait(kv_policy):
                 raise WeightUpdateConflict(
-                    f"an update with kv_policy={kv_policy!r} would wait for requests that are "
-                    "paused; resume first."
+                    f"an update with kv_policy={kv_policy!r} would wait for paused requests; "
+                    "resume first."
                 )

@@ -1,4 +1,4 @@
-"""An engine in the server's own process: its step loop is a thread, and messages are objects."""
+"""An engine in the server's own process: a thread steps it, and messages are Python objects."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class InProcessClient(EngineClient):
-    """Builds the engine in a thread, and steps it there."""
+    """Builds and steps the engine in a thread of this process."""
 
     def __init__(self, config: EngineConfig, max_backlog: int) -> None:
         super().__init__(max_backlog)
@@ -29,7 +29,7 @@ class InProcessClient(EngineClient):
         self._heart: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Build the engine. Raises what keeps it from being built."""
+        """Build the engine. Raises the error that prevented it."""
         loop = asyncio.get_running_loop()
 
         def emit(message: FromEngine) -> None:
@@ -45,7 +45,7 @@ class InProcessClient(EngineClient):
         self._pulse()
 
     async def close(self) -> None:
-        """Let the step loop end, and the engine go."""
+        """Stop the step loop and shut the engine down."""
         if self._heart is not None:
             self._heart.cancel()
         self._die(STOPPING, STOPPING)
@@ -55,7 +55,7 @@ class InProcessClient(EngineClient):
         core.handle(Stop())
         await asyncio.to_thread(thread.join, time_limits.THREAD_STOP)
         if thread.is_alive():
-            log.warning("a step does not end; its thread is left behind, and the engine with it")
+            log.warning("abandoning the step thread and the engine: the last step did not end")
         else:
             core.engine.shutdown()
 
@@ -81,5 +81,5 @@ def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineC
 def _run(core: "EngineCore") -> None:
     try:
         core.run()
-    except Exception:  # told to the other side
+    except Exception:  # `core.run` has reported it to the client
         log.exception("the engine has failed")

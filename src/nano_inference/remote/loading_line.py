@@ -1,4 +1,4 @@
-"""A line of the terminal that shows that an engine is being built, and for how long."""
+"""A terminal line that shows the progress of building an engine."""
 
 import itertools
 import sys
@@ -10,7 +10,7 @@ from typing import TextIO
 
 from nano_inference.system.progress import shown_by
 
-TICK = 0.25  # seconds between two states of the line
+TICK = 0.25  # seconds between updates of the line
 _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _CLEAR = "\r\x1b[K"
 
@@ -19,13 +19,15 @@ _CLEAR = "\r\x1b[K"
 def loading_line(
     name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """While the block runs, a terminal's last line shows the model's name, or how far a part of the
-    work is, and the seconds. Nothing is written to anything but a terminal.
+    """Show progress on the terminal's last line while the block runs.
+
+    The line has the model's name or the current work, and the elapsed seconds. Nothing is written
+    if `stream` is not a terminal.
 
     Args:
-        name: the model's.
-        stream: the terminal; None: standard error.
-        clock: gives seconds.
+        name: The model's name.
+        stream: The terminal. None: standard error.
+        clock: Returns the time in seconds.
     """
     terminal: TextIO = sys.stderr if stream is None else stream
     if not terminal.isatty():

@@ -1,4 +1,4 @@
-"""Formats of log lines, in both processes. Text from clients is escaped."""
+"""Formats of log lines in both processes. Control characters in client text are escaped."""
 
 import json
 import logging
@@ -10,9 +10,7 @@ LogFormat = Literal["text", "json"]
 
 
 def send_to_stderr(logger: logging.Logger, log_format: LogFormat, process: str = "") -> None:
-    """Let a logger write to stderr and nowhere else. `process` is named in each line where it is
-    not empty.
-    """
+    """Make a logger write only to stderr. A nonempty `process` appears in each line."""
     handler = _ToStderr()
     if log_format == "json":
         handler.setFormatter(JsonLines(process))
@@ -23,20 +21,20 @@ def send_to_stderr(logger: logging.Logger, log_format: LogFormat, process: str =
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to what standard error is at the time."""
+    """Writes to the current `sys.stderr`, which may be replaced later."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Standard error."""
+        """Current standard error stream."""
         return sys.stderr
 
 
 def set_up_logs(log_level: str, log_format: LogFormat) -> None:
-    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
-    as it is.
+    """Send the logs of this package and of uvicorn to stderr. Only for the command line: a library
+    leaves logging unchanged.
     """
     for name in ("nano_inference", "uvicorn"):
         send_to_stderr(logging.getLogger(name), log_format)
@@ -45,7 +43,9 @@ def set_up_logs(log_level: str, log_format: LogFormat) -> None:
 
 
 def escaped(text: str) -> str:
-    """On one line, and without what a terminal would obey: no line feeds, no ANSI sequences."""
+    """Return the text on one line, with line feeds, ANSI sequences and other control characters
+    escaped.
+    """
     if text.isprintable():
         return text
     return "".join(
@@ -55,8 +55,8 @@ def escaped(text: str) -> str:
 
 
 class TextLines(logging.Formatter):
-    """`time level logger message`. Lines of tracebacks are indented, so that none looks like an
-    entry.
+    """Lines of the form `time level logger message`. Tracebacks are indented so that none of their
+    lines looks like a log entry.
     """
 
     def __init__(self, process: str = "") -> None:
@@ -65,38 +65,38 @@ class TextLines(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line without the traceback."""
+        """Return the line without the traceback."""
         return escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
-        """Indented and escaped."""
+        """Return the indented, escaped traceback."""
         return "\n".join(
             "    " + escaped(line) for line in super().formatException(ei).splitlines()
         )
 
 
 class ShortLines(TextLines):
-    """`time message` for a person at a terminal, with the level from WARNING on."""
+    """Lines of the form `time message` for terminals, with the level from WARNING on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.datefmt = "%H:%M:%S"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line without the traceback. It replaces a progress line that stands there."""
+        """Return the line without the traceback. It replaces a progress line."""
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return f"\r\x1b[K{record.asctime} {level}{escaped(record.message)}"
 
 
 class JsonLines(logging.Formatter):
-    """One object a line; `extra={"fields": ...}` of a record becomes its fields."""
+    """One JSON object per line. A record's `extra={"fields": ...}` becomes its fields."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
         self._process = {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line of a record."""
         entry: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
@@ -107,13 +107,11 @@ class JsonLines(logging.Formatter):
         entry |= fields if fields is not None else {"message": record.getMessage()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)  # escapes control characters, and all that is not ASCII
+        return json.dumps(entry)  # escapes control and non-ASCII characters
 
 
 class Rarely:
-    """For lines that a client could cause without end: lets one through now and then, and counts
-    the others.
-    """
+    """Rate limit for log lines that clients can cause: passes some and counts the others."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds
@@ -121,7 +119,7 @@ class Rarely:
         self._held_back = 0
 
     def due(self) -> int | None:
-        """How many were held back since the last one; None: hold this one back too."""
+        """Return the number of lines suppressed since the last one. None: suppress this one too."""
         now = time.monotonic()
         if now < self._next:
             self._held_back += 1

@@ -1,5 +1,5 @@
-"""What the API process and the engine process tell each other: msgspec structs, as msgpack on the
-wire. The common part of a request's samples comes from the engine once.
+"""Messages between the API process and the engine process: msgspec structs, encoded as msgpack. The
+engine sends the parts that a request's samples share only once.
 """
 
 import operator
@@ -22,26 +22,24 @@ from nano_inference.types import (
     TrainingSample,
 )
 
-# A log line: bytes, problem, how many others there were since the last such line.
-NOT_UNDERSTOOD = (
-    "a message of %d bytes was not understood: %.500r; %d more since the last such line"
-)
+# Arguments: size in bytes, the problem, number of similar messages since the last such line.
+NOT_UNDERSTOOD = "cannot decode a message of %d bytes: %.500r; %d more since the last such line"
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first line that the engine process reads, as JSON. Nothing follows on stdin
-    until its end: the API process has ended then.
+    """First line on the engine process's standard input, as JSON. Nothing follows it: end of file
+    means that the API process has ended.
 
     Attributes:
-        config: the engine to build.
-        inbox: ZMQ address at which the engine process is to listen.
-        outbox: where the API process listens.
-        log_level: of the engine process.
-        log_format: its log lines, `"text"` or `"json"`.
-        parent: process id of the API process.
-        number: of the engine among several. Where the configuration leaves the device open and
-            there are several cards, each engine takes the next one.
-        meeting: path of a file in which engines in lockstep meet; empty: it is alone.
+        config: Configuration of the engine.
+        inbox: ZMQ address on which the engine process listens.
+        outbox: ZMQ address on which the API process listens.
+        log_level: Log level of the engine process.
+        log_format: Format of its log lines, `"text"` or `"json"`.
+        parent: Process id of the API process.
+        number: Index of the engine among several. With several cards and no device configured, each
+            engine takes the next card.
+        meeting: Path of the rendezvous file of engines in lockstep. Empty: a single engine.
     """
 
     config: EngineConfig
@@ -55,27 +53,27 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the API process must know of an engine.
+    """Properties of an engine that the API process needs.
 
     Attributes:
-        model_path: as it was configured.
-        tokenizer_folder: where its tokenizer is; None: it has none.
-        max_model_len: tokens of prompt and completion together.
-        vocab_size: rows of the embedding; token ids are below.
-        eos_token_ids: ids that end a sample unless `ignore_eos`.
-        max_batch_size: sequences in a step.
-        numerics: fingerprint of the arithmetic.
-        weight_version: that served when it started.
-        pid: its process.
-        block_size: tokens of a block of its KV cache.
-        max_request_entries: as in its configuration.
-        sampling_defaults: what the model recommends, as fields of `SamplingParams`.
-        grammar_backend: as in its configuration.
-        adapters: with which it started.
-        experts_per_token: ids of routed experts that a sample may have for each token; 0: none.
-        enable_prefix_caching: as in its configuration.
-        dtype: of weights and activations, such as `"bfloat16"`; empty: not known.
-        quantization: of the weights; None: there is none.
+        model_path: Configured model path.
+        tokenizer_folder: Folder of the tokenizer, or None.
+        max_model_len: Maximum tokens of prompt and completion together.
+        vocab_size: Rows of the embedding. Token ids are below this.
+        eos_token_ids: Ids that end a sample unless `ignore_eos` is set.
+        max_batch_size: Maximum sequences in a step.
+        numerics: Fingerprint of the arithmetic.
+        weight_version: Weight version at the start.
+        pid: Process id of the engine.
+        block_size: Tokens in a block of the KV cache.
+        max_request_entries: Configured limit of entries per request.
+        sampling_defaults: The model's recommended fields of `SamplingParams`.
+        grammar_backend: Configured grammar backend.
+        adapters: Adapters loaded at the start.
+        experts_per_token: Maximum ids of routed experts per token. 0: none.
+        enable_prefix_caching: True if prefix caching is configured.
+        dtype: Type of weights and activations, such as `"bfloat16"`. Empty: unknown.
+        quantization: Quantization of the weights, or None.
     """
 
     model_path: str
@@ -102,10 +100,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """A request, as `InferenceEngine.submit` takes it. `request_id` is the API process's own.
+    """A request, with the arguments of `InferenceEngine.submit`. The API process chooses
+    `request_id`.
 
-    `tell`: without `stream`, its tokens are told now and then all the same, so that another engine
-    can go on with them.
+    `tell`: report its tokens periodically even without `stream`, so that another engine can resume
+    it.
     """
 
     request_id: int
@@ -123,7 +122,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
     """Resume samples of one request that another engine began (`InferenceEngine.resume_many`). The
-    answers hold new tokens, and at the end the whole samples. Other fields are as in `Generate`.
+    answers hold new tokens, and finally whole samples. Other fields are as in `Generate`.
     """
 
     request_id: int
@@ -136,8 +135,8 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End requests. Nothing more of them is wanted, or, `answered`, their samples with what they
-    have.
+    """End requests. With `answered`, their samples are returned as they are. Without it, nothing
+    more is sent.
     """
 
     request_ids: list[int]
@@ -145,7 +144,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Run an engine operation, by its name in `operations`."""
+    """Run the engine operation `name` of `operations`."""
 
     call_id: int
     name: str
@@ -153,7 +152,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Shut down."""
+    """Shut the engine down."""
 
 
 ToEngine = Generate | Resume | Abort | Call | Stop
@@ -163,16 +162,14 @@ ToEngine = Generate | Resume | Abort | Call | Stop
 
 
 class CannotStart(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot be built, for an error of this class (a name in
-    `nano_inference.errors`).
-    """
+    """The engine cannot be built. `error` names a class of `nano_inference.errors`."""
 
     error: str
     message: str
 
 
 class Loading(msgspec.Struct, tag=True, frozen=True):
-    """How far building the engine has come, such as "loading x: 1.0 GiB of 4.0 GiB (25%)"."""
+    """Progress of building the engine, such as "loading x: 1.0 GiB of 4.0 GiB (25%)"."""
 
     state: str
 
@@ -184,11 +181,11 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """The deltas of one step.
+    """Deltas of one step.
 
     Attributes:
-        deltas: they, and the samples in them, carry the engine's own request ids.
-        request_ids: the API process's, delta by delta.
+        deltas: Deltas. They and their samples have the engine's own request ids.
+        request_ids: The API process's request id of each delta.
     """
 
     deltas: list[Delta]
@@ -196,7 +193,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request was not taken, for an error of this class (a name in `nano_inference.errors`)."""
+    """A request was rejected. `error` names a class of `nano_inference.errors`."""
 
     request_id: int
     error: str
@@ -204,14 +201,14 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):
-    """A call's result."""
+    """Result of a call."""
 
     call_id: int
     value: Any = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """A call's error."""
+    """Error of a call."""
 
     call_id: int
     error: str
@@ -219,13 +216,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Now and then, also in the middle of a long step: the engine's process lives, and so far has
-    its loop come.
+    """Periodic sign of life with the engine's progress, also sent during a long step.
 
     Attributes:
-        stats: may be a second old.
-        num_steps: that have begun. It grows as long as the loop gets on.
-        busy: whether it has something to do: not while it is paused.
+        stats: Statistics, up to a second old.
+        num_steps: Number of steps begun. It grows while the loop makes progress.
+        busy: True if the engine has work. False while it is paused.
     """
 
     stats: EngineStats
@@ -234,10 +230,10 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Dead(msgspec.Struct, tag=True, frozen=True):
-    """The engine has failed and its process is about to end."""
+    """The engine has failed and its process is about to exit."""
 
     reason: str
-    public: str = ""  # see `EngineDead`
+    public: str = ""  # reason that clients may see, as in `EngineDead`
 
 
 FromEngine = (
@@ -245,18 +241,17 @@ FromEngine = (
 )
 
 
-# -- what samples have in common -------------------------------------------------------------------
+# -- parts that samples share ----------------------------------------------------------------------
 
-# Prompt and parameters are known to who asked, and the prompt's logprobs come with the first sample
-# that ends.
+# The requester knows prompt and parameters. The first finished sample brings the prompt's logprobs.
 
-# entries in a message, or one delta: while it is made or read, others have to wait
+# Maximum entries in a message, unless one delta has more: encoding and decoding block others.
 AT_ONCE = 65_536
 
 
 class CommonParts:
-    """The engine's side of one request: takes out of its samples what the other side has. `()`
-    stands for it.
+    """The engine's side of one request: removes the parts of samples that the other side already
+    has. `()` replaces a removed part.
     """
 
     def __init__(self) -> None:
@@ -264,7 +259,7 @@ class CommonParts:
         self._top: tuple[TopLogprobs, ...] = ()
 
     def leave_out(self, sample: TrainingSample) -> TrainingSample:
-        """The sample as it travels. Only what is the same to the bit counts as told."""
+        """Return the sample for sending. Only bit-identical parts are left out."""
         logprobs, top = sample.prompt_logprobs, sample.prompt_top_logprobs
         if (
             logprobs is not None
@@ -279,10 +274,10 @@ class CommonParts:
 
 
 class AskedParts:
-    """The other side of it: puts them back. All samples then share them.
+    """The API's side of one request: restores the removed parts. All samples share these objects.
 
     Args:
-        message: the request.
+        message: The request.
     """
 
     def __init__(self, message: Generate | Resume) -> None:
@@ -302,8 +297,8 @@ class AskedParts:
         self._top: tuple[TopLogprobs, ...] | None = None
 
     def complete(self, delta: Delta) -> Delta:
-        """A sample's last delta with all that the sample has. One that lacks nothing stays as it
-        is.
+        """Return a sample's last delta with the removed parts restored. A complete delta is
+        returned unchanged.
         """
         sample = delta.finished
         if sample is None or sample.sampling_params is not None:
@@ -322,21 +317,19 @@ class AskedParts:
 def messages_of(
     deltas: Sequence[Delta], request_ids: Sequence[int]
 ) -> Iterator[tuple[list[Delta], list[int]]]:
-    """Deltas with the ids of their requests, in their order, in portions of which none holds too
-    much.
-    """
+    """Yield deltas with their request ids, in order, in portions of bounded size."""
     begin = size = 0
-    for place, delta in enumerate(deltas):
-        own = _size(delta)
-        if size and size + own > AT_ONCE:
-            yield list(deltas[begin:place]), list(request_ids[begin:place])
-            begin, size = place, 0
-        size += own
+    for index, delta in enumerate(deltas):
+        entries = _size(delta)
+        if size and size + entries > AT_ONCE:
+            yield list(deltas[begin:index]), list(request_ids[begin:index])
+            begin, size = index, 0
+        size += entries
     yield list(deltas[begin:]), list(request_ids[begin:])
 
 
 def _size(delta: Delta) -> int:
-    """Entries in it, about."""
+    """Estimate the number of entries in a delta."""
     sample = delta.finished
     if sample is None:
         return 1 + len(delta.token_ids)
@@ -349,8 +342,8 @@ def _size(delta: Delta) -> int:
 
 
 def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether they are the same to the bit. Samples of a group share the very objects; others may
-    be equal.
+    """Return True if two sequences are equal bit for bit. Samples of a group share the same
+    objects, which is the fast path.
     """
     if len(these) != len(those):
         return False

@@ -1,4 +1,4 @@
-"""`OpenRequests`: the requests of an engine's client that have not ended."""
+"""`OpenRequests`: the unfinished requests of an engine client."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from nano_inference.types import Delta
 
 
 class Receiver(Protocol):
-    """Where a request's deltas go."""
+    """Receives the deltas of a request."""
 
     @property
     def name(self) -> str | None:
-        """By which `abort` knows the request."""
+        """Name by which `abort` finds the request."""
         ...
 
     def put(self, delta: Delta) -> None:
-        """A delta has come."""
+        """Take in a delta."""
         ...
 
     def fail(self, problem: Exception) -> None:
-        """Nothing more will come."""
+        """Take in the error that ended the request."""
         ...
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has not ended.
+    """An unfinished request.
 
     Attributes:
-        receiver: where its deltas go.
-        samples_left: of its samples, how many have not ended.
-        asked: what its samples have in common.
-        name: of the receiver, when the request was opened.
+        receiver: Receives the request's deltas.
+        samples_left: Number of unfinished samples.
+        asked: Parts that all samples of the request share.
+        name: Name of the receiver when the request was opened.
     """
 
     receiver: Receiver
@@ -43,11 +43,12 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Requests by id. Each method takes the same time however many there are, except iteration and
-    `named` without names.
+    """Requests by id.
+
+    Every method takes constant time, except iteration and `named(None)`.
 
     Attributes:
-        num_samples: of all of them, those that have not ended.
+        num_samples: Number of unfinished samples of all requests.
     """
 
     def __init__(self) -> None:
@@ -70,11 +71,11 @@ class OpenRequests:
             self._ids.setdefault(name, set()).add(request_id)
 
     def get(self, request_id: int) -> OpenRequest | None:
-        """The request of this id; None: it has ended."""
+        """Return the request with this id, or None if it has ended."""
         return self._by_id.get(request_id)
 
     def remove(self, request_id: int) -> OpenRequest | None:
-        """End a request with all its samples; None: it had ended."""
+        """Remove a request with all its samples and return it, or None if it had ended."""
         request = self._by_id.pop(request_id, None)
         if request is None:
             return None
@@ -87,7 +88,7 @@ class OpenRequests:
         return request
 
     def end_sample(self, request_id: int) -> None:
-        """End one sample of an open request, and the request with its last one."""
+        """End one sample of an open request. The last sample ends the request."""
         request = self._by_id[request_id]
         request.samples_left -= 1
         self.num_samples -= 1
@@ -95,11 +96,11 @@ class OpenRequests:
             self.remove(request_id)
 
     def has_name(self, name: str | None) -> bool:
-        """Whether a request of this name has not ended."""
+        """Return True if a request with this name is open."""
         return name in self._ids
 
     def named(self, names: Collection[str] | None) -> list[int]:
-        """Ids of the requests of these names, the oldest first; None: of all."""
+        """Return the ids of the requests with these names (None: of all), oldest first."""
         if names is None:
             return list(self._by_id)
         return sorted(each for name in set(names) for each in self._ids.get(name, ()))

@@ -1,8 +1,8 @@
-"""The engine operations: all that the API process asks of an engine beside requests, a row each.
+"""Engine operations: all calls from the API process to an engine except requests, one row each.
 
-`EngineClient.call` says one by its name, `EngineCore` runs it, a fleet does it on its replicas, and
-Ray and the trainers' routes ask for it through those. A new operation is a row here and a function
-in the engine process.
+`EngineClient.call` sends an operation by name, and `EngineCore` runs it. A fleet runs it on its
+replicas. Ray and the trainers' routes use these clients. A new operation needs a row here and a
+function in the engine process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,30 +15,30 @@ from nano_inference.errors import InvalidRequest, NanoInferenceError
 from nano_inference.remote import time_limits
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
-# Who keeps the deadline. caller: it stops waiting, and the engine goes on. engine: it is told the
-# seconds, gives up in time and undoes what it began.
+# Side that enforces the deadline. caller: it stops waiting, and the engine continues. engine: it
+# receives the seconds, gives up in time and undoes its partial work.
 Deadline = Literal["caller", "engine"]
-# What a fleet does with an operation; `FleetOperations` has a method for each.
+# How a fleet runs an operation. `FleetOperations` has a method for each policy.
 FleetPolicy = Literal[
-    "one",  # ask one replica, by turns, and the next one if it dies
-    "first",  # ask all; return the answer of the first
-    "same",  # all must give the same answer
-    "any",  # whether one says yes
-    "joined",  # `Operation.join` makes one answer of all
-    "undone",  # if one fails, the others run `Operation.undo` with the arguments that it takes
-    "replica",  # never of a fleet, but of one replica by another
-    # The following change what the replicas have in common:
+    "one",  # call one replica (round-robin), and the next one if it dies
+    "first",  # call all, return the answer of the first
+    "same",  # call all: their answers must be equal
+    "any",  # call all: True if any answer is True
+    "joined",  # call all: `Operation.join` combines the answers
+    "undone",  # call all: if one fails, the others run `Operation.undo` with matching arguments
+    "replica",  # not for a fleet: one replica calls another
+    # The following change state that the replicas share:
     "stats",
     "flush",
     "pause",
     "resume",
     "sleep",
     "wake",
-    "join",  # a process group, each replica with its own rank
+    "join",  # a process group, with a rank for each replica
     "leave",
-    "joined all",  # whether all members of a group are still in it
+    "joined all",  # True if all members of a group are still in it
     "begin",  # a weight update
-    "receive",  # by the replicas that take part in the open update; a failure ends it on all
+    "receive",  # by replicas in the open update: a failure ends the update on all
     "finish",
     "cancel",
     "load",  # an adapter
@@ -47,19 +47,19 @@ FleetPolicy = Literal[
 
 
 class Checks(TypedDict, total=False):
-    """What a weight update is checked for; see `EngineWeights.begin_update`."""
+    """Optional checks of a weight update, as in `EngineWeights.begin_update`."""
 
     complete: bool
     check_finite: bool
 
 
 class Received(msgspec.Struct, frozen=True):
-    """What an engine answers when weights have come.
+    """Reply to received weights.
 
     Attributes:
-        version: that the weights say they are; None: they say nothing.
-        paused: whether the engine was paused, and computes nothing until `resume`. Memory that
-            sleeps is no pause.
+        version: Version that the weights carry, if any.
+        paused: True if the engine is paused and computes nothing until `resume`. Sleeping memory
+            does not count.
     """
 
     version: int | None = None
@@ -68,19 +68,19 @@ class Received(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One row.
+    """Row of the table of operations.
 
     Attributes:
-        name: by which it is called.
-        function: of the engine process, as a path from its `EngineCore`.
-        fleet: what a fleet does with it.
-        arguments: name -> type; a value of another type is refused. Which of them may be left out
-            the function says.
-        returns: type of the answer, where it is more than numbers, strings, lists and dicts.
-        deadline: who keeps it; the engine is told it as `seconds`.
-        undo: the operation that undoes it.
-        join: what a fleet makes of the answers by replica, where `fleet` is "joined".
-        rounds: calls, one after the other, that a fleet may need; each of them has the deadline.
+        name: Name to call it by.
+        function: Function of the engine process, as an attribute path from its `EngineCore`.
+        fleet: How a fleet runs it.
+        arguments: Type of each argument by name; other types are rejected. The function's signature
+            decides which are optional.
+        returns: Type of the answer, if it is more than numbers, strings, lists and dicts.
+        deadline: Side that enforces the deadline. The engine receives it as `seconds`.
+        undo: Name of the operation that undoes this one.
+        join: Combines the replicas' answers if `fleet` is "joined".
+        rounds: Maximum number of consecutive calls by a fleet. Each has the deadline.
     """
 
     name: str
@@ -94,28 +94,28 @@ class Operation:
     rounds: int = 2
 
     def timed(self, seconds: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-        """How long the caller waits, and what the engine is told, for a deadline of `seconds`."""
+        """Return the caller's timeout and the engine's arguments for a deadline of `seconds`."""
         if self.deadline == "caller":
             return seconds, arguments
         return seconds + time_limits.MARGIN, {"seconds": seconds} | arguments
 
 
-def _of_the_first(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    return {**next(iter(found.values())), "replicas": len(found)}
+def _of_the_first(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {**next(iter(answers.values())), "replicas": len(answers)}
 
 
-def _joined_checksums(found: Mapping[str, dict[str, str]]) -> dict[str, str]:
-    (first, expected), *others = found.items()
+def _joined_checksums(answers: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    (first, expected), *others = answers.items()
     for replica, checksums in others:
         differ = sorted(
             name for name in expected.keys() & checksums if expected[name] != checksums[name]
         )
         if differ:
             raise NanoInferenceError(
-                f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} "
-                f"differs, one of {len(differ)}."
+                f"replicas {first} and {replica} have different weights: {len(differ)} tensor(s) "
+                f"differ, such as {differ[0]!r}."
             )
-        expected = checksums | expected  # of engines in lockstep each has some of the experts
+        expected = checksums | expected  # engines in lockstep each hold some of the experts
     return expected
 
 
@@ -126,7 +126,7 @@ _NAMES = {"names": bytes}
 _TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
 
 _ROWS = (
-    # -- questions
+    # -- queries
     Operation("stats", "engine.stats", "stats", returns=EngineStats),
     Operation("describe", "weights.describe", "joined", join=_of_the_first),
     Operation("get_weight_version", "engine.get_weight_version", "same"),
@@ -148,7 +148,7 @@ _ROWS = (
     Operation("sleep", "engine.sleep", "sleep", {"memory": Sequence[Memory]}, undo="wake"),
     Operation("wake", "engine.wake", "wake", {"memory": Sequence[Memory] | None}, undo="sleep"),
     Operation("sleeping", "engine.sleeping", "first", returns=tuple[Memory, ...]),
-    # what was said before it has happened when it returns
+    # returns once earlier messages have taken effect
     Operation("take_in", "engine.shared.handle", "first"),
     # -- process groups with a trainer
     Operation(
@@ -210,7 +210,7 @@ _ROWS = (
         returns=Received,
         deadline="engine",
     ),
-    # on Ray, whose object store brings the bytes (`RayClient`)
+    # only on Ray, whose object store transfers the bytes (`RayClient`)
     Operation("receive_bucket", "", "receive", _SESSION | {"bucket": Any}),
     Operation(
         "prepare_update",
@@ -231,7 +231,7 @@ _ROWS = (
     Operation("save_weights", "weights.save_weights", "replica", {"path": str, "version": int}),
     # -- adapters
     Operation("adapters", "engine.adapters", "first", returns=tuple[AdapterInfo, ...]),
-    # `source`: a folder that the engine's process reads
+    # `source`: folder that the engine's process reads
     Operation(
         "load_adapter",
         "engine.load_adapter",
@@ -239,7 +239,7 @@ _ROWS = (
         {"name": str, "source": str, "version": int | None, "kv_policy": KvPolicy},
         returns=AdapterInfo,
     ),
-    # `path`: of a safetensors file, which the API process has written and removes
+    # `path`: safetensors file that the API process has written and will remove
     Operation(
         "load_adapter_file",
         "engine.adapter_table.load_file",
@@ -264,7 +264,7 @@ _ROWS = (
         {"path": str, "kv_policy": KvPolicy},
         returns=AdapterInfo,
     ),
-    # -- blocks that move between replicas
+    # -- blocks exchanged by replicas
     Operation("count_blocks", "block_link.count_blocks", "replica", _NAMES),
     Operation(
         "export_blocks",
@@ -280,9 +280,9 @@ OPERATIONS: Mapping[str, Operation] = {each.name: each for each in _ROWS}
 
 
 def operation_named(name: str) -> Operation:
-    """The row of this name. Raises `InvalidRequest`."""
+    """Return the operation with this name. Raises `InvalidRequest`."""
     if name not in OPERATIONS:
         raise InvalidRequest(
-            f"{name!r} is not an engine operation; these are {', '.join(OPERATIONS)}."
+            f"{name!r} is not an engine operation; use one of {', '.join(OPERATIONS)}."
         )
     return OPERATIONS[name]

@@ -1,4 +1,4 @@
-"""`ProcessClient`: an engine in a process of its own, and the private folder of its two sockets."""
+"""`ProcessClient`: an engine in its own process, and the private folder of its two sockets."""
 
 import asyncio
 import logging
@@ -26,25 +26,25 @@ from nano_inference.system.child_process import start_child
 
 log = logging.getLogger("nano_inference.server")
 
-AT_ONCE = 64  # messages taken in before others get their turn on the event loop
-BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
+AT_ONCE = 64  # maximum messages handled before other tasks run on the event loop
+BYTES_AT_ONCE = 1 << 20  # the same limit in bytes
 
 
 class ProcessClient(RemoteClient):
-    """Starts an engine process, and notices at once when it ends. From `start` to `close`, or to
-    that end, it holds a folder, a process and two sockets.
+    """Starts an engine process and detects its end immediately. It holds a folder, a process and
+    two sockets from `start` until `close` or that end.
 
     Args:
-        config: of the engine.
-        max_backlog: tokens that a stream may hold, a sample, for a client that does not read.
-        log_format: of the engine process's log lines; their level is that of this process.
-        number: of the engine among several; where the configuration names no device, each takes the
+        config: Configuration of the engine.
+        max_backlog: Maximum unread tokens of a stream, per sample.
+        log_format: Format of the engine process's log lines. Their level is this process's.
+        number: Index of the engine among several. If no device is configured, each engine takes the
             next one.
-        meeting: see `Begin`.
+        meeting: Rendezvous file, as in `Begin`.
 
     Attributes:
-        pid: of the process, once it was started.
-        folder: of the sockets.
+        pid: Process id of the engine process, once started.
+        folder: Folder of the sockets.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ProcessClient(RemoteClient):
         self._number, self._meeting = number, meeting
         self.pid = 0
         self._exited = asyncio.Event()
-        self._process: subprocess.Popen[bytes] | None = None  # None: it is gone, with its sockets
+        self._process: subprocess.Popen[bytes] | None = None  # None: gone with its sockets
 
     async def start(self) -> None:
         """Start the process and wait until its engine is ready.
 
-        Raises what kept the engine from being built, and `EngineDead` if its process ended without
-        a word.
+        Raises the error that prevented it, and `EngineDead` if the process ended without reporting
+        one.
         """
         self._started = asyncio.get_running_loop().create_future()
         try:
@@ -79,25 +79,25 @@ class ProcessClient(RemoteClient):
             raise
 
     async def close(self) -> None:
-        """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone
-        then.
+        """Shut the engine down within seconds, by force if necessary. Afterwards its process,
+        sockets and folder are gone.
         """
         self._die(STOPPING, STOPPING)
         self._settle(EngineDead(STOPPING))
         if self._process is not None and not self._exited.is_set():
-            if self._info is None:  # it does not listen yet, and has nothing to put away
+            if self._info is None:  # still building: it cannot receive `Stop` and needs no cleanup
                 self._process.kill()
             self._send(Stop())
             if not await self._has_exited(time_limits.PROCESS_STOP):
                 self._hang_up()
                 if not await self._has_exited(time_limits.HANG_UP):
-                    log.warning("the engine process does not end, and is killed")
+                    log.warning("killing the engine process: it did not exit in time")
                     self.kill()
                     await self._has_exited(time_limits.HANG_UP)
         self._discard()
 
     def kill(self) -> None:
-        """End its process at once; that is noticed like any other end."""
+        """Kill the process immediately. Its end is detected like any other."""
         if self._process is not None:
             self._process.kill()
 
@@ -108,7 +108,7 @@ class ProcessClient(RemoteClient):
         self.folder: Path = private_folder()
         self._context = zmq.Context()
         try:
-            # The receiver binds: a stranger on the socket can send, and take nothing away.
+            # The receiver binds: another process that connects can send, but not take messages.
             self._inbox = self._context.socket(zmq.PULL)
             self._inbox.bind(f"ipc://{self.folder}/api")
             self._outbox = self._context.socket(zmq.PUSH)
@@ -134,7 +134,7 @@ class ProcessClient(RemoteClient):
         assert isinstance(fd, int)
         self._fd = fd
         self._loop.add_reader(self._fd, self._read)
-        self._loop.call_soon(self._read)  # the descriptor tells of changes alone
+        self._loop.call_soon(self._read)  # the descriptor only signals changes
         threading.Thread(
             target=self._wait, args=(process,), name="wait for the engine process", daemon=True
         ).start()
@@ -143,19 +143,19 @@ class ProcessClient(RemoteClient):
         if self._process is not None:
             self._outbox.send(data, zmq.NOBLOCK)
 
-    async def _has_exited(self, patience: float) -> bool:
+    async def _has_exited(self, timeout_s: float) -> bool:
         try:
-            await asyncio.wait_for(self._exited.wait(), patience)
+            await asyncio.wait_for(self._exited.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        """The thread that waits for the process."""
+        """Wait for the process to end, on a thread."""
         code = process.wait()
         try:
             self._loop.call_soon_threadsafe(self._exit, code)
-        except RuntimeError:  # the event loop was closed before us
+        except RuntimeError:  # the event loop is closed already
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exit(self, code: int) -> None:
@@ -163,15 +163,15 @@ class ProcessClient(RemoteClient):
         self._loop.call_later(time_limits.LAST_WORDS_ARRIVE, self._bury, code)
 
     def _bury(self, code: int) -> None:
-        """The process has ended, unasked unless `close` was called."""
+        """Clean up after the process has ended, expectedly or not."""
         while self._process is not None and self._read_some():
             pass
         if self._process is None:
             return
         self._discard()
         reason = _epitaph(code)
-        self._die(reason, "its process has ended")  # unless it said itself why
-        if self._watcher is None:  # else a supervisor says so
+        self._die(reason, "its process has ended")  # no effect if it reported why
+        if self._watcher is None:  # a supervisor logs it itself
             log.error("the engine has died: %s", self._dead)
         self._settle(EngineDead(reason))
 
@@ -189,11 +189,11 @@ class ProcessClient(RemoteClient):
 
     def _read(self) -> None:
         if self._process is not None and self._read_some():
-            # the descriptor does not tell again of what is there already
+            # the descriptor does not signal messages that were already there
             self._loop.call_soon(self._read)
 
     def _read_some(self) -> bool:
-        """Take in a number of messages; whether there may be more."""
+        """Handle a bounded number of messages. Return True if there may be more."""
         size = 0
         for _ in range(AT_ONCE):
             if size > BYTES_AT_ONCE:
@@ -219,14 +219,14 @@ def _epitaph(code: int) -> str:
     return f"the engine process was killed by {name}."
 
 
-# -- the private folder of its sockets; folders left by killed processes are removed ---------------
+# -- private folder of the sockets -----------------------------------------------------------------
 
 PREFIX = "nano-inference-"
-MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
+MAX_ADDRESS = 100  # maximum bytes of a socket path, slightly below the system's limit
 
 
 def private_folder() -> Path:
-    """A fresh folder that is ours alone, with a path short enough for a socket."""
+    """Create a private folder whose path is short enough for a socket."""
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
     if len(os.fsencode(f"{folder}/engine")) > MAX_ADDRESS:
@@ -236,42 +236,42 @@ def private_folder() -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove folders of processes that were all killed at once; other ends remove their own."""
-    for place in {tempfile.gettempdir(), "/tmp"}:
+    """Remove folders left by processes that were killed together. Others remove their own."""
+    for parent in {tempfile.gettempdir(), "/tmp"}:
         with suppress(OSError):
-            for folder in list(Path(place).glob(f"{PREFIX}*")):
+            for folder in list(Path(parent).glob(f"{PREFIX}*")):
                 if _is_abandoned(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether it is one of ours in which no process listens. A process id would say less: it may
-    belong to another container, or be used again.
+    """Return True if the folder is one of ours and no process listens in it. A process id would be
+    less reliable: it may be reused, or belong to another container.
     """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
         if (
-            not stat.S_ISDIR(found.st_mode)
-            or stat.S_IMODE(found.st_mode) != 0o700
-            or found.st_uid != os.getuid()
+            not stat.S_ISDIR(status.st_mode)
+            or stat.S_IMODE(status.st_mode) != 0o700
+            or status.st_uid != os.getuid()
         ):
             return False
-        if time.time() - found.st_mtime < time_limits.ABANDONED:
+        if time.time() - status.st_mtime < time_limits.ABANDONED:
             return False
         return all(
             each.name in ("api", "engine") and not _listens(each) for each in folder.iterdir()
         )
-    except OSError:  # it has just gone
+    except OSError:  # removed in the meantime
         return False
 
 
 def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-        one.settimeout(0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(0.1)
         try:
-            one.connect(str(path))
+            connection.connect(str(path))
         except ConnectionRefusedError:
             return False
-        except OSError:  # it may listen, and have too much to do
+        except OSError:  # it may listen and be overloaded
             return True
         return True

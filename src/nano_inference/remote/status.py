@@ -1,4 +1,4 @@
-"""The state of replicas, as metrics and routes show it."""
+"""State of replicas for metrics and routes."""
 
 import bisect
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from nano_inference.types import Memory
 State = Literal["starting", "syncing", "serving", "draining", "dead"]
 
 
-# seconds; pauses of moved requests are counted by them
+# upper bounds in seconds of the histogram of pauses of moved requests
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class MoveCounts:
-    """Counts of requests that moved to another replica, those of drained replicas included.
+    """Counts of requests that moved to another replica, including those moved by draining.
 
     Attributes:
-        moved: requests.
-        counts: pauses that clients saw, by `BUCKETS` and beyond the last.
-        seconds: sum of all pauses.
-        longest: the longest pause, in seconds.
+        moved: Number of moved requests.
+        counts: Number of pauses per bucket of `BUCKETS`; the last one counts longer pauses.
+        seconds: Sum of all pauses.
+        longest: Longest pause in seconds.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class MoveCounts:
         self.longest = 0.0
 
     def paused(self, seconds: float) -> None:
-        """Count the pause of a client."""
+        """Count a pause that a client saw."""
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self.seconds += seconds
         self.longest = max(self.longest, seconds)
@@ -38,8 +38,8 @@ class MoveCounts:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """A `Replica` as it is shown; `waiting` and `running` are samples, as the router counts them.
-    `weight_version` and `pid` are None where it does not serve.
+    """Snapshot of a `Replica`. `waiting` and `running` count samples as the router does.
+    `weight_version` and `pid` are None unless the replica serves.
     """
 
     name: str
@@ -54,15 +54,15 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """The state of a fleet.
+    """Snapshot of a fleet.
 
     Attributes:
-        weight_version: that all replicas serve.
-        paused: whether the fleet was paused by a call.
-        asleep: parts of the memory that were given back.
-        replicas: the state of each.
-        deaths: replicas that died after they were built.
-        moves: counts of requests that moved.
+        weight_version: Weight version that all replicas serve.
+        paused: True if a call paused the fleet.
+        asleep: Parts of the memory that were given back.
+        replicas: State of each replica.
+        deaths: Number of replicas that died after they were built.
+        moves: Counts of requests that moved.
     """
 
     weight_version: int
@@ -74,7 +74,7 @@ class FleetReport:
 
 
 class ManagedReplicas(Protocol):
-    """Replicas that can be added and removed by name; see `FleetClient`."""
+    """Replicas that can be added and removed by name, as in `FleetClient`."""
 
     def replica_report(self) -> FleetReport: ...
 

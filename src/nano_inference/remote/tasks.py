@@ -1,4 +1,4 @@
-"""Tasks that are not awaited."""
+"""Background tasks that no caller awaits."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,8 +8,9 @@ T = TypeVar("T")
 
 
 def start_task(work: Coroutine[Any, Any, T], tasks: "set[asyncio.Task[T]]") -> "asyncio.Task[T]":
-    """Run it, on this thread's event loop. Until it ends it stands among `tasks`: the loop alone
-    would not keep it.
+    """Run a coroutine on this thread's event loop.
+
+    `tasks` holds the task until it ends, because the event loop keeps only a weak reference.
     """
     task = asyncio.get_running_loop().create_task(work)
     tasks.add(task)

@@ -1,4 +1,4 @@
-"""Folders by way of which engines of this machine get something."""
+"""Temporary folders that pass files to engines on this machine."""
 
 import asyncio
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def temporary_folder(what: str) -> AsyncIterator[Path]:
-    """A folder of mode 0700, named after what it is for; gone with all that is in it at the end."""
+    """Yield a new folder of mode 0700, named after its purpose. Delete it at the end."""
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=f"nano-inference-{what}-"))
     try:
         yield folder

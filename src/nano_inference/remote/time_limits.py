@@ -1,66 +1,66 @@
-"""The time limits and periods of engines elsewhere and of fleets, in seconds. Deadlines of callers,
-such as `ServerConfig.rl_timeout`, are not here: they come with each call.
+"""Time limits and periods of remote engines and fleets, in seconds. Deadlines set by callers, such
+as `ServerConfig.rl_timeout`, are arguments of each call instead.
 """
 
 # -- a call of an engine operation -----------------------------------------------------------------
 
-# An operation that waits for a step at most has ended by then.
+# Deadline of an operation that waits at most for a step.
 SOON = 60.0
-# An engine that keeps a deadline itself gets so much longer to say that it has passed.
+# Extra time for the reply of an engine that enforces a deadline itself.
 MARGIN = 10.0
-# An update that may have to be withdrawn looks for that as often as this.
+# Period at which a waiting update checks if it must be withdrawn.
 UPDATE_LOOK = 0.1
-# A trainer's store that lives has taken a connection by then.
+# A live trainer's store accepts a connection within this time.
 STORE_PROBE = 0.5
 
 # -- signs of life ---------------------------------------------------------------------------------
 
-# An engine sends heartbeats so far apart while it has requests, also in the middle of a step.
+# Period of an engine's heartbeats while it has requests, also during a step.
 BEAT = 1.0
-# An engine whose state does not change sends them so far apart.
+# Period of the heartbeats of an engine whose state does not change.
 IDLE_BEAT = 10.0
-# An engine that is not heard for so long is silent: its process or its machine has stopped.
+# An engine without heartbeats for this long is silent: its process or machine has stopped.
 SILENCE = 20.0
 # The same for an engine with requests, which sends more heartbeats.
 BUSY_SILENCE = 10.0
-# Statistics of this age are sent again, and not collected.
+# Statistics younger than this are sent again instead of being collected.
 STATS_AGE = 0.5
-# The tokens of requests that do not stream are sent so far apart, for another engine to resume.
+# Period of reporting the tokens of requests that do not stream, so that another engine can resume.
 TELL = 0.25
 
 # -- the end of an engine --------------------------------------------------------------------------
 
-# The last step of an engine in this process ends by then, or its thread is left behind.
+# Deadline for the last step of an in-process engine, before its thread is abandoned.
 THREAD_STOP = 10.0
-# An engine process ends by itself by then, or its standard input is closed.
+# Deadline for an engine process to exit by itself, before its standard input is closed.
 PROCESS_STOP = 5.0
-# An engine process whose standard input is closed ends by then, also in a step, or it is killed.
+# Deadline for an engine process to exit after its standard input is closed, before it is killed.
 HANG_UP = 2.0
-# The last messages of a process that ends get so long to leave it.
+# Time for an exiting process to send its last messages.
 LAST_WORDS = 1.0
-# The last messages of a process that has ended have arrived by then.
+# Time for the last messages of an exited process to arrive.
 LAST_WORDS_ARRIVE = 0.05
-# A folder of sockets is this old before it may count as abandoned: a process listens long before.
+# Minimum age of an abandoned socket folder: a live process listens long before.
 ABANDONED = 60.0
 
 # -- the replicas of a fleet -----------------------------------------------------------------------
 
-# A supervisor looks after its replicas so far apart.
+# Period at which a supervisor checks its replicas.
 WATCH = 0.2
-# The first engine in the place of a dead one starts after this wait, which doubles with each engine
-# in a row that does not last.
+# Delay before a dead engine is first replaced. It doubles with each successive engine that does not
+# last.
 FIRST_RESTART = 0.5
-# No engine waits longer to be started again.
+# Longest delay before an engine is restarted.
 LONGEST_RESTART = 30.0
-# An engine that has served for so long has lasted.
+# An engine that has served this long counts as lasting.
 LASTING = 60.0
-# A replica gets the weights of another one in this time.
+# Deadline for copying the weights of one replica to another.
 BRING_WEIGHTS = 600.0
-# A replica gets an adapter of another one in this time.
+# Deadline for copying an adapter of one replica to another.
 BRING_ADAPTER = 300.0
-# A request waits for its blocks for so long; then it computes them.
+# Deadline for fetching a request's blocks, before they are computed instead.
 BRING_BLOCKS = 30.0
-# Replicas report their blocks so far apart.
+# Period of the replicas' block reports.
 BLOCK_REPORTS = 0.5
-# A replica answers with its blocks in this time.
+# Deadline for a replica's block report.
 BLOCK_REPORT = 10.0

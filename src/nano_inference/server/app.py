@@ -1,4 +1,4 @@
-"""The application: the routes, and the layers around them."""
+"""The ASGI application: routes, and the layers around them."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,13 +23,13 @@ Routes = Callable[[APIRouter, Server], None]
 def build_app(
     server: Server, protocols: Mapping[str, ApiProtocol], routes: Sequence[Routes] = ()
 ) -> ASGIApp:
-    """The application.
+    """Build the application.
 
     Args:
-        server: what it serves.
-        protocols: path -> the protocol that a POST to it speaks.
-        routes: each adds other routes; what they raise is answered in the shape of the protocol
-            that the path speaks.
+        server: State that the routes share.
+        protocols: Protocol of each path that accepts a POST.
+        routes: Functions that add further routes. Their errors use the format of the path's
+            protocol.
     """
     return in_layers(
         build_routes(server, protocols, routes),
@@ -42,7 +42,7 @@ def build_app(
 def build_routes(
     server: Server, protocols: Mapping[str, ApiProtocol], routes: Sequence[Routes] = ()
 ) -> FastAPI:
-    """The routes without the layers: for `/openapi.json`, and for tests that walk over them."""
+    """Build the routes without the layers, for `/openapi.json` and for tests."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,18 +81,18 @@ def build_routes(
 
 
 async def _answer_to(request: Request, problem: Exception) -> Response:
-    """What a route raised, or the router: never FastAPI's own shape."""
+    """Answer an error of a route or the router in the path's format, never in FastAPI's."""
     match problem:
         case HTTPException(status_code=404) if (
             request.url.path in TRAINERS and not request.app.state.rl
         ):
             error = ApiError(
-                404, "this route is for trainers, and off: the server was started without --rl."
+                404, "this route is for trainers: start the server with --rl to enable it."
             )
         case HTTPException(status_code=404):
             error = no_route(request.url.path)
         case HTTPException(status_code=405):
-            text = f"{shown(request.url.path)} does not know the method {shown(request.method)}."
+            text = f"{shown(request.url.path)} does not support the method {shown(request.method)}."
             error = ApiError(405, text, headers=problem.headers or {})
         case HTTPException():
             error = ApiError(

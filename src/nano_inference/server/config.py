@@ -1,4 +1,4 @@
-"""`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
+"""`ServerConfig`: listening, access, and limits of the server."""
 
 import ipaddress
 import re
@@ -34,86 +34,84 @@ SERVER, KEYS, LIMITS, TRAINING, LOGS = (
 @strict_options(ConfigError)
 @dataclass(frozen=True)
 class ServerConfig:
-    """Frozen. Unknown or contradictory options raise `ConfigError`.
+    """Configuration of the server. Unknown or contradictory options raise `ConfigError`.
 
-    Options with `unset` have two defaults, the second with `rl`: a trainer asks for a whole batch
-    at once, for the logprobs of as many tokens as it likes, and waits as long as its own step takes
-    while requests are paused. They are None as given, never afterwards.
+    Options with `unset` have two defaults, the second one for `rl`: trainers send whole batches,
+    request logprobs of any number of tokens, and wait through pauses as long as a training step.
+    Such an option may be None only as an argument, never afterwards.
 
     Attributes:
-        host: address to listen on; the default is reachable from this machine alone.
-        port: TCP port; 0 takes a free one.
-        uds: path of a socket file to listen on instead; a new one is its user's alone, an old one
-            keeps its mode.
-        root_path: what a proxy leaves before the paths, such as `/llm`; requests with and without
-            it are served.
-        served_model_name: the `model` that clients name, or several, of which answers name the
-            first; None: the engine's `model_path`.
-        chat_template: Jinja source, instead of the model's own.
-        api_keys: any of them opens every route for clients; `/health`, `/ping`, `/liveness`,
-            `/docs` and the page are open to all. None given: no key is needed.
-        admin_key: opens the routes that change the engine; None: they are off.
-        in_process: run the engine in the server's process instead of one of its own.
-        restart_engine: start a new engine when the old one has died.
-        replicas: engines, each of its own, behind this server. A request goes to one of them; when
-            it dies, another one goes on with the same bits.
-        prefill_replicas: of the replicas, how many only compute prompts; the others go on from the
+        host: Address to listen on. The default is reachable only from this machine.
+        port: TCP port. 0: any free one.
+        uds: Path of a Unix socket to listen on instead. A new one is private to its user; an
+            existing one keeps its mode.
+        root_path: Path prefix that a proxy adds, such as `/llm`. Requests with and without it are
+            served.
+        served_model_name: Model name that clients use, or several; replies contain the first. None:
+            the engine's `model_path`.
+        chat_template: Jinja source that replaces the model's chat template.
+        api_keys: Keys that open every client route. `/health`, `/ping`, `/liveness`, `/docs` and
+            the page need no key. Empty: no key is needed.
+        admin_key: Key of the routes that change the engine. None: these routes are off.
+        in_process: Run the engine in the server's process instead of its own.
+        restart_engine: Start a new engine when the old one dies.
+        replicas: Number of independent engines. If one dies, another continues its requests with
+            the same bits.
+        prefill_replicas: Number of replicas that only compute prompts. Others continue from the
             first token.
-        share_prefixes: a replica that does not have a prompt's prefix fetches it from one that
-            does, where that takes less time than computing it.
-        stall_timeout: seconds after which one of several replicas that has something to do and gets
-            nowhere is killed.
-        max_queued_samples: samples that may wait beyond those that fit into a batch; more are
-            refused with 429. This and some other defaults are larger with `rl`.
-        max_samples: samples of one request: `n` times its prompts.
-        max_logprobs: `top_logprobs` and `logprobs` of one request; -1: as many as there are tokens.
-        max_stop: stop strings of one request.
-        max_stop_length: characters of a stop string.
-        max_logit_bias: entries of `logit_bias`.
-        max_messages: messages of one chat.
-        max_tools: tools of one chat.
-        max_body_bytes: size of a request's body.
-        max_pending_bytes: size of all bodies together that are being read; None: eight of the
-            largest.
-        max_stored_responses: size of all responses together that later ones may go on from; 0:
-            none is kept.
-        body_timeout: seconds that a client may be silent in the middle of a body.
-        max_connections: connections at a time.
-        max_header_bytes: size of all its headers.
-        max_depth: how deep its JSON may nest.
-        max_values: values that it may hold: numbers, texts and the like; prompts of token ids need
-            the most.
-        request_timeout: seconds after which a request is aborted.
-        drain_timeout: seconds that running requests get to end when the server is told to stop.
-        max_backlog: tokens that a stream may hold, a choice, for a client that does not read; then
-            it is aborted.
-        cors_origins: origins whose pages may call; `*`: all.
-        tls_cert: PEM file of the certificate chain; with `tls_key` the server speaks HTTPS.
-        tls_key: PEM file of its key.
-        hide_cached_tokens: do not tell clients how much of a prompt was cached (others' prompts can
-            be guessed by it).
-        return_tokens_as_token_ids: logprobs name tokens "token_id:123" where a request does not say
-            whether (trainers that speak OpenAI's protocol start their engines so).
-        tool_format: name of the format of tool calls; None: found out from the chat template.
-        reasoning_format: name of the format of reasoning; None: found out.
-        generation_config: `"auto"`: what a request to OpenAI's and Anthropic's routes leaves out is
-            as the model's generation_config.json recommends; `"none"`: it is neutral; else a
-            folder, of which that file is read instead. None: auto, and none with `rl`.
+        share_prefixes: Fetch a prompt's cached prefix from another replica if that is faster than
+            computing it.
+        stall_timeout: Seconds without progress after which a busy replica is killed, if there are
+            several.
+        max_queued_samples: Maximum samples waiting beyond a full batch. More are rejected with 429.
+            This and some other defaults are larger with `rl`.
+        max_samples: Maximum samples of a request: `n` times its prompts.
+        max_logprobs: Maximum `top_logprobs` and `logprobs` of a request. -1: no limit.
+        max_stop: Maximum stop strings of a request.
+        max_stop_length: Maximum characters of a stop string.
+        max_logit_bias: Maximum entries of `logit_bias`.
+        max_messages: Maximum messages of a chat.
+        max_tools: Maximum tools of a chat.
+        max_body_bytes: Maximum size of a request's body.
+        max_pending_bytes: Maximum total size of the bodies being read. None: 8 times
+            `max_body_bytes`.
+        max_stored_responses: Maximum total size of responses stored for later ones to continue. 0:
+            store none.
+        body_timeout: Seconds to wait for the next part of a body.
+        max_connections: Maximum open connections.
+        max_header_bytes: Maximum total size of a request's headers.
+        max_depth: Maximum nesting depth of a JSON body.
+        max_values: Maximum values (numbers, strings and so on) of a JSON body. Prompts of token ids
+            need the most.
+        request_timeout: Seconds after which a request is aborted.
+        drain_timeout: Seconds to wait for running requests at shutdown.
+        max_backlog: Maximum unread tokens per choice of a stream. A slower client is cut off.
+        cors_origins: Origins whose pages may call the server. `*`: all.
+        tls_cert: PEM file of the certificate chain. With `tls_key`, the server speaks HTTPS.
+        tls_key: PEM file of the certificate's key.
+        hide_cached_tokens: Hide from clients how much of a prompt was cached, since that can reveal
+            others' prompts.
+        return_tokens_as_token_ids: By default, name tokens in logprobs "token_id:123". Some
+            trainers start their engines this way.
+        tool_format: Format of tool calls. None: detected from the chat template.
+        reasoning_format: Format of reasoning. None: detected from the chat template.
+        generation_config: Source of sampling defaults for OpenAI's and Anthropic's routes.
+            `"auto"`: the model's generation_config.json; `"none"`: temperature 1, no filters;
+            otherwise a folder with such a file. None: auto, or none with `rl`.
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
-        log_format: `"text"`, or `"json"`: one object a line.
-        log_prompts: also log prompts and completions.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each generation.
-        rl: serve the routes by which trainers pause the engine and change its weights
+        log_format: `"text"`, or `"json"` for one object per line.
+        log_prompts: Also log prompts and completions.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that receives a span per generation.
+        rl: Serve the routes that trainers use to pause the engine and change its weights
             (`server/trainers`).
-        rl_open: ask for no admin key on those although other machines can reach them.
-        rl_timeout: seconds that a weight group may take to form, and an update to arrive.
-        rl_max_body_bytes: size of a body that holds weights (`/update_weights_from_tensor`).
-        weight_update_group_init_method: "tcp://host:port" of a trainer whose weight group is joined
-            from the start on (PipelineRL's way; the names are its own).
-        weight_update_group_world_size: of that group: the trainer and all engines.
-        actor_llm_idx: this engine's number among them; its rank is one more.
-        disable_weight_updates: do not join that group; what the trainer says of it may be given all
-            the same.
+        rl_open: Allow `rl` without an admin key on an address that other machines can reach.
+        rl_timeout: Seconds for a weight group to form, and for an update to arrive.
+        rl_max_body_bytes: Maximum size of a body with weights (`/update_weights_from_tensor`).
+        weight_update_group_init_method: Address "tcp://host:port" of a trainer whose weight group
+            the engine joins at its start. This and the next three names are PipelineRL's.
+        weight_update_group_world_size: Size of that group: the trainer and all engines.
+        actor_llm_idx: Number of this engine in that group. Its rank is one more.
+        disable_weight_updates: Do not join that group, even if its other options are set.
     """
 
     host: str = option(
@@ -214,7 +212,7 @@ class ServerConfig:
         None,
         LIMITS,
         "Maximum values in a JSON body. Default: 2^20; 2^24 with --rl.",
-        unset=(1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
+        unset=(1 << 20, 1 << 24),  # enough for 128 prompts of 8,192 token ids; 4,096 of 4,096
         least=1,
     )
     request_timeout: float = option(
@@ -255,7 +253,7 @@ class ServerConfig:
         "Sampling defaults for requests. auto: the model's generation_config.json; none: "
         "temperature 1, no filters; FOLDER: read it from there. Default: auto; none with --rl.",
         metavar="auto|none|FOLDER",
-        unset=("auto", "none"),  # a trainer's logprobs are of what it asked for
+        unset=("auto", "none"),  # trainers expect logprobs of exactly what they requested
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", LOGS, "Lowest level to log."
@@ -301,9 +299,8 @@ class ServerConfig:
         check_least(self, ConfigError)
         if self.max_pending_bytes < self.max_body_bytes:
             raise ConfigError(
-                f"max_pending_bytes={self.max_pending_bytes} is less than "
-                f"max_body_bytes={self.max_body_bytes}: the "
-                "largest body would never be read."
+                f"max_pending_bytes={self.max_pending_bytes} must be at least "
+                f"max_body_bytes={self.max_body_bytes}, or the largest body could not be read."
             )
         self._check_replicas()
         self._check_keys()
@@ -313,20 +310,22 @@ class ServerConfig:
         check_seconds(self, timeouts, ConfigError)
         if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
             raise ConfigError(
-                f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more."
+                f"drain_timeout={self.drain_timeout!r} must be a number of seconds of at least 0."
             )
 
     def _fill(self) -> None:
-        """Set the defaults of what is unset."""
-        for each in fields(self):
-            if getattr(self, each.name) is None and "unset" in each.metadata:
-                object.__setattr__(self, each.name, each.metadata["unset"][bool(self.rl)])
+        """Set the defaults of unset options."""
+        for option_field in fields(self):
+            if getattr(self, option_field.name) is None and "unset" in option_field.metadata:
+                object.__setattr__(
+                    self, option_field.name, option_field.metadata["unset"][bool(self.rl)]
+                )
         if self.max_pending_bytes is None and is_whole(self.max_body_bytes):
             object.__setattr__(self, "max_pending_bytes", 8 * self.max_body_bytes)
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients may call the model, beside what the engine calls it."""
+        """Names that clients may use for the model, in addition to the engine's own."""
         names = self.served_model_name
         return () if names is None else (names,) if isinstance(names, str) else names
 
@@ -340,22 +339,20 @@ class ServerConfig:
             )
         if self.root_path and re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII) is None:
             raise ConfigError(
-                f"root_path={self.root_path!r} must be like '/llm', without a slash at its end."
+                f"root_path={self.root_path!r} must be like '/llm', without a trailing slash."
             )
 
     def _check_replicas(self) -> None:
         if not 0 <= self.prefill_replicas < self.replicas:
             raise ConfigError(
-                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of "
-                "replicas="
-                f"{self.replicas} at least one has to go on with the prompts that the others "
-                "compute."
+                f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): "
+                f"of replicas={self.replicas}, at least one must continue computed prompts."
             )
 
     def _check_keys(self) -> None:
         keys: Any = self.api_keys
         if not isinstance(keys, tuple):
-            # without the value: it may be a key
+            # the message omits the value, which may be a key
             raise ConfigError("api_keys must be a tuple of strings.")
         for key in (*keys, *(() if self.admin_key is None else (self.admin_key,))):
             if not (
@@ -366,17 +363,16 @@ class ServerConfig:
                 and " " not in key
             ):
                 raise ConfigError(
-                    "api_keys and admin_key must be printable ASCII without spaces, and not empty."
+                    "api_keys and admin_key must be nonempty, printable ASCII without spaces."
                 )
         if self.admin_key in keys:
-            raise ConfigError("admin_key is among api_keys; users would be administrators.")
+            raise ConfigError("admin_key must differ from all api_keys.")
 
     def _check_rl(self) -> None:
         if self.rl and not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
             raise ConfigError(
-                f"rl=True with host={self.host!r}: all who reach it could change the weights. "
-                "Give an admin_key, "
-                "or rl_open=True if all who reach it are trusted."
+                f"rl=True with host={self.host!r} lets anyone who reaches it change the weights. "
+                "Set an admin_key, or rl_open=True if you trust all who reach it."
             )
 
     def _check_weight_group(self) -> None:
@@ -399,16 +395,16 @@ class ServerConfig:
         for name, value in (("weight_update_group_world_size", size), ("actor_llm_idx", index)):
             if not is_whole(value):
                 raise ConfigError(f"{name}={value!r} must be an integer.")
-        # A trainer in its debug mode, which disables updates, has no group and calls its size 1.
+        # In debug mode, PipelineRL's trainer disables updates, has no group and sets its size to 1.
         if not 0 <= index < size - 1 and not self.disable_weight_updates:
             raise ConfigError(
-                f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the "
+                f"actor_llm_idx={index} must be in [0, {size - 1}): one of the {size} ranks is the "
                 "trainer's."
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach the host."""
     if not host:
         return False
     try:
@@ -416,9 +412,9 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(
-        ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found
+    return bool(addresses) and all(
+        ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in addresses
     )

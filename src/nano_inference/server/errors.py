@@ -1,6 +1,4 @@
-"""`ApiError`, the table that says which HTTP status answers which error, and the shapes that
-protocols give it.
-"""
+"""`ApiError`, the HTTP status of each error, and the error formats of the protocols."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,23 +27,23 @@ from nano_inference.fleet.errors import (
 )
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
 
-SHOWN = 80  # characters of a value or name that a message repeats
+SHOWN = 80  # maximum characters of a value or name quoted in a message
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
-NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})  # both SDKs obey it
+NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})  # both SDKs heed it
 
 
 @dataclass
 class ApiError(Exception):
-    """What goes wrong at the edge.
+    """Error that a client receives.
 
     Attributes:
         status: HTTP status.
-        message: one sentence for the client: no paths, no tracebacks.
-        param: the field that is at fault.
-        code: a word that programs look for, such as `context_length_exceeded`.
-        headers: to send along, such as `retry-after`.
+        message: One sentence for the client, without paths and tracebacks.
+        param: Name of the offending field.
+        code: Machine-readable code, such as `context_length_exceeded`.
+        headers: Headers of the reply, such as `retry-after`.
     """
 
     status: int
@@ -59,12 +57,12 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400."""
+    """Make an error with status 400."""
     return ApiError(400, message, param, code)
 
 
 def shown(value: object) -> str:
-    """A client's value as a message may repeat it: one short line of ASCII."""
+    """Return a client's value for a message: one short line of ASCII."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "an integer of many digits"
     if isinstance(value, list | dict):
@@ -76,8 +74,8 @@ def shown(value: object) -> str:
 
 
 def retry_after(seconds: float) -> Mapping[str, str]:
-    """Headers that tell a client when to come again: both SDKs obey the milliseconds, others know
-    the seconds.
+    """Return headers that say when to retry. Both SDKs use the milliseconds, other clients the
+    seconds.
     """
     milliseconds = max(1, round(seconds * 1000))
     return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
@@ -90,7 +88,7 @@ def _public_reason(problem: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How the server answers an error. The fields are those of `ApiError`."""
+    """Row of `ANSWERS`, with the fields of `ApiError`."""
 
     status: int
     code: str | None = None
@@ -98,8 +96,8 @@ class _Answer:
     text: Callable[[BaseException], str] = str
 
 
-# The answer to each error that an engine, a fleet or a text function raises on purpose. An error
-# without its own row has the row of its nearest base class.
+# Reply to each error that an engine, a fleet or a text function raises deliberately. An error
+# without a row uses that of its nearest base class.
 ANSWERS: Mapping[type[BaseException], _Answer] = {
     InvalidRequest: _Answer(400),
     RequestTooLarge: _Answer(400, "context_length_exceeded"),
@@ -115,7 +113,7 @@ ANSWERS: Mapping[type[BaseException], _Answer] = {
         503,
         "engine_restarting",
         retry_after(5.0),
-        lambda _: "the engine has died, and is being started again.",
+        lambda _: "the engine died and is restarting.",
     ),
     EngineRestarting: _Answer(503, "engine_restarting", MappingProxyType({"retry-after": "5"})),
     ReaderTooSlow: _Answer(408),
@@ -125,9 +123,7 @@ ANSWERS: Mapping[type[BaseException], _Answer] = {
     WeightsChanged: _Answer(503),
     EnginesDied: _Answer(500, "engines_died", NO_RETRY),
 }
-_BUG = _Answer(
-    500, headers=NO_RETRY, text=lambda _: "something went wrong in the server; its log says what."
-)
+_BUG = _Answer(500, headers=NO_RETRY, text=lambda _: "internal server error; see the server's log.")
 
 
 def _row_of(problem: BaseException) -> _Answer:
@@ -136,20 +132,19 @@ def _row_of(problem: BaseException) -> _Answer:
 
 
 def is_bug(problem: BaseException) -> bool:
-    """Return whether an error is a bug: the log has its text, and the client gets no detail."""
+    """Return True if an error is a bug. Its text goes only to the log, not to the client."""
     return not isinstance(problem, ApiError) and _row_of(problem) is _BUG
 
 
 def api_error_of(problem: BaseException) -> ApiError:
-    """Return the answer to an error of an engine, a fleet or a text function, by `ANSWERS`."""
+    """Return the reply to an error of an engine, a fleet or a text function, by `ANSWERS`."""
     if isinstance(problem, ApiError):
         return problem
     row = _row_of(problem)
     return ApiError(row.status, row.text(problem), code=row.code, headers=row.headers)
 
 
-# status -> OpenAI's `type`, OpenAI's `code` where the error has none of its own, Anthropic's
-# `error.type`
+# status -> OpenAI's `type`, OpenAI's default `code`, Anthropic's `error.type`
 _WORDS: Mapping[int, tuple[str, str | None, str]] = {
     400: ("invalid_request_error", None, "invalid_request_error"),
     401: ("authentication_error", "invalid_api_key", "authentication_error"),
@@ -170,7 +165,7 @@ _WORDS: Mapping[int, tuple[str, str | None, str]] = {
 
 
 def openai_error(problem: ApiError) -> dict[str, Any]:
-    """OpenAI's shape; all four keys are required by its document."""
+    """Return an error in OpenAI's format. Its specification requires all four keys."""
     kind, code, _ = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
     return {
         "error": {
@@ -183,7 +178,7 @@ def openai_error(problem: ApiError) -> dict[str, Any]:
 
 
 def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """Anthropic's shape. An error event in a stream has no `request_id`."""
+    """Return an error in Anthropic's format. Error events of a stream have no `request_id`."""
     _, _, kind = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": problem.message}}
     return body if request_id is None else body | {"request_id": request_id}

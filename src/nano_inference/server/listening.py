@@ -1,4 +1,4 @@
-"""Why a server cannot listen where it should, in one sentence, before anything is loaded."""
+"""Early check that the server can listen, with a one-sentence reason if not."""
 
 import errno
 import logging
@@ -12,14 +12,16 @@ _UVICORN = logging.getLogger("uvicorn.error")
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise `ConfigError` if the port is in use, or needs rights that this process lacks. Any other
-    problem is left to the server, which knows all addresses of the host. Port 0 is any free one.
+    """Raise `ConfigError` if the port is in use, or needs privileges that this process lacks.
+
+    The server itself reports other problems, since it tries all addresses of the host. Port 0 is
+    any free port.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         return
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,7 +32,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def why_not(host: str, port: int, problem: BaseException | None) -> str:
-    """Why nothing can listen at this address, and what helps."""
+    """Return why nothing can listen at this address, and a remedy."""
     code = getattr(problem, "errno", None)
     if code == errno.EADDRINUSE:
         return f"port {port} is in use; --port 0 takes a free one."
@@ -38,18 +40,18 @@ def why_not(host: str, port: int, problem: BaseException | None) -> str:
         return f"port {port} needs administrator rights; use one above 1023, or --port 0."
     text = getattr(problem, "strerror", None) or problem
     why = "" if problem is None or isinstance(problem, SystemExit) else f": {text}"
-    return f"host={host!r}, port={port}: cannot listen there{why}."
+    return f"cannot listen on host={host!r}, port={port}{why}."
 
 
 class _Kept(logging.Filter):
-    """Holds back the error that uvicorn logs when it cannot listen."""
+    """Filter that keeps the error uvicorn logs when it cannot listen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.problem: OSError | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
+        """Return True if the record should be logged."""
         if isinstance(record.msg, OSError):
             self.problem = record.msg
             return False
@@ -58,7 +60,7 @@ class _Kept(logging.Filter):
 
 @contextmanager
 def held_back() -> Iterator[_Kept]:
-    """While uvicorn starts to listen: its own error line is kept, not logged."""
+    """Keep uvicorn's own error line instead of logging it, while uvicorn starts to listen."""
     kept = _Kept()
     _UVICORN.addFilter(kept)
     try:

@@ -1,6 +1,4 @@
-"""`serve` runs the server until it is told to stop; `running_server` runs one for the length of a
-`with` block.
-"""
+"""`serve` runs the server until it is stopped, `running_server` during a `with` block."""
 
 import asyncio
 import atexit
@@ -57,7 +55,7 @@ from nano_inference.system.machine import usable_cores
 
 log = logging.getLogger("nano_inference.server")
 
-_GLANCE = 0.02  # seconds between two looks at whether the engine is built
+_GLANCE = 0.02  # seconds between checks if the engine is built
 
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/completions": openai_completions.PROTOCOL,
@@ -73,7 +71,7 @@ ROUTES: Sequence[Routes] = (
     response_routes,
     fleet_routes,
 )
-# With `ServerConfig.rl`.
+# Additional protocols with `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,
     "/inference/v1/generate": vllm_generate.PROTOCOL,
@@ -88,14 +86,14 @@ RL_ROUTES: Sequence[Routes] = (
 
 
 def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C, which let running requests end first. Sets up logging.
+    """Serve until SIGTERM or Ctrl-C, then wait for running requests. Sets up logging.
 
     Args:
-        engine: what to build, or a client of one that is not started yet.
-        config: how.
+        engine: Engine to build, or a client that is not started yet.
+        config: Configuration of the server.
 
     Raises:
-        NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
+        NanoInferenceError: The engine could not be built, or it died (`EngineDead`).
     """
     set_up_logs(config.log_level, config.log_format)
     server = Server(config, _client(engine, config))
@@ -104,7 +102,7 @@ def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
 
 
 def raise_if_lost(server: Server) -> None:
-    """If a server has ended because it lost its engine, raise why."""
+    """Raise the error by which a server lost its engine, if it did."""
     if isinstance(server.lost, Exception):
         raise server.lost
     if server.lost is not None:
@@ -118,15 +116,17 @@ def running_server(
     *,
     timeout: float = 300.0,
 ) -> Iterator[str]:
-    """A server on a thread of this process; yields its URL. For tests, notebooks and examples.
+    """Run a server on a thread of this process and yield its URL. For tests, notebooks and
+    examples.
 
     Args:
-        engine: what to build, or a client of one that is not started yet.
-        config: by default a free port of this machine, and the engine in this process.
-        timeout: seconds that the engine may take to be built.
+        engine: Engine to build, or a client that is not started yet.
+        config: Configuration of the server. None: a free port of this machine, and the engine in
+            this process.
+        timeout: Maximum seconds to build the engine.
 
     Raises:
-        NanoInferenceError: it could not be built.
+        NanoInferenceError: The engine could not be built.
     """
     config = config if config is not None else ServerConfig(port=0, in_process=True)
     server = Server(config, _client(engine, config))
@@ -138,7 +138,7 @@ def running_server(
         while not (runner.started and server.lifecycle.is_ready):
             if not thread.is_alive() or server.lost is not None or time.monotonic() > deadline:
                 raise_if_lost(server)
-                raise NanoInferenceError("the server did not start; its log says why.")
+                raise NanoInferenceError("the server did not start; see its log.")
             time.sleep(0.01)
         yield runner.url
     finally:
@@ -147,7 +147,7 @@ def running_server(
 
 
 def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
-    """A client of an engine that is not started yet, in this process or in one of its own. Raises
+    """Return a client of an engine that is not started yet, in this or its own process. Raises
     `ConfigError`.
     """
     require_shardable(engine)
@@ -171,24 +171,26 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
 
 
 def _for_a_trainer(engine: EngineConfig) -> EngineConfig:
-    """The config with plain weights, unless it names codes; of a `.gguf` file that is said."""
+    """Return the config with plain weights, unless it names a quantization. Log it for `.gguf`
+    files.
+    """
     if engine.quantization == "auto":
-        with suppress(ModelLoadError):  # building the engine says why
+        with suppress(ModelLoadError):  # building the engine reports it
             if gguf_of(engine.model_path) is not None:
-                log.info("--rl serves plain weights, as a trainer's updates need them.")
+                log.info("--rl serves plain weights, because trainers' updates need them.")
     return with_plain_weights(engine)
 
 
 def _maker(
     engine: EngineConfig, config: ServerConfig, meeting: str
 ) -> Callable[[int], EngineClient]:
-    """Makes a client of the engine of a number. Several engines share this machine's cores, unless
-    the engine's configuration says how many.
+    """Return a function that makes a client of engine `number`. Several engines divide this
+    machine's cores, unless `num_threads` is configured.
 
     Args:
-        engine: of each.
-        config: of the server.
-        meeting: see `_meeting`.
+        engine: Configuration of each engine.
+        config: Configuration of the server.
+        meeting: Folder from `_meeting`.
     """
     if engine.num_threads is None and config.replicas > 1:
         engine = replace(engine, num_threads=max(1, usable_cores() // config.replicas))
@@ -197,11 +199,14 @@ def _maker(
     def make(number: int) -> EngineClient:
         if config.in_process:
             return InProcessClient(engine, config.max_backlog)
-        # Engines in lockstep are made all at once; those that are made after these have died meet
-        # elsewhere.
-        own = f"{meeting}/{next(made) // config.replicas}" if meeting else ""
+        # Engines in lockstep are made together. Each later set of engines needs a new rendezvous.
+        rendezvous = f"{meeting}/{next(made) // config.replicas}" if meeting else ""
         return ProcessClient(
-            engine, config.max_backlog, log_format=config.log_format, number=number, meeting=own
+            engine,
+            config.max_backlog,
+            log_format=config.log_format,
+            number=number,
+            meeting=rendezvous,
         )
 
     return make
@@ -209,8 +214,8 @@ def _maker(
 
 @asynccontextmanager
 async def running_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[ASGIApp]:
-    """Yield the server's application around an engine that is built, without a port. Raises
-    `NanoInferenceError` where it cannot be built.
+    """Yield the server's application around a built engine, without a port. Raises
+    `NanoInferenceError` if the engine cannot be built.
     """
     server = Server(config, engine_client(engine, config))
     app = build_app(server, PROTOCOLS, (embedding_routes,))
@@ -222,14 +227,13 @@ async def running_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterat
 
 
 def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
-    """The folder in which engines in lockstep meet; empty: they are not."""
+    """Return the rendezvous folder of engines in lockstep. Empty: there are none."""
     if engine.expert_parallel == 1 or engine.tensor_parallel > 1:
         return ""
     if config.replicas != engine.expert_parallel:
         raise ConfigError(
-            f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 is as many engines "
-            "in lockstep: "
-            f"replicas={engine.expert_parallel}, not {config.replicas}."
+            f"expert_parallel={engine.expert_parallel} with tensor_parallel=1 needs one replica "
+            f"per expert rank: set replicas={engine.expert_parallel}, not {config.replicas}."
         )
     require(SERVER_LIMITS, Setting(config, lockstep=True))
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700

@@ -1,17 +1,17 @@
-"""The paths of the dialects and of the page, by which access and the shape of errors go."""
+"""Paths of the dialects and of the page. They decide access and the format of errors."""
 
 from typing import Any
 
 from nano_inference.server.control.requests.table import ROUTES, paths_for
 from nano_inference.server.errors import ApiError, anthropic_error, openai_error
 
-CHANGING = paths_for("admin")  # they change the engine, or reveal its weights
+CHANGING = paths_for("admin")  # change the engine, or reveal its weights
 READING = paths_for("user")
 OPEN = paths_for("all")
-# Their bodies hold a model's tensors.
+# Their bodies hold tensors of a model.
 WITH_WEIGHTS: frozenset[str] = frozenset(route.path for route in ROUTES if route.files)
 CONTROL = CHANGING | READING | OPEN
-# The server's page: the same for all, so open to all; it asks for a key where a route wants one.
+# The server's page is open to all, and asks for a key when a route needs one.
 PAGE_FILES = (
     "api.js",
     "charts.js",
@@ -34,18 +34,18 @@ PAGE_FILES = (
     "tips.js",
 )
 PAGE: frozenset[str] = frozenset(("/", "/docs", *(f"/page/{name}" for name in PAGE_FILES)))
-# They generate; for users.
+# Routes that generate, which users may call.
 GENERATION: frozenset[str] = frozenset(("/generate", "/inference/v1/generate"))
 
 
 def error_body(
     path: str, problem: ApiError, request_id: str, *, has_version: bool = False
 ) -> dict[str, Any]:
-    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere
-    OpenAI's.
+    """Return an error's body in the format of the path's protocol: Anthropic's below
+    `/v1/messages`, otherwise OpenAI's.
 
-    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header
-    (`has_version`). Trainers' routes say beside it what SGLang's clients look for.
+    `/v1/models` uses Anthropic's format if the request has an `anthropic-version` header
+    (`has_version`). Trainers' routes add the fields that SGLang's clients read.
     """
     route = "/".join(path.split("/", 3)[:3])
     if route == "/v1/messages" or (route == "/v1/models" and has_version):

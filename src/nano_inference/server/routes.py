@@ -1,4 +1,4 @@
-"""Routes that generate nothing: health and numbers, models and tokens, and an administrator's."""
+"""Routes that do not generate: health, statistics, models, tokens, embeddings and the fleet."""
 
 import asyncio
 from collections.abc import Mapping
@@ -46,34 +46,34 @@ from nano_inference.server.http.replies import json_reply, reply_in_pieces
 from nano_inference.server.server import Server, read_request
 from nano_inference.types import EngineStats
 
-STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
-SCRAPE_PATIENCE = 1.0  # the same for Prometheus, which waits for ten
-# calls of an engine, which refuses more than a few and has others to answer; the rest wait
+STATS_PATIENCE = 5.0  # seconds; the engine answers even during a step
+SCRAPE_PATIENCE = 1.0  # the same for Prometheus, whose own timeout is 10 s
+# concurrent `embed` calls: the engine runs few calls at a time, and has others to serve
 EMBEDS_AT_ONCE = 8
 
 
 def server_routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes for health, statistics and the cache."""
     _add_health(router, server)
 
     @router.get("/version", summary="Version of the server")
     async def version() -> Response:
         return json_reply(200, {"version": nano_inference.__version__})
 
-    @router.get("/stats", summary="The engine's counters and the queue")
+    @router.get("/stats", summary="Counters of the engine and the queue")
     async def stats() -> Response:
         return json_reply(200, await _stats(server))
 
-    @router.get("/metrics", summary="The same and more, for Prometheus")
+    @router.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
         with suppress(NanoInferenceError, ApiError):
             await _fresh_stats(server, SCRAPE_PATIENCE)
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
-    if server.config.rl:  # the dialects have one of their own
+    if server.config.rl:  # the dialects have their own route
         return
 
-    @router.post("/flush_cache", summary="Forget cached prefixes; needs the admin key")
+    @router.post("/flush_cache", summary="Drop cached prefixes; needs the admin key")
     async def flush_cache() -> Response:
         server.lifecycle.require_open()
         await server.client.call("flush_cache")
@@ -81,9 +81,9 @@ def server_routes(router: APIRouter, server: Server) -> None:
 
 
 def _add_health(router: APIRouter, server: Server) -> None:
-    @router.get("/health", summary="Whether the server serves; open to all")
-    @router.head("/health", include_in_schema=False)  # what some load balancers ask
-    @router.get("/ping", name="ping", summary="The same, for gateways that ask so")
+    @router.get("/health", summary="Check that the server is ready; needs no key")
+    @router.head("/health", include_in_schema=False)  # used by some load balancers
+    @router.get("/ping", name="ping", summary="Same as /health, for gateways")
     @router.post("/ping", name="ping", include_in_schema=False)
     async def health() -> Response:
         status = server.lifecycle.status
@@ -97,19 +97,19 @@ def _add_health(router: APIRouter, server: Server) -> None:
             body["loading"] = server.client.loading
         return json_reply(200 if status == "ok" else 503, body)
 
-    @router.get("/load", summary="Requests that are being answered")
+    @router.get("/load", summary="Number of running requests")
     async def load() -> Response:
         return json_reply(200, {"server_load": len(server.exchanges)})
 
 
-async def _fresh_stats(server: Server, patience: float) -> EngineStats | None:
-    """Of the engine, which are its client's from now on; what it last reported if it has died, or
-    hangs.
+async def _fresh_stats(server: Server, timeout_s: float) -> EngineStats | None:
+    """Fetch the engine's statistics and store them in its client. Return the last known ones if the
+    engine has died or hangs.
     """
     client = server.client
     if client.why_dead is None and not client.is_silent:
-        with suppress(TimeoutError):  # it hangs; what it last said is better than nothing
-            client.stats = await client.call("stats", timeout=patience)
+        with suppress(TimeoutError):  # it hangs: fall back to the last statistics
+            client.stats = await client.call("stats", timeout=timeout_s)
     return client.stats
 
 
@@ -135,29 +135,31 @@ async def _stats(server: Server) -> dict[str, Any]:
 
 
 class TokenizeRequest(ChatTemplateFields):
-    """The body of `POST /tokenize`: a text, or a chat."""
+    """Body of `POST /tokenize`: a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = Field(None, description="of a text; true by default")
+    add_special_tokens: bool | None = Field(
+        None, description="Add special tokens to a text. Default: true."
+    )
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Strict):
-    """The body of `POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: TokenIds
 
 
 def tokenize(body: bytes, served: Served) -> dict[str, Any]:
-    """Token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
+    """Return the token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
     request = read_body(body, TokenizeRequest, served.config)
     adapter_of(request.model, served)
     tokenizer = need_tokenizer(served)
     if (request.prompt is None) == (request.messages is None):
-        raise bad_request("give a prompt or messages, and not both.", "prompt")
+        raise bad_request("set either prompt or messages, not both.", "prompt")
     if request.messages is not None:
         token_ids = chat_prompt(request, request.messages, served)
     else:
@@ -180,13 +182,13 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 
 def detokenize(body: bytes, served: Served) -> dict[str, Any]:
-    """The text of token ids, special tokens written out. Raises `ApiError`."""
+    """Return the text of token ids, including special tokens. Raises `ApiError`."""
     request = read_body(body, DetokenizeRequest, served.config)
     adapter_of(request.model, served)
     tokenizer = need_tokenizer(served)
     if max(request.tokens, default=0) >= served.engine.vocab_size:
         raise bad_request(
-            f"tokens holds {max(request.tokens)}; token ids are in [0, "
+            f"tokens contains {max(request.tokens)}; token ids must be in [0, "
             f"{served.engine.vocab_size}).",
             "tokens",
         )
@@ -194,7 +196,7 @@ def detokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 
 def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
-    """The model, or an adapter, as OpenAI's clients know it."""
+    """Return the entry of a model or an adapter in OpenAI's format."""
     adapter = None if name in served.all_names else served.adapters().get(name)
     return {
         "id": name,
@@ -208,7 +210,7 @@ def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
 
 
 def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, Any]:
-    """The model as Anthropic's clients know it."""
+    """Return the entry of a model in Anthropic's format."""
     return {
         "type": "model",
         "id": name,
@@ -221,14 +223,14 @@ def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, 
 
 
 def model_routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes for models and tokens."""
 
     def row(request: Request, name: str) -> dict[str, Any]:
         make = anthropic_model_row if "anthropic-version" in request.headers else model_row
         return make(server.require_served(), name, server.started)
 
     @router.get(
-        "/v1/models", openapi_extra=operation(None, MODELS, summary="The models that are served")
+        "/v1/models", openapi_extra=operation(None, MODELS, summary="List the served models")
     )
     async def models(request: Request) -> Response:
         served = server.require_served()
@@ -240,7 +242,8 @@ def model_routes(router: APIRouter, server: Server) -> None:
         return json_reply(200, {"object": "list", "data": rows})
 
     @router.get(
-        "/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them")
+        "/v1/models/{name:path}",
+        openapi_extra=operation(None, MODEL, summary="Describe a served model"),
     )
     async def model(name: str, request: Request) -> Response:
         adapter_of(name, server.require_served())
@@ -248,14 +251,14 @@ def model_routes(router: APIRouter, server: Server) -> None:
 
     @router.post(
         "/tokenize",
-        openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"),
+        openapi_extra=operation(TokenizeRequest, TOKENS, summary="Tokenize a text or a chat"),
     )
     async def tokens(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, tokenize))
 
     @router.post(
         "/detokenize",
-        openapi_extra=operation(DetokenizeRequest, TEXT, summary="The text of token ids"),
+        openapi_extra=operation(DetokenizeRequest, TEXT, summary="Convert token ids to text"),
     )
     async def text(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, detokenize))
@@ -265,7 +268,7 @@ def model_routes(router: APIRouter, server: Server) -> None:
         openapi_extra=operation(
             anthropic_models.CountRequest,
             anthropic_models.COUNT,
-            summary="How many tokens a prompt has",
+            summary="Count the tokens of a prompt",
             error=anthropic_models.ERROR,
         ),
     )
@@ -274,7 +277,7 @@ def model_routes(router: APIRouter, server: Server) -> None:
 
 
 def embedding_routes(router: APIRouter, server: Server) -> None:
-    """The route."""
+    """Add the route for embeddings."""
     turns = asyncio.Semaphore(EMBEDS_AT_ONCE)
 
     @router.post(
@@ -285,11 +288,11 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
         server.lifecycle.require_open()
         server.admission.require_room()
         asked = await read_request(request, server, read_embeddings)
-        server.lifecycle.require_open()  # it may have changed while the body came
+        server.lifecycle.require_open()  # it may have changed while the body arrived
         rows: list[bytes] = []
         seconds = server.config.request_timeout
         with server.admission.embedding(len(asked.prompts)):
-            async with asyncio.timeout(seconds):  # all portions, and the wait for turns
+            async with asyncio.timeout(seconds):  # for all portions, including the wait for a turn
                 for prompts in asked.portions():
                     async with turns:
                         if await request.is_disconnected():
@@ -302,52 +305,52 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
 
 
 def response_routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes for stored responses."""
     path = "/v1/responses/{name}"
 
-    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="A stored response"))
+    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="Get a stored response"))
     async def look(name: str) -> Response:
         return json_reply(200, server.require_served().responses.get(name).response)
 
     @router.get(
         f"{path}/input_items",
-        openapi_extra=operation(None, ITEMS, summary="The input of a stored response"),
+        openapi_extra=operation(None, ITEMS, summary="List the input of a stored response"),
     )
     async def items(name: str) -> Response:
-        given = server.require_served().responses.get(name).items
-        return json_reply(200, {"object": "list", "data": given, "has_more": False})
+        input_items = server.require_served().responses.get(name).items
+        return json_reply(200, {"object": "list", "data": input_items, "has_more": False})
 
-    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Forget a response"))
+    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Delete a stored response"))
     async def remove(name: str) -> Response:
         server.require_served().responses.remove(name)
         return json_reply(200, {"id": name, "object": "response", "deleted": True})
 
 
 def fleet_routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes that manage replicas, if there are several."""
     fleet = server.client.managed
     if fleet is None:
         return
 
-    @router.get("/fleet", summary="The replicas; needs the admin key")
+    @router.get("/fleet", summary="State of the replicas; needs the admin key")
     async def look() -> Response:
         return json_reply(200, described(fleet.replica_report()))
 
-    @router.post("/fleet/add", summary="Start another replica, and wait until it serves")
+    @router.post("/fleet/add", summary="Start another replica and wait until it serves")
     async def add() -> Response:
         server.lifecycle.require_open()
         return json_reply(200, {"replica": await fleet.add()})
 
     @router.post(
         "/fleet/drain",
-        summary="Give a replica nothing new; `move`: let others go on with what it has",
+        summary="Send a replica no new requests; with `move`, also hand over its current ones",
     )
     async def drain(request: Request) -> Response:
         body = await _fleet_body(request, move=False, undo=False)
         left = fleet.drain(_replica_name(body), move=body["move"], draining=not body["undo"])
         return json_reply(200, {"replica": body["replica"], "requests_left": left})
 
-    @router.post("/fleet/remove", summary="Take a replica out; others go on with what it has")
+    @router.post("/fleet/remove", summary="Remove a replica; others continue its requests")
     async def remove(request: Request) -> Response:
         body = await _fleet_body(request)
         return json_reply(
@@ -360,7 +363,7 @@ def fleet_routes(router: APIRouter, server: Server) -> None:
 
 
 def described(report: FleetReport) -> dict[str, Any]:
-    """The answer of `GET /fleet`."""
+    """Return the reply to `GET /fleet`."""
     moves = report.moves
     buckets = dict(zip((*map(str, BUCKETS), "inf"), moves.counts, strict=True))
     return {
@@ -378,26 +381,26 @@ def described(report: FleetReport) -> dict[str, Any]:
 
 
 async def _fleet_body(request: Request, **defaults: bool) -> dict[str, Any]:
-    """Of a POST: `replica`, and switches. Raises `ApiError`."""
+    """Read the body of a POST: `replica` and flags. Raises `ApiError`."""
     try:
         body: Any = msgspec.json.decode(await request.body())
     except msgspec.DecodeError:
         raise bad_request('the body must be a JSON object like {"replica": "0"}.') from None
     if not isinstance(body, Mapping):
         raise bad_request('the body must be a JSON object like {"replica": "0"}.')
-    given: dict[str, Any] = dict(body)  # pyright: ignore[reportUnknownArgumentType]
-    for name, value in given.items():
+    fields: dict[str, Any] = dict(body)  # pyright: ignore[reportUnknownArgumentType]
+    for name, value in fields.items():
         if name != "replica" and name not in defaults:
             raise bad_request(
-                f"{name!r} is not known here; there are {', '.join(('replica', *defaults))}.", name
+                f"unknown field {name!r}; use {', '.join(('replica', *defaults))}.", name
             )
         if name in defaults and not isinstance(value, bool):
             raise bad_request(f"{name} must be true or false.", name)
-    return {**defaults, **given}
+    return {**defaults, **fields}
 
 
 def _replica_name(body: Mapping[str, Any]) -> str:
     name = body.get("replica")
     if not isinstance(name, str):
-        raise ApiError(400, "replica must be the name of one, as GET /fleet has it.", "replica")
+        raise ApiError(400, "replica must be a replica's name from GET /fleet.", "replica")
     return name

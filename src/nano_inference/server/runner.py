@@ -1,5 +1,5 @@
-"""uvicorn, told how to listen, and how to end: it drains on the first signal and goes at once on
-the second.
+"""uvicorn with its own listening and shutdown: the first signal drains, the second exits
+immediately.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from nano_inference.server.server import Server
 
 log = logging.getLogger("nano_inference.server")
 
-_OTHERS = 256  # descriptors beside those of connections
+_OTHERS = 256  # file descriptors in addition to connections
 
 
 def raise_file_limit(connections: int) -> None:
-    """Let this process open so many connections, as far as its user may; says so where that is not
-    far enough.
+    """Raise this process's limit of open files as far as the user may. Log it if that is too
+    low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHERS
@@ -44,7 +44,7 @@ def raise_file_limit(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
         log.info(
-            "max_connections=%d, but the system allows %d open files; see ulimit -n.",
+            "max_connections=%d exceeds the limit of %d open files; raise it with ulimit -n.",
             connections,
             most,
         )
@@ -52,10 +52,10 @@ def raise_file_limit(connections: int) -> None:
 
 @contextmanager
 def socket_for_its_user(path: str | None) -> Iterator[None]:
-    """While uvicorn makes the socket file at `path`: its user's alone, unless an old one is there,
-    whose mode stays.
+    """Restrict the socket file that uvicorn creates at `path` to its user. An existing socket file
+    keeps its mode.
 
-    Raises `OSError` where another server listens, or where something else lies.
+    Raises `OSError` if another server listens there, or if the path is another kind of file.
     """
     if path is None:
         yield
@@ -63,16 +63,16 @@ def socket_for_its_user(path: str | None) -> Iterator[None]:
     if not Path(path).exists():
         with socket.socket(
             socket.AF_UNIX
-        ) as mine:  # uvicorn keeps the mode of what is there, and opens a new one to all
+        ) as mine:  # uvicorn keeps an existing mode, and makes a new file open to all
             before = os.umask(0o177)
             try:
                 mine.bind(path)
             finally:
                 os.umask(before)
     elif not Path(path).is_socket():
-        raise FileExistsError("a file that is no socket is there")
+        raise FileExistsError("the file exists and is not a socket")
     elif _is_heard(path):
-        raise FileExistsError("another server listens there")
+        raise FileExistsError("another server is listening on it")
     before = os.umask(0o177)
     try:
         yield
@@ -89,18 +89,17 @@ def _is_heard(path: str) -> bool:
         return True
 
 
-# seconds that a connection may wait for its next request: longer than clients and proxies keep
-# theirs
+# seconds that an idle connection is kept: longer than clients and proxies keep theirs
 KEEP_ALIVE = 75
-_GRACE = 3.0  # seconds for goodbyes after `drain_timeout`
-_GLANCE = 0.02  # seconds between two looks at what still runs
-_RUSH = 2.0  # seconds that the engine gets to end after a second signal
+_GRACE = 3.0  # seconds after `drain_timeout` to send last replies
+_GLANCE = 0.02  # seconds between checks for running requests
+_RUSH = 2.0  # seconds for the engine to end after a second signal
 
 
 class Runner(uvicorn.Server):
-    """A uvicorn that ends as `Server` says. `url` is known once `started`.
+    """uvicorn server that ends as `Server` says. `url` is known once `started`.
 
-    Raises `ConfigError` for TLS files that cannot be read.
+    Raises `ConfigError` for unreadable TLS files.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
@@ -122,7 +121,7 @@ class Runner(uvicorn.Server):
         )
         try:
             options.load()
-        except OSError as problem:  # ssl's errors are among them
+        except OSError as problem:  # includes ssl's errors
             raise ConfigError(
                 f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r}: {problem}"
             ) from problem
@@ -135,7 +134,7 @@ class Runner(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen. The engine is still being built then."""
+        """Start to listen, while the engine is still being built."""
         config = self._server.config
         raise_file_limit(config.max_connections)
         with held_back() as kept:
@@ -155,7 +154,7 @@ class Runner(uvicorn.Server):
         if config.uds is None:
             return why_not(config.host, config.port, problem)
         why = "" if isinstance(problem, SystemExit) else f": {problem}"
-        return f"uds={config.uds!r}: cannot listen there{why}."
+        return f"cannot listen on uds={config.uds!r}{why}."
 
     def _url(self) -> str:
         config = self._server.config
@@ -166,14 +165,14 @@ class Runner(uvicorn.Server):
         return f"{'https' if config.tls_cert else 'http'}://{host}:{port}"
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Running requests get `drain_timeout`, new ones a 503; then the socket closes, and the
-        engine ends.
+        """Shut down: running requests get `drain_timeout`, new ones a 503. Then the socket closes
+        and the engine ends.
         """
         self._server.drain()
         deadline = time.monotonic() + self._server.config.drain_timeout
         while self._server.exchanges and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(_GLANCE)
-        # for requests that are no exchanges: a trainer's calls
+        # for other requests, such as a trainer's calls
         left = max(0.0, deadline - time.monotonic())
         self.config.timeout_graceful_shutdown = math.ceil(left + _GRACE)
         await super().shutdown(sockets)
@@ -183,12 +182,12 @@ class Runner(uvicorn.Server):
             with suppress(Exception):
                 await asyncio.wait_for(self._server.client.close(), _RUSH)
             logging.shutdown()
-            os._exit(1)  # a thread in the middle of a step would be waited for
+            os._exit(1)  # a normal exit would wait for a thread that is in a step
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn raises a signal again after it has obeyed it; a server that has drained has ended
-        well.
+        """Handle signals without raising them again, as uvicorn does: a drained server exits with
+        code 0.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -204,23 +203,23 @@ class Runner(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT."""
+        """Handle SIGTERM or SIGINT."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
 
 
 def log_start(config: ServerConfig, url: str) -> None:
-    """The server listens."""
+    """Log that the server listens, and who may use it."""
     count = len(config.api_keys)
     keys = "no API key" if not count else "1 API key" if count == 1 else f"{count} API keys"
     without = "no admin key" if config.rl else "no admin key (its routes are off)"
     admin = "an admin key" if config.admin_key is not None else without
-    log.info("listening on %s, %s, %s; the model is being loaded.", url, keys, admin)
+    log.info("listening on %s, %s, %s; loading the model.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: every "
-            "client that reaches it can use it.",
+            "host=%s is reachable from other machines and no API key is set: any client that "
+            "reaches it can use it.",
             config.host,
         )
     if config.rl:
@@ -231,10 +230,10 @@ def log_start(config: ServerConfig, url: str) -> None:
 
 
 def _who_may_train(config: ServerConfig) -> str:
-    """Who may pause the engine and change its weights."""
+    """Return who may pause the engine and change its weights."""
     if config.admin_key is not None:
-        return "who has the admin key may change the weights"
-    all_who = "all who have an API key and" if config.api_keys else "all who"
+        return "holders of the admin key may change the weights"
+    clients = "clients with an API key" if config.api_keys else "all clients"
     if is_loopback(config.host):
-        return f"{all_who} are on this machine may change the weights, web pages excepted"
-    return f"{all_who} reach {config.host} may change the weights (rl_open)"
+        return f"{clients} on this machine, except web pages, may change the weights"
+    return f"{clients} that reach {config.host} may change the weights (rl_open)"

@@ -1,5 +1,5 @@
-"""`Server`: what the routes share, from the moment it listens until its engine has ended; and
-`Exchange`: one generation over HTTP, which ends when its client goes away.
+"""`Server`: the state shared by the routes, from listening until the engine has ended. `Exchange`:
+one generation over HTTP, which ends when its client disconnects.
 """
 
 import asyncio
@@ -49,27 +49,26 @@ _prompts = logging.getLogger("nano_inference.prompts")
 
 Made = TypeVar("Made")
 
-# seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
+# seconds that a server without an engine answers 503 before it ends, so that clients notice
 LINGER = 10.0
-GRAMMAR_SECONDS = 20.0  # of CPU that reading a request with a grammar may take
-_GLANCE = 0.2  # seconds between two looks at the engine
+GRAMMAR_SECONDS = 20.0  # CPU seconds to read a request with a grammar
+_GLANCE = 0.2  # seconds between checks of the engine
 
 
 @dataclass
 class Server:
-    """What the routes share.
+    """State shared by the routes.
 
     Attributes:
-        config, client: as given.
-        served: None until the engine is ready.
-        started: `time.time()` when it was.
-        stop: called when the engine is lost for good; ends the server.
-        exchanges: for each request whose body is read or which is answered, the function that ends
-            it with an error.
-        beside: started when the engine is ready, and cancelled at the end.
-        linger: seconds between the engine's end and that call.
-        lost: why the engine is lost.
-        url: where it listens; empty: it does not listen yet.
+        config, client: Constructor arguments.
+        served: The served model. None: the engine is not ready yet.
+        started: `time.time()` when the engine was ready.
+        stop: Called when the engine is lost permanently; ends the server.
+        exchanges: For each request being read or answered, a function that ends it with an error.
+        beside: Coroutine functions started when the engine is ready, and cancelled at the end.
+        linger: Seconds between the engine's end and the call of `stop`.
+        lost: Reason why the engine is lost.
+        url: Address of the server. Empty: it does not listen yet.
     """
 
     config: ServerConfig
@@ -102,14 +101,14 @@ class Server:
         self.admission = Admission(config, self.client, lambda: self.control.engine.names.newest)
 
     def require_served(self) -> Served:
-        """What is served. Raises `ApiError` 503 before it is known."""
+        """Return the served model. Raises `ApiError` 503 before the engine is ready."""
         if self.served is None:
             self.lifecycle.require_ready()
         assert self.served is not None
         return self.served
 
     def answered(self, record: RequestRecord) -> None:
-        """A request has been answered: for the log and the metrics."""
+        """Log and count a request that has been answered."""
         log_access(record)
         if record.status >= 400:
             self.metrics.refused(record.status, record.problem)
@@ -117,7 +116,9 @@ class Server:
             self.tracer.ended(record)
 
     def drain(self) -> None:
-        """Take nothing new; what runs gets `drain_timeout` seconds. Called on the server's loop."""
+        """Reject new requests and give running ones `drain_timeout` seconds. Called on the event
+        loop.
+        """
         if self.lifecycle.is_draining:
             return
         self.lifecycle.is_draining = True
@@ -125,7 +126,7 @@ class Server:
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.end_all)
 
     def end_all(self) -> None:
-        """Abort all that runs; clients are told, and trainers."""
+        """Abort all requests and calls. Clients and trainers get an error."""
         problem = ApiError(
             503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
         )
@@ -134,18 +135,18 @@ class Server:
         self.client.end_calls(problem)
 
     def listens_at(self, url: str) -> None:
-        """Note the address, from which on requests can arrive."""
+        """Record the address on which requests can arrive."""
         self.url = url
         self._announce()
 
     def _announce(self) -> None:
-        """Log the address when the server can answer there: the last line of its start."""
+        """Log the address once the server is ready there: the last line of its start."""
         if self.url and self.lifecycle.is_ready:
             log.info("Ready: %s (page, /docs, OpenAI at /v1)", self.url)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """From before the engine's start to its end. The engine is built meanwhile, and `/health`
+        """Start the engine on entry and end it on exit. While it is being built, `/health` is
         answered.
         """
         life = asyncio.create_task(self._live())
@@ -166,7 +167,7 @@ class Server:
                 serve_what, self.config, self.client, self.control
             )
         except Exception as problem:
-            log.error("the engine could not be built: %s", problem)
+            log.error("cannot build the engine: %s", problem)
             self.lost, self.lifecycle.failure = problem, str(problem)
             if self.stop is not None:
                 self.stop()
@@ -186,18 +187,16 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lost = self.client.why_dead
-        log.error(
-            "there is no engine any more; the server ends in %g seconds: %s", self.linger, self.lost
-        )
+        log.error("the engine is gone; the server exits in %g seconds: %s", self.linger, self.lost)
         await asyncio.sleep(self.linger)
         if self.stop is not None:
             self.stop()
 
 
 def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> Served:
-    """What builders need to know, once the engine is ready."""
+    """Return the state that request builders need, once the engine is ready."""
     info = client.info
-    # without a tokenizer token ids are served
+    # without a tokenizer only token ids are served
     folder = info.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(Path(folder))
     if tokenizer is not None and config.chat_template is not None:
@@ -219,7 +218,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
 
 
 def farewell(count: int, seconds: float) -> str:
-    """The line about the end, with requests that still run."""
+    """Return the log line about shutting down, with the number of running requests."""
     if not count or not seconds:
         return "Shutting down."
     requests = "1 request" if count == 1 else f"{count} requests"
@@ -227,14 +226,14 @@ def farewell(count: int, seconds: float) -> str:
 
 
 def log_ready(config: ServerConfig, served: Served) -> None:
-    """The engine is ready."""
+    """Log that the engine is ready, with its main limits."""
     info = served.engine
     log.info(
         "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, "
         "request_timeout=%g s.",
         served.name,
         info.numerics,
-        ", which has no tokenizer: only token ids, by /v1/completions"
+        "; without a tokenizer, it accepts only token ids, by /v1/completions"
         if served.tokenizer is None
         else "",
         info.max_model_len,
@@ -244,13 +243,12 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     )
     if _calls_are_unknown(config, served):
         log.info(
-            "the chat template does not show how this model writes tool calls: they are read as "
-            "hermes has them, and other answers are text; --tool-format names another way."
+            "the chat template does not show this model's format of tool calls: hermes is assumed; "
+            "set another one with --tool-format."
         )
     if served.sampling_defaults:
         log.info(
-            "sampling parameters that a request leaves out are as %s recommends: %s; "
-            "--generation-config none turns that off.",
+            "default sampling parameters from %s: %s; disable them with --generation-config none.",
             "the model" if config.generation_config == AUTO else config.generation_config,
             as_text(served.sampling_defaults),
         )
@@ -263,19 +261,19 @@ def _calls_are_unknown(config: ServerConfig, served: Served) -> bool:
     return has_template and unknown and config.tool_format is None
 
 
-LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait
+LARGE = 32 * 1024  # bytes; larger bodies are read in a thread, so that other requests do not wait
 
 
 def generation_route(
     server: Server, protocol: ApiProtocol
 ) -> Callable[[Request], Awaitable[Response]]:
-    """The route of a protocol."""
+    """Return the route of a protocol."""
 
     async def generate(request: Request) -> Response:
         record = record_of(request.scope)
         try:
             server.lifecycle.require_open()
-            server.admission.require_room()  # before anything is read
+            server.admission.require_room()  # before reading the body
             builder = await read_request(
                 request,
                 server,
@@ -284,7 +282,7 @@ def generation_route(
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
-            server.lifecycle.require_open()  # it may have changed while the body came
+            server.lifecycle.require_open()  # it may have changed while the body arrived
             server.admission.require_room(num_samples, wanted_version(builder))
             exchange = Exchange(server, builder, record, request.scope)
         except Exception as problem:
@@ -297,7 +295,7 @@ def generation_route(
 
 
 def wanted_version(builder: Builder) -> int:
-    """The newest version of the weights that any of a request waits for; 0: it waits for none."""
+    """Return the newest weight version that a request waits for. 0: none."""
     return max(
         (
             ask.limits.get(name) or 0
@@ -315,14 +313,17 @@ async def read_request(
     *,
     with_grammar: bool = False,
 ) -> Made:
-    """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body
-    takes too long to arrive, and what the server ends it by.
+    """Read a body and return the result of `make`.
+
+    Raises the errors of `make` and `Bodies.read`, `ApiError` 408 if the body takes too long to
+    arrive, and the server's error if it ends the request.
 
     Args:
-        request: whose body is read.
-        server: whose limits hold.
-        make: called on the event loop with a small body, else in a thread.
-        with_grammar: the body may hold a grammar, whose check may take long.
+        request: Request whose body is read.
+        server: Server with the limits.
+        make: Converts the body. Called on the event loop if the body is small, otherwise in a
+            thread.
+        with_grammar: True if the body may hold a grammar, which can take long to check.
     """
     config = server.config
     timeout = config.request_timeout
@@ -336,9 +337,9 @@ async def read_request(
         408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY
     )
 
-    def end(given: ApiError) -> None:
+    def end(reason: ApiError) -> None:
         nonlocal problem
-        problem = given
+        problem = reason
         limit.reschedule(0.0)
 
     server.exchanges.add(end)
@@ -363,9 +364,9 @@ async def read_request(
 
 
 def refusal(problem: Exception, record: RequestRecord) -> Response:
-    """The answer to what was raised before an answer began."""
+    """Return the reply to an error raised before the reply began."""
     if isinstance(problem, ClientDisconnect):
-        problem = ApiError(499, "the client went away.")
+        problem = ApiError(499, "the client disconnected.")
     error = api_error_of(problem)
     if is_bug(problem):
         log.error("request %s failed", record.request_id, exc_info=problem)
@@ -373,10 +374,10 @@ def refusal(problem: Exception, record: RequestRecord) -> Response:
 
 
 class Exchange:
-    """A generation and the client that waits for it. Made, it is submitted.
+    """A generation and the client that waits for it. The constructor submits the request.
 
-    It ends early when the client goes away, when `request_timeout` is over, or when the server
-    stops (`end`).
+    It ends early if the client disconnects, after `request_timeout`, or when the server stops
+    (`end`).
     """
 
     def __init__(
@@ -391,7 +392,7 @@ class Exchange:
         connection: Any = scope["state"].get("connection")
         cut = None if connection is None else connection.abort
         self._generation.submit(server.client, record.request_id, record.session, cut)
-        # what its grammar cannot enforce is passed over
+        # unenforceable parts of a grammar are ignored
         lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
         self._headers = {"x-grammar": "lenient"} if lenient else {}
         self._wanted = wanted_version(builder), len(self._generation.choices)
@@ -399,12 +400,12 @@ class Exchange:
         server.exchanges.add(self.end)
 
     def end(self, problem: ApiError) -> None:
-        """Abort the generation; the client gets `problem`, as a status or as a last event."""
+        """Abort the generation. The client gets `problem` as a status or as the last event."""
         for stream in self._generation.streams:
             stream.end(problem)
 
     async def whole(self, receive: Receive) -> Response:
-        """Wait for all of it."""
+        """Wait for the whole answer."""
         try:
             with self._watched(receive):
                 body = await answer(self._generation)
@@ -415,7 +416,7 @@ class Exchange:
             return refusal(problem, self._record)
 
     def stream(self, receive: Receive) -> Response:
-        """The events as they come."""
+        """Return a response that streams the events."""
         return EventStream(
             cast(AsyncGenerator[bytes, None], events(self._generation)),
             refuse=lambda problem: refusal(problem, self._record),
@@ -431,7 +432,7 @@ class Exchange:
         seconds = self._server.config.request_timeout
         late = ApiError(
             504,
-            f"the request took more than {seconds:g} seconds (request_timeout).",
+            f"the request took longer than {seconds:g} seconds (request_timeout).",
             headers=NO_RETRY,
         )
         left = max(0.0, seconds - (time.perf_counter() - self._record.started))
@@ -470,7 +471,7 @@ def _is_lenient(grammar: Grammar | None) -> bool:
 
 
 def log_texts(generation: Generation, request_id: str) -> None:
-    """What was asked and what was said; only where `log_prompts` is set."""
+    """Log prompts and completions. Called only if `log_prompts` is set."""
     tokenizer = generation.served.tokenizer
     asks = [
         ask.prompt if tokenizer is None else tokenizer.decode(ask.prompt)

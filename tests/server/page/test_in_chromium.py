@@ -166,10 +166,10 @@ def test_dashboard_marks_new_weights(trained: tuple[str, Callable[[], None]]) ->
     assert "free" in seen["blocks"]
     assert seen["cells"] > 20
     assert "forward" in seen["phases"]
-    assert "1 in all" in seen["first"]
+    assert "1 total" in seen["first"]
     assert seen["between"] >= 1
     assert seen["whole"] >= 1
-    assert seen["drafts"] == "This engine makes no drafts."
+    assert seen["drafts"] == "Speculative decoding is off."
 
 
 def test_server_may_die_and_come_again() -> None:
@@ -243,8 +243,8 @@ def test_engine_is_killed_amid_a_stream(tmp_path: Path) -> None:
             engine.kill()
 
         seen = look(f"http://127.0.0.1:{port}", "engine_killed", {"kill": kill})
-    assert seen["problem"] == "the engine has died, and is being started again."
-    assert seen["status"] == "the engine starts again…"
+    assert seen["problem"] == "the engine died and is restarting."
+    assert seen["status"] == "restarting the engine…"
     require_continued(seen)
 
 
@@ -260,7 +260,7 @@ def test_text_stays_text() -> None:
 def test_key_is_asked_for_and_kept_in_the_tab() -> None:
     with running_server(scripted(), ServerConfig(port=0, api_keys=("right",))) as address:
         seen = look(address, "keys")
-    assert seen["locked"] == "a key is needed"
+    assert seen["locked"] == "API key required"
     assert seen["columns"][0][:2] == ["One", " two"]
     assert seen["kept"] == [["right"], ""]
     assert "right" not in seen["stored"]

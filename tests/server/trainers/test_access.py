@@ -125,8 +125,8 @@ def test_no_name_is_taken_for_an_address(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rl": True, "host": "0.0.0.0"}, "all who reach it could change the weights"),
-        ({"rl": True, "host": "::"}, "all who reach it"),
+        ({"rl": True, "host": "0.0.0.0"}, "lets anyone who reaches it change the weights"),
+        ({"rl": True, "host": "::"}, "lets anyone who reaches it"),
         ({"rl": True, "rl_open": True, "admin_key": "k"}, "leave out one of the two"),
         ({"rl_open": True}, "needs rl=True"),
         ({"rl_timeout": 3.0}, "needs rl=True"),
@@ -238,8 +238,8 @@ def test_bodies_of_weights_may_be_larger() -> None:
     ("options", "words"),
     [
         ({"rl": True}, "on this machine"),
-        ({"rl": True, "api_keys": ("secret",)}, "have an API key"),
-        ({"rl": True, "admin_key": "secret"}, "has the admin key"),
+        ({"rl": True, "api_keys": ("secret",)}, "clients with an API key"),
+        ({"rl": True, "admin_key": "secret"}, "holders of the admin key"),
         ({"rl": True, "host": "0.0.0.0", "rl_open": True}, "reach 0.0.0.0"),
     ],
 )

@@ -270,9 +270,9 @@ def test_tensors_that_cannot_serve_change_nothing(
     broken[sorted(tensors)[-1]] = torch.full_like(tensors[sorted(tensors)[-1]], torch.nan)
     half = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
     refused = {
-        "which is never read here": (b"\x80\x04" + a, {}),
+        "a pickle, which is not supported": (b"\x80\x04" + a, {}),
         "as torch.save makes it": (b"PK" + a, {}),
-        "this is not a safetensors file": (b"", {}),
+        "the file is not a safetensors file": (b"", {}),
         "the adapter's file": (a[:-5], {}),
         "of another base model": (wide, {}),
         "is not finite": (save(broken), {}),
@@ -292,8 +292,8 @@ def test_tensors_that_cannot_serve_change_nothing(
         assert text in told
         assert "/tmp" not in told
     missing = ask(url, TENSORS, {"lora_name": "kept", "config_dict": {}}, 400)
-    assert "serialized_tensors must hold one string" in str(missing)
-    assert "is not base64" in str(ask(url, TENSORS, {"serialized_tensors": "*"}, 400))
+    assert "serialized_tensors must contain one string" in str(missing)
+    assert "is not valid base64" in str(ask(url, TENSORS, {"serialized_tensors": "*"}, 400))
     assert models(url) == before
     assert drawn(url, "kept") == expected(engine, "a")
     assert send(url, "kept", a)["version"] == 4

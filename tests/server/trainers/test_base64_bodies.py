@@ -42,7 +42,7 @@ def test_decoded_is_base64_whole(content: bytes, more: str, at: int) -> None:
     expected = base64.b64decode(text) if whole else None
     for given_text in (text, memoryview(text.encode())):
         if expected is None:
-            with pytest.raises(ApiError, match="file is not base64"):
+            with pytest.raises(ApiError, match="file is not valid base64"):
                 decoded(given_text, "file")
         else:
             assert decoded(given_text, "file") == expected

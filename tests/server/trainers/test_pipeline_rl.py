@@ -155,7 +155,7 @@ def test_trainer_that_never_comes(tiny_folder: Path) -> None:
         }
         reply = httpx.post(url + UPDATE, json=body, timeout=PATIENCE)
         assert reply.status_code == 504
-        assert "has not formed within 1 seconds" in reply.json()["message"]
+        assert "did not form within 1 seconds" in reply.json()["message"]
         assert httpx.get(url + "/weight_info").json() == {"weight_version": "0"}
         started = time.monotonic()
     assert time.monotonic() - started < 14

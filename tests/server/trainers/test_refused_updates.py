@@ -147,7 +147,7 @@ def test_sglangs_requests(
     path, request = SGLANG[why]
     reply = client.post(path, **request)
     if stage == "begun" and why == "incomplete":  # it says so too late
-        assert "complete=True comes too late" in reply.text
+        assert "complete=True differs from" in reply.text
     assert reply.status_code in (400, 409, 501), reply.text
     assert reply.json()["success"] is False
     for ending, status in after:

@@ -139,7 +139,7 @@ def test_pause_that_waits_too_long_is_none(
         requests = [
             client.submit([1, 2], params_of(seed, LONG), 2, stream=False) for seed in range(8)
         ]
-        with pytest.raises(ApiError, match="nothing is paused"):
+        with pytest.raises(ApiError, match="the engine is not paused"):
             await control.pauses.pause("wait", timeout=0.01)
         requests.append(client.submit([1, 2], params_of(0), stream=False))
         for request in requests:

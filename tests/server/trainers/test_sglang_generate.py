@@ -352,7 +352,7 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
         ),
         (
             {"input_ids": [5], "return_logprob": True, "logprob_start_len": 1},
-            "logprob_start_len is 1",
+            "logprob_start_len=1 must be below",
         ),
         ({"input_ids": [5], "return_sampling_mask": True}, "sampling_mask needs"),
         (

@@ -175,8 +175,8 @@ def test_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
         ({"names": ["model.nothing.weight"]}, 400, "model.nothing.weight"),
         ({"shapes": [[3, 3]]}, 400, "shape"),
         ({"dtypes": ["complex64"]}, 400, "complex64"),
-        ({"group_name": "another"}, 409, "no group 'another'"),
-        ({"dtypes": []}, 400, "lists of one length"),
+        ({"group_name": "another"}, 409, "group 'another' does not exist"),
+        ({"dtypes": []}, 400, "lists of equal length"),
     ],
 )
 def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
@@ -203,7 +203,7 @@ def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
 @pytest.mark.thorough
 def test_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> None:
     url = trainer.url
-    assert "its trainer lives" in trainer.join(409)["message"]
+    assert "its trainer is alive" in trainer.join(409)["message"]
     post(url, "/pause_generation")
     trainer.send(15, trainer.buckets(2)[0])
     assert "a weight update is open" in trainer.join(409, group_name="another")["message"]

@@ -46,7 +46,7 @@ def test_rows_are_bounded(rl_server: str, monkeypatch: pytest.MonkeyPatch) -> No
     told = ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 11}, 400)[
         "message"
     ]
-    assert told == f"11 rows of '{EMBEDDING}' are 704 numbers; ask for 10 rows."
+    assert told == f"11 rows of '{EMBEDDING}' hold 704 numbers; request 10 rows."
 
 
 def test_folder_that_serves(rl_server: str, tmp_path: Path) -> None:

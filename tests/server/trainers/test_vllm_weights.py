@@ -205,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"names": ["none.weight"] * 21}, "none.weight"),
     ({"shapes": [[1, 2]] * 21}, "shape"),
     ({"dtype_names": ["int3"] * 21}, "int3"),
-    ({"names": []}, "one length"),
+    ({"names": []}, "equal length"),
     ({"shapes": [["x"]] * 21}, "shape"),
     ({"num_updates_list": [1]}, "num_updates_list"),
     ({"packed": 3}, "packed"),

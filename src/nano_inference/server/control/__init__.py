@@ -1,4 +1,4 @@
-"""Operations of trainers on the engine, in any dialect: updates, pauses, memory, adapters.
+"""Operations of trainers on the engine, for all dialects: updates, pauses, memory, adapters.
 
 Begin with: control.py, then updates.py.
 Tests: tests/server/trainers.

@@ -1,4 +1,4 @@
-"""`Adapters`: the LoRA adapters that requests may name."""
+"""`Adapters`: LoRA adapters that requests may name."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class Adapters:
-    """One adapter is loaded or unloaded at a time."""
+    """Loads and unloads adapters, one at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,19 +23,20 @@ class Adapters:
         self._turn = asyncio.Lock()  # held while an adapter is loaded or unloaded
 
     def loaded(self) -> Mapping[str, AdapterInfo]:
-        """Those that requests may ask for, by name. No waiting, and never changed in place."""
-        own = self._engine.known.adapters
-        if own is None:
-            return {each.name: each for each in self._engine.client.info.adapters}
-        return own
+        """Return the loaded adapters by name. Does not wait. The mapping is never changed in
+        place.
+        """
+        known = self._engine.known.adapters
+        if known is None:
+            return {adapter.name: adapter for adapter in self._engine.client.info.adapters}
+        return known
 
     async def load(self, name: str, folder: str, *, again: bool = True) -> AdapterInfo:
-        """Serve an adapter, or a new version of it, from a PEFT folder on this machine. Requests
-        that run with an older version do what the pause asked for, and finish with it without a
-        pause.
+        """Load an adapter, or a new version of it, from a PEFT folder on this machine.
 
-        `again`: one of this name may be loaded already; else that is a 400. 400 also for one that
-        does not fit the model, 404 where the folder holds none.
+        Running requests with an older version follow the policy of the pause, or finish with it if
+        there is no pause. Raises a 400 if the adapter does not fit the model, or if it is loaded
+        already and `again` is false. Raises a 404 if the folder holds no adapter.
         """
         checked_name(name, "lora_name")
         async with self._turn:
@@ -54,29 +55,27 @@ class Adapters:
         config: Mapping[str, Any],
         version: int | None = None,
     ) -> AdapterInfo:
-        """As `load`, of the bytes of a safetensors file and what PEFT's `adapter_config.json` says.
-        `version`: a number above those of this name; None counts up.
+        """Load an adapter from the bytes of a safetensors file and the content of PEFT's
+        `adapter_config.json`. `version` must exceed the earlier ones of this name; None counts up.
         """
         checked_name(name, "lora_name")
         require_safetensors(content)
-        told = {"name": name, "config": dict(config), "version": version}
+        arguments = {"name": name, "config": dict(config), "version": version}
         async with self._turn, temporary_folder("lora") as folder:
             path = folder / "adapter.safetensors"
             await asyncio.to_thread(path.write_bytes, content)
-            return await self._load("load_adapter_file", path=str(path), **told)
+            return await self._load("load_adapter_file", path=str(path), **arguments)
 
-    async def _load(self, operation: str, *, name: str, **told: Any) -> AdapterInfo:
-        """Ask for it in the turn of adapters."""
-        told |= {"name": name, "kv_policy": self._engine.known.pause_policy or "finish_old"}
-        info: AdapterInfo = await self._engine.call(operation, self._patience, **told)
+    async def _load(self, operation: str, *, name: str, **arguments: Any) -> AdapterInfo:
+        """Load an adapter. The caller holds the lock of adapters."""
+        arguments |= {"name": name, "kv_policy": self._engine.known.pause_policy or "finish_old"}
+        info: AdapterInfo = await self._engine.call(operation, self._patience, **arguments)
         self._engine.known.adapters = {**self.loaded(), name: info}
-        log.info("version %d of adapter %r serves.", info.version, name)
+        log.info("version %d of adapter %r is loaded.", info.version, name)
         return info
 
     async def unload(self, name: str) -> None:
-        """No new request may ask for an adapter; those that have it finish with it. 404 for one
-        that is not loaded.
-        """
+        """Unload an adapter. Running requests finish with it. Raises a 404 if it is not loaded."""
         checked_name(name, "lora_name")
         async with self._turn:
             await self._engine.call("unload_adapter", self._patience, name=name)

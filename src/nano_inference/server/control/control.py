@@ -1,4 +1,4 @@
-"""`Control`: the parts by which a trainer changes the engine, whatever its dialect."""
+"""`Control`: operations by which trainers of any dialect change the engine."""
 
 from nano_inference.remote.client import EngineClient
 from nano_inference.server.config import ServerConfig
@@ -10,21 +10,21 @@ from nano_inference.server.control.updates import Groups, Updates
 
 
 class Control:
-    """One update at a time; a call in a wrong order is rejected, and the old version serves.
+    """Operations of trainers on the engine. Only one update is open at a time. A call out of order
+    is rejected, and the old version keeps serving.
 
-    Every method of a part raises `ApiError` (409 for a wrong order, a second trainer, weights that
-    are asleep; 400 for names, shapes and types that do not match; 504 for a deadline) and what
-    `EngineClient.call` raises.
+    Every method of a part raises `ApiError` and the errors of `EngineClient.call`. The status is
+    409 for a wrong order, a second trainer or sleeping weights. It is 400 for names, shapes and
+    types that do not match, and 504 for a deadline.
 
     Attributes:
-        engine: the engine, and the facts that the server remembers of it, such as the names of
-            its versions.
-        groups: process groups with the trainer.
-        updates: weight updates.
-        pauses: pauses of the engine, and aborts of its requests.
-        memory: parts of the engine's memory that sleep and wake, and the prefix cache.
+        engine: The engine, and the server's state about it, such as the names of its versions.
+        groups: Process groups with the trainer.
+        updates: Weight updates.
+        pauses: Pauses of the engine, and aborts of its requests.
+        memory: Parts of the engine's memory that sleep and wake, and the prefix cache.
         adapters: LoRA adapters that requests may name.
-        checksums: checks of the weights that serve.
+        checksums: Checks of the served weights.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:

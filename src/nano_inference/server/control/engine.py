@@ -1,6 +1,5 @@
-"""`Engine`: calls the engine for trainers' operations, and holds what the server remembers of it:
-names of versions (a rising integer in the engine, any string on the wire), the open update,
-adapters.
+"""`Engine`: calls the engine for trainers, and holds the server's state about it: version names
+(integers in the engine, any string on the wire), the open update, adapters.
 """
 
 from collections.abc import Mapping
@@ -21,27 +20,27 @@ MAX_DIGITS = 15
 
 
 class VersionNames:
-    """Names of versions, chosen before an update begins, so that the first token of it already has
-    one.
+    """Names of weight versions. A name is chosen before its update is applied, so that even the
+    first token has it.
 
     Args:
-        newest: the engine's version that serves, or the newest that it was told of.
+        newest: The newest known weight version of the engine.
     """
 
     def __init__(self, newest: int = 0) -> None:
         self._newest = newest
-        self._names: dict[int, str] = {}  # of those that are not called by their number
+        self._names: dict[int, str] = {}  # only versions whose name is not their number
 
     def name(self, version: int) -> str:
-        """Return the trainer's name of a version, without waiting: replies hold it."""
+        """Return the trainer's name of a version. Does not wait, since replies contain it."""
         return self._names.get(version, str(version))
 
     def number(self, name: str) -> int | None:
-        """Return the newest version of this name, which an update may still be making. A number
-        that was not given as a name stands for itself. None: there is no such version.
+        """Return the newest version with this name, which may still be in the making. A number that
+        was not given as a name stands for itself. None: there is no such version.
         """
-        for version, each in reversed(self._names.items()):
-            if each == name:
+        for version, version_name in reversed(self._names.items()):
+            if version_name == name:
                 return version
         number = _own_number(name)
         return number if number is not None and number not in self._names else None
@@ -50,29 +49,33 @@ class VersionNames:
         """Return the integer of the next version: the name itself if it is a larger number than all
         before. Raises `ApiError`.
         """
-        own = None if name is None else _own_number(checked_name(name))
-        self._newest = own if own is not None and own > self._newest else self._newest + 1
+        numeric = None if name is None else _own_number(checked_name(name))
+        self._newest = (
+            numeric if numeric is not None and numeric > self._newest else self._newest + 1
+        )
         if name is not None:
             self.rename(self._newest, name)
         return self._newest
 
     def give_back(self, version: int, before: int) -> None:
-        """Forget a chosen version that was not made; `before` is the newest version without it."""
+        """Discard a chosen version whose update failed. `before` is the newest version without
+        it.
+        """
         self._names.pop(version, None)
         if self._newest == version:
             self._newest = before
 
     def see(self, version: int) -> None:
-        """Note a version that exists, by whatever update."""
+        """Record an existing version."""
         self._newest = max(self._newest, version)
 
     @property
     def newest(self) -> int:
-        """The newest version that exists, or that an update is making."""
+        """Newest version that exists, or that an update is making."""
         return self._newest
 
     def rename(self, version: int, name: str) -> None:
-        """Call a version something else from now on. Raises `ApiError`."""
+        """Rename a version. Raises `ApiError`."""
         if checked_name(name) == str(version):
             self._names.pop(version, None)
         else:
@@ -80,7 +83,7 @@ class VersionNames:
 
 
 def checked_name(name: str, field: str = "weight_version") -> str:
-    """A name that a version may have, as a field of a request says it. Raises `ApiError`."""
+    """Return a valid name of a version, from the request's field `field`. Raises `ApiError`."""
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise bad_request(
             f"{field} must be a printable string of 1 to {MAX_NAME} characters, not {shown(name)}.",
@@ -95,16 +98,16 @@ def _own_number(name: str) -> int | None:
 
 @dataclass
 class OpenUpdate:
-    """A weight update that is open, as far as requests have told of it. Its tensors are with the
-    engine, which knows it by its number.
+    """Server's state of the open weight update. Its tensors are in the engine, which knows it by
+    its number.
 
     Attributes:
-        number: of the session.
-        checks: that it began with.
-        dialect: whose routes opened it; empty: any.
-        is_explicit: a request said where it begins, and one will say where it ends.
-        version: what the new version will be called; None: by its number.
-        folder: from which it has taken weights.
+        number: Number of the session.
+        checks: Checks chosen at its beginning.
+        dialect: Dialect whose routes opened it. Empty: any.
+        is_explicit: True if requests mark its beginning and end.
+        version: Name of the new version. None: its number.
+        folder: Folder from which weights were read.
     """
 
     number: int
@@ -117,17 +120,17 @@ class OpenUpdate:
 
 @dataclass
 class Known:
-    """Facts about one engine. The next engine in its place begins without them.
+    """State of one engine. A replacement engine begins with new state.
 
     Attributes:
-        num_restarts: of engines before it.
-        names: of its versions; None: no request has needed one yet.
-        update: that is open.
-        folder: from which the weights that serve came.
-        checksums: that a request asked to remember.
-        pause_policy: the `kv_policy` that the pause asked for, used by updates that name none;
-            None: there is no pause, or it asked for none.
-        adapters: by name; None: those that it started with.
+        num_restarts: Number of engines before it.
+        names: Names of its versions. None: no request has needed one yet.
+        update: Open update.
+        folder: Folder of the served weights.
+        checksums: Stored checksums.
+        pause_policy: `kv_policy` of the current pause, the default of its updates. None: there is
+            no pause, or it named none.
+        adapters: Adapters by name. None: those loaded at the engine's start.
     """
 
     num_restarts: int
@@ -140,11 +143,11 @@ class Known:
 
 
 class Engine:
-    """The engine that serves.
+    """Access to the engine for trainers' operations.
 
     Args:
-        client: of it.
-        config: whose deadlines hold.
+        client: Client of the engine.
+        config: Configuration of the server, with the deadlines.
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
@@ -153,14 +156,14 @@ class Engine:
 
     @property
     def known(self) -> Known:
-        """Facts about the engine that serves, or that is about to serve."""
+        """State of the current engine."""
         if self._known.num_restarts != self.client.num_restarts:
             self._known = Known(self.client.num_restarts)
         return self._known
 
     @property
     def names(self) -> VersionNames:
-        """The names of its versions. Raises `EngineDead` before it is ready."""
+        """Names of the engine's versions. Raises `EngineDead` before it is ready."""
         known = self.known
         if known.names is None:
             known.names = VersionNames(self.client.info.weight_version)
@@ -168,11 +171,11 @@ class Engine:
 
     @property
     def model_path(self) -> str:
-        """Where the weights that serve were read: SGLang tells the folder of an update."""
+        """Path of the served weights. SGLang reports the folder of the last update here."""
         return self.known.folder or self.client.info.model_path
 
     async def call(self, name: str, seconds: float = SOON, /, **arguments: Any) -> Any:
-        """As `EngineClient.call`. Raises `ApiError`."""
+        """Run an engine operation (`EngineClient.call`). Raises `ApiError`."""
         try:
             return await self.client.call(name, timeout=seconds, **arguments)
         except TimeoutError:
@@ -182,11 +185,11 @@ class Engine:
             raise api_error_of(problem) from problem
 
     async def serving_version(self) -> str:
-        """The name of the version that serves."""
+        """Return the name of the served version."""
         return self.names.name(await self.call("get_weight_version"))
 
     def seconds(self, timeout: float | None) -> float:
-        """A deadline as it was asked for, or the server's. Raises `ApiError`."""
+        """Return the requested deadline, or the server's. Raises `ApiError`."""
         seconds = self.config.rl_timeout if timeout is None else timeout
         if not 0 < seconds < float("inf"):
             raise bad_request(

@@ -18,24 +18,24 @@ from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.server")
 
-SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
-PART = 2**24  # bytes of a file in one message: a larger one would hold up the event loop
+SEND = "send the bytes of a safetensors file, as safetensors.torch.save(state_dict) returns them."
+PART = 2**24  # bytes of a file in one message: larger ones would block the event loop
 
 
 def require_safetensors(content: bytes | bytearray) -> None:
-    """Raise `ApiError` for what is no safetensors file, and certainly for what would run code when
-    it is read.
+    """Raise `ApiError` unless the content looks like a safetensors file. Pickles, which can run
+    code, are always rejected.
     """
     if content[:2] == b"PK":
-        raise bad_request(f"this is a zip archive, as torch.save makes it; {SEND}")
+        raise bad_request(f"the file is a zip archive, as torch.save makes it; {SEND}")
     if content[:1] == b"\x80":
-        raise bad_request(f"this is a pickle, which is never read here; {SEND}")
+        raise bad_request(f"the file is a pickle, which is not supported; {SEND}")
     if len(content) < 10 or content[8:9] != b"{":
-        raise bad_request(f"this is not a safetensors file; {SEND}")
+        raise bad_request(f"the file is not a safetensors file; {SEND}")
 
 
 class Groups:
-    """`torch.distributed` groups with a trainer, who is rank 0: gloo on a CPU, NCCL on CUDA."""
+    """`torch.distributed` groups with a trainer as rank 0: gloo on CPUs, NCCL on CUDA."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -52,21 +52,21 @@ class Groups:
         named: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Meet the trainer in a `torch.distributed` group at its TCP store.
+        """Join a trainer's `torch.distributed` group at its TCP store.
 
-        409 while a living trainer has a group of this name, or any group and an update that is
-        open. Updates of a dead one are forgotten.
+        Raises a 409 if a live trainer has a group of this name, or has any group while an update is
+        open. A dead trainer's update is cancelled.
 
         Args:
-            name: by which `Updates.receive_broadcast` and `leave` know it.
-            host: of the trainer's store.
-            port: of the trainer's store.
-            rank: of this engine.
-            world_size: the trainer and all engines.
-            backend: "gloo" or "nccl"; None: by the engine's device.
-            named: the trainer made it with `group_name=name`, beside a default group (slime,
-                SGLang's way); False: by an ordinary `init_process_group`.
-            timeout: seconds; None: the server's.
+            name: Name for `Updates.receive_broadcast` and `leave`.
+            host: Host of the trainer's store.
+            port: Port of the trainer's store.
+            rank: Rank of this engine.
+            world_size: Number of ranks: the trainer and all engines.
+            backend: "gloo" or "nccl". None: chosen by the engine's device.
+            named: True if the trainer made the group with `group_name=name` in addition to a
+                default group (slime, SGLang). False: an ordinary `init_process_group`.
+            timeout: Seconds. None: the server's deadline.
         """
         await self._engine.call(
             "join_group",
@@ -81,44 +81,42 @@ class Groups:
         )
 
     async def has(self, name: str) -> bool:
-        """Whether a group of this name was joined, and not lost by an update that failed, with its
-        trainer, or with the engine.
+        """Return True if the group is joined. A failed update, or the end of the trainer or the
+        engine, closes it.
         """
         return bool(await self._engine.call("has_group", group=name))
 
     async def leave(self, name: str) -> None:
-        """Leave it. 404 where there is none of this name."""
+        """Leave a group. Raises a 404 if it does not exist."""
         if not await self._engine.call("leave_group", group=name):
-            raise ApiError(404, f"there is no group {name!r}.")
+            raise ApiError(404, f"group {name!r} does not exist.")
 
 
 class Updates:
-    """Weight updates: each is gathered in a session, checked, and written in one piece between two
+    """Weight updates. Each is collected in a session, checked, and applied as a whole between two
     steps.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._numbers = itertools.count(1)  # of sessions
-        self._turn = asyncio.Lock()  # held by the operation that receives or finishes
+        self._numbers = itertools.count(1)  # session numbers
+        self._turn = asyncio.Lock()  # held while an operation receives or finishes
         self._is_opening = False
         self._cancelling: set[asyncio.Task[bool]] = set()
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def open(self) -> OpenUpdate | None:
-        """The weight update that is open, between `begin` and `finish`."""
+        """Open weight update, between `begin` and `finish`."""
         return self._engine.known.update
 
     @property
     def is_open(self) -> bool:
-        """Whether a weight update is open."""
+        """True if a weight update is open."""
         return self.open is not None
 
     async def name_version(self, name: str) -> None:
-        """Give the version that serves a name, or, while an update is open, the one that it will
-        become.
-        """
+        """Name the served version, or, if an update is open, its future version."""
         if self.open is not None:
             self.open.version = checked_name(name)
         else:
@@ -132,32 +130,31 @@ class Updates:
         is_explicit: bool = True,
         **checks: Unpack[Checks],
     ) -> OpenUpdate:
-        """Open an update, when what is left of an earlier one is gone. It ends when no call of it
-        comes for as long as the server's deadline. 409 if one is open, or if the weights are
+        """Open an update, after a cancelled one has ended. It expires if no call of it arrives
+        within the server's deadline. Raises a 409 if an update is open, or if the weights are
         asleep.
 
         Args:
-            version: what the trainer calls the new version; None: by its number, unless it says so
-                later.
-            dialect: see `OpenUpdate`.
-            is_explicit: see `OpenUpdate`.
-            checks: `complete`: refuse an update that lacks a tensor. `check_finite`: refuse NaN and
-                infinite values, as they are in the model's dtype; True by default.
+            version: Trainer's name of the new version. None: its number, unless named later.
+            dialect: Dialect of the request, as in `OpenUpdate`.
+            is_explicit: True if requests mark the beginning and the end, as in `OpenUpdate`.
+            checks: `complete`: reject an update that lacks a tensor. `check_finite`: reject NaN and
+                infinite values after conversion to the model's dtype; True by default.
         """
-        own: Checks = {"complete": False, "check_finite": True, **checks}
-        update = OpenUpdate(next(self._numbers), own, dialect, is_explicit, version)
+        chosen_checks: Checks = {"complete": False, "check_finite": True, **checks}
+        update = OpenUpdate(next(self._numbers), chosen_checks, dialect, is_explicit, version)
         if self._is_opening:
-            raise ApiError(409, "another weight update is about to begin.")
+            raise ApiError(409, "another weight update is being opened; retry later.")
         self._is_opening = True
         try:
             async with self._or_forget(update):
                 if self._cancelling:
                     await asyncio.wait(self._cancelling, timeout=SOON)
-                # The engine may still have another update open, if a cancelling call was lost:
-                # it closes every session but `known`.
+                # If an earlier cancel call was lost, the engine still has that update open. It
+                # closes any open session except `known`.
                 known = None if self.open is None else self.open.number
                 newest = await self._engine.call(
-                    "begin_update", session=update.number, known=known, **own
+                    "begin_update", session=update.number, known=known, **chosen_checks
                 )
                 self._engine.names.see(newest)
                 self._engine.known.update = update
@@ -170,7 +167,7 @@ class Updates:
     async def updating(
         self, *, version: str | None = None, **checks: Unpack[Checks]
     ) -> AsyncIterator[None]:
-        """An update that is finished within: a failure, or a caller that leaves, ends it."""
+        """Open an update for the block. An error, or a caller that leaves, cancels it."""
         update = await self.begin(version=version, is_explicit=False, **checks)
         try:
             yield
@@ -187,28 +184,26 @@ class Updates:
         packed_bytes: int | None = None,
         timeout: float | None = None,
     ) -> Received:
-        """Take part in the trainer's broadcasts of these tensors, one each, in order. What fails
-        cancels the update.
+        """Receive the trainer's broadcasts of these tensors, one each, in order. An error cancels
+        the update.
 
-        With `packed_bytes` they come as flat uint8 runs instead: tensors are put together until a
-        run is longer than that (vLLM's packed format), one broadcast a run.
+        With `packed_bytes` they arrive as flat uint8 runs instead, one broadcast per run. A run
+        takes tensors until it is longer than that (vLLM's packed format).
         """
-        told = [
+        specs = [
             (tensor.name, tensor.dtype.removeprefix("torch."), tensor.shape) for tensor in tensors
         ]
-        arguments = {"group": group, "tensors": told, "packed_bytes": packed_bytes}
+        arguments = {"group": group, "tensors": specs, "packed_bytes": packed_bytes}
         return await self._receive("receive_broadcast", timeout, [arguments])
 
     async def receive_stream(self, group: str) -> Received:
-        """Take what a `nano_inference` `WeightSender` sends, which describes itself and may name
-        its version.
+        """Receive weights from `nano_inference`'s `WeightSender`, which describes them and may name
+        their version.
         """
         return await self._receive("receive_stream", None, [{"group": group}])
 
     async def receive_file(self, content: bytes | bytearray) -> Received:
-        """Take the tensors of a safetensors file, given whole. A pickle is refused by its first
-        bytes, and named.
-        """
+        """Receive the tensors of a whole safetensors file. Pickles are rejected."""
         whole = memoryview(content)
         parts = (
             {"size": len(whole), "content": whole[start : start + PART]}
@@ -217,7 +212,7 @@ class Updates:
         return await self._receive("receive_file", None, parts, content)
 
     async def receive_folder(self, path: str, *, timeout: float | None = None) -> Received:
-        """Take the safetensors of a folder (or a file) on this machine."""
+        """Read the safetensors of a folder or a file on this machine."""
         received = await self._receive("receive_folder", timeout, [{"path": path}])
         if self.open is not None:
             self.open.folder = path
@@ -230,20 +225,20 @@ class Updates:
         kv_policy: KvPolicy | None = None,
         timeout: float | None = None,
     ) -> str:
-        """Close the update and wait until its weights serve, paused or not; returns the version's
-        name.
+        """Close the update and wait until its weights serve, even during a pause. Return the
+        version's name.
 
         Args:
-            version: its name, if it was not known when the update began.
-            kv_policy: what becomes of running requests; None: what the pause asked for, `"keep"`
-                without one. 409 if it would wait for requests that are paused.
-            timeout: seconds; None: the server's.
+            version: Name of the version, if it was not set at the beginning.
+            kv_policy: Treatment of running requests. None: the policy of the pause, otherwise
+                `"keep"`. Raises a 409 if it would wait for paused requests.
+            timeout: Seconds. None: the server's deadline.
         """
         policy: KvPolicy = kv_policy or self._engine.known.pause_policy or "keep"
         async with self._next(timeout) as (update, seconds):
             known, names = self._engine.known, self._engine.names
             before = names.newest
-            # named first: tokens of it may come before the answer
+            # set the name first: tokens with the new version may arrive before the reply
             if version is None and update is not None:
                 version = update.version
             number = names.choose(version)
@@ -256,23 +251,25 @@ class Updates:
                     kv_policy=policy,
                 )
             except ApiError as problem:
-                if problem.code != SILENT:  # else it may serve
+                if problem.code != SILENT:  # without an answer, the version may be serving
                     names.give_back(number, before)
                 raise
             known.update = None
             if update is not None and update.folder is not None:
                 known.folder = update.folder
-        log.info("weight version %s serves; requests that ran: %s.", names.name(number), policy)
+        log.info(
+            "weight version %s is serving (kv_policy of running requests: %s).",
+            names.name(number),
+            policy,
+        )
         return names.name(number)
 
     async def cancel(self, reason: str) -> bool:
-        """Forget the open update, also while a call of it is under way; whether there was one."""
+        """Cancel the open update, even during a call of it. Return False if there is none."""
         return self.open is not None and await self._forget(self.open, reason)
 
     async def fail(self, problem: BaseException) -> None:
-        """A request that belongs to the update was refused, or failed: forget the update, if one is
-        open.
-        """
+        """Cancel the open update because one of its requests was rejected or failed."""
         if self.open is not None:
             await self._failed(self.open, problem)
 
@@ -283,7 +280,7 @@ class Updates:
         calls: Iterable[dict[str, Any]],
         content: bytes | bytearray | None = None,
     ) -> Received:
-        """Receiving calls of one request, one after the other."""
+        """Run the receiving calls of one request in sequence."""
         async with self._next(timeout) as (update, seconds):
             if content is not None:
                 require_safetensors(content)
@@ -298,19 +295,19 @@ class Updates:
 
     @asynccontextmanager
     async def _next(self, timeout: float | None) -> AsyncIterator[tuple[OpenUpdate | None, float]]:
-        """The next call of the update, alone in it: the update and the seconds that are left.
+        """Run the update's next call exclusively. Yields the update and the remaining seconds.
 
-        The engine itself refuses what comes outside of an update: it also ends the group of such a
-        broadcast.
+        The engine itself rejects calls outside of an update, because a broadcast must then also
+        close its group.
         """
         seconds = self._engine.seconds(timeout)
         until = time.monotonic() + seconds
         try:
-            # wait_for would forget a cancellation that comes with the turn
+            # wait_for could lose a cancellation that arrives with the lock
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
         except TimeoutError:
-            text = f"another call of the weight update did not end within {seconds:g} s."
+            text = f"another call of this weight update did not finish within {seconds:g} s."
             raise ApiError(504, text) from None
         try:
             left = max(round(until - time.monotonic(), 2), 0.01)
@@ -323,24 +320,22 @@ class Updates:
             self._turn.release()
 
     def _expire_later(self, update: OpenUpdate | None) -> None:
-        """Forget the update unless a call of it comes within the server's deadline; None:
-        never.
+        """Cancel the update unless a call of it arrives within the server's deadline. None: stop
+        the timer.
         """
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
         if update is not None:
             seconds = self._engine.config.rl_timeout
-            why = f"nothing was heard of it for {seconds:g} s."
+            why = f"no call of it arrived within {seconds:g} s."
             self._expiry = asyncio.get_running_loop().call_later(
                 seconds, lambda: self.open is update and self._forget(update, why)
             )
 
     @asynccontextmanager
     async def _or_forget(self, update: OpenUpdate | None) -> AsyncIterator[None]:
-        """A failure inside ends the update, also where it is unknown how far the engine has
-        come.
-        """
+        """Cancel the update if the block fails, even if the engine's progress is unknown."""
         try:
             yield
         except BaseException as problem:
@@ -349,13 +344,13 @@ class Updates:
             raise
 
     async def _failed(self, update: OpenUpdate, problem: BaseException) -> None:
-        told = problem.message if isinstance(problem, ApiError) else "its caller left."
-        task = self._forget(update, told)
-        if isinstance(problem, Exception):  # else the caller is about to leave
+        reason = problem.message if isinstance(problem, ApiError) else "its caller left."
+        task = self._forget(update, reason)
+        if isinstance(problem, Exception):  # do not delay a cancelled caller
             await asyncio.wait([task])
 
     def _forget(self, update: OpenUpdate, why: str) -> "asyncio.Task[bool]":
-        """Let the engine cancel it, and the next update wait for that."""
+        """Start to cancel an update in the engine. The next update waits for that."""
         if self._engine.known.update is update:
             self._engine.known.update = None
         return start_task(self._cancel(update.number, why), self._cancelling)
@@ -366,5 +361,5 @@ class Updates:
             return await self._engine.client.call(
                 "cancel_update", timeout=SOON, session=session, reason=text
             )
-        except Exception:  # the engine is gone, and the update with it
+        except Exception:  # the engine and its update are gone
             return False

@@ -1,4 +1,4 @@
-"""What is let in: while the server is open, the queue has room, and bodies fit into memory."""
+"""Admission of requests: the server must be open, and queue and memory must have room."""
 
 import asyncio
 from collections import Counter
@@ -13,22 +13,22 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import NO_RETRY, ApiError, retry_after
 
-# seconds without a step or a token while there is work; a long prompt's step on a CPU takes less
+# Seconds without a step or a token while there is work. Even long prompts on a CPU step faster.
 STALLED = 60.0
 Status = Literal["starting", "ok", "stalled", "dead", "draining"]
 
 
 @dataclass
 class Readiness:
-    """What `/health` says, and who is let in.
+    """State of the server for `/health` and for admission.
 
     Attributes:
-        client: the engine.
-        restarts: whether a dead engine is replaced.
-        is_ready: it has been built, and what is served is known. It stays True when the engine
-            dies.
-        failure: why it cannot be built.
-        is_draining: the server was told to stop.
+        client: Client of the engine.
+        restarts: True if a dead engine is replaced.
+        is_ready: True once the engine has been built and the served model is known. It stays True
+            if the engine dies.
+        failure: Reason why the engine cannot be built.
+        is_draining: True if the server is shutting down.
     """
 
     client: EngineClient
@@ -39,7 +39,7 @@ class Readiness:
 
     @property
     def status(self) -> Status:
-        """In one word."""
+        """Status of the server in one word."""
         if self.is_draining:
             return "draining"
         if self.failure is not None:
@@ -52,13 +52,15 @@ class Readiness:
 
     @property
     def is_lost(self) -> bool:
-        """The engine is dead for good."""
+        """True if the engine is dead and will not be replaced."""
         return self.failure is not None or (
             self.status == "dead" and not (self.restarts or self.client.restarting)
         )
 
     def require_ready(self) -> None:
-        """For all routes but `/health`. Raises `ApiError` 503 until there is something to serve."""
+        """Raise `ApiError` 503 until the engine is built. Used by all routes except health
+        routes.
+        """
         if not self.is_ready:
             if self.failure is not None:
                 raise _DEAD
@@ -68,9 +70,9 @@ class Readiness:
             )
 
     def require_open(self) -> None:
-        """For new work. Raises `ApiError` 503."""
+        """Raise `ApiError` 503 if the server accepts no new work."""
         if self.is_draining:
-            # Another server behind the same name may take it; this one will not.
+            # Another server with the same name may accept it.
             raise ApiError(
                 503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
             )
@@ -78,25 +80,27 @@ class Readiness:
             if self.is_lost:
                 raise _DEAD
             raise ApiError(
-                503, "the engine is being restarted.", code="engine_dead", headers=retry_after(2.0)
+                503, "the engine is restarting.", code="engine_dead", headers=retry_after(2.0)
             )
 
 
 _DEAD = ApiError(503, "the engine is not running.", code="engine_dead", headers=NO_RETRY)
 
 
-_MOST, _LEAST = 30.0, 0.5  # seconds that a client is told to wait
+_MOST, _LEAST = 30.0, 0.5  # bounds of retry-after in seconds
 
 
 class Admission:
-    """Counts samples: those that run or wait are the client's `num_samples`, and inputs of
-    embeddings count like samples (`embedding`). Samples that wait for a future weight version are
-    counted apart, so that they do not block others.
+    """Limit of queued samples.
+
+    The client's `num_samples` counts running and waiting samples. Inputs of embeddings count like
+    samples (`embedding`). Samples that wait for a future weight version are counted separately, so
+    that they do not block others.
 
     Args:
-        config: has the limit, which holds for either.
-        client: the engine.
-        newest: the newest version of the weights.
+        config: Configuration with the limit, which applies to each of the two counts.
+        client: Client of the engine.
+        newest: Returns the newest weight version.
     """
 
     def __init__(
@@ -105,18 +109,18 @@ class Admission:
         self._limit = config.max_queued_samples
         self._client = client
         self._newest = newest
-        self._seen = 0  # what `newest` last said
-        self._held: Counter[int] = Counter()  # version -> samples that wait for it
+        self._seen = 0  # last result of `newest`
+        self._held: Counter[int] = Counter()  # weight version -> samples that wait for it
         self._num_held = 0
-        self._num_inputs = 0  # of embeddings that run or wait
-        self._seconds = 1.0  # of a sample, on average over the last dozens of requests
+        self._num_inputs = 0  # running and waiting inputs of embeddings
+        self._seconds = 1.0  # per sample, as a moving average over recent requests
 
     def require_room(self, num_samples: int = 1, version: int = 0) -> None:
-        """Raises `ApiError` 429 if these samples, which want weights of this version, would make
-        the queue too long.
+        """Raise `ApiError` 429 if the queue has no room for these samples, which need this weight
+        version.
 
-        429 and not 503: load balancers take a server out that answers 503. A request that finds
-        nothing running is let in at any size: waiting would not help it.
+        The status is 429 because load balancers take a server out that answers 503. A request of
+        any size is admitted if nothing is running, since waiting would not help it.
         """
         self._look()
         if version > self._seen:
@@ -128,7 +132,7 @@ class Admission:
             wait = self._seconds * (there + num_samples - room) / self._client.info.max_batch_size
             raise ApiError(
                 429,
-                f"{there} samples run or wait already, and {num_samples} more would exceed "
+                f"{there} samples are already running or waiting; {num_samples} more would exceed "
                 "max_queued_samples.",
                 code="rate_limit_exceeded",
                 headers=retry_after(min(_MOST, max(_LEAST, wait))),
@@ -138,16 +142,15 @@ class Admission:
         if self._num_held and self._num_held + num_samples > self._limit:
             raise ApiError(
                 429,
-                f"{self._num_held} samples wait for weights that have not come, and {num_samples} "
-                "more would exceed "
-                "max_queued_samples.",
+                f"{self._num_held} samples already wait for future weights; {num_samples} "
+                "more would exceed max_queued_samples.",
                 code="rate_limit_exceeded",
                 headers=retry_after(_MOST),
             )
 
     @contextmanager
     def embedding(self, num_inputs: int) -> Generator[None]:
-        """Count these inputs of a request for embeddings while the block runs. Raises as
+        """Count a request's inputs of embeddings while the block runs. Raises like
         `require_room`.
         """
         self.require_room(num_inputs)
@@ -158,59 +161,59 @@ class Admission:
             self._num_inputs -= num_inputs
 
     def hold(self, version: int, num_samples: int) -> None:
-        """Samples were let in that want weights of this version."""
+        """Count admitted samples that wait for this weight version."""
         self._look()
         if version > self._seen:
             self._held[version] += num_samples
             self._num_held += num_samples
 
     def let_go(self, version: int, num_samples: int) -> None:
-        """They have ended."""
-        num_samples = min(num_samples, self._held[version])  # none, if it has come
+        """Stop counting samples that have ended."""
+        num_samples = min(num_samples, self._held[version])  # 0 if the version has arrived
         self._held[version] -= num_samples
         self._num_held -= num_samples
         if not self._held[version]:
             del self._held[version]
 
     def _look(self) -> None:
-        """What waited for versions that have come is like all others from now on."""
+        """Treat samples whose weight version has arrived like all others."""
         if (newest := self._newest()) == self._seen:
             return
         self._seen = newest
-        for version in [each for each in self._held if each <= newest]:
+        for version in [arrived for arrived in self._held if arrived <= newest]:
             self._num_held -= self._held.pop(version)
 
     def took(self, seconds: float) -> None:
-        """A request has ended after so long."""
+        """Record the duration of a request."""
         self._seconds += (seconds - self._seconds) / 32
 
 
-# bytes of a body that are not counted: what others hold up keeps no ordinary request out
+# uncounted bytes of each body, so that large uploads do not block ordinary requests
 SMALL = 64 * 1024
-LARGE = 1 << 22  # bytes of a body that is put together in a thread
+LARGE = 1 << 22  # bytes; larger bodies are joined in a thread
 
 
 class Bodies:
     """Reads bodies.
 
     Args:
-        limit: bytes of all bodies together, beyond the first `SMALL` of each.
-        option: that says so.
-        gap: seconds that a client may be silent within a body.
+        limit: Maximum bytes of all bodies together, without the first `SMALL` of each.
+        option: Name of the option that sets the limit.
+        gap: Maximum seconds between two parts of a body.
     """
 
     def __init__(self, limit: int, option: str, gap: float) -> None:
         self._limit = limit
         self._option = option
         self._gap = gap
-        self.pending = 0  # bytes that count
+        self.pending = 0  # counted bytes
 
     @asynccontextmanager
     async def read(self, request: Request, upload: asyncio.Timeout) -> AsyncGenerator[bytes]:
-        """A request's body, which counts as long as the block runs.
+        """Yield a request's body, which counts while the block runs.
 
-        Raises `ApiError`: 408 for a client that falls silent, 503 where there is no room.
-        `TimeoutError`: `upload`, the time for all of it, is over.
+        Raises `ApiError`: 408 if the client stalls, 503 if there is no room. Raises `TimeoutError`
+        if `upload`, the deadline of the whole body, passes.
         """
         pieces: list[bytes] = []
         size = held = 0
@@ -225,7 +228,7 @@ class Bodies:
                         raise self._full()
                     self.pending += more
                     held += more
-            # joining megabytes lets other threads run, and takes long
+            # joining megabytes takes long, and releases the GIL
             join = b"".join
             body = await asyncio.to_thread(join, pieces) if size > LARGE else join(pieces)
             pieces.clear()
@@ -241,13 +244,13 @@ class Bodies:
         except TimeoutError:
             if not silence.expired():
                 raise
-            text = f"the body stalled: nothing of it came for {self._gap:g} seconds (body_timeout)."
+            text = f"the body stalled: no data for {self._gap:g} seconds (body_timeout)."
             raise ApiError(408, text, headers=NO_RETRY) from None
 
     def _full(self) -> ApiError:
         text = (
-            f"the bodies of other requests fill the {self._limit} bytes that there are for "
-            f"them ({self._option})."
+            f"other requests' bodies fill the limit of {self._limit} bytes ({self._option}); "
+            "try again later."
         )
         return ApiError(
             503, text, code="overloaded", headers={**retry_after(1.0), "connection": "close"}

@@ -1,18 +1,17 @@
-"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, and for clients that it does
-not know.
+"""`Connection`: uvicorn's HTTP/1.1 protocol with limits that it lacks, and with support for more
+clients.
 
-httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in
-another server). Here bytes and header lines are counted while they come, and a connection that
-brings too many is answered 431. A line that does not end may exceed the bound by what one read of
-the socket brings (256 KiB).
+httptools buffers a header line until it ends (the cause of CVE-2025-48956 in another server). Here
+bytes and header lines are counted as they arrive, and a connection that sends too many gets a 431.
+An unfinished line may exceed the limit by one read of the socket (256 KiB).
 
-The end of a client is told to the request that runs, also where others wait behind it on the same
-connection. A wish for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2
-with every first request, and would lose its body), HTTP/1.0 gets no chunks, and trailers are no
-headers. Headers that two servers in a row could read differently are refused: no Host or several,
-and any transfer coding beside `chunked`.
+A running request learns that its client disconnected even if pipelined requests wait for it.
+Requests to upgrade the protocol are ignored, as HTTP allows: Java's clients ask for HTTP/2 with
+their first request, and would lose its body. HTTP/1.0 gets no chunks, and trailers are not treated
+as headers. Headers that two servers in a row could interpret differently are rejected: no or
+several `Host` headers, and any transfer coding except `chunked`.
 
-Of uvicorn only public names are used and overridden; a test looks.
+Only public names of uvicorn are used and overridden, which a test checks.
 """
 
 import sys
@@ -28,20 +27,20 @@ from nano_inference.server.http.replies import request_id_of
 from nano_inference.server.paths import error_body
 
 MAX_HEADERS = 128  # lines
-MAX_PIPELINE = 100  # requests that wait on one connection
+MAX_PIPELINE = 100  # requests waiting on one connection
 # seconds from a connection's start, or a request's first byte, to the end of its headers
 HEAD_TIMEOUT = 30.0
-# connections beyond `max_connections` that are told so; others are closed without a word
+# connections beyond `max_connections` that get a 503; further ones are closed without a reply
 SPARE = 64
-STALL_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
+STALL_TIMEOUT = 60.0  # seconds that a client may leave a reply unread
 
 
 class _Refused(Exception):
-    """Raised within the parser's callbacks: it stops there."""
+    """Raised in the parser's callbacks to stop it."""
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. The limits are set by `connection_class`."""
+    """One connection. `connection_class` sets the limits."""
 
     max_header_bytes = 64 * 1024
     max_connections = 4096
@@ -49,19 +48,19 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._refusal: ApiError | None = None
-        self._size = self._lines = 0  # of the request line, headers and trailers of this request
-        self._silent = 0  # bytes since the parser has last said something
-        self._deadline: Any = None  # of the headers
+        self._size = self._lines = 0  # request line, headers and trailers of this request
+        self._silent = 0  # bytes since the parser's last callback
+        self._deadline: Any = None  # timer for the headers
         self._stall: Any = None
-        # uvicorn's cycle of the request that is being answered; the others wait behind it
+        # uvicorn's cycle of the request being answered; pipelined ones wait for it
         self._running: Any = None
         self._method = b""
-        self._has_head = False  # the headers of this request are complete
-        self._wants_upgrade = False  # and ask for another protocol
-        self._is_spare = False  # there were too many connections when it came
+        self._has_head = False  # this request's headers are complete
+        self._wants_upgrade = False  # the headers ask for another protocol
+        self._is_spare = False  # the connection exceeds `max_connections`
 
     def connection_made(self, transport: Any) -> None:
-        """A client has come."""
+        """Handle a new connection."""
         super().connection_made(transport)
         self._set_deadline()
         excess = len(self.connections) - self.max_connections
@@ -70,26 +69,26 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """Handle the end of the connection."""
         self._clear_deadline()
         self.resume_writing()
         self._leave(self._running)
-        super().connection_lost(exc)  # knows the last request alone
+        super().connection_lost(exc)  # only handles the last request
 
     @property
     def is_open(self) -> bool:
-        """Whether what is sent may still be read."""
+        """True if the client may still read replies."""
         return self.transport is not None and not self.transport.is_closing()
 
     def abort(self) -> None:
-        """End the connection at once, whatever is still to be sent."""
+        """Close the connection immediately and discard unsent data."""
         if self.transport is not None:
             self.transport.abort()
 
     # -- headers -----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Parse received bytes."""
         self._silent += len(data)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -100,7 +99,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin a request."""
         super().on_message_begin()
         self._silent = self._size = self._lines = 0
         self._has_head = self._wants_upgrade = False
@@ -109,25 +108,25 @@ class Connection(HttpToolsProtocol):
             self._set_deadline()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of its path."""
+        """Count and parse a part of the path."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or, after the body, a trailer."""
+        """Take in a header. Count trailers, which follow the body, and ignore them."""
         self._lines += 1
         self._count(len(name) + len(value) + 4)
         if not self._has_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """All headers are there."""
+        """Check complete headers and start the request."""
         self._silent = 0
         self._has_head = True
         self._method = self.parser.get_method()
         self._wants_upgrade = self.parser.should_upgrade() and self._method != b"CONNECT"
         if self._wants_upgrade:
-            return  # it is parsed once more, without this wish
+            return  # `_parse_again` parses it without the upgrade
         self._clear_deadline()
         self._refusal = self._fault()
         if self._refusal is not None:
@@ -136,45 +135,45 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) > MAX_PIPELINE:
             self.abort()
         elif self.pipeline:
-            self.flow.resume_reading()  # else the end of the client would not be seen
+            self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
         else:
             self._running = self.cycle
 
     def _fault(self) -> ApiError | None:
-        """Why a request whose headers are there is not served."""
+        """Return the reason to reject a request with complete headers, or None."""
         if self._is_spare and self.url.decode("latin-1") not in HEALTH:
-            text = f"the server has {self.max_connections} connections already (max_connections)."
+            text = f"the server has {self.max_connections} open connections (max_connections)."
             return ApiError(503, text, code="overloaded", headers=retry_after(1.0))
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
-            return bad_request(f"a request has one Host header, and this one has {len(hosts)}.")
+            return bad_request(f"a request must have one Host header; this one has {len(hosts)}.")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            return bad_request("the only transfer coding that is read is chunked, alone.")
+            return bad_request("the only supported transfer coding is chunked.")
         return None
 
     def on_chunk_header(self) -> None:
-        """A chunk of the body begins."""
+        """Begin a chunk of the body."""
         self._silent = 0
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Take in a part of the body."""
         self._silent = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Complete the request."""
         self._silent = 0
         if not self._wants_upgrade:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, in JSON, and hang up."""
-        problem = self._refusal or ApiError(400, "the request is not HTTP/1.1.")
+        """Reply to an unparsable or rejected request in JSON, and close the connection."""
+        problem = self._refusal or ApiError(400, "the request is not valid HTTP/1.1.")
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            # an answer is on its way
+            # another reply is being sent
             if self.cycle is not self._running or self.cycle.response_started:
                 self.transport.abort()
                 return
@@ -200,12 +199,12 @@ class Connection(HttpToolsProtocol):
             (length,) = upgrade.args
             self._parse_again(data[length:])
         except httptools.HttpParserError:
-            self.logger.debug("a request could not be parsed")
+            self.logger.debug("cannot parse a request")
             self.send_400_response("")
 
     def _parse_again(self, rest: bytes) -> None:
-        """Parse a request's headers once more, without those about another protocol; then what
-        follows them.
+        """Parse a request's headers again without those that ask for an upgrade, then the data
+        after them.
         """
         others = [
             (name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")
@@ -223,7 +222,7 @@ class Connection(HttpToolsProtocol):
 
     def _too_large(self) -> ApiError:
         limits = f"{self.max_header_bytes} bytes (max_header_bytes) and {MAX_HEADERS} lines"
-        return ApiError(431, f"the request's headers are more than {limits}.")
+        return ApiError(431, f"the request's headers exceed {limits}.")
 
     def _set_deadline(self) -> None:
         self._deadline = self.loop.call_later(HEAD_TIMEOUT, self.abort)
@@ -236,7 +235,7 @@ class Connection(HttpToolsProtocol):
     # -- answers -----------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """An answer has been sent; the next request that waits is answered now."""
+        """End a reply, and answer the next waiting request."""
         waiting = (
             self.pipeline[-1][0] if self.pipeline and not self.transport.is_closing() else None
         )
@@ -245,32 +244,33 @@ class Connection(HttpToolsProtocol):
             self._running = waiting
 
     def _leave(self, cycle: Any) -> None:
-        """Tell a request that its client has gone."""
+        """Notify a request that its client has disconnected."""
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
 
     def begin_without_length(self) -> None:
-        """Send what follows as it is: the connection's end is its end. For HTTP/1.0, which knows no
-        chunks.
+        """Send the following body without chunks, which HTTP/1.0 lacks. The connection's end
+        ends it.
         """
         self._running.chunked_encoding = False
         self._running.expected_content_length = sys.maxsize
 
     def end_without_length(self, last: bytes) -> None:
-        """`last` is about to be sent."""
+        """Prepare to send the last part of such a body."""
         self._running.expected_content_length = len(last)
 
-    # -- clients that do not read ------------------------------------------------------------------
+    # -- slow readers
+    # ----------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the answer comes."""
+        """Limit the time in which the client must catch up."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(STALL_TIMEOUT, self.abort)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Cancel the limit: the client has caught up."""
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
@@ -278,6 +278,6 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_class(max_header_bytes: int, max_connections: int) -> type[Connection]:
-    """`Connection` with these bounds: uvicorn wants a class."""
+    """Return a subclass of `Connection` with these limits, since uvicorn takes a class."""
     limits = {"max_header_bytes": max_header_bytes, "max_connections": max_connections}
     return type("Connection", (Connection,), limits)

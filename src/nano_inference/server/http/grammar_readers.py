@@ -1,7 +1,7 @@
-"""`GrammarReaders`: threads that read requests which may hold a grammar, whose check may take long.
+"""`GrammarReaders`: threads that read requests with grammars, whose checks can take long.
 
-Small bodies have threads of their own, so that slow grammars, which are large, hold up no others of
-them. A request that finds no thread is answered 503, and comes again.
+Small bodies have their own threads, so that slow grammars, which are large, do not delay them. A
+request that gets no thread in time is answered 503, and the client retries.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from typing import Generic, TypeVar
 from nano_inference.server.errors import NO_RETRY, ApiError, retry_after
 from nano_inference.structured.clocks import Spent, thread_clock
 
-THREADS = 2  # of a lane
-SMALL = 64 * 1024  # bytes of a body in the lane of small ones
-MOST_WAITING = 128  # requests of a lane that wait for a thread
-MOST_STUCK = 2  # threads of a lane beyond their limit that are replaced
+THREADS = 2  # per lane
+SMALL = 64 * 1024  # maximum bytes of a body in the lane for small ones
+MOST_WAITING = 128  # maximum requests of a lane that wait for a thread
+MOST_STUCK = 2  # maximum overdue threads of a lane that are replaced
 WAIT = 20.0  # seconds that a request waits for a thread
-GLANCE = 0.02  # seconds between two looks at a clock, at least
+GLANCE = 0.02  # minimum seconds between checks of a thread's CPU time
 
 Made = TypeVar("Made")
 
 
 class GrammarReaders:
-    """Reads requests in threads.
+    """Threads that read requests.
 
     Args:
-        limit: seconds of CPU that a request may take, from the moment its thread begins.
+        limit: Maximum CPU seconds of a request, measured from the start of its thread.
     """
 
     def __init__(self, limit: float) -> None:
@@ -36,9 +36,9 @@ class GrammarReaders:
         self._small, self._large = _Lane(), _Lane()
 
     async def read(self, make: Callable[[], Made], size: int) -> Made:
-        """What `make` makes of a body of so many bytes.
+        """Run `make` in a thread for a body of `size` bytes, and return its result.
 
-        Raises what it does, and `ApiError`: 400 if it takes too long, 503 if no thread was free.
+        Raises its errors, and `ApiError`: 400 if it takes too long, 503 if no thread was free.
         """
         lane = self._small if size <= SMALL else self._large
         await lane.wait_for_thread()
@@ -48,12 +48,12 @@ class GrammarReaders:
 
 @dataclass
 class _Lane:
-    """Threads, and the requests that wait for one of them.
+    """Threads, and the requests that wait for one.
 
     Attributes:
-        free: threads that may be started.
-        num_waiting: requests.
-        num_stuck: threads that were replaced, and run on.
+        free: Counts the threads that may still start.
+        num_waiting: Number of waiting requests.
+        num_stuck: Number of replaced threads that still run.
     """
 
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(THREADS))
@@ -61,10 +61,10 @@ class _Lane:
     num_stuck: int = 0
 
     async def wait_for_thread(self) -> None:
-        """Take a thread. Raises `ApiError` 503."""
+        """Reserve a thread. Raises `ApiError` 503."""
         problem = ApiError(
             503,
-            "other requests with grammars keep this server busy; try again later.",
+            "the server is busy with other requests that have grammars; try again later.",
             code="overloaded",
             headers=retry_after(1.0),
         )
@@ -81,15 +81,15 @@ class _Lane:
 
 
 class _Job(Generic[Made]):
-    """A request in its thread, which is started with it."""
+    """A request and its thread, which the constructor starts."""
 
     def __init__(self, lane: _Lane, make: Callable[[], Made], limit: float) -> None:
         self._lane, self._make, self._limit = lane, make, limit
-        self._spent: Spent | None = None  # until the thread has begun
+        self._spent: Spent | None = None  # None until the thread has begun
         self._is_replaced = False
         self._loop = asyncio.get_running_loop()
         self._made: asyncio.Future[Made] = self._loop.create_future()
-        # it keeps no interpreter from ending
+        # a daemon, so that it does not delay the interpreter's exit
         try:
             threading.Thread(target=self._work, name="read a grammar", daemon=True).start()
         except BaseException:
@@ -97,7 +97,7 @@ class _Job(Generic[Made]):
             raise
 
     async def result(self) -> Made:
-        """Raises what it raised, and `ApiError` 400 beyond the limit."""
+        """Wait for the result. Raises the thread's error, and `ApiError` 400 beyond the limit."""
         while True:
             left = GLANCE if self._spent is None else max(GLANCE, self._spent.left)
             await asyncio.wait([self._made], timeout=left)
@@ -107,7 +107,7 @@ class _Job(Generic[Made]):
                 self._abandon()
                 raise ApiError(
                     400,
-                    f"the request's grammar could not be checked within {self._limit:g} seconds.",
+                    f"checking the request's grammar took longer than {self._limit:g} seconds.",
                     headers=NO_RETRY,
                 )
 
@@ -129,13 +129,13 @@ class _Job(Generic[Made]):
                 self._lane.free.release()
             if not self._made.done():
                 settle()
-                self._made.exception()  # all callers may have left
+                self._made.exception()  # mark it as retrieved: all callers may have left
 
         with suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(end)
 
     def _abandon(self) -> None:
-        """Its thread runs on, and another may take its place."""
+        """Replace an overdue thread, which continues to run."""
         if self._lane.num_stuck < MOST_STUCK:
             self._lane.num_stuck += 1
             self._is_replaced = True

@@ -1,8 +1,7 @@
-"""The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of
-keys and limits.
+"""Layers around the routes, as plain ASGI: outermost ids and logs, then CORS, then keys and limits.
 
-Access: routes need an API key, those that change the engine the admin key; the routes that report
-health and the page are open to all.
+Most routes need an API key, and those that change the engine need the admin key. Health routes and
+the page are open to all.
 """
 
 import asyncio
@@ -34,32 +33,32 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Level(Enum):
-    """What a route asks for."""
+    """Access level that a route requires."""
 
     OPEN = "open"
     KEY = "key"
     ADMIN = "admin"
 
 
-# What watches a server asks these, also before it serves and where there is no room for others.
+# Monitoring uses these, also before the server is ready and when it is overloaded.
 HEALTH = frozenset(("/health", "/ping"))
-# Every other path, also one that does not exist, is `KEY`.
+# All other paths, even unknown ones, are `KEY`.
 LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
 LEVELS |= {"/flush_cache": Level.ADMIN}
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
-# With `ServerConfig.rl`.
+# Additional levels with `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(
     paths.OPEN, Level.OPEN
 )
 
 
 class Keys:
-    """The keys of a server. Comparisons take the same time for every wrong key.
+    """Keys of a server. A comparison takes the same time for every wrong key.
 
-    Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask
-    for what the others ask for, on an address that only this machine can reach (or with `rl_open`),
-    but never serve a web page, since any page that is opened here could reach them, and without
-    `rl_open` nothing that a proxy passes on.
+    Trainers send no key. So with `rl` and without an admin key, routes that change the engine
+    require no more than other routes. `ServerConfig` allows that only on a loopback address, or
+    with `rl_open`. These routes never serve web pages, since any page opened on this machine could
+    reach them. Without `rl_open` they also reject requests forwarded by a proxy.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -67,15 +66,15 @@ class Keys:
         self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
         self._levels = LEVELS | RL_LEVELS if config.rl else LEVELS
         self._is_trusting = config.rl and config.admin_key is None
-        # by which it may be called, beside addresses
+        # allowed `Host` in addition to addresses; None: any
         self._name = None if config.rl_open else config.host.lower()
 
     def require(self, path: str, headers: Headers) -> None:
-        """Let a request pass.
+        """Check a request's access.
 
         Raises:
-            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this
-                route, or for a web page on a route that changes the engine.
+            ApiError: 401 for a missing or wrong key. 403 for a key that does not open this route,
+            or for a web page on a route that changes the engine.
         """
         level = self._levels.get(path, Level.KEY)
         if level is Level.ADMIN and self._is_trusting:
@@ -83,30 +82,30 @@ class Keys:
             level = Level.KEY
         if level is Level.OPEN or (level is Level.KEY and not self._keys):
             return
-        given = [_digest(key) for key in _keys_in(headers)]
-        is_admin = self._admin is not None and _among(given, [self._admin])
-        if is_admin:  # it opens everything
+        digests = [_digest(key) for key in _keys_in(headers)]
+        is_admin = self._admin is not None and _among(digests, [self._admin])
+        if is_admin:  # the admin key opens every route
             return
-        is_user = _among(given, self._keys)
+        is_user = _among(digests, self._keys)
         if level is Level.KEY and not is_user:
-            raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+            raise ApiError(401, _WRONG if digests else _MISSING, headers=_ASK)
         if level is Level.ADMIN:
             if self._admin is None:
                 raise ApiError(
                     403,
-                    "this route is off: the server was started without an admin key.",
+                    "this route is off: start the server with an admin key to enable it.",
                     headers=NO_RETRY,
                 )
             if not is_user:
-                raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+                raise ApiError(401, _WRONG if digests else _MISSING, headers=_ASK)
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
 
     def _refuse_strangers(self, headers: Headers) -> None:
-        """Refuse web pages, and requests that a proxy forwards (they come from this machine, from
-        any sender).
+        """Reject web pages and requests that a proxy forwards. A proxy's requests come from this
+        machine, but may be anyone's.
 
-        A browser marks a page's request with `Origin` or `Sec-Fetch-Site`. With DNS rebinding it
-        does not, but then `Host` holds the page's name. Raises `ApiError` 403.
+        Browsers mark a page's requests with `Origin` or `Sec-Fetch-Site`. With DNS rebinding they
+        do not, but `Host` is then the page's domain. Raises `ApiError` 403.
         """
         for name, value in headers:
             if name in _PROXIED and self._name is not None:
@@ -118,13 +117,13 @@ class Keys:
                 raise ApiError(403, _NO_PAGES, headers=NO_RETRY)
 
     def _is_called(self, host: str) -> bool:
-        """Whether `Host` is an address, or the name that the server was told to listen on."""
+        """Return True if `Host` is an address, or the configured host."""
         name = host_name(host)
         return self._name is None or name == self._name or is_address(name)
 
 
 def host_name(header: str) -> str:
-    """The name in a `Host` header, in lower case, without port and brackets."""
+    """Return the name in a `Host` header in lower case, without port and brackets."""
     name = header.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -132,8 +131,8 @@ def host_name(header: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address or `localhost`: no name that the owner of a web site can point
-    here.
+    """Return True for an IP address or `localhost`: names that no website owner can point to this
+    machine.
     """
     if name == "localhost":
         return True
@@ -146,17 +145,15 @@ def is_address(name: str) -> bool:
 
 _PROXIED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
 _NO_PROXIES = (
-    "a proxy passes this request on, so that any client may have sent it; this route takes it with "
-    "an admin key "
-    "(--admin-key), or with --rl-open."
+    "this route does not accept requests forwarded by a proxy, which may be anyone's; "
+    "start the server with --admin-key or --rl-open."
 )
-_MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+_MISSING = "an API key is required: send `Authorization: Bearer KEY` or `x-api-key: KEY`."
 _NO_PAGES = (
-    "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP "
-    "address or localhost. "
-    "An admin key (--admin-key) opens it to all who have it."
+    "web pages cannot use this route: do not send Origin or Sec-Fetch-Site, and use an IP "
+    "address or localhost as Host. Or start the server with --admin-key and send that key."
 )
-_WRONG = "the API key is not one of this server's."
+_WRONG = "the API key is invalid."
 _ASK = {"www-authenticate": "Bearer"}
 
 
@@ -171,15 +168,15 @@ def _keys_in(headers: Headers) -> list[bytes]:
 
 
 def _digest(key: bytes) -> bytes:
-    return sha256(key).digest()  # of one length: a comparison says nothing about a key's
+    return sha256(key).digest()  # equal lengths, so that timing does not reveal a key's length
 
 
-def _among(given: list[bytes], keys: list[bytes]) -> bool:
-    found = False
-    for one in given:
-        for key in keys:  # all of them, also after a match
-            found |= hmac.compare_digest(one, key)
-    return found
+def _among(digests: list[bytes], keys: list[bytes]) -> bool:
+    matches = False
+    for digest in digests:
+        for key in keys:  # continue after a match, so that timing reveals nothing
+            matches |= hmac.compare_digest(digest, key)
+    return matches
 
 
 log = logging.getLogger("nano_inference.server")
@@ -189,13 +186,13 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 
 
 class Outermost:
-    """Gives every request its id and its record, puts ids on every answer, and answers exceptions
+    """Gives every request an id and a record, adds the id to every reply, and answers exceptions
     that no inner layer caught.
 
     Args:
-        app: what is inside.
-        done: told of each request after its answer has ended.
-        root: what a proxy leaves before the paths.
+        app: Inner application.
+        done: Called with each request's record after its reply has ended.
+        root: Path prefix that a proxy adds.
     """
 
     def __init__(self, app: ASGIApp, done: Callable[[RequestRecord], None], root: str = "") -> None:
@@ -204,13 +201,13 @@ class Outermost:
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
         _strip(scope, self._root)
-        headers = dict(reversed(scope["headers"]))  # of several by one name the first counts
+        headers = dict(reversed(scope["headers"]))  # the first of several equal names counts
         record = RequestRecord(
             request_id_of(headers.get(b"x-request-id")),
             scope["method"],
@@ -251,7 +248,7 @@ class Outermost:
 
 
 def _without_chunks(send: Send, connection: Any) -> Send:
-    """For HTTP/1.0, which proxies speak too, and which knows no chunks: an answer without a length
+    """Support HTTP/1.0, which has no chunks and is used by some proxies: a reply without a length
     ends with its connection.
     """
     unsized: Any = None
@@ -260,7 +257,7 @@ def _without_chunks(send: Send, connection: Any) -> Send:
         nonlocal unsized
         if message["type"] == "http.response.start":
             names = [name for name, _ in message["headers"]]
-            if b"connection" not in names:  # uvicorn hangs up, but does not always say so
+            if b"connection" not in names:  # uvicorn closes it, but does not always announce that
                 message["headers"].append((b"connection", b"close"))
             unsized = None if b"content-length" in names else connection
             if unsized is not None:
@@ -273,7 +270,7 @@ def _without_chunks(send: Send, connection: Any) -> Send:
 
 
 def _strip(scope: Scope, root: str) -> None:
-    """Take a proxy's prefix off the path, before anything goes by it: keys and limits see what the
+    """Remove a proxy's prefix from the path, so that keys and limits apply to the path that the
     router sees.
     """
     path: str = scope["path"]
@@ -283,12 +280,12 @@ def _strip(scope: Scope, root: str) -> None:
 
 
 class Gate:
-    """Lets in what has a key and is within limits.
+    """Admits requests that have a key and are within the limits.
 
     Args:
-        app: the routes.
-        config: the limits.
-        ready: raises `ApiError` while the engine is being built.
+        app: Routes.
+        config: Limits and keys.
+        ready: Raises `ApiError` while the engine is being built.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None]) -> None:
@@ -298,7 +295,7 @@ class Gate:
         self._ready = ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -306,7 +303,7 @@ class Gate:
             self._check(scope)
         except ApiError as problem:
             refusal = error_reply(problem, record_of(scope))
-            if _is_long(scope["headers"]):  # it would be read and thrown away
+            if _is_long(scope["headers"]):  # otherwise the body would be read and discarded
                 refusal.headers["connection"] = "close"
             await refusal(scope, receive, send)
             return
@@ -314,7 +311,7 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         path, headers = scope["path"], scope["headers"]
-        if not path.isprintable():  # the router's patterns let a line feed at the end pass
+        if not path.isprintable():  # the router's patterns accept a trailing line feed
             raise no_route(path)
         self._keys.require(path, headers)
         if path not in HEALTH | paths.PAGE:
@@ -340,18 +337,18 @@ class Gate:
         return receive_bounded
 
     def _limit(self, path: str) -> tuple[int, str]:
-        """Bytes that a body may have, and the option that says so."""
+        """Return the maximum bytes of a body, and the option that sets it."""
         if self._config.rl and path in paths.WITH_WEIGHTS:
             return self._config.rl_max_body_bytes, "rl_max_body_bytes"
         return self._config.max_body_bytes, "max_body_bytes"
 
     def _too_large(self, path: str) -> ApiError:
         size, option = self._limit(path)
-        return ApiError(413, f"the body is larger than {size} bytes ({option}).")
+        return ApiError(413, f"the body exceeds {size} bytes ({option}).")
 
 
 def _is_long(headers: Headers) -> bool:
-    """Whether a body follows that is not small, or may be anything."""
+    """Return True if a large body, or one of unknown size, follows."""
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and len(value) > 5)
         for name, value in headers
@@ -359,23 +356,23 @@ def _is_long(headers: Headers) -> bool:
 
 
 def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
-    """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
+    """Check that a body is JSON.
 
-    These are believed, but not in a browser: a page may post forms to any server without asking it
-    first (no CORS), so that any page could make a server without keys work for it. Browsers send
-    `origin` with such requests.
+    Bodies without a content type, or declared as a form as `curl -d` does, are accepted too, but
+    not from browsers, which send `origin` with them. A page may post forms to any server without a
+    CORS preflight, so that any page could use a server without keys.
     """
-    found = {name: value for name, value in headers if name in _ABOUT_CONTENT}
-    if found.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise ApiError(415, "compressed bodies are not read; send the JSON as it is.")
-    media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
+    values = {name: value for name, value in headers if name in _ABOUT_CONTENT}
+    if values.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "compressed bodies are not supported; send plain JSON.")
+    media_type = values.get(b"content-type", b"").split(b";")[0].strip().lower()
     if or_bytes and media_type == b"application/octet-stream":
         return
     if media_type == b"application/json" or (
         media_type.startswith(b"application/") and media_type.endswith(b"+json")
     ):
         return
-    if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:
+    if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in values:
         return
     raise ApiError(415, "the content type must be application/json.")
 
@@ -389,9 +386,9 @@ def in_layers(
     ready: Callable[[], None],
     done: Callable[[RequestRecord], None],
 ) -> ASGIApp:
-    """The routes with all that is around them."""
+    """Wrap the routes in their layers."""
     app: ASGIApp = Gate(routes, config, ready)
-    # outside the gate: a preflight carries no key, and pages may read refusals
+    # outside the gate: a preflight carries no key, and pages may read error replies
     if config.cors_origins:
         app = CORSMiddleware(
             app,

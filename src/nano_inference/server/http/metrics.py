@@ -1,8 +1,8 @@
-"""Prometheus metrics: vLLM's names under our prefix, so that its dashboards need one replacement.
+"""Prometheus metrics: vLLM's names with our prefix, so that its dashboards need one replacement.
 
-Requests are observed here as clients see them; what the engine counts is read from its last report
-when Prometheus asks. Streams alone have times of first and next tokens: of other requests the
-server hears when they are complete.
+Requests are measured here as clients see them. The engine's counters come from its last report when
+Prometheus scrapes. Only streams have times of first and next tokens, because the server receives
+other requests when they are complete.
 """
 
 import time
@@ -100,27 +100,36 @@ _FEW = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (
-        "From a streamed request's arrival to its first tokens.",
+        "Seconds from a streamed request's arrival to its first tokens.",
         _FIRST,
     ),
-    "inter_token_latency_seconds": ("Between two events of a stream.", _SHORT),
-    "request_time_per_output_token_seconds": ("Of streams, after the first token.", _SHORT),
-    "e2e_request_latency_seconds": ("From arrival to the end of the answer.", _LONG),
-    "request_queue_time_seconds": ("Until the engine planned the first part of it.", _LONG),
-    "request_prefill_time_seconds": ("Of streams: from there to the first token.", _LONG),
-    "request_decode_time_seconds": ("Of streams: from the first token to the last.", _LONG),
-    "request_inference_time_seconds": ("In the engine, without the queue.", _LONG),
+    "inter_token_latency_seconds": ("Seconds between two events of a stream.", _SHORT),
+    "request_time_per_output_token_seconds": (
+        "Seconds per token of a stream after its first token.",
+        _SHORT,
+    ),
+    "e2e_request_latency_seconds": ("Seconds from arrival to the end of the reply.", _LONG),
+    "request_queue_time_seconds": ("Seconds until the engine schedules the request.", _LONG),
+    "request_prefill_time_seconds": (
+        "Seconds from scheduling to the first token of a stream.",
+        _LONG,
+    ),
+    "request_decode_time_seconds": (
+        "Seconds from the first to the last token of a stream.",
+        _LONG,
+    ),
+    "request_inference_time_seconds": ("Seconds in the engine, without the queue.", _LONG),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Completion tokens of a request.", _TOKENS),
     "request_params_n": ("Samples of a request.", _FEW),
-    "request_params_max_tokens": ("Its max_tokens.", _TOKENS),
+    "request_params_max_tokens": ("max_tokens of a request.", _TOKENS),
 }
 _COUNTERS = {
     "request_success": ("Samples that ended, by reason.", "finished_reason"),
-    "request_errors": ("Requests that were answered with an error, by HTTP status.", "status"),
-    "admission_rejections": ("Requests that were not let in, by reason.", "reason"),
+    "request_errors": ("Requests answered with an error, by HTTP status.", "status"),
+    "admission_rejections": ("Requests rejected before they ran, by reason.", "reason"),
 }
-# status -> reason of `admission_rejections`; where a 503 says why, that
+# status -> reason of `admission_rejections`, unless the code of a 503 is more specific
 _REASONS = {
     401: "key",
     403: "key",
@@ -134,14 +143,14 @@ _NOT_SERVING = frozenset(("starting", "overloaded", "draining", "engine_dead", "
 
 
 class Metrics:
-    """The metrics of one server.
+    """Metrics of one server.
 
     Args:
-        client: whose reports hold the engine's counters.
+        client: Client whose reports contain the engine's counters.
     """
 
     def __init__(self, client: EngineClient) -> None:
-        self.model_name = ""  # label of everything; known when the engine is ready
+        self.model_name = ""  # label of all metrics; known when the engine is ready
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(client, self))
         self._families = {
@@ -157,22 +166,20 @@ class Metrics:
         self._bound: dict[str, Histogram] = {}
 
     def serve(self, model_name: str) -> None:
-        """What is served is known now."""
+        """Set the served model's name."""
         self.model_name = model_name
         self._bound = {name: family.labels(model_name) for name, family in self._families.items()}
 
     def observe(self, name: str, value: float) -> None:
-        """Into a histogram."""
+        """Add a value to a histogram."""
         self._bound[name].observe(value)
 
     def count(self, name: str, label: str) -> None:
-        """Add to a counter."""
+        """Increment a counter."""
         self._counters[name].labels(self.model_name, label).inc()
 
     def refused(self, status: int, problem: str | None) -> None:
-        """A request was answered with an error status. `problem` is the error's code, if it has
-        one.
-        """
+        """Count a request answered with an error status. `problem` is the error's code, if any."""
         self.count("request_errors", str(status))
         if status in _REASONS:
             self.count(
@@ -180,7 +187,7 @@ class Metrics:
             )
 
     def sent(self, record: RequestRecord) -> None:
-        """An event of a request's stream went out. Called for every event, and cheap."""
+        """Measure an event of a stream. Called for every event, so it must be cheap."""
         now = time.perf_counter()
         if record.first_token is None:
             record.first_token = now - record.started
@@ -189,7 +196,7 @@ class Metrics:
         record.last_event = now
 
     def ended(self, record: RequestRecord, generation: Generation, seconds: float) -> None:
-        """A generation took so long."""
+        """Measure a generation that ended."""
         observe, usage = self.observe, generation.usage
         for choice in generation.choices:
             reason = "abort" if choice.finished is None else choice.finished.finish_reason
@@ -215,25 +222,25 @@ class Metrics:
                 observe("request_time_per_output_token_seconds", decode / (per_choice - 1))
 
     def text(self) -> bytes:
-        """For Prometheus."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's counters as it last reported them."""
+    """Collector of the engine's last reported counters."""
 
     def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self._client = client
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Called for every scrape."""
+        """Yield the metrics of a scrape."""
         gauges: dict[str, tuple[str, float]] = {
             "num_samples": (
-                "Samples that run or wait, as the server counts them.",
+                "Running and waiting samples, as counted by the server.",
                 self._client.num_samples,
             ),
-            "engine_up": ("Whether the engine serves.", float(self._client.why_dead is None)),
+            "engine_up": ("1 if the engine serves, else 0.", float(self._client.why_dead is None)),
         }
         counters: dict[str, tuple[str, float]] = {}
         stats = self._client.stats
@@ -241,10 +248,10 @@ class _EngineCollector(Collector):
             gauges |= _gauges(stats)
             counters = _counters(stats)
         names, values = ("model_name",), (self._metrics.model_name,)
-        for kind, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in found.items():
+        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
                 yield _family(kind, name, text, names, [(values, value)])
-        if stats is not None:  # sum and count alone: an average over time
+        if stats is not None:  # only sum and count: an average over time
             steps = HistogramMetricFamily(
                 PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=names
             )
@@ -257,20 +264,20 @@ class _EngineCollector(Collector):
 
 
 def _family(
-    kind: type[Any], name: str, text: str, labels: Sequence[str], found: Iterable[tuple[Any, float]]
+    kind: type[Any], name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Any, float]]
 ) -> Metric:
-    """A metric with a value for each combination of labels that was found."""
+    """Make a metric with a value for each combination of labels."""
     family = kind(PREFIX + name, text, labels=labels)
-    for values, value in found:
+    for values, value in rows:
         family.add_metric(values, value)
     return family
 
 
 def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
-    """By source and place behind the known tokens, from 0 on; and what steps were found to cost."""
+    """Yield drafts by source and position after the known tokens (from 0), and step costs."""
     for name, text, counts in (
-        ("draft", "Rows that were computed for drafts, by source and place.", drafts.drafted),
-        ("accepted", "Drafts that were drawn, by source and place.", drafts.accepted),
+        ("draft", "Rows computed for drafts, by source and position.", drafts.drafted),
+        ("accepted", "Accepted drafts, by source and position.", drafts.accepted),
     ):
         yield _family(
             CounterMetricFamily,
@@ -286,7 +293,7 @@ def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
     yield _family(
         GaugeMetricFamily,
         "spec_decode_step_seconds",
-        "What a step was found to cost at start, by its rows.",
+        "Seconds of a step measured at start, by its rows.",
         ("model_name", "rows"),
         [
             ((model, str(rows)), seconds)
@@ -296,30 +303,30 @@ def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
 
 
 def _of_replicas(report: FleetReport, model: str) -> Iterable[Metric]:
-    def each(
+    def metric(
         kind: type[Any], name: str, text: str, value: Callable[[ReplicaStatus], float | None]
     ) -> Metric:
-        found = ((status, value(status)) for status in report.replicas)
-        known = [([model, status.name], at) for status, at in found if at is not None]
+        values = ((status, value(status)) for status in report.replicas)
+        known = [([model, status.name], at) for status, at in values if at is not None]
         return _family(kind, name, text, labels, known)
 
     moves, labels, model_only = report.moves, ("model_name", "replica"), ("model_name",)
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
-    yield each(gauge, "replica_waiting", "Samples of a replica that wait.", lambda s: s.waiting)
-    yield each(gauge, "replica_running", "Samples of a replica that run.", lambda s: s.running)
-    yield each(
+    yield metric(gauge, "replica_waiting", "Waiting samples of a replica.", lambda s: s.waiting)
+    yield metric(gauge, "replica_running", "Running samples of a replica.", lambda s: s.running)
+    yield metric(
         gauge,
         "replica_weight_version",
-        "Weights that a replica serves.",
+        "Weight version of a replica.",
         lambda s: s.weight_version,
     )
-    yield each(
-        counter, "replica_starts", "Engines in the place of a replica.", lambda s: s.num_starts
+    yield metric(
+        counter, "replica_starts", "Engines started for a replica.", lambda s: s.num_starts
     )
     yield _family(
         gauge,
         "replica_state",
-        "1 for the state that it is in.",
+        "1 for the replica's current state.",
         (*labels, "state"),
         [([model, status.name, status.state], 1) for status in report.replicas],
     )
@@ -335,7 +342,7 @@ def _of_replicas(report: FleetReport, model: str) -> Iterable[Metric]:
     )
     pauses = HistogramMetricFamily(
         PREFIX + "failover_pause_seconds",
-        "Between the last that came of such a request and the next.",
+        "Seconds between the last event before and the first event after a move.",
         labels=model_only,
     )
     counts = list(accumulate(moves.counts))
@@ -346,7 +353,7 @@ def _of_replicas(report: FleetReport, model: str) -> Iterable[Metric]:
 
 
 def leaked_blocks(stats: EngineStats) -> int:
-    """KV blocks that are held although nothing runs or waits that could hold them: 0, or there is a
+    """Return the number of KV blocks in use although no request runs or waits. Above 0, it is a
     bug.
     """
     is_idle = not (stats.num_running or stats.num_waiting or stats.num_held)
@@ -355,22 +362,22 @@ def leaked_blocks(stats: EngineStats) -> int:
 
 def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
     return {
-        "num_requests_running": ("Sequences that run.", stats.num_running),
-        "num_requests_waiting": ("Sequences that wait.", stats.num_waiting + stats.num_held),
+        "num_requests_running": ("Running sequences.", stats.num_running),
+        "num_requests_waiting": ("Waiting sequences.", stats.num_waiting + stats.num_held),
         "kv_cache_usage_perc": (
-            "Share of the KV memory that sequences hold; 1 is all of it.",
+            "Fraction of the KV cache in use, from 0 to 1.",
             stats.kv_use,
         ),
         "kv_leaked_blocks": (
-            "KV blocks that are held while nothing runs or waits: a bug.",
+            "KV blocks in use while nothing runs or waits. Above 0, it is a bug.",
             leaked_blocks(stats),
         ),
         "kv_kept_blocks": (
-            "KV blocks in memory that requests asked to keep.",
+            "Kept KV blocks in memory.",
             stats.num_kept_blocks,
         ),
         "kv_kept_file_bytes": (
-            "Bytes of such blocks that were evicted, in files.",
+            "Bytes of evicted kept blocks in files.",
             stats.kept_file_bytes,
         ),
     }
@@ -381,33 +388,33 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
     drafts = stats.speculation or _NO_DRAFTS
     return {
         "spec_decode_num_drafts": (
-            "How often a sequence had drafts in a step.",
+            "Times that a sequence had drafts in a step.",
             sum(places[0] for places in drafts.drafted.values() if places),
         ),
         "spec_decode_num_draft_tokens": (
-            "Rows that were computed for drafts.",
+            "Rows computed for drafts.",
             drafts.num_drafted,
         ),
-        "spec_decode_num_accepted_tokens": ("Drafts that were drawn.", drafts.num_accepted),
+        "spec_decode_num_accepted_tokens": ("Accepted drafts.", drafts.num_accepted),
         "spec_decode_num_wasted_rows": (
-            "Rows that were computed in vain, for drafts that were not drawn.",
+            "Rows computed for drafts that were not accepted.",
             drafts.num_drafted - drafts.num_accepted,
         ),
-        "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
-        "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
+        "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", asked),
+        "prefix_cache_hits": ("Prompt tokens found there.", stats.prompt_tokens_cached),
         "kv_kept_blocks_written": ("Kept blocks written to files.", stats.kept_blocks_written),
         "kv_kept_blocks_read": ("Kept blocks read back.", stats.kept_blocks_read),
         "num_preemptions": (
-            "Sequences that had to make room, and were computed again.",
+            "Preempted sequences, which are computed again.",
             stats.num_preemptions,
         ),
         "prompt_tokens": ("Prompt tokens, computed or cached.", asked),
         "generation_tokens": ("Tokens sampled.", stats.completion_tokens),
         "num_steps": ("Steps of the engine.", stats.num_steps),
-        "grammars_compiled": ("Grammars that were compiled.", stats.grammars_compiled),
+        "grammars_compiled": ("Compiled grammars.", stats.grammars_compiled),
         "grammars_failed": (
-            "Grammars that could not be compiled, or not in time.",
+            "Grammars whose compilation failed or timed out.",
             stats.grammars_failed,
         ),
-        "grammar_seconds": ("Seconds that compilations took.", stats.grammar_seconds),
+        "grammar_seconds": ("Seconds spent on compiling grammars.", stats.grammar_seconds),
     }

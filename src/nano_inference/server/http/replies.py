@@ -1,4 +1,4 @@
-"""Answers: what is known of a request, plain replies and errors, large bodies in pieces, and
+"""Replies: the record of a request, JSON replies and errors, large bodies in pieces, and
 server-sent events.
 """
 
@@ -26,30 +26,30 @@ from nano_inference.server.paths import error_body
 access = logging.getLogger("nano_inference.access")
 
 _WATCHED = ("/health", "/ping", "/load", "/metrics", "/stats")
-_LONGEST = 256  # characters of what a client sent
+_LONGEST = 256  # maximum logged characters of a client's text
 # printable ASCII, no spaces: safe in headers, logs and JSON
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request.
+    """Record of one HTTP request.
 
     Attributes:
-        request_id: the client's `x-request-id`, or one made here.
-        method, path: of the request line, the path decoded; not to be trusted.
-        status: of the answer; 0: none has begun.
-        session: the client's `x-session-id`: its requests go to one replica.
-        has_version: it has an `anthropic-version` header.
-        traceparent: its header of this name, as the client sent it.
-        model: that was asked for, where the body could be read.
-        num_samples, prompt_tokens, cached_tokens, completion_tokens: of a generation.
-        first_token: seconds from its arrival to its first tokens; None: it had none, or did not
-            stream.
-        last_event: `time.perf_counter()` when the last event of its stream was sent.
-        seconds: from its arrival to the end of its answer.
-        problem: the code or message of the error it ended in.
-        started: `time.perf_counter()` at its arrival.
+        request_id: The client's `x-request-id`, or a new one.
+        method, path: From the request line, with the path decoded. Untrusted.
+        status: Status of the reply. 0: no reply has begun.
+        session: The client's `x-session-id`. Its requests go to one replica.
+        has_version: True if the request has an `anthropic-version` header.
+        traceparent: The header of this name, as sent by the client.
+        model: Requested model, if the body could be read.
+        num_samples, prompt_tokens, cached_tokens, completion_tokens: Counts of a generation.
+        first_token: Seconds from arrival to the first tokens of a stream. None: no stream or no
+            token.
+        last_event: `time.perf_counter()` when the stream's last event was sent.
+        seconds: Seconds from arrival to the end of the reply.
+        problem: Code or message of the error that ended the request.
+        started: `time.perf_counter()` at arrival.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class RequestRecord:
 
 
 def log_access(record: RequestRecord) -> None:
-    """Log a request that has been answered. Polls and files of the page are logged at DEBUG."""
+    """Log an answered request. Polls and files of the page are logged at DEBUG."""
     is_poll = record.path in _WATCHED and record.status in (200, 503)
     is_file = record.path.startswith("/page/") and record.status in (200, 304)
     level = logging.DEBUG if is_poll or is_file else logging.INFO
@@ -102,7 +102,7 @@ def log_access(record: RequestRecord) -> None:
 
 
 def _quoted(value: object) -> str:
-    """So that a value cannot look like two fields."""
+    """Quote a value that could look like two fields."""
     text = str(value)
     return (
         json.dumps(text)
@@ -112,62 +112,61 @@ def _quoted(value: object) -> str:
 
 
 def request_id_of(header: bytes | None) -> str:
-    """The client's own where it can be echoed and logged as it is, else a new one."""
+    """Return the client's id if it is safe in headers and logs, otherwise a new one."""
     if header is not None and _SANE.fullmatch(header):
         return header.decode("ascii")
     return f"req_{secrets.token_hex(16)}"
 
 
 def session_of(header: bytes | None) -> str | None:
-    """The client's `x-session-id`; what no sane client sends is none."""
+    """Return the client's `x-session-id`, or None if it is missing or unsafe."""
     return header.decode("ascii") if header is not None and _SANE.fullmatch(header) else None
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """That of the request with this scope."""
+    """Return the record of the request with this scope."""
     return scope["state"]["record"]
 
 
 def json_reply(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A body of JSON."""
+    """Return a reply with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def error_reply(problem: ApiError, record: RequestRecord) -> Response:
-    """An error; what it was is kept for the log."""
+    """Return an error reply, and note the error for the log."""
     record.problem = problem.code or problem.message
-    # A client that was refused before its body was read may still be sending it: it is not listened
-    # to any more.
+    # The client may still be sending its body, which nothing reads any more.
     close = (
         {"connection": "close"}
         if problem.status in (408, 413) or problem.code == "draining"
         else {}
     )
     body = error_body(record.path, problem, record.request_id, has_version=record.has_version)
-    again = NO_RETRY if problem.status == 500 else {}  # the same bug would be met three times
+    again = NO_RETRY if problem.status == 500 else {}  # a retry would hit the same bug
     return json_reply(problem.status, body, {**again, **problem.headers, **close})
 
 
 def no_route(path: str) -> ApiError:
-    """404."""
-    return ApiError(404, f"there is no route {shown(path)}; GET / names those that there are.")
+    """Make a 404 error for an unknown path."""
+    return ApiError(404, f"there is no route {shown(path)}; GET / lists the routes.")
 
 
 def error_reply_to(request: Request, problem: ApiError) -> Response:
-    """The same for a route."""
+    """Return an error reply to a route's request."""
     return error_reply(problem, record_of(request.scope))
 
 
-PIECE = 64 * 1024  # bytes that are made and sent together
-WHOLE = 1 << 20  # bytes up to which an answer is sent as a whole, with its length
+PIECE = 64 * 1024  # minimum bytes made and sent together
+WHOLE = 1 << 20  # bytes; larger replies are sent in pieces and without a length
 
 
 async def reply_in_pieces(body: Any, *, aside: bool) -> Response:
-    """A reply with a body of JSON. Raises what making its first `WHOLE` bytes raises.
+    """Return a reply with a JSON body. Raises errors of making its first `WHOLE` bytes.
 
     Args:
-        body: see `json_pieces`.
-        aside: make it in a thread; worth its while for answers that take milliseconds.
+        body: Body, as in `json_pieces`.
+        aside: Make it in a thread, for replies that take milliseconds.
     """
     batches = _batches(json_pieces(body))
     made, size = list[bytes](), 0
@@ -181,12 +180,12 @@ async def reply_in_pieces(body: Any, *, aside: bool) -> Response:
 
 
 class PiecedReply(Response):
-    """Sends the pieces made so far, then the rest piece by piece. Ends early when the client has
-    gone.
+    """Sends the pieces made so far, then the rest piece by piece. Ends early if the client
+    disconnects.
 
     Args:
-        made: the body's beginning.
-        rest: what follows.
+        made: Beginning of the body.
+        rest: Remaining pieces.
     """
 
     media_type = "application/json"
@@ -197,7 +196,7 @@ class PiecedReply(Response):
         self._made, self._rest = made, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Send the reply (ASGI)."""
         connection = scope["state"].get("connection")
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         batch: bytes | None = b"".join(self._made)
@@ -209,7 +208,7 @@ class PiecedReply(Response):
 
 
 def _batches(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Joined, so that no piece is small."""
+    """Join pieces into batches of at least `PIECE` bytes."""
     joined = bytearray()
     for piece in pieces:
         joined += piece
@@ -229,21 +228,22 @@ _COMMENT = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would wait for its buffer to fill
+    (b"x-accel-buffering", b"no"),  # otherwise nginx waits until its buffer is full
 ]
 
 
 class EventStream(Response):
-    """A response. It never raises what `events` raises.
+    """Reply with server-sent events. It never raises the errors of `events`.
 
     Args:
-        events: what to send; closed at the end.
-        refuse: the response to what is raised before anything was sent.
-        failure: the event of what is raised later.
-        around: entered before the first event is asked for, left after the last one was sent.
-        on_event: called with each that is sent.
-        keep_alive: seconds without an event before a comment is sent.
-        headers: beside those of every stream.
+        events: Events to send. Closed at the end.
+        refuse: Makes the reply to an error raised before anything was sent.
+        failure: Makes the event for a later error.
+        around: Context entered before the first event is requested and left after the last one is
+            sent.
+        on_event: Called after each event.
+        keep_alive: Seconds without an event before a comment is sent.
+        headers: Additional headers.
     """
 
     def __init__(
@@ -266,12 +266,12 @@ class EventStream(Response):
         self._on_event = on_event
         self._keep_alive = keep_alive
         self._begun = False
-        self._last = 0.0  # when something was sent
+        self._last = 0.0  # time of the last data sent
         self._sending = self._ended = False
         self._comments: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Send the events (ASGI)."""
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -292,7 +292,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _events_sent(self) -> Exception | None:
-        """What ended them early."""
+        """Send the events. Return the error that ended them early, if any."""
         try:
             async for event in self._events:
                 await self._write(event)
@@ -317,12 +317,12 @@ class EventStream(Response):
         self._last = self._loop.time()
 
     async def _comment(self) -> None:
-        if not self._sending and not self._ended:  # since it was time for one
+        if not self._sending and not self._ended:  # unless data was sent since the timer fired
             await self._write(_COMMENT)
 
     def _tick(self) -> None:
-        """Once in a while: a comment if there was nothing, unless the client does not even read
-        what there was.
+        """Send a comment if nothing was sent for a while, unless the client does not even read
+        earlier data.
         """
         quiet = self._loop.time() - self._last
         if quiet >= self._keep_alive and not self._sending:

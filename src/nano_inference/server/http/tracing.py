@@ -1,6 +1,6 @@
-"""Spans of OpenTelemetry, one for each generation that ended or was refused.
+"""OpenTelemetry spans, one for each generation that ended or was rejected.
 
-Names are those of its conventions for generative models, and vLLM's where these have none.
+Attribute names follow its conventions for generative AI, and otherwise vLLM.
 """
 
 import time
@@ -20,13 +20,13 @@ OPERATIONS = {
 
 
 class Tracer:
-    """Sends spans to a collector, in the background, many at a time.
+    """Sends spans to a collector in the background, in batches.
 
     Args:
-        endpoint: where the collector takes traces by HTTP, such as
+        endpoint: The collector's URL for traces over HTTP, such as
             `http://127.0.0.1:4318/v1/traces`.
 
-    Raises `ConfigError` where the packages are missing.
+    Raises `ConfigError` if OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -52,13 +52,13 @@ class Tracer:
         self._error = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request has been answered. It is the child of the span in its `traceparent`."""
+        """Send the span of an answered request. The span of its `traceparent` is the parent."""
         operation = OPERATIONS.get(record.path)
         if operation is None:
             return
         end = time.time_ns()
         start = end - round(record.seconds * 1e9)
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "nano-inference",
             "gen_ai.request.model": record.model,
@@ -77,7 +77,7 @@ class Tracer:
             f"{operation} {record.model or ''}".strip(),
             self._context.extract(parent),
             self._kind,
-            {name: value for name, value in told.items() if value is not None},
+            {name: value for name, value in attributes.items() if value is not None},
             start_time=start,
         )
         if record.problem is not None:
@@ -85,5 +85,5 @@ class Tracer:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left; blocks for seconds at most."""
+        """Send the remaining spans. Blocks for a few seconds at most."""
         self._provider.shutdown()

@@ -1,8 +1,8 @@
 """`/docs`: every route of a server, with examples for curl and Python, from one table.
 
-The routes, their methods and what they do come from the application itself, so that the page names
-no route that is not there; a test compares the table with the application. Everybody gets the same
-text; `docs.js` fills in the name of the model, and sends examples.
+Routes, methods and summaries come from the application itself, so that no route is listed that does
+not exist. A test compares the table with the application. All clients get the same text. `docs.js`
+fills in the model's name and sends examples.
 """
 
 import json
@@ -19,19 +19,19 @@ from nano_inference.server import paths
 from nano_inference.server.control.requests.table import ROUTES
 from nano_inference.server.http.layers import LEVELS, Level
 
-# path -> method -> what it does
+# path -> method -> summary
 Routes = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One call.
+    """Example of a call.
 
     Attributes:
-        path: of the route.
-        about: what it shows.
-        body: of a POST; None: it is a GET.
-        call: the function of the client by which Python calls it; empty: it is called by httpx.
+        path: Path of the route.
+        about: Short description of the call.
+        body: Body of a POST. None: a GET.
+        call: Function of the Python client. Empty: the example uses httpx.
     """
 
     path: str
@@ -42,14 +42,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Family:
-    """Routes that belong together.
+    """Group of related routes.
 
     Attributes:
-        title: of them.
-        about: what they are for.
-        paths: theirs, in order; a server may lack some.
-        examples: calls of them.
-        client: lines of Python that make `client`; `URL` and `KEY` stand in them.
+        title: Heading of the group.
+        about: Purpose of the routes.
+        paths: Paths in order. A server may lack some.
+        examples: Example calls.
+        client: Python lines that make `client`, with the placeholders `URL` and `KEY`.
     """
 
     title: str
@@ -70,8 +70,8 @@ def _control_paths(family: str) -> Sequence[str]:
 FAMILIES = (
     Family(
         "OpenAI: chats, completions and responses",
-        "The same seed, prompt and weights give the same tokens, whatever else the server does. "
-        "model is a name from /v1/models, an adapter's too; you may leave it out.",
+        "The same seed, prompt and weights give the same tokens, regardless of the server's load. "
+        "model is a name from /v1/models, or an adapter's; it is optional.",
         (
             "/v1/chat/completions",
             "/v1/completions",
@@ -150,7 +150,7 @@ FAMILIES = (
     ),
     Family(
         "SGLang and vLLM: token ids for trainers",
-        "Text or token ids in; token ids, logprobs and weight versions out. These routes need "
+        "Send text or token ids; get token ids, logprobs and weight versions. These routes need "
         "--rl.",
         (
             "/generate",
@@ -179,35 +179,35 @@ FAMILIES = (
     Family(
         "Weights",
         "Pause, change the weights, resume; running requests keep their tokens. These routes need "
-        "--rl. If the server has an admin key, those that change the engine need it; they reject "
-        "web pages.",
+        "--rl. If the server has an admin key, those that change the engine require it. Otherwise "
+        "they reject web pages.",
         _control_paths("weights"),
         (
             Example("/get_weight_version", "Get the weight version"),
             Example(
                 "/update_weights_from_disk",
-                "Serve the safetensors of a folder, as version 42",
+                "Load the safetensors of a folder as version 42",
                 {"model_path": "/models/step-42", "weight_version": "42"},
             ),
-            Example("/pause_generation", "Stop between two steps", {"mode": "in_place"}),
+            Example("/pause_generation", "Pause between two steps", {"mode": "in_place"}),
             Example("/continue_generation", "Resume", {}),
         ),
     ),
     Family(
         "Adapters",
-        "LoRA adapters of the model; a request names one as model. These routes need --rl.",
+        "LoRA adapters of the model. Requests select one by model. These routes need --rl.",
         _control_paths("adapters"),
         (
             Example(
                 "/v1/load_lora_adapter",
-                "Serve an adapter",
+                "Load an adapter",
                 {"lora_name": "poet", "lora_path": "/adapters/poet"},
             ),
-            Example("/v1/unload_lora_adapter", "Unload it", {"lora_name": "poet"}),
+            Example("/v1/unload_lora_adapter", "Unload an adapter", {"lora_name": "poet"}),
         ),
     ),
     Family(
-        "Requests, memory and state, for trainers",
+        "Requests, memory and state for trainers",
         "These routes need --rl.",
         _control_paths("state"),
         (
@@ -217,19 +217,19 @@ FAMILIES = (
     ),
     Family(
         "Tokens",
-        "Turn texts into token ids, and back.",
+        "Convert text to token ids and back.",
         (
             "/tokenize",
             "/detokenize",
         ),
         (
             Example("/tokenize", "Tokenize a text", {"prompt": "Hello world"}),
-            Example("/detokenize", "Turn token ids into text", {"tokens": [19556, 905]}),
+            Example("/detokenize", "Convert token ids to text", {"tokens": [19556, 905]}),
         ),
     ),
     Family(
         "Metrics and health",
-        "/health says whether the server is ready; /stats and /metrics say what it does.",
+        "/health reports if the server is ready; /stats and /metrics report its activity.",
         (
             "/health",
             "/ping",
@@ -241,14 +241,14 @@ FAMILIES = (
             "/docs",
         ),
         (
-            Example("/health", "Ask whether the server is ready; needs no key"),
-            Example("/metrics", "Get the numbers for Prometheus"),
-            Example("/stats", "Get the engine's counters and the queue"),
+            Example("/health", "Check that the server is ready; needs no key"),
+            Example("/metrics", "Get metrics in Prometheus's format"),
+            Example("/stats", "Get the counters of the engine and the queue"),
         ),
     ),
     Family(
         "Administration",
-        "These routes need the admin key; the fleet's are there with --replicas.",
+        "These routes need the admin key. Those of the fleet exist only with --replicas.",
         (
             "/flush_cache",
             "/fleet",
@@ -257,11 +257,11 @@ FAMILIES = (
             "/fleet/remove",
         ),
         (
-            Example("/flush_cache", "Forget cached prefixes", {}),
+            Example("/flush_cache", "Drop cached prefixes", {}),
             Example("/fleet", "List the replicas"),
             Example(
                 "/fleet/drain",
-                "Send no new requests to a replica",
+                "Send a replica no new requests",
                 {"replica": "0", "move": True},
             ),
         ),
@@ -270,13 +270,13 @@ FAMILIES = (
 
 
 def routes_of(app: FastAPI) -> Routes:
-    """The routes of an application that its `/openapi.json` tells of, by path and method."""
-    found: dict[str, dict[str, str]] = {}
+    """Return an application's documented routes, by path and method."""
+    routes: dict[str, dict[str, str]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             methods = dict.fromkeys(sorted(route.methods or ()), _summary(route))
-            found.setdefault(route.path_format, {}).update(methods)
-    return found
+            routes.setdefault(route.path_format, {}).update(methods)
+    return routes
 
 
 def _summary(route: APIRoute) -> str:
@@ -284,11 +284,11 @@ def _summary(route: APIRoute) -> str:
 
 
 def docs_page(routes: Routes, address: str) -> str:
-    """The page, as HTML.
+    """Return the page as HTML.
 
     Args:
-        routes: that there are; others of the table are left out.
-        address: of the server, as examples call it.
+        routes: Routes of the server. Others of the table are left out.
+        address: Address of the server for the examples.
     """
     there = [family for family in FAMILIES if any(path in routes for path in family.paths)]
     index = "".join(f"<a href='#{_slug(each)}'>{escape(each.title)}</a>" for each in there)
@@ -297,7 +297,7 @@ def docs_page(routes: Routes, address: str) -> str:
 
 
 def can_be_tried(example: Example) -> bool:
-    """Whether the page may send it: its route generates or reads, and changes nothing."""
+    """Return True if the page may send the example: its route changes nothing."""
     level = LEVELS.get(example.path, Level.KEY)
     return level is not Level.ADMIN and example.path not in paths.CHANGING
 
@@ -307,14 +307,14 @@ def _slug(family: Family) -> str:
 
 
 def curl(example: Example, address: str) -> str:
-    """The call as a command."""
+    """Return the call as a shell command."""
     if example.body is None:
         return f"curl {address}{example.path}"
     return f"curl {address}{example.path} -d '{json.dumps(example.body, indent=4)}'"
 
 
 def python(example: Example, family: Family, address: str) -> str:
-    """The call as a program."""
+    """Return the call as a Python program."""
     if example.call:
         client = family.client.replace("URL", address)
         body = example.body or {}
@@ -346,12 +346,12 @@ def _family(family: Family, routes: Routes, address: str) -> str:
 
 
 def _example(example: Example, family: Family, address: str) -> str:
-    told = ""
+    data = ""
     if can_be_tried(example):
         body = "" if example.body is None else json.dumps(example.body, indent=2)
-        told = f" data-path='{escape(example.path)}' data-body='{escape(body)}'"
+        data = f" data-path='{escape(example.path)}' data-body='{escape(body)}'"
     return (
-        f"<article class='example-call'{told}><h3>{escape(example.about)}</h3>"
+        f"<article class='example-call'{data}><h3>{escape(example.about)}</h3>"
         f"{_code('curl', curl(example, address))}"
         f"{_code('Python', python(example, family, address))}</article>"
     )

@@ -1,7 +1,8 @@
-"""The routes of the page: `/`, `/docs` and the files that they name, and `/page/settings`.
+"""Routes of the page: `/`, `/docs`, the files that they use, and `/page/settings`.
 
-The first are the same for everybody and do not say what is served, so they are open to all; the
-page's own requests need a key where any client's do. It calls no route that changes the engine.
+The page and its files are the same for everyone and do not reveal the served model, so they need no
+key. The page's own requests need a key like any client's. It calls no route that changes the
+engine.
 """
 
 import re
@@ -26,8 +27,8 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HOST = re.compile(r"[A-Za-z0-9.\-]+(:\d+)?|\[[0-9A-Fa-f:]+\](:\d+)?")
-# Scripts and styles come from here alone, none stands in the page, no text is ever read as HTML,
-# and no other site may show the page in a frame, or open it and hold on to it.
+# Scripts and styles come only from this server and are never inline, and no text is parsed as HTML.
+# Other sites cannot frame the page, or keep a handle to its window.
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; "
@@ -41,11 +42,11 @@ HEADERS = {
 
 
 def page_routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes of the page."""
     root = escape(server.config.root_path)
     page = _below(root, (FILES / "index.html").read_text(encoding="utf-8"))
 
-    @router.get("/", summary="The page, for browsers; for others the routes, as JSON")
+    @router.get("/", summary="Get the page in browsers, otherwise the list of routes as JSON")
     async def index(request: Request) -> Response:
         vary = {"vary": "accept"}
         if "text/html" in request.headers.get("accept", ""):
@@ -58,7 +59,7 @@ def page_routes(router: APIRouter, server: Server) -> None:
         }
         return json_reply(200, about | {"routes": routes}, vary)
 
-    @router.get("/docs", summary="The routes with examples, for browsers")
+    @router.get("/docs", summary="Get the routes with examples, for browsers")
     async def docs(request: Request) -> Response:
         text = docs_page(routes_of(request.app), _address(request, root))
         return Response(_below(root, text), headers=HEADERS, media_type=_TYPES[".html"])
@@ -71,7 +72,7 @@ def page_routes(router: APIRouter, server: Server) -> None:
         _add_file(router, name)
 
 
-# Empty fields of the page that have a default.
+# fields of the page that show a default while they are empty
 _SHOWN = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -79,8 +80,8 @@ _SHOWN = (
 
 
 def page_settings(served: Served) -> dict[str, Any]:
-    """Values of the model that the page shows, and what the page samples with if its settings are
-    empty: the defaults of `generate` and `chat`.
+    """Return the model's values that the page shows, and the defaults for empty settings, which are
+    those of `generate` and `chat`.
     """
     engine = served.engine
     sampling = {name: getattr(SamplingParams(), name) for name in _SHOWN}
@@ -104,12 +105,12 @@ def _add_file(router: APIRouter, name: str) -> None:
 
 
 def _below(root: str, page: str) -> str:
-    """The page with its own links below what a proxy leaves before the paths."""
+    """Prefix a page's links with the path prefix of a proxy."""
     return page.replace('href="/', f'href="{root}/').replace('src="/', f'src="{root}/')
 
 
 def _address(request: Request, root: str) -> str:
-    """Where the client has found this server, as examples write it."""
+    """Return this server's address as the client knows it, for the examples."""
     host = request.headers.get("host", "")
     if not _HOST.fullmatch(host):
         host = "127.0.0.1:8000"

@@ -1,4 +1,4 @@
-"""Control routes in the words of trainers: SGLang, vLLM, PRIME-RL, PipelineRL.
+"""Control routes in the dialects of trainers: SGLang, vLLM, prime-rl, PipelineRL.
 
 Begin with: shared.py, then sglang/routes.py.
 Tests: tests/server/trainers.

@@ -1,9 +1,9 @@
-"""PipelineRL's one route, and the group that it joins at its start. Adapters over
+"""PipelineRL's route, and the group that the engine joins at its start. Adapters over
 `server/control`.
 
-PipelineRL tells its engines by their command line where the group is. Its trainer waits for all of
-them there, then for their `/health`; so the group is joined in the background, while the server
-serves, and again when it was lost.
+PipelineRL passes the group's address on the engines' command lines. Its trainer first waits for all
+engines to join, and then for their `/health`. So the group is joined in the background while the
+server starts, and again if it is lost.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from nano_inference.server.trainers.reading import add_route, raw_of
 log = logging.getLogger("nano_inference.server")
 
 GROUP = "pipeline-rl"
-# seconds between two looks whether the group stands: while a caller waits for it, or not
+# seconds between checks if the group is joined: while a caller waits for it, and otherwise
 _GLANCE, _REST = 0.05, 0.5
-# seconds between two tries to join it that fail at once, and how long that becomes
+# first and longest delay in seconds after a failed attempt to join
 _PAUSES = (1.0, 30.0)
 
 
 def routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add PipelineRL's route, and join its group in the background."""
     turn = asyncio.Lock()
     joins = _joins_group(server.config)
     if joins:
@@ -42,16 +42,16 @@ def routes(router: APIRouter, server: Server) -> None:
             await raw_of(request, server)
             raise ApiError(
                 409,
-                "there is no group: the server was started without "
-                "--weight-update-group-init-method, or with "
+                "no weight group is configured: start the server with "
+                "--weight-update-group-init-method, and without "
                 "--disable-weight-updates.",
             )
         async with turn:
             try:
                 await _update(server, (await raw_of(request, server)).read(ReceiveUpdate))
             except BaseException:
-                # the trainer broadcasts by now; what is not taken would be taken for the next
-                # update
+                # leave the group: the trainer may have broadcast tensors that the next update would
+                # take for its own
                 with suppress(ApiError):
                     await server.control.groups.leave(GROUP)
                 raise
@@ -60,11 +60,11 @@ def routes(router: APIRouter, server: Server) -> None:
     add_route(router, ROUTES[0], receive_weight_update)
 
 
-async def _update(server: Server, given: ReceiveUpdate) -> None:
+async def _update(server: Server, fields: ReceiveUpdate) -> None:
     updates = server.control.updates
     await _joined(server)
-    async with updates.updating(version=given.version, **given.checks):
-        await updates.receive_broadcast(GROUP, given.parameters_info)
+    async with updates.updating(version=fields.version, **fields.checks):
+        await updates.receive_broadcast(GROUP, fields.parameters_info)
         await updates.finish(kv_policy="keep")
 
 
@@ -73,7 +73,7 @@ def _joins_group(config: ServerConfig) -> bool:
 
 
 async def _joined(server: Server) -> None:
-    """Wait for the group. Raises `ApiError` 504."""
+    """Wait until the group is joined. Raises `ApiError` 504."""
     seconds = server.config.rl_timeout
     try:
         async with asyncio.timeout(seconds):
@@ -81,12 +81,12 @@ async def _joined(server: Server) -> None:
                 await asyncio.sleep(_GLANCE)
     except TimeoutError:
         address = server.config.weight_update_group_init_method
-        message = f"the group at {address} has not formed within {seconds:g} seconds."
+        message = f"the group at {address} did not form within {seconds:g} seconds."
         raise ApiError(504, message, headers=NO_RETRY) from None
 
 
 async def _stay_joined(server: Server) -> None:
-    """Join; where the group is lost, join again. Ends when it is cancelled."""
+    """Join the group, and again whenever it is lost, until cancelled."""
     config = server.config
     address: Any = urlsplit(config.weight_update_group_init_method)
     assert config.actor_llm_idx is not None
@@ -110,7 +110,7 @@ async def _stay_joined(server: Server) -> None:
             error = api_error_of(problem)
             bug = problem if error.status == 500 else None
             log.warning(
-                "the weight group at %s: %s",
+                "cannot join the weight group at %s: %s",
                 config.weight_update_group_init_method,
                 error.message,
                 exc_info=bug,

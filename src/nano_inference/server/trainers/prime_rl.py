@@ -1,7 +1,7 @@
-"""The routes that prime-rl adds to vLLM's. Adapters over `server/control`.
+"""Routes that prime-rl adds to vLLM's. Adapters over `server/control`.
 
-Its trainer puts weights into a folder, or broadcasts them. Its own broadcast describes itself by
-pickles, which nothing here reads; a broadcaster that is joined has to speak `WeightSender`'s format
+Its trainer writes weights to a folder, or broadcasts them. Its own broadcast describes tensors by
+pickles, which are not supported. So a broadcaster that is joined must use `WeightSender`'s format
 (`nano_inference.weights.transports`).
 """
 
@@ -20,21 +20,21 @@ from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import Raw, add_route, add_routes
 
 GROUP = "prime-rl"
-MARKER = "STABLE"  # a file that the trainer makes when a step's folder is whole
+MARKER = "STABLE"  # file by which the trainer marks a step's folder as complete
 _STEP = re.compile(r"step_([0-9]{1,18})")
 
 
 def routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add prime-rl's routes."""
 
-    async def join(given: Join) -> dict[str, str]:
+    async def join(fields: Join) -> dict[str, str]:
         await server.control.groups.join(
             GROUP,
-            given.host,
-            given.port,
-            rank=1 + given.rank_offset,
-            world_size=1 + given.inference_world_size,
-            timeout=given.timeout,
+            fields.host,
+            fields.port,
+            rank=1 + fields.rank_offset,
+            world_size=1 + fields.inference_world_size,
+            timeout=fields.timeout,
         )
         return {"status": "ok"}
 
@@ -48,36 +48,36 @@ def routes(router: APIRouter, server: Server) -> None:
 
 
 async def update_weights(server: Server, raw: Raw) -> Response:
-    """`POST /update_weights` with a `weight_dir`.
+    """Answer `POST /update_weights` with a `weight_dir`.
 
-    Where a broadcaster was joined, the weights come from it, as prime-rl's own server does it: the
-    folder then only names the step. Else they are the folder's safetensors. `step_12` in its path
+    If a broadcaster is joined, the weights come from it, as in prime-rl's own server, and the
+    folder only names the step. Otherwise they are the folder's safetensors. `step_12` in its path
     names the version.
     """
     try:
         await _update(server, raw.read(Update))
     except BaseException:
-        # what a broadcaster has sent and was not taken would be taken for the next update
-        with suppress(ApiError):  # there is none
+        # the broadcaster may have sent tensors that the next update would take for its own
+        with suppress(ApiError):  # there may be no group
             await server.control.groups.leave(GROUP)
         raise
     return json_reply(200, {"status": "ok"})
 
 
-async def _update(server: Server, given: Update) -> None:
-    control, folder, timeout = server.control, given.weight_dir, given.timeout
+async def _update(server: Server, fields: Update) -> None:
+    control, folder, timeout = server.control, fields.weight_dir, fields.timeout
     has_broadcaster = await control.groups.has(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
             409,
-            "no broadcaster is joined; call /init_broadcaster first, or name a weight_dir.",
+            "no broadcaster is joined; call /init_broadcaster first, or set weight_dir.",
             "weight_dir",
         )
     step = None if folder is None else _step_of(folder)
     if not has_broadcaster and step is not None:
         await _require_stable(step, timeout or server.config.rl_timeout)
     version = None if step is None else _STEP.sub(r"\1", step.name)
-    async with control.updates.updating(version=version, **given.checks):
+    async with control.updates.updating(version=version, **fields.checks):
         if has_broadcaster:
             await control.updates.receive_stream(GROUP)
         else:
@@ -87,27 +87,28 @@ async def _update(server: Server, given: Update) -> None:
 
 
 def _step_of(folder: str) -> Path | None:
-    """The folder of a step: `.../broadcasts/step_12`, or above `.../checkpoints/step_12/weight`;
-    else None.
+    """Return the folder of a step, or None: `.../broadcasts/step_12`, or the parent of
+    `.../checkpoints/step_12/weight`.
     """
     if "\0" in folder:
-        raise bad_request("weight_dir holds a zero byte.", "weight_dir")
+        raise bad_request("weight_dir contains a zero byte.", "weight_dir")
     path = Path(folder)
     return next((each for each in (path, path.parent) if _STEP.fullmatch(each.name)), None)
 
 
 async def _require_stable(step: Path, seconds: float) -> None:
-    """A step's folder is read when its trainer has marked it as whole. On a shared file system the
-    marker may be seen here later than by who calls; prime-rl comes again after a 503. A share that
-    hangs keeps a thread, and no other request.
+    """Raise unless the trainer has marked a step's folder as complete.
+
+    On a shared file system the marker may appear here later than at the caller. prime-rl retries
+    after a 503. A share that hangs blocks a thread, but no other request.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[bool] = loop.create_future()
 
     def look() -> None:
-        found = _is_stable(step)
-        with suppress(RuntimeError):  # the server has ended
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+        stable = _is_stable(step)
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(stable))
 
     threading.Thread(target=look, name="look for a step", daemon=True).start()
     try:
@@ -117,7 +118,7 @@ async def _require_stable(step: Path, seconds: float) -> None:
         message = f"weight_dir: the file system did not answer within {seconds:g} s."
         raise ApiError(504, message, "weight_dir") from None
     if not stable:
-        message = f"weight_dir: {step.name} has no {MARKER} marker yet; it may still be written."
+        message = f"weight_dir: {step.name} has no {MARKER} marker yet; it may be incomplete."
         raise ApiError(503, message, "weight_dir", headers=retry_after(1.0))
 
 

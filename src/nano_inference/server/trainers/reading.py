@@ -1,8 +1,8 @@
-"""Control routes: a request is checked by the model of its route, and then answered.
+"""Control routes: the model of a route checks its requests before they are answered.
 
-A body may bring a file of up to gigabytes as base64. Reading one must not stop the event loop, and
-a thread that holds the interpreter's lock for seconds would. So the text of the file is taken out
-before the JSON is parsed, and decoded in portions.
+A body may contain a file of gigabytes as base64. Reading it must not block the event loop, and
+neither may a thread that holds the GIL for seconds. So the file's text is cut out before the JSON
+is parsed, and decoded in portions.
 """
 
 import binascii
@@ -21,26 +21,25 @@ from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server, read_request
 
-Answer = Callable[
-    [Any], Awaitable[Any]
-]  # the JSON of a 200, or the response, to a request's fields
-Fail = Callable[[BaseException], Awaitable[object]]  # told of what ends a request
+# from a request's fields to the JSON of a 200, or to the response
+Answer = Callable[[Any], Awaitable[Any]]
+Fail = Callable[[BaseException], Awaitable[object]]  # called with the error that ends a request
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A request as it came.
+    """A request before its fields are checked.
 
     Attributes:
-        body: of its JSON.
-        query: all that its query says of each name.
+        body: Object of its JSON body.
+        query: All values of each name in its query.
     """
 
     body: Mapping[str, Any]
     query: Mapping[str, Sequence[str]]
 
     def read(self, model: type[Read]) -> Read:
-        """Its fields. Raises `ApiError`, 400."""
+        """Return the checked fields. Raises `ApiError` 400."""
         return read_fields(model, self.body, self.query)
 
 
@@ -51,8 +50,8 @@ def add_routes(
     answers: Mapping[str, Answer],
     fails: Mapping[str, Fail] | None = None,
 ) -> None:
-    """Serve the calls that `answers` has, each of which has a row. `fails` gets what goes wrong
-    with a request, from its first byte on.
+    """Serve the calls in `answers`, each of which needs a row in `routes`. `fails` gets the errors
+    of a request, from its first byte on.
     """
     if unknown := answers.keys() - {route.call for route in routes}:
         raise ValueError(f"no row describes {', '.join(map(str, sorted(unknown)))}.")
@@ -67,13 +66,13 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            given = (await raw_of(request, server)).read(route.body)
-            told = await answer(given)
+            fields = (await raw_of(request, server)).read(route.body)
+            reply = await answer(fields)
         except BaseException as problem:
             if fail is not None:
                 await fail(problem)
             raise
-        return told if isinstance(told, Response) else json_reply(200, told)
+        return reply if isinstance(reply, Response) else json_reply(200, reply)
 
     return endpoint
 
@@ -81,7 +80,7 @@ def _endpoint(
 def add_route(
     router: APIRouter, route: Route, endpoint: Callable[[Request], Awaitable[Response]]
 ) -> None:
-    """Serve a route by a function of the HTTP request."""
+    """Serve a route with a function of the HTTP request."""
     router.add_api_route(
         route.path,
         endpoint,
@@ -97,9 +96,9 @@ def add_route(
 
 
 async def raw_of(request: Request, server: Server) -> Raw:
-    """Read a control request. A body that is missing or empty says nothing.
+    """Read a control request. A missing or empty body has no fields.
 
-    Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no
+    Raises `ApiError`: 400 if the body is not a JSON object, 503 while the server drains or has no
     engine.
     """
     server.lifecycle.require_open()
@@ -117,8 +116,8 @@ def _query_of(request: Request) -> Mapping[str, Sequence[str]]:
 async def read_with_tensors(
     request: Request, server: Server, route: Route, model: type[Read]
 ) -> tuple[Read, bytes | bytearray]:
-    """The fields of a request, and the safetensors file that it brings: as the body, next to what
-    the query says, or as base64 in the first of the route's `files` that is there.
+    """Read a request's fields and its safetensors file. The file is the body, with fields in the
+    query, or base64 in the first of the route's `files` that is set.
     """
     server.lifecycle.require_open()
     query = _query_of(request)
@@ -129,71 +128,71 @@ async def read_with_tensors(
     body, file = await read_request(
         request, server, lambda body, _: read_with_file(body, server.config, route.files)
     )
-    given = read_fields(model, body, query)
+    fields = read_fields(model, body, query)
     if file is not None:
-        return given, file
+        return fields, file
     name, texts = next(
-        ((name, texts) for name in route.files if (texts := getattr(given, name)) is not None),
+        ((name, texts) for name in route.files if (texts := getattr(fields, name)) is not None),
         (route.files[0], ()),
     )
     if len(texts) != 1:
         raise bad_request(
-            f"{name} must hold one string, a safetensors file as base64; or send the file itself "
-            "as the body, as application/octet-stream.",
+            f"{name} must contain one string, a safetensors file as base64. Or send the file as "
+            "the body, as application/octet-stream.",
             name,
         )
-    return given, decoded(texts[0], name)  # of the query, which is short
+    return fields, decoded(texts[0], name)  # from the query, which is short
 
 
-LONG = 1 << 16  # bytes of a string that is taken out
-MOST_STRINGS = 1000  # that are looked at for a long one
-WINDOW = 1 << 26  # bytes that are searched at a time
-MOST_PADDING = 2  # characters at the end of base64, for a byte each
-PORTION = 1 << 22  # characters of base64 that are decoded at a time; a multiple of four
+LONG = 1 << 16  # minimum bytes of a string that is cut out
+MOST_STRINGS = 1000  # maximum strings checked for a long one
+WINDOW = 1 << 26  # bytes searched at a time
+MOST_PADDING = 2  # maximum padding characters of base64, each of which stands for a byte
+PORTION = 1 << 22  # characters of base64 decoded at a time; a multiple of four
 
 
 def read_with_file(
     body: bytes, config: ServerConfig, names: Sequence[str]
 ) -> tuple[dict[str, Any], bytearray | None]:
-    """The JSON object that a body holds, and the file that the first of the fields `names` that is
-    there brings, whose text the object no longer has; None: that field holds no string, nor a list
+    """Read a body's JSON object, and the file in the first of the fields `names` that is set. The
+    file's text is removed from the object. The file is None if that field is not a string or a list
     of one.
 
-    Raises `ApiError`, 400.
+    Raises `ApiError` 400.
     """
     if not body or body.isspace():
         return {}, None
     marker = f"file {secrets.token_hex(16)}"
-    place = _long_string(body)
+    span = _long_string(body)
     text: memoryview | str | None = None
-    if place is not None:
-        short = body[: place.start] + marker.encode() + body[place.stop :]
-        given = decode(short, config)
-        name, found = _text_of(given, names)
-        if found == marker:
-            text = memoryview(body)[place]
+    if span is not None:
+        short = body[: span.start] + marker.encode() + body[span.stop :]
+        fields = decode(short, config)
+        name, value = _text_of(fields, names)
+        if value == marker:
+            text = memoryview(body)[span]
         else:
-            given = decode(body, config)  # the long string is another field's
+            fields = decode(body, config)  # the long string belongs to another field
     else:
-        given = decode(body, config)
-    name, found = _text_of(given, names)
-    if name is None or found is None:
-        return given, None
-    content = decoded(found if text is None else text, name)
-    return {**given, name: [""]}, content
+        fields = decode(body, config)
+    name, value = _text_of(fields, names)
+    if name is None or value is None:
+        return fields, None
+    content = decoded(value if text is None else text, name)
+    return {**fields, name: [""]}, content
 
 
 def decoded(text: memoryview | str, name: str) -> bytearray:
-    """What base64 says, decoded in portions. Raises `ApiError`, 400, which names the field."""
+    """Decode base64 in portions. Raises `ApiError` 400, which names the field."""
     content = bytearray(len(text) // 4 * 3)
     written = 0
     for start in range(0, len(text), PORTION):
         try:
             piece = binascii.a2b_base64(text[start : start + PORTION], strict_mode=True)
-        except ValueError:  # what is not ASCII, too
+        except ValueError:  # also for text that is not ASCII
             raise _no_base64(name) from None
         if start + PORTION < len(text) and len(piece) != PORTION // 4 * 3:
-            raise _no_base64(name)  # it ends in the middle
+            raise _no_base64(name)  # padding in the middle
         content[written : written + len(piece)] = piece
         written += len(piece)
     if len(text) % 4 or len(content) - written > MOST_PADDING:
@@ -203,12 +202,12 @@ def decoded(text: memoryview | str, name: str) -> bytearray:
 
 
 def _no_base64(name: str) -> ApiError:
-    return bad_request(f"{name} is not base64.", name)
+    return bad_request(f"{name} is not valid base64.", name)
 
 
 def _long_string(body: bytes) -> slice | None:
-    """Where the first long string of a JSON text lies, without its quotes; None: there is none, or
-    strings with escapes come first.
+    """Return the range of the first long string in a JSON text, without its quotes. None: there is
+    no such string, or one with escapes comes first.
     """
     end = -1
     for _ in range(MOST_STRINGS):
@@ -222,19 +221,19 @@ def _long_string(body: bytes) -> slice | None:
 
 
 def _find(body: bytes, byte: bytes, start: int, end: int) -> int:
-    """As `bytes.find`, which lets no other thread run: in windows."""
-    for place in range(start, end, WINDOW):
-        if (found := body.find(byte, place, min(place + WINDOW, end))) >= 0:
-            return found
+    """Search like `bytes.find`, which holds the GIL, but in windows."""
+    for window in range(start, end, WINDOW):
+        if (index := body.find(byte, window, min(window + WINDOW, end))) >= 0:
+            return index
     return -1
 
 
-def _text_of(given: Mapping[str, Any], names: Sequence[str]) -> tuple[str | None, str | None]:
-    """The first of these fields that is there, and its string."""
-    name = next((each for each in names if given.get(each) is not None), None)
+def _text_of(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the first of these fields that is set, and its string."""
+    name = next((each for each in names if fields.get(each) is not None), None)
     if name is None:
         return None, None
-    value = given[name]
+    value = fields[name]
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return name, value if isinstance(value, str) else None

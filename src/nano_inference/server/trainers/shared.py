@@ -1,4 +1,4 @@
-"""The routes that two dialects have under one path. Their replies hold the fields of both."""
+"""Routes that vLLM's and SGLang's dialects share. Their replies contain the fields of both."""
 
 from collections.abc import Awaitable
 from typing import Any
@@ -18,7 +18,7 @@ from nano_inference.server.trainers.reading import Answer, add_routes
 
 
 def routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add the routes that two dialects share."""
 
     async def flush_cache(_: object) -> dict[str, Any]:
         try:
@@ -26,31 +26,30 @@ def routes(router: APIRouter, server: Server) -> None:
         except ApiError as problem:
             if problem.status != 409:
                 raise
-            raise ApiError(400, problem.message) from None  # at which SGLang's clients ask again
+            raise ApiError(400, problem.message) from None  # SGLang's clients retry on a 400
         return {"success": True, "flushed": True, "message": "the prefix cache is empty."}
 
-    async def info(given: ServerInfo) -> dict[str, Any]:
+    async def info(fields: ServerInfo) -> dict[str, Any]:
         said = await server_info(server)
-        if given.config_format == "text":
+        if fields.config_format == "text":
             said["vllm_config"] = str(said["vllm_config"])
         return said
 
-    async def name_version(given: NameVersion) -> dict[str, Any]:
-        # SGLang's default would end every request with each version; only a client that says so
-        # gets that.
-        if given.abort_all_requests:
+    async def name_version(fields: NameVersion) -> dict[str, Any]:
+        # SGLang's default would end every request at each version; here clients must ask for it.
+        if fields.abort_all_requests:
             await server.control.pauses.abort(None)
-        version = given.new_version
+        version = fields.new_version
         await server.control.updates.name_version(version)
-        message = f"the weights that serve are version {version}."
+        message = f"the served weights are now called version {version}."
         return {"success": True, "message": message, "new_version": version}
 
-    async def load_adapter(given: LoadAdapter) -> dict[str, Any]:
-        """SGLang's and prime-rl's. As the latter wants it, a name that is loaded gets a new
+    async def load_adapter(fields: LoadAdapter) -> dict[str, Any]:
+        """Load an adapter for SGLang and prime-rl. As prime-rl expects, a loaded name gets a new
         version.
         """
-        require_own_name(given.lora_name, server)
-        await server.control.adapters.load(given.lora_name, given.lora_path)
+        require_own_name(fields.lora_name, server)
+        await server.control.adapters.load(fields.lora_name, fields.lora_path)
         return adapters_told(server)
 
     answers: dict[str, Answer] = {
@@ -64,7 +63,7 @@ def routes(router: APIRouter, server: Server) -> None:
 
 
 def require_own_name(name: str, server: Server) -> None:
-    """Raise `ApiError`, 400, if an adapter would be called as the model is."""
+    """Raise `ApiError` 400 if an adapter has the model's name."""
     if name in server.require_served().all_names:
         raise bad_request(
             f"The lora adapter name '{name}' conflicts with a served base model.", "lora_name"
@@ -72,12 +71,12 @@ def require_own_name(name: str, server: Server) -> None:
 
 
 async def one_field(name: str, value: Awaitable[object]) -> dict[str, Any]:
-    """An answer of one field."""
+    """Return a reply with one field."""
     return {name: await value}
 
 
 def adapters_told(server: Server) -> dict[str, Any]:
-    """What SGLang answers when adapters have changed; `status` is prime-rl's."""
+    """Return SGLang's reply after a change of adapters. `status` is for prime-rl."""
     loaded = {
         each.name: each.folder or each.name for each in server.control.adapters.loaded().values()
     }
@@ -85,7 +84,7 @@ def adapters_told(server: Server) -> dict[str, Any]:
 
 
 async def server_info(server: Server) -> dict[str, Any]:
-    """What both dialects' clients read in it."""
+    """Return the server's properties with the fields that clients of both dialects read."""
     served = server.require_served()
     info: dict[str, Any] = await server.control.engine.call("describe")
     adapters = {name: info.pop(name, 0) for name in ("max_loras", "max_lora_rank")}
@@ -101,13 +100,13 @@ async def server_info(server: Server) -> dict[str, Any]:
         "dp_size": 1,
         "ep_size": 1,
         "disaggregation_mode": "null",
-        "enable_memory_saver": False,  # slime wants to find its own setting here
-        # SGLang's word for the room of its cache
+        "enable_memory_saver": False,  # slime expects its own setting here
+        # SGLang's name for the size of the KV cache
         "max_total_num_tokens": info.get("kv_cache_tokens"),
         **info,
         "vllm_config": {
-            # TRL asks only whether it is null. "nccl" is vLLM's word for a group that the trainer
-            # opens as rank 0; on a CPU the group is gloo's.
+            # TRL only checks that it is not null. "nccl" is vLLM's word for a group that the
+            # trainer opens as rank 0; on a CPU the group uses gloo.
             "weight_transfer_config": {"backend": "nccl"},
             "model_config": {
                 "model": served.engine.model_path,
@@ -120,7 +119,7 @@ async def server_info(server: Server) -> dict[str, Any]:
                 "pipeline_parallel_size": 1,
                 "data_parallel_size": 1,
             },
-            # null: no adapters are taken, and TRL's trainers send all weights
+            # null: adapters are off, and TRL's trainers send all weights
             "lora_config": adapters if adapters["max_loras"] else None,
         },
     }

@@ -1,4 +1,4 @@
-"""`SharedAnswer`: one question to the engine for all who ask it at about the same time."""
+"""`SharedAnswer`: one answer of the engine for all concurrent callers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,22 +8,24 @@ Told = TypeVar("Told")
 
 
 class SharedAnswer(Generic[Told]):
-    """Asks `question` once for all callers that come while it is being answered, and for those that
-    come within `fresh` seconds of the answer. What it raises is raised to all of them.
+    """Calls `question` once for all callers that arrive during the call, or within `fresh` seconds
+    of its answer. All of them get its error if it raises.
 
     Args:
-        question: makes an answer.
-        fresh: seconds in which an answer is given again.
+        question: Makes an answer.
+        fresh: Seconds for which an answer is reused.
     """
 
     def __init__(self, question: Callable[[], Awaitable[Told]], fresh: float) -> None:
         self._question = question
         self._fresh = fresh
         self._asked: asyncio.Task[Told] | None = None
-        self._answered = 0.0  # when, by the loop's clock
+        self._answered = 0.0  # time of the last answer, by the loop's clock
 
     async def get(self) -> Told:
-        """The answer. Raises as `question`. A caller that is cancelled leaves the others theirs."""
+        """Return the answer. Raises like `question`. Cancelling one caller does not affect
+        others.
+        """
         asked = self._asked
         if asked is None or (asked.done() and self._loop_time() - self._answered >= self._fresh):
             asked = self._asked = asyncio.get_running_loop().create_task(self._ask())
@@ -41,6 +43,6 @@ class SharedAnswer(Generic[Told]):
 
 
 def _look_at(asked: "asyncio.Task[object]") -> None:
-    """Retrieve its error: all callers may have left."""
+    """Retrieve the error, since all callers may have left."""
     if not asked.cancelled():
         asked.exception()

@@ -177,7 +177,7 @@ def test_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedClient(Script([5, 6]))
     engine.folder = None
     with caplog.at_level("INFO", "nano_inference.server"), running_server(engine):
-        assert "has no tokenizer: only token ids" in caplog.text
+        assert "without a tokenizer, it accepts only token ids" in caplog.text
     engine = ScriptedClient(Script([5, 6]))
     engine.folder = None
     with running_server(engine) as url:

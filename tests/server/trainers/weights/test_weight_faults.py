@@ -45,9 +45,9 @@ def test_wrong_order_of_calls(
                 await control.updates.finish()
             async with refused(control, 409, "no weight update is open"):
                 await control.updates.receive_file(b"\0" * 8 + b"{}")
-            async with refused(control, 409, "there is no group 'group'"):
+            async with refused(control, 409, "group 'group' does not exist"):
                 await control.updates.receive_broadcast("group", tensors)
-            async with refused(control, 404, "there is no group 'group'"):
+            async with refused(control, 404, "group 'group' does not exist"):
                 await control.groups.leave("group")
             async with refused(control, 409, "take a snapshot first"):
                 await control.checksums.changed_tensors()
@@ -59,11 +59,11 @@ def test_wrong_order_of_calls(
             async with refused(control, 409, "no weight update is open"):
                 await control.updates.receive_broadcast("group", tensors)
             assert (await trainer.answer()).startswith("failed")
-            async with refused(control, 409, "there is no group 'group'"):
+            async with refused(control, 409, "group 'group' does not exist"):
                 await control.updates.receive_broadcast("group", tensors)
             await trainer.leave()
             await control.updates.begin()
-            async with refused(control, 409, "open already", still_open=True):
+            async with refused(control, 409, "already open", still_open=True):
                 await control.updates.begin()
             async with refused(control, 400, "non-empty state dict"):
                 await control.updates.finish()
@@ -90,7 +90,7 @@ def test_second_trainer(
     async def test() -> None:
         async with requests_meanwhile(client):
             await first.join(control)
-            async with refused(control, 409, "its trainer lives"):
+            async with refused(control, 409, "its trainer is alive"):
                 await control.groups.join("group", "127.0.0.1", free_port(), rank=1, world_size=2)
             await control.updates.begin()
             async with refused(control, 409, "a weight update is open", still_open=True):
@@ -102,7 +102,7 @@ def test_second_trainer(
             first.interrupt(signal.SIGKILL)
             await asyncio.to_thread(first.process.wait, 5)
             await second.join(control)  # under the name of the dead one, whose update is forgotten
-            async with refused(control, 409, "the trainer of the weight update is gone"):
+            async with refused(control, 409, "the trainer of this weight update died"):
                 await control.updates.finish()
         await update(control, second, 2, join=False)
         await update(control, second, 0, join=False)
@@ -148,13 +148,13 @@ def test_group_that_never_forms(
                     control.groups.join("group", *address, rank=1, world_size=2, timeout=5.0)
                 )
                 # its trainer never came
-                with pytest.raises(ApiError, match="was left while it was joined") as left:
+                with pytest.raises(ApiError, match="was left while it was being joined") as left:
                     await asyncio.wait_for(joining, 15)
                 assert left.value.status == 409
-                async with refused(control, 409, "there is a group 'group'"):
+                async with refused(control, 409, "group 'group' exists"):
                     await control.groups.join("group", "127.0.0.1", port, rank=1, world_size=2)
                 await control.groups.leave("group")
-            with pytest.raises(ApiError, match="was left while it was joined"):
+            with pytest.raises(ApiError, match="was left while it was being joined"):
                 await again
         await update(control, trainer, 1, name="other")
         await update(control, trainer, 0, name="other", join=False)

@@ -60,7 +60,7 @@ def one(**changes: Any) -> dict[str, Any]:
 FILES: dict[str, tuple[bytes, str]] = {
     "pickle": (
         pickle.dumps({"a": 1}),
-        "a pickle, which is never read here; send the bytes of a safetensors file",
+        "a pickle, which is not supported; send the bytes of a safetensors file",
     ),
     "zip": (b"PK\3\4" + bytes(100), "a zip archive, as torch.save makes it; send"),
     "empty": (b"", "not a safetensors file"),

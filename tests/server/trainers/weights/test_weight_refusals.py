@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[list[TensorSpec], str]] = {
     "huge": ([TensorSpec(UP, "float32", (2**40, 2**20))], "has shape"),
     "dtype": ([TensorSpec(UP, "int64", (96, 64))], "has dtype 'int64'"),
     "twice": ([TensorSpec(UP, "float32", (96, 64))] * 2, "came twice"),
-    "none": ([], "no tensor is named"),
+    "none": ([], "the list of tensors is empty"),
 }
 
 
@@ -161,7 +161,7 @@ def test_update_that_would_wait(
         await control.pauses.pause("keep")
         await control.updates.begin()
         await control.updates.receive_file(safetensors_of(trainer.folder, None))
-        async with refused(control, 409, "would wait for requests that are paused"):
+        async with refused(control, 409, "would wait for paused requests"):
             await control.updates.finish(kv_policy="wait")
         await control.pauses.resume()
         await control.updates.begin()

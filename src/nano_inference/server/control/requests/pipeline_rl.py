@@ -14,26 +14,26 @@ from nano_inference.server.control.requests.field_types import (
 )
 from nano_inference.server.errors import bad_request, shown
 
-_WANTED = "parameters_info must be a list of {name, shape, dtype}, and not empty."
+_WANTED = "parameters_info must be a nonempty list of {name, shape, dtype}."
 
 
-def _as_tensors(given: Any) -> list[TensorSpec]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+def _as_tensors(value: Any) -> list[TensorSpec]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise bad_request(_WANTED, "parameters_info")
-    return [_as_tensor(f"parameters_info.{place}", each) for place, each in enumerate(given)]
+    return [_as_tensor(f"parameters_info.{index}", row) for index, row in enumerate(value)]
 
 
-def _as_tensor(where: str, given: object) -> TensorSpec:
-    if not isinstance(given, Mapping):
-        raise bad_request(f"{where} must be an object, not {shown(given)}.", where)
-    name, dtype = given.get("name"), given.get("dtype")
+def _as_tensor(where: str, value: object) -> TensorSpec:
+    if not isinstance(value, Mapping):
+        raise bad_request(f"{where} must be an object, not {shown(value)}.", where)
+    name, dtype = value.get("name"), value.get("dtype")
     if not (isinstance(name, str) and name and isinstance(dtype, str) and dtype):
         raise bad_request(f"{where} must have a name and a dtype.", where)
-    return TensorSpec(name, dtype, shape_of(given.get("shape"), f"{where}.shape", f"{where}.shape"))
+    return TensorSpec(name, dtype, shape_of(value.get("shape"), f"{where}.shape", f"{where}.shape"))
 
 
 class ReceiveUpdate(CheckFields):
-    """`POST /receive_weight_update`."""
+    """Body of `POST /receive_weight_update`."""
 
     missing: ClassVar = {"parameters_info": _WANTED}
     version: Version | None = None
@@ -47,7 +47,7 @@ class ReceiveUpdate(CheckFields):
 ROUTES = (
     Route(
         "POST /receive_weight_update",
-        "Take part in the broadcasts of the group that the command line names; decoding goes on",
+        "Receive broadcasts in the group named on the command line, while decoding continues",
         ReceiveUpdate,
         family="weights",
     ),

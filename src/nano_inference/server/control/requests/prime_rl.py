@@ -1,4 +1,4 @@
-"""The control routes that prime-rl adds to vLLM's."""
+"""Control routes that prime-rl adds to vLLM's."""
 
 from typing import Annotated
 
@@ -23,20 +23,20 @@ _MOST_RANKS = 2**20
 
 
 class Join(ControlRequest):
-    """`POST /init_broadcaster`."""
+    """Body of `POST /init_broadcaster`."""
 
     quantize_in_weight_transfer: Annotated[
         Flag,
         only(
             (False,),
-            "weights cannot be sent quantized; leave quantize_in_weight_transfer off.",
+            "quantized weight transfer is not supported; leave quantize_in_weight_transfer off.",
         ),
     ] = False
     session_id: Annotated[
         Text,
         only(
             ("default",),
-            "NIXL (session_id) is not spoken; use the filesystem or a group of torch.distributed.",
+            "NIXL (session_id) is not supported; use the filesystem or a torch.distributed group.",
         ),
     ] = "default"
     inference_world_size: Annotated[int, whole(1, _MOST_RANKS), INTEGER]
@@ -57,7 +57,7 @@ class Join(ControlRequest):
 
 
 class Update(CheckFields):
-    """`POST /update_weights` with a `weight_dir`, which is null where a broadcaster sends."""
+    """Body of `POST /update_weights` with a `weight_dir`, which is null if a broadcaster sends."""
 
     weight_dir: Text | None = None
     timeout: Seconds | None = None
@@ -67,14 +67,14 @@ ROUTES = (
     Route("POST /init_broadcaster", "Join the trainer's group", Join, family="weights"),
     Route(
         "GET /liveness",
-        "Whether the engine lives: 503 when it is dead or has stalled",
+        "Check the engine: 503 if it is dead or stalled",
         access="all",
     ),
 )
-# vLLM's route of this path serves it.
+# served by vLLM's route with this path
 UPDATE = Route(
     "POST /update_weights",
-    "The folder of a step, once it has its STABLE marker; from the broadcaster, if one was joined",
+    "Read a step's folder once it has its STABLE marker, or receive from a joined broadcaster",
     Update,
     family="weights",
 )

@@ -41,38 +41,38 @@ from nano_inference.server.control.requests.field_types import (
 from nano_inference.server.errors import bad_request, shown
 from nano_inference.types import Memory
 
-GROUP = "weight_update_group"  # where a trainer gives it no name
+GROUP = "weight_update_group"  # default name
 MOST_NAME = 256  # characters
 MODES = ("abort", "retract", "in_place")
 _PARTS: tuple[str, ...] = get_args(Memory)
-_NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang's; here its memory goes with the cache's
+_NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang; here its memory is part of the KV cache's
 _SELECTED = ("target", "all")
 _ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 _BACKENDS = ("gloo", "nccl")
 
 
-def _named(given: str) -> str:
-    if len(given) > MOST_NAME:
+def _named(name: str) -> str:
+    if len(name) > MOST_NAME:
         raise bad_request(
-            f"group_name must have at most {MOST_NAME} characters, not {len(given)}.", "group_name"
+            f"group_name must have at most {MOST_NAME} characters, not {len(name)}.", "group_name"
         )
-    return given or GROUP
+    return name or GROUP
 
 
 def _format(*known: str) -> PlainValidator:
-    def check(given: Any, info: ValidationInfo) -> str:
+    def check(value: Any, info: ValidationInfo) -> str:
         text: str = checked(
-            given, info, "a string", lambda given: given if isinstance(given, str) else None
+            value, info, "a string", lambda value: value if isinstance(value, str) else None
         )
         if text in ("auto", *known):
             return text
         hint = (
-            "; flattened buckets come pickled, and pickles are not read"
+            "; flattened buckets are pickles, which are not supported"
             if text == "flattened_bucket"
             else ""
         )
         raise bad_request(
-            f"load_format={shown(text)} is not supported: leave it out, or say "
+            f"load_format={shown(text)} is not supported: leave it out, or use "
             f"{' or '.join(known)}{hint}.",
             "load_format",
         )
@@ -81,31 +81,33 @@ def _format(*known: str) -> PlainValidator:
 
 
 Group = Annotated[Text, AfterValidator(_named)]
-Selector = Annotated[Literal["target", "all"], word(_SELECTED), words(_SELECTED)]  # no draft model
+Selector = Annotated[
+    Literal["target", "all"], word(_SELECTED), words(_SELECTED)
+]  # there is no draft model to select
 
 
 class Rows(ControlRequest):
-    """`/get_weights_by_name`."""
+    """Fields of `/get_weights_by_name`."""
 
     name: RequiredText
     truncate_size: Annotated[int, whole(1, 2**31), INTEGER] = 100
 
 
 class Loads(ControlRequest):
-    """`GET /v1/loads`."""
+    """Query of `GET /v1/loads`."""
 
     dp_rank: Annotated[int, whole(0), INTEGER] = 0
 
 
 class Pause(ControlRequest):
-    """`POST /pause_generation`."""
+    """Body of `POST /pause_generation`."""
 
     mode: Annotated[Literal["abort", "retract", "in_place"], word(MODES), words(MODES)] = "abort"
     timeout: Seconds | None = None
 
 
 class Abort(ControlRequest):
-    """`POST /abort_request`."""
+    """Body of `POST /abort_request`."""
 
     prefix: Annotated[
         Flag,
@@ -121,23 +123,23 @@ class Abort(ControlRequest):
     @model_validator(mode="after")
     def _names_some(self) -> "Abort":
         if not self.abort_all and not self.rid:
-            raise bad_request("rid is missing; or send abort_all as true.", "rid")
+            raise bad_request("rid is missing; set it, or set abort_all to true.", "rid")
         return self
 
 
 class ChangeMemory(ControlRequest):
-    """`POST /release_memory_occupation` and `/resume_memory_occupation`."""
+    """Body of `POST /release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: Annotated[Texts, among((*_PARTS, _NOTHING_TO_RELEASE), _PARTS)] | None = None
 
     @property
     def parts(self) -> list[Memory]:
-        """The parts that sleep or wake."""
+        """Parts of the memory to sleep or wake."""
         return [part for part in get_args(Memory) if self.tags is None or part in self.tags]
 
 
 class JoinGroup(ControlRequest):
-    """`POST /init_weights_update_group`."""
+    """Body of `POST /init_weights_update_group`."""
 
     master_address: RequiredText
     master_port: Port
@@ -151,19 +153,19 @@ class JoinGroup(ControlRequest):
 
 
 class LeaveGroup(ControlRequest):
-    """`POST /destroy_weights_update_group`."""
+    """Body of `POST /destroy_weights_update_group`."""
 
     group_name: Group = GROUP
 
 
 class BeginUpdate(CheckFields):
-    """`POST /begin_weight_update`."""
+    """Body of `POST /begin_weight_update`."""
 
     selector: Selector = "all"
 
 
 class CheckWeights(ControlRequest):
-    """`/weights_checker`."""
+    """Fields of `/weights_checker`."""
 
     action: Annotated[
         Literal["checksum", "snapshot", "compare"],
@@ -176,27 +178,27 @@ class CheckWeights(ControlRequest):
         words(_ACTIONS[:3]),
     ] = "checksum"
     selector: Selector = "all"
-    allow_quant_error: Flag = False  # nothing is quantized
+    allow_quant_error: Flag = False  # no effect: nothing is quantized
     skip_tensor_list: Texts = ()
 
 
 class UnloadAdapter(ControlRequest):
-    """`POST /unload_lora_adapter`."""
+    """Body of `POST /unload_lora_adapter`."""
 
     lora_name: RequiredText
 
 
 class UpdateFields(CheckFields):
-    """Fields of the three requests that bring weights."""
+    """Fields shared by the three requests that bring weights."""
 
     selector: Selector = "all"
-    flush_cache: Flag = False  # says: the last of several
+    flush_cache: Flag = False  # True marks the last of several requests
     weight_version: Version | None = None
     abort_all_requests: Flag = False
 
 
 class UpdateFromGroup(UpdateFields):
-    """`POST /update_weights_from_distributed`."""
+    """Body of `POST /update_weights_from_distributed`."""
 
     names: Texts | None = None
     dtypes: Texts | None = None
@@ -213,20 +215,20 @@ class UpdateFromGroup(UpdateFields):
         return self
 
     def tensors(self) -> list[TensorSpec]:
-        """The tensors that the trainer is about to broadcast. Raises `ApiError`, 400."""
+        """Return the tensors of the trainer's broadcasts. Raises `ApiError` 400."""
         return tensors_of(self.names, self.dtypes, self.shapes, "dtypes")
 
 
 class UpdateFromTensor(UpdateFields):
-    """`POST /update_weights_from_tensor`."""
+    """Body of `POST /update_weights_from_tensor`."""
 
     serialized_named_tensors: Texts | None = None
     load_format: Annotated[str, _format("safetensors"), words(("auto", "safetensors"))] = "auto"
 
 
 class UpdateFromDisk(UpdateFields):
-    """`POST /update_weights_from_disk`. It is a whole update: slime deletes the folder while the
-    engine is paused.
+    """Body of `POST /update_weights_from_disk`. It is a whole update: slime deletes the folder
+    while the engine is paused.
     """
 
     model_path: RequiredText
@@ -237,30 +239,30 @@ class UpdateFromDisk(UpdateFields):
     ] = None
 
 
-_CONFIG = "config_dict must be an object, what PEFT's adapter_config.json says (r, lora_alpha)"
+_CONFIG = "config_dict must be an object like PEFT's adapter_config.json (r, lora_alpha)"
 
 
-def _as_config(given: object) -> Mapping[str, Any]:
-    """PEFT's configuration: an object of the JSON, or JSON in the query."""
-    if isinstance(given, str):
+def _as_config(value: object) -> Mapping[str, Any]:
+    """Read PEFT's configuration: an object of the JSON, or JSON in the query."""
+    if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            given = json.loads(given)
-    if not isinstance(given, dict):
-        raise bad_request(f"{_CONFIG}, not {shown(given)}.", "config_dict")
-    return given
+            value = json.loads(value)
+    if not isinstance(value, dict):
+        raise bad_request(f"{_CONFIG}, not {shown(value)}.", "config_dict")
+    return value
 
 
 class LoadTensors(ControlRequest):
-    """`POST /load_lora_adapter_from_tensors`; a name that is loaded gets a new version."""
+    """Body of `POST /load_lora_adapter_from_tensors`. A loaded name gets a new version."""
 
     missing: ClassVar = {"config_dict": f"{_CONFIG}, not null."}
     lora_name: RequiredText
-    pinned: Flag = False  # all stay until they are unloaded
+    pinned: Flag = False  # no effect: adapters stay until they are unloaded
     added_tokens_config: Annotated[
         Anything,
         only(
             ({}, [], "", 0),
-            "added_tokens_config is not supported: adapters add no tokens; leave it out.",
+            "added_tokens_config is not supported: adapters cannot add tokens; leave it out.",
             status=400,
             param="added_tokens_config",
         ),
@@ -274,53 +276,57 @@ class LoadTensors(ControlRequest):
     serialized_named_tensors: Texts | None = None
 
 
-# What is not here -> what to do instead.
+# Unsupported routes, and the alternative to each.
 NOT_HERE: Mapping[str, str] = {
-    "POST /post_process_weights": "weights are not repacked here; send them as they stand in a "
-    "checkpoint.",
-    "POST /pull_weights": "the engine fetches no weights; send them, or give a folder to "
+    "POST /post_process_weights": "weights are not repacked; send them as in a checkpoint.",
+    "POST /pull_weights": "the engine does not fetch weights; send them, or give a folder to "
     "/update_weights_from_disk.",
     "POST /update_weights_from_ipc": "weights are not shared between processes; send them by a "
     "group, or as safetensors.",
 }
-_ROWS = "The first rows of a tensor, a million numbers at most"
-_CHECKS = "Checksums (the first 16 digits of SHA-256), snapshot and compare"
+_ROWS = "Get the first rows of a tensor, at most a million numbers"
+_CHECKS = "Get checksums (first 16 digits of SHA-256), take a snapshot, or compare with it"
 
 ROUTES = (
     Route(
         "POST /pause_generation",
-        "Stop between two steps: abort, retract (context computed again) or in_place (kept)",
+        "Pause between steps: abort, retract (context is recomputed) or in_place (context is kept)",
         Pause,
         family="weights",
     ),
-    Route("POST /continue_generation", "Resume", family="weights"),
+    Route("POST /continue_generation", "Resume after a pause", family="weights"),
     Route("POST /abort_request", "End one request, or all", Abort),
-    Route("GET /v1/loads", "What runs and waits", Loads, "user"),
+    Route("GET /v1/loads", "Get the running and waiting samples", Loads, "user"),
     Route("POST /init_weights_update_group", "Join a trainer's group", JoinGroup, family="weights"),
-    Route("POST /destroy_weights_update_group", "Leave it", LeaveGroup, family="weights"),
+    Route(
+        "POST /destroy_weights_update_group",
+        "Leave a trainer's group",
+        LeaveGroup,
+        family="weights",
+    ),
     Route(
         "POST /begin_weight_update",
-        "What comes up to the end takes effect as one",
+        "Begin an update: all weights sent until its end take effect together",
         BeginUpdate,
         family="weights",
     ),
-    Route("POST /end_weight_update", "Now it takes effect", family="weights"),
+    Route("POST /end_weight_update", "Apply the update", family="weights"),
     Route(
         "POST /update_weights_from_distributed",
-        "One broadcast a tensor, or in buckets",
+        "Receive one broadcast per tensor, or buckets",
         UpdateFromGroup,
         family="weights",
     ),
     Route(
         "POST /update_weights_from_tensor",
-        "An update of safetensors: as the body, or as base64 in JSON",
+        "Update from safetensors, sent as the body or as base64 in JSON",
         UpdateFromTensor,
         family="weights",
         files=("serialized_named_tensors",),
     ),
     Route(
         "POST /update_weights_from_disk",
-        "Serve the safetensors of a folder on the engine's machine",
+        "Load the safetensors of a folder on the engine's machine",
         UpdateFromDisk,
         family="weights",
     ),
@@ -330,23 +336,23 @@ ROUTES = (
     Route("POST /get_weights_by_name", _ROWS, Rows, family="weights"),
     Route(
         "GET /get_weight_version",
-        "The weight version that serves",
+        "Get the served weight version",
         access="user",
         family="weights",
     ),
     Route("POST /release_memory_occupation", "Give memory back, by tags", ChangeMemory),
-    Route("POST /resume_memory_occupation", "Take memory again, by tags", ChangeMemory),
-    Route("GET /model_info", "What serves", access="user"),
-    Route("GET /get_model_info", "What serves", access="user"),
-    Route("GET /get_server_info", "Device, dtype, version and the like", access="user"),
-    Route("GET /health_generate", "Whether it draws a token (one a second for all)", access="user"),
+    Route("POST /resume_memory_occupation", "Reallocate memory, by tags", ChangeMemory),
+    Route("GET /model_info", "Describe the served model", access="user"),
+    Route("GET /get_model_info", "Describe the served model", access="user"),
+    Route("GET /get_server_info", "Get device, dtype, version and more", access="user"),
+    Route("GET /health_generate", "Generate one token (at most once a second)", access="user"),
     Route("POST /unload_lora_adapter", "Unload an adapter", UnloadAdapter, family="adapters"),
     Route(
         "POST /load_lora_adapter_from_tensors",
-        "An adapter of safetensors: as the body, or as base64 in JSON",
+        "Load an adapter from safetensors, sent as the body or as base64 in JSON",
         LoadTensors,
         family="adapters",
         files=("serialized_tensors", "serialized_named_tensors"),
     ),
-    *(Route(call, "501: says what to do instead", family="weights") for call in NOT_HERE),
+    *(Route(call, "501: the error names an alternative", family="weights") for call in NOT_HERE),
 )

@@ -1,4 +1,4 @@
-"""The routes that two dialects have under one path."""
+"""Control routes that vLLM's and SGLang's dialects share."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -16,21 +16,21 @@ _FORMATS = ("json", "text")
 
 
 class ServerInfo(ControlRequest):
-    """`GET /server_info`."""
+    """Query of `GET /server_info`."""
 
     config_format: Annotated[Literal["json", "text"], word(_FORMATS), words(_FORMATS)] = "json"
 
 
 class LoadAdapter(ControlRequest):
-    """SGLang's and prime-rl's `POST /load_lora_adapter`."""
+    """Body of SGLang's and prime-rl's `POST /load_lora_adapter`."""
 
-    pinned: Flag = False  # every adapter stays until it is unloaded
+    pinned: Flag = False  # no effect: adapters stay until they are unloaded
     lora_name: RequiredText
     lora_path: RequiredText
 
 
 class NameVersion(ControlRequest):
-    """`POST /update_weight_version`."""
+    """Body of `POST /update_weight_version`."""
 
     missing: ClassVar = {"new_version": "new_version is missing; it must be a string."}
     new_version: Version
@@ -38,18 +38,18 @@ class NameVersion(ControlRequest):
 
 
 ROUTES = (
-    Route("GET /flush_cache", "Forget cached prefixes", family="administration"),
-    Route("POST /flush_cache", "Forget cached prefixes", family="administration"),
-    Route("GET /server_info", "Device, dtype, version and the like", ServerInfo, "user"),
+    Route("GET /flush_cache", "Drop cached prefixes", family="administration"),
+    Route("POST /flush_cache", "Drop cached prefixes", family="administration"),
+    Route("GET /server_info", "Get device, dtype, version and more", ServerInfo, "user"),
     Route(
         "POST /load_lora_adapter",
-        "Serve an adapter, or a new version of it",
+        "Load an adapter, or a new version of it",
         LoadAdapter,
         family="adapters",
     ),
     Route(
         "POST /update_weight_version",
-        "Name the version that serves; no request notices",
+        "Rename the served weight version, without affecting requests",
         NameVersion,
         family="weights",
     ),

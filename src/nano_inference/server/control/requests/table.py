@@ -1,4 +1,4 @@
-"""All control routes, by dialect, and who may call them."""
+"""All control routes by dialect, and their access levels."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,5 +16,5 @@ ROUTES: Sequence[Route] = tuple(route for routes in DIALECTS.values() for route 
 
 
 def paths_for(access: Access) -> frozenset[str]:
-    """The paths that these may call."""
+    """Return the paths with this access level."""
     return frozenset(route.path for route in ROUTES if route.access == access)

@@ -33,8 +33,8 @@ from nano_inference.server.control.requests.field_types import (
 from nano_inference.server.errors import bad_request
 from nano_inference.types import Memory, PauseMode
 
-PACKED_BYTES = 1 << 30  # of a run, unless the trainer says otherwise
-# What a memory part is called in `tags`; "scheduling" is what level 0 stops.
+PACKED_BYTES = 1 << 30  # default size of a packed run
+# Names of memory parts in `tags`. "scheduling" is the part that level 0 stops.
 TAGS: tuple[str, ...] = (*get_args(Memory), "scheduling")
 _MODES = get_args(PauseMode)
 _ACTIONS = ("checksum", "reset", "compare")
@@ -43,35 +43,35 @@ Mode = Annotated[PauseMode, word(_MODES), words(_MODES)]
 
 
 class Pause(ControlRequest):
-    """`POST /pause`."""
+    """Body of `POST /pause`."""
 
     mode: Mode = "abort"
     clear_cache: Flag = True
 
 
 class Abort(ControlRequest):
-    """`POST /abort_requests`. vLLM's rule: none named, all meant."""
+    """Body of `POST /abort_requests`. As in vLLM, no ids means all requests."""
 
     request_ids: Texts = ()
 
 
 class AbortNamed(ControlRequest):
-    """`POST /inference/v1/abort_requests`."""
+    """Body of `POST /inference/v1/abort_requests`."""
 
     missing: ClassVar = {"request_ids": "request_ids is missing; it must be a list of ids."}
     request_ids: Texts
 
 
 class Packing(ControlRequest):
-    """How tensors are packed. vLLM says it of the group; before 0.28 it did so of each update."""
+    """Packing of tensors. vLLM sets it for the group; before 0.28, for each update."""
 
     packed: Flag | None = None
     packed_buffer_size_bytes: Annotated[int, whole(1, 2**40), INTEGER] | None = None
-    packed_num_buffers: Annotated[int, whole(1), INTEGER] | None = None  # the sender's own affair
+    packed_num_buffers: Annotated[int, whole(1), INTEGER] | None = None  # only for the sender
 
     def packed_bytes(self, default: int | None) -> int | None:
-        """Return the bytes of a packed run; None: one broadcast a tensor. `default`: the group's
-        choice.
+        """Return the bytes of a packed run. None: one broadcast per tensor. `default` is the
+        group's setting.
         """
         packed = self.packed if self.packed is not None else default is not None
         return (self.packed_buffer_size_bytes or default or PACKED_BYTES) if packed else None
@@ -96,20 +96,20 @@ class InitInfo(Packing):
 
 
 class InitTransfer(ControlRequest):
-    """`POST /init_weight_transfer_engine`."""
+    """Body of `POST /init_weight_transfer_engine`."""
 
     init_info: Annotated[InitInfo, part(InitInfo), WithJsonSchema(InitInfo.model_json_schema())]
     timeout: Seconds | None = None
 
 
 class StartUpdate(CheckFields):
-    """`POST /start_weight_update`."""
+    """Body of `POST /start_weight_update`."""
 
     is_checkpoint_format: Annotated[
         Flag,
         only(
             (True,),
-            "is_checkpoint_format must be true: tensors are named as in the checkpoint.",
+            "is_checkpoint_format must be true: use the checkpoint's tensor names.",
             status=400,
         ),
     ] = True
@@ -132,19 +132,19 @@ class UpdateInfo(Packing):
     ] = None
 
     def tensors(self) -> list[TensorSpec]:
-        """The tensors that the trainer is about to broadcast. Raises `ApiError`, 400."""
+        """Return the tensors of the trainer's broadcasts. Raises `ApiError` 400."""
         return tensors_of(self.names, self.dtype_names, self.shapes, "dtype_names")
 
 
-def _info(given: object) -> UpdateInfo | None:
-    """One for all workers, or a list of one a worker; there is one worker."""
-    if isinstance(given, list) and len(given) == 1:
-        given = given[0]
-    return read_fields(UpdateInfo, given, {}) if isinstance(given, dict) else None
+def _info(value: object) -> UpdateInfo | None:
+    """Read the update's info: an object, or a list with one object for the only worker."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return read_fields(UpdateInfo, value, {}) if isinstance(value, dict) else None
 
 
 class Update(ControlRequest):
-    """`POST /update_weights`, without a `weight_dir`."""
+    """Body of `POST /update_weights` without a `weight_dir`."""
 
     update_info: Annotated[
         UpdateInfo, read_by("an object", _info), WithJsonSchema(UpdateInfo.model_json_schema())
@@ -153,13 +153,13 @@ class Update(ControlRequest):
 
 
 class FinishUpdate(ControlRequest):
-    """`POST /finish_weight_update`."""
+    """Body of `POST /finish_weight_update`."""
 
     weight_version: Version | None = None
 
 
 class CheckWeights(ControlRequest):
-    """`POST /weight_checker`."""
+    """Body of `POST /weight_checker`."""
 
     missing: ClassVar = {"action": "action is missing; it must be checksum, reset or compare."}
     action: Annotated[
@@ -178,33 +178,33 @@ class CheckWeights(ControlRequest):
     def _has_baseline(self) -> "CheckWeights":
         if self.action == "compare" and self.baseline is None:
             raise bad_request(
-                "action=compare needs a baseline: tensor name -> checksum.", "baseline"
+                "action=compare requires a baseline: tensor name -> checksum.", "baseline"
             )
         return self
 
 
 class ResetPrefixCache(ControlRequest):
-    """`POST /reset_prefix_cache`."""
+    """Body of `POST /reset_prefix_cache`."""
 
     reset_running_requests: Flag = False
-    reset_external: Flag = False  # there is no cache outside
+    reset_external: Flag = False  # no effect: there is no external cache
 
 
 class Sleep(ControlRequest):
-    """`POST /sleep`."""
+    """Body of `POST /sleep`."""
 
     level: Annotated[int, whole(0, 2), INTEGER] = 1
     mode: Mode = "abort"
 
 
 class Wake(ControlRequest):
-    """`POST /wake_up`."""
+    """Query of `POST /wake_up`."""
 
     tags: Annotated[Texts, among(TAGS, TAGS)] | None = None
 
 
 class LoadAdapter(ControlRequest):
-    """`POST /v1/load_lora_adapter`."""
+    """Body of `POST /v1/load_lora_adapter`."""
 
     needs: ClassVar[str] = "Both 'lora_name' and 'lora_path' must be provided."
     lora_name: RequiredText
@@ -213,7 +213,7 @@ class LoadAdapter(ControlRequest):
 
 
 class UnloadAdapter(ControlRequest):
-    """`POST /v1/unload_lora_adapter`."""
+    """Body of `POST /v1/unload_lora_adapter`."""
 
     needs: ClassVar[str] = "'lora_name' needs to be provided to unload a LoRA adapter."
     lora_name: RequiredText
@@ -222,54 +222,54 @@ class UnloadAdapter(ControlRequest):
 ROUTES = (
     Route(
         "POST /pause",
-        "Stop: keep, wait or abort; clear_cache: an update computes the context again",
+        "Pause: keep, wait or abort requests. With clear_cache, an update recomputes their context",
         Pause,
         family="weights",
     ),
-    Route("POST /resume", "Resume", family="weights"),
-    Route("GET /is_paused", "Whether it is paused", access="user", family="weights"),
-    Route("POST /abort_requests", "End requests, which are answered with what they have", Abort),
-    Route("POST /inference/v1/abort_requests", "End the requests that it names", AbortNamed),
+    Route("POST /resume", "Resume after a pause", family="weights"),
+    Route("GET /is_paused", "Check if the engine is paused", access="user", family="weights"),
+    Route("POST /abort_requests", "End requests and return their partial samples", Abort),
+    Route("POST /inference/v1/abort_requests", "End the requests with these ids", AbortNamed),
     Route(
         "POST /init_weight_transfer_engine",
         "Join the trainer's group",
         InitTransfer,
         family="weights",
     ),
-    Route("POST /shutdown_weight_transfer_engine", "Leave it", family="weights"),
-    Route("POST /start_weight_update", "An update begins", StartUpdate, family="weights"),
+    Route("POST /shutdown_weight_transfer_engine", "Leave the trainer's group", family="weights"),
+    Route("POST /start_weight_update", "Begin a weight update", StartUpdate, family="weights"),
     Route(
         "POST /update_weights",
-        "Take part in a transfer of weights: one broadcast a tensor, or packed",
+        "Receive weights: one broadcast per tensor, or packed",
         Update,
         family="weights",
     ),
-    Route("POST /finish_weight_update", "It takes effect", FinishUpdate, family="weights"),
-    Route("GET /weight_info", "The weight version that serves", access="user", family="weights"),
+    Route("POST /finish_weight_update", "Apply the update", FinishUpdate, family="weights"),
+    Route("GET /weight_info", "Get the served weight version", access="user", family="weights"),
     Route(
         "POST /weight_checker",
-        "SHA-256 of every tensor, or what has changed",
+        "Get the SHA-256 of every tensor, or the changed tensors",
         CheckWeights,
         family="weights",
     ),
-    Route("POST /reset_prefix_cache", "Forget cached prefixes", ResetPrefixCache),
+    Route("POST /reset_prefix_cache", "Drop cached prefixes", ResetPrefixCache),
     Route("POST /sleep", "Give memory back, by level", Sleep),
-    Route("POST /wake_up", "Take memory again, by tags", Wake),
-    Route("GET /is_sleeping", "Whether it sleeps", access="user"),
+    Route("POST /wake_up", "Reallocate memory, by tags", Wake),
+    Route("GET /is_sleeping", "Check if the engine is asleep or paused", access="user"),
     Route(
         "GET /get_world_size",
-        "How many ranks of a weight group it takes: its number of engines",
+        "Get the number of ranks for a weight group: one per engine",
         access="user",
     ),
     Route(
         "POST /v1/load_lora_adapter",
-        "Serve an adapter, or a new version of it",
+        "Load an adapter, or a new version of it",
         LoadAdapter,
         family="adapters",
     ),
     Route(
         "POST /v1/unload_lora_adapter",
-        "No new request may ask for an adapter",
+        "Unload an adapter for new requests",
         UnloadAdapter,
         family="adapters",
     ),

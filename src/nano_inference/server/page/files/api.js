@@ -1,12 +1,12 @@
-// Talks to the server that this page came from.
+// Requests to the server of this page.
 //
-// The key, where the server asks for one, is kept in sessionStorage: for this tab, until it is
-// closed. Nothing is sent anywhere else; the page's Content-Security-Policy holds that.
+// An API key is kept in sessionStorage: for this tab, until it is closed. The page's
+// Content-Security-Policy ensures that data goes only to this server.
 
 export const ROOT = new URL("..", import.meta.url); // this file is at page/api.js
 const NAME = "nano-inference key";
 
-/** Tells of "needed" (the server answered 401) and of "changed". */
+/** Dispatches "needed" (the server answered 401) and "changed". */
 export const keys = new EventTarget();
 
 export const key = () => sessionStorage.getItem(NAME) ?? "";
@@ -17,7 +17,7 @@ export function useKey(value) {
   keys.dispatchEvent(new Event("changed"));
 }
 
-/** An answer that is no 2xx. `message` and `code` are the server's. */
+/** A reply with an error status. `message` and `code` are the server's. */
 export class Refused extends Error {
   constructor(status, { message, code }) {
     super(message);
@@ -26,13 +26,13 @@ export class Refused extends Error {
   }
 }
 
-/** A browser's own words ("Failed to fetch", "network error") do not say that the server is gone. */
+/** Replaces a browser's own message ("Failed to fetch", "network error"), which is unspecific. */
 const inWords = (message) => (problem) => {
   throw problem instanceof TypeError ? new Error(message) : problem;
 };
 
-/** A reply of this path; a `body` is sent as JSON. Throws Refused, an Error where no server is, and
- * what `signal` throws. */
+/** Returns the reply of a path. A `body` is sent as JSON. Throws Refused, an Error if the server is
+ * unreachable, and the reason of an aborted `signal`. */
 export async function ask(path, { body, signal } = {}) {
   const used = key();
   const headers = used ? { authorization: `Bearer ${used}` } : {};
@@ -59,7 +59,7 @@ async function problemOf(reply) {
 
 const CUT = "Lost the connection to the server. The text shown is incomplete.";
 
-/** The data of each server-sent event of a reply, parsed, up to `[DONE]`. */
+/** Yields the parsed data of a reply's server-sent events, up to `[DONE]`. */
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -78,18 +78,18 @@ export async function* events(reply) {
   }
 }
 
-/** Prometheus' text: name -> [{labels, value}], without our prefix. */
+/** Parses Prometheus's text: name -> [{labels, value}], without our prefix. */
 export function metricsOf(text) {
-  const found = new Map();
+  const metrics = new Map();
   for (const line of text.split("\n")) {
     const match = /^nano_inference_(\w+)(?:\{(.*)\})? (\S+)$/.exec(line);
     if (!match) continue;
     const labels = Object.fromEntries(
       [...(match[2] ?? "").matchAll(/(\w+)="((?:\\.|[^"\\])*)"/g)].map((each) => each.slice(1)),
     );
-    const rows = found.get(match[1]) ?? [];
+    const rows = metrics.get(match[1]) ?? [];
     rows.push({ labels, value: Number(match[3]) });
-    found.set(match[1], rows);
+    metrics.set(match[1], rows);
   }
-  return found;
+  return metrics;
 }

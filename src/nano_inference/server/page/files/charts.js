@@ -1,14 +1,14 @@
-// Charts as SVG, drawn anew each time. Colours are classes of style.css; every chart says in words
-// what it shows (`aria-label`).
+// Charts as SVG, redrawn each time. Colors are classes of style.css. Every chart describes its
+// content in words (`aria-label`).
 
 import { html, shown, svg } from "./dom.js";
 
-const LEFT = 44; // px for numbers of the vertical axis
-const BOTTOM = 18; // px for the horizontal one
+const LEFT = 44; // px for the numbers of the vertical axis
+const BOTTOM = 18; // px for the horizontal axis
 const TOP = 14; // px for marks
-const LETTER = 6.2; // px of a letter of 11 px, about
+const LETTER = 6.2; // approximate px of a letter in 11 px text
 
-/** The next number above that people count in, as its half is. */
+/** Rounds up to a number that is round itself, as is its half. */
 function round(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
   return [1, 2, 4, 6, 10].map((each) => each * power).find((each) => each >= value);
@@ -37,7 +37,7 @@ function axis(chart, width, height, most, bottom = BOTTOM) {
   }
 }
 
-/** Entries of a legend: a colour, a name, a number. */
+/** Fills a legend with entries: name, number, color. */
 export function legend(list, entries) {
   list.replaceChildren(
     ...entries.map(([name, value, colour]) =>
@@ -47,8 +47,8 @@ export function legend(list, entries) {
 }
 
 /**
- * Lines over time. `points`: [{time, ...values}] with a null where nothing is known; `lines`:
- * [[value's name, colour]]; `marks`: [{time, text}]; `span`: seconds that are shown.
+ * Draws lines over time. `points`: [{time, ...values}] with null for unknown values; `lines`:
+ * [[value's name, color]]; `marks`: [{time, text}]; `span`: seconds shown.
  */
 export function overTime(chart, label, points, lines, marks, span) {
   const { width, height } = begin(chart, label);
@@ -85,17 +85,17 @@ export function overTime(chart, label, points, lines, marks, span) {
   }
 }
 
-/** The runs of points in which this value is known. */
+/** Returns the runs of points in which this value is known. */
 function parts(points, name) {
-  const found = [[]];
+  const runs = [[]];
   for (const point of points) {
-    if (point[name] === null) found.push([]);
-    else found.at(-1).push(point);
+    if (point[name] === null) runs.push([]);
+    else runs.at(-1).push(point);
   }
-  return found.filter((part) => part.length);
+  return runs.filter((part) => part.length);
 }
 
-/** Bars side by side: [[name, value]]. Names that are too long to stand side by side are slanted. */
+/** Draws bars: [[name, value]]. Names that are too long are slanted. */
 export function bars(chart, label, entries, colour) {
   const { width, height } = begin(chart, label);
   const most = round(Math.max(1, ...entries.map(([, value]) => value)));
@@ -104,9 +104,9 @@ export function bars(chart, label, entries, colour) {
   const isSlanted = longest > step - 4;
   const bottom = isSlanted ? BOTTOM + 0.6 * longest : BOTTOM;
   axis(chart, width, height, most, bottom);
-  entries.forEach(([name, value], place) => {
+  entries.forEach(([name, value], index) => {
     const tall = (value / most) * (height - TOP - bottom);
-    const x = LEFT + place * step;
+    const x = LEFT + index * step;
     const y = height - bottom - tall;
     const size = { x: x + 1, y, width: Math.max(step - 2, 1), height: tall };
     chart.append(svg("rect", { class: colour, ...size }, svg("title", {}, `${name}: ${value}`)));
@@ -117,7 +117,7 @@ export function bars(chart, label, entries, colour) {
   });
 }
 
-/** One bar of parts: [[name, value, colour]]. */
+/** Draws one bar of parts: [[name, value, color]]. */
 export function stack(chart, label, entries) {
   const { width, height } = begin(chart, label);
   const total = entries.reduce((sum, [, value]) => sum + value, 0) || 1;
@@ -130,18 +130,18 @@ export function stack(chart, label, entries) {
   }
 }
 
-/** A grid in which every kind has cells for its share: [[name, count, colour]]. */
+/** Draws a grid in which every kind has cells in proportion: [[name, count, color]]. */
 export function grid(chart, label, entries) {
   const { width, height } = begin(chart, label);
   const total = entries.reduce((sum, [, count]) => sum + count, 0);
-  const size = 14; // px of a cell, at most as many as there are
+  const size = 14; // px of a cell
   const across = Math.floor(width / size);
   const cells = Math.min(across * Math.floor(height / size), total);
   let from = 0;
   let done = 0;
   for (const [, count, colour] of entries) {
     done += count;
-    // a kind that there is at all has a cell
+    // every kind that occurs has at least one cell
     const to = Math.max(Math.round((done / total) * cells), count ? from + 1 : from);
     for (let cell = from; cell < to; cell += 1) {
       const x = (cell % across) * size;

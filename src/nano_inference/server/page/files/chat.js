@@ -1,4 +1,4 @@
-// A conversation: one answer at a time, in the words that it is made of. The browser keeps it.
+// A conversation, with one answer at a time. The browser stores it.
 
 import { byId, button, html, onSecondPress, report } from "./dom.js";
 import {
@@ -23,12 +23,12 @@ const EXAMPLES = [
   "Explain what a hash table is, in three sentences.",
   "Write a Python function that reverses a string.",
 ];
-const NEAR = 80; // px from the end of the page within which a growing answer is followed
+const NEAR = 80; // px from the end of the page within which scrolling follows a growing answer
 
 let settings;
 let conversation = latest();
-let views = []; // of its messages
-let abort = null; // of the answer that is drawn now
+let views = []; // of the conversation's messages
+let abort = null; // controller of the current answer
 
 // -- the screen -----------------------------------------------------------------------------------
 
@@ -36,12 +36,12 @@ const problem = (text) => report(byId("chat-problem"), text);
 
 const save = () => {
   keep("latest chat", conversation.id);
-  if (!keepConversation(conversation)) problem("This browser has no room to keep the chat.");
+  if (!keepConversation(conversation)) problem("This browser has no space left to store the chat.");
 };
 
 function show() {
   const { messages } = conversation;
-  views = messages.map((message, place) => new MessageView(message, actsOf(place)));
+  views = messages.map((message, index) => new MessageView(message, actsOf(index)));
   byId("messages").replaceChildren(...views.map(({ root }) => root));
   byId("chat-empty").hidden = messages.length > 0;
   byId("chat-system").value = conversation.system;
@@ -49,9 +49,9 @@ function show() {
 }
 
 function listChats() {
-  const own = { id: conversation.id, title: titleOf(conversation) };
-  const all = conversations().map((each) => (each.id === own.id ? own : each));
-  if (!all.includes(own)) all.unshift(own);
+  const current = { id: conversation.id, title: titleOf(conversation) };
+  const all = conversations().map((each) => (each.id === current.id ? current : each));
+  if (!all.includes(current)) all.unshift(current);
   byId("chats").replaceChildren(...all.map(({ id, title }) => html("option", { value: id }, title)));
   byId("chats").value = conversation.id;
   byId("chat-delete").disabled = !conversation.messages.length;
@@ -66,31 +66,31 @@ function open(other) {
   show();
 }
 
-/** What the buttons of the message at this place do. */
-function actsOf(place) {
-  const before = () => conversation.messages.slice(0, place);
+/** Returns the actions of the message at this index. */
+function actsOf(index) {
+  const before = () => conversation.messages.slice(0, index);
   return {
     edit: (text) => answer([...before(), { role: "user", content: text }]),
     again: () => answer(before()),
-    resume: () => answer(before(), conversation.messages[place]),
-    // until the model has gone on from the results
-    result: isLastAnswer(place) ? (callId, text) => takeResult(place, callId, text) : undefined,
-    linkOf: () => linkOf(place),
+    resume: () => answer(before(), conversation.messages[index]),
+    // only until the model has continued from the results
+    result: isLastAnswer(index) ? (callId, text) => takeResult(index, callId, text) : undefined,
+    linkOf: () => linkOf(index),
   };
 }
 
-const isLastAnswer = (place) =>
-  conversation.messages.findLastIndex(({ role }) => role === "assistant") === place;
+const isLastAnswer = (index) =>
+  conversation.messages.findLastIndex(({ role }) => role === "assistant") === index;
 
-/** A call's result; when all calls of the answer have theirs, the model goes on. */
-function takeResult(place, callId, text) {
+/** Takes in a call's result. Once all calls of the answer have one, the model continues. */
+function takeResult(index, callId, text) {
   const { messages } = conversation;
   const results = messages
-    .slice(place + 1)
+    .slice(index + 1)
     .filter((each) => each.role === "tool" && each.callId !== callId);
   results.push({ role: "tool", callId, content: text });
-  const next = [...messages.slice(0, place + 1), ...results];
-  if (messages[place].calls.every(({ id }) => results.some((each) => each.callId === id))) {
+  const next = [...messages.slice(0, index + 1), ...results];
+  if (messages[index].calls.every(({ id }) => results.some((each) => each.callId === id))) {
     answer(next);
     return;
   }
@@ -99,14 +99,14 @@ function takeResult(place, callId, text) {
   show();
 }
 
-function linkOf(place) {
+function linkOf(index) {
   const { messages, system } = conversation;
-  const asked = messages.slice(0, place).findLastIndex(({ role }) => role === "user");
+  const asked = messages.slice(0, index).findLastIndex(({ role }) => role === "user");
   const earlier = messages.slice(0, Math.max(asked, 0));
   return linkTo({
     p: messages[asked]?.content ?? "",
     ...settings.texts(),
-    seed: messages[place].seed,
+    seed: messages[index].seed,
     system,
     earlier: earlier.length ? JSON.stringify(earlier) : "",
   });
@@ -114,22 +114,22 @@ function linkOf(place) {
 
 // -- answers --------------------------------------------------------------------------------------
 
-/** The request of an answer to these messages; `begun`: an answer that is to go on. */
+/** Returns the request for an answer to these messages. `begun`: an answer to continue. */
 async function requestOf(messages, begun, signal) {
-  const told = settings.body({ takesTools: true });
-  const given = begun ? [...messages, { role: "assistant", content: begun.content }] : messages;
-  const prompt = { model: byId("pick").value || undefined, messages: asSent(conversation.system, given) };
-  if (told.tools) prompt.tools = told.tools;
+  const fields = settings.body({ takesTools: true });
+  const history = begun ? [...messages, { role: "assistant", content: begun.content }] : messages;
+  const prompt = { model: byId("pick").value || undefined, messages: asSent(conversation.system, history) };
+  if (fields.tools) prompt.tools = fields.tools;
   if (begun) Object.assign(prompt, { continue_final_message: true, add_generation_prompt: false });
-  told.max_tokens ??= await roomFor(prompt, settings.mostTokens, signal);
-  told.seed ??= begun?.seed ?? newSeed();
-  return { ...prompt, ...told, stream: true, return_token_ids: true };
+  fields.max_tokens ??= await roomFor(prompt, settings.mostTokens, signal);
+  fields.seed ??= begun?.seed ?? newSeed();
+  return { ...prompt, ...fields, stream: true, return_token_ids: true };
 }
 
-/** Draw an answer to these messages, in the place of what came behind them. */
+/** Generates an answer to these messages. It replaces all later messages. */
 async function answer(messages, begun = null) {
   abort?.abort();
-  const own = (abort = new AbortController());
+  const controller = (abort = new AbortController());
   const chat = conversation;
   const former = { messages: chat.messages, text: byId("message").value };
   const message = begun
@@ -144,27 +144,27 @@ async function answer(messages, begun = null) {
   running(true);
   follow(true);
   try {
-    const body = await requestOf(messages, begun, own.signal);
+    const body = await requestOf(messages, begun, controller.signal);
     message.seed = body.seed;
-    await take(drawn("v1/chat/completions", body, own.signal), message);
+    await take(drawn("v1/chat/completions", body, controller.signal), message);
   } catch (failure) {
-    const isStopped = own.signal.aborted;
+    const isStopped = controller.signal.aborted;
     Object.assign(message, { ended: isStopped ? "stopped" : "cut off", isCut: true });
     if (message.tokens === before && chat.messages.at(-1) === message) {
-      chat.messages = former.messages; // nothing has come: what was there stays
+      chat.messages = former.messages; // no tokens arrived: restore the conversation
       if (chat === conversation) giveBack(messages.at(-1), former);
     }
     if (!isStopped && chat === conversation) problem(failure.message);
   } finally {
     keepConversation(chat);
-    if (abort === own) {
+    if (abort === controller) {
       running(false);
       if (chat === conversation) finished();
     }
   }
 }
 
-/** A message that nobody took is in its field again. */
+/** Puts a message that was not sent back into its field. */
 function giveBack(asked, former) {
   const isNew = asked?.role === "user" && !former.messages.includes(asked);
   if (isNew && !byId("message").value) byId("message").value = asked.content;
@@ -177,7 +177,7 @@ function finished() {
   listChats();
 }
 
-/** An answer as it comes. */
+/** Takes in the events of an answer. */
 async function take(events, message) {
   const before = message.seconds;
   let began = null;
@@ -211,7 +211,7 @@ function add(message, { delta, token_ids: ids }) {
 
 let isDue = false;
 
-/** Draw an answer that grows, once a frame at most. */
+/** Redraws a growing answer, at most once per frame. */
 function redraw(message) {
   if (isDue) return;
   isDue = true;
@@ -223,7 +223,7 @@ function redraw(message) {
   });
 }
 
-/** Keep the end of the conversation in sight, unless the reader has scrolled away from it. */
+/** Keeps the end of the conversation visible, unless the reader has scrolled away from it. */
 function follow(always) {
   const page = document.documentElement;
   const left = page.scrollHeight - page.clientHeight - page.scrollTop;
@@ -241,7 +241,7 @@ function running(is) {
 
 // -- the form -------------------------------------------------------------------------------------
 
-/** The field is as high as its text, within limits. */
+/** Fits the field's height to its text, within limits. */
 function fit() {
   const area = byId("message");
   area.style.height = "auto";
@@ -263,7 +263,7 @@ function send() {
   answer([...conversation.messages, asked]);
 }
 
-/** A link fills in a new chat; the reader sends it. */
+/** Fills in a new chat from a link. The reader sends it. */
 function fill({ p, system = "", earlier, view: _, ...texts }) {
   const chat = newConversation();
   chat.system = system;
@@ -278,8 +278,8 @@ function fill({ p, system = "", earlier, view: _, ...texts }) {
 
 function earlierOf(text) {
   try {
-    const found = JSON.parse(text);
-    return Array.isArray(found) && found.every(isMessage) ? found : [];
+    const messages = JSON.parse(text);
+    return Array.isArray(messages) && messages.every(isMessage) ? messages : [];
   } catch {
     return [];
   }
@@ -306,7 +306,7 @@ function startBar() {
   });
 }
 
-/** Returns what fills in a link. */
+/** Starts the view. Returns the function that fills in a link. */
 export function startChat() {
   settings = new Settings("chat", {
     shown: ["temperature", "max_tokens", "top_p", "seed"],

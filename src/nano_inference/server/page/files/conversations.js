@@ -1,13 +1,13 @@
-// Chats as this browser keeps them, each under its own name, so that two tabs do not overwrite each
-// other's.
+// Chats that this browser stores, each under its own name, so that two tabs do not overwrite each
+// other's chats.
 //
-// A chat: {id, time, system, messages}. A message: {role, content}; an answer's may have `reasoning`,
-// `calls` [{id, name, arguments}], `tokens`, `seconds`, `draws`, `ended`, `isCut`, `seed`; a tool's
-// has `callId`.
+// A chat: {id, time, system, messages}. A message: {role, content}. An answer may also have
+// `reasoning`, `calls` [{id, name, arguments}], `tokens`, `seconds`, `draws`, `ended`, `isCut` and
+// `seed`. A tool's message has `callId`.
 
 import { forget, keep, kept, namesOf } from "./store.js";
 
-const MOST = 50; // older ones are forgotten
+const MOST = 50; // older chats are removed
 const TITLE = 48; // characters
 
 export const newConversation = () => ({
@@ -17,7 +17,7 @@ export const newConversation = () => ({
   messages: [],
 });
 
-/** All that are kept, the newest first: [{id, title}]. */
+/** Returns all stored chats, newest first: [{id, title}]. */
 export function conversations() {
   return namesOf("chat ")
     .map((name) => kept(name))
@@ -29,18 +29,18 @@ export function conversations() {
 export const titleOf = ({ messages }) =>
   (messages.find(({ role }) => role === "user")?.content ?? "New chat").trim().slice(0, TITLE);
 
-/** The chat that was shown last, or a new one. */
+/** Returns the chat that was shown last, or a new one. */
 export function latest() {
   return conversationOf(kept("latest chat")) ?? newConversation();
 }
 
-/** The chat of this id; null where there is none. */
+/** Returns the chat with this id, or null. */
 export function conversationOf(id) {
-  const found = kept(`chat ${id}`);
-  return isConversation(found) ? found : null;
+  const chat = kept(`chat ${id}`);
+  return isConversation(chat) ? chat : null;
 }
 
-/** Keeps a chat and returns whether the browser did; one without messages needs no place. */
+/** Stores a chat unless it is empty. Returns false if the browser refused. */
 export function keepConversation(conversation) {
   if (!conversation.messages.length) return true;
   const isKept = keep(`chat ${conversation.id}`, conversation);
@@ -66,7 +66,7 @@ export const isMessage = (value) =>
 const isCall = (value) =>
   [value?.id, value?.name, value?.arguments].every((each) => typeof each === "string");
 
-/** The messages as a request has them. */
+/** Returns the messages in the format of a request. */
 export function asSent(system, messages) {
   const first = system.trim() ? [{ role: "system", content: system }] : [];
   return [...first, ...messages.map(sent)];

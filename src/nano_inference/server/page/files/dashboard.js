@@ -1,14 +1,14 @@
-// The engine's state, from `/stats` and `/metrics` as they come, and what they were before. An
-// engine that is replaced counts from 0 again, and a server that is gone tells nothing: there the
-// lines have gaps, and what was known stays.
+// The engine's state from `/stats` and `/metrics`, and its history. A replacement engine counts
+// from 0 again, and an unreachable server reports nothing: then lines have gaps, and the last known
+// numbers stay.
 
 import { metricsOf } from "./api.js";
 import { bars, grid, legend, overTime, stack } from "./charts.js";
 import { byId, html, shown, shownSeconds, svg } from "./dom.js";
 
-const SPAN = 300; // seconds that are shown, at most
-const LEAST = 60; // at least
-const RECENT = 60; // seconds of a rate "of the last minute"
+const SPAN = 300; // maximum seconds shown
+const LEAST = 60; // minimum seconds shown
+const RECENT = 60; // seconds of the prefix hit rate
 
 // id -> its title, the histogram
 const LATENCIES = {
@@ -19,8 +19,8 @@ const LATENCIES = {
 const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
 
 export class Dashboard {
-  #points = []; // one a look: {time, generated, prompts, running, waiting, engine}
-  #marks = []; // of new weight versions
+  #points = []; // one per poll: {time, generated, prompts, running, waiting, engine}
+  #marks = []; // new weight versions
   #metrics = new Map();
 
   constructor() {
@@ -33,7 +33,7 @@ export class Dashboard {
     }
   }
 
-  /** What the server has said now: the JSON of `/stats`, and the text of `/metrics`. */
+  /** Takes in the JSON of `/stats` and the text of `/metrics`. */
   take(stats, metrics) {
     const time = performance.now() / 1000;
     const { engine } = stats;
@@ -44,7 +44,7 @@ export class Dashboard {
     if (known && known.engine.weight_version !== engine.weight_version) {
       this.#marks.push({ time, text: `v${engine.weight_version}` });
     }
-    // a rate needs the look before this one, at the same engine
+    // a rate needs the previous poll of the same engine
     const rate = (count) => {
       const grown = before?.engine ? count(engine) - count(before.engine) : -1;
       return grown < 0 ? null : grown / (time - before.time);
@@ -61,7 +61,7 @@ export class Dashboard {
     this.draw();
   }
 
-  /** The server has said nothing. */
+  /** Records a poll without an answer. */
   miss() {
     const time = performance.now() / 1000;
     const nothing = { generated: null, prompts: null, running: null, waiting: null };
@@ -75,7 +75,7 @@ export class Dashboard {
     this.#points = this.#points.filter((each) => each.time > time - SPAN || each === newest);
   }
 
-  /** Draw all of it, where it can be seen. */
+  /** Draws everything, if the dashboard is visible. */
   draw() {
     const newest = this.#points.findLast((point) => point.engine);
     if (byId("dashboard").hidden || !newest) return;
@@ -98,7 +98,7 @@ export class Dashboard {
     const asked = hits + engine.prompt_tokens_computed - old.prompt_tokens_computed;
     const isFresh = hits >= 0 && asked > 0;
     say("hits", `${Math.round(100 * (isFresh ? hits / asked : engine.hit_rate))} %`);
-    say("hits-since", isFresh ? "prefix hits, 1 min" : "prefix hits, in all");
+    say("hits-since", isFresh ? "prefix hits, 1 min" : "prefix hits, total");
     say("preemptions", shown(engine.num_preemptions));
     say("version", String(engine.weight_version));
   }
@@ -141,7 +141,7 @@ export class Dashboard {
     overTime(byId("load"), "Sequences over the last minutes", this.#points, lines, [], span);
   }
 
-  /** Where nothing has happened there is a sentence, and no chart of nothing. */
+  /** Shows a sentence instead of an empty chart. */
   #fold(id, names, mayBeIdle) {
     const isIdle = mayBeIdle && !this.#points.some((each) => names.some((name) => each[name]));
     byId(id).toggleAttribute("hidden", isIdle);
@@ -153,7 +153,7 @@ export class Dashboard {
     const held = engine.num_blocks - engine.num_free_blocks;
     const kinds = [
       ["shared", engine.num_shared_blocks, "c5"],
-      ["held by one", held - engine.num_shared_blocks, "c1"],
+      ["used by one", held - engine.num_shared_blocks, "c1"],
       ["cached", engine.num_cached_blocks, "c2"],
       ["free", engine.num_free_blocks - engine.num_cached_blocks, "c0"],
     ];
@@ -165,7 +165,7 @@ export class Dashboard {
   #drawPhases(engine) {
     const phases = Object.entries(engine.step_microseconds)
       .filter(([, microseconds]) => microseconds > 0)
-      .map(([name, value], place) => [name, value, COLOURS[place % COLOURS.length]]);
+      .map(([name, value], index) => [name, value, COLOURS[index % COLOURS.length]]);
     const said = phases.map(([name, value, colour]) => [name, shownSeconds(value / 1e6), colour]);
     byId("phases").toggleAttribute("hidden", !phases.length);
     byId("phases-idle").hidden = phases.length > 0;
@@ -184,12 +184,12 @@ export class Dashboard {
     const at = (share) => shownSeconds(quantile(buckets, share * count));
     note.textContent =
       `median about ${at(0.5)} · 95 % within ${at(0.95)} · mean ${shownSeconds(sum / count)}` +
-      ` · ${shown(count)} in all`;
-    const first = buckets.findIndex((bucket) => bucket.own);
-    const final = buckets.findLastIndex((bucket) => bucket.own);
-    const entries = buckets.slice(Math.max(first - 1, 0), final + 2).map(({ most, own }) => [
+      ` · ${shown(count)} total`;
+    const first = buckets.findIndex((bucket) => bucket.count);
+    const final = buckets.findLastIndex((bucket) => bucket.count);
+    const entries = buckets.slice(Math.max(first - 1, 0), final + 2).map(({ most, count }) => [
       most === Infinity ? "more" : `≤ ${shownSeconds(most)}`,
-      own,
+      count,
     ]);
     bars(byId(id), note.textContent, entries, "c1");
   }
@@ -205,34 +205,34 @@ export class Dashboard {
       const counts = `${shown(good)} of ${shown(all)}`;
       return html("tr", {}, ...[...cells, counts].map((each) => html("td", {}, each)));
     });
-    const none = drafts ? "none yet" : "This engine makes no drafts.";
+    const none = drafts ? "none yet" : "Speculative decoding is off.";
     const table = html("table", { "aria-label": "By source" }, html("tbody", {}, ...rows));
     root.replaceChildren(rows.length ? table : html("p", { class: "note" }, none));
   }
 }
 
-/** A histogram: [{most, own}] with `own` counts a bucket, and `count` and `sum` of all. */
+/** Returns a histogram: [{most, count}], with the total `count` and `sum`. */
 function histogramOf(metrics, name) {
   const total = (rows) => (rows ?? []).reduce((sum, { value }) => sum + value, 0);
   let before = 0;
   const buckets = (metrics.get(`${name}_bucket`) ?? []).map(({ labels, value }) => {
-    const own = value - before;
+    const count = value - before;
     before = value;
-    return { most: labels.le === "+Inf" ? Infinity : Number(labels.le), own };
+    return { most: labels.le === "+Inf" ? Infinity : Number(labels.le), count };
   });
   const [count, sum] = [`${name}_count`, `${name}_sum`].map((each) => total(metrics.get(each)));
   return { buckets, count, sum };
 }
 
-/** Where `wanted` of the values lie below, evenly spread within a bucket. */
+/** Returns the value below which `wanted` values lie, assuming an even spread within a bucket. */
 function quantile(buckets, wanted) {
   let least = 0;
   let seen = 0;
-  for (const { most, own } of buckets) {
-    if (seen + own >= wanted) {
-      return most === Infinity ? least : least + ((most - least) * (wanted - seen)) / own;
+  for (const { most, count } of buckets) {
+    if (seen + count >= wanted) {
+      return most === Infinity ? least : least + ((most - least) * (wanted - seen)) / count;
     }
-    [least, seen] = [most, seen + own];
+    [least, seen] = [most, seen + count];
   }
   return least;
 }

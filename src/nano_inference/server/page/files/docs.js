@@ -1,22 +1,22 @@
-// `/docs`: fills in the name of the model, copies examples, and sends them to the server.
+// `/docs`: fills in the model's name, copies examples, and sends them to the server.
 
 import { ask, useKey } from "./api.js";
 import { button, copyButton, html, shownSeconds } from "./dom.js";
 
-const LONGEST = 20_000; // characters of an answer that are shown
-const NAME = "MODEL"; // stands for it in the examples
+const LONGEST = 20_000; // maximum characters of an answer that are shown
+const NAME = "MODEL"; // placeholder in the examples
 const PLAIN = /^[\w./:@+-]+$/; // names that need no quoting in a shell, in JSON or in Python
 
 const examples = [...document.querySelectorAll(".example-call")];
 
-/** The name of the model takes the place of MODEL, where the server says it. */
+/** Replaces MODEL by the model's name, if the server reveals it. */
 async function fillIn() {
   let name;
   try {
     const { data } = await (await ask("v1/models")).json();
     name = data[0]?.id ?? "";
   } catch {
-    return; // the server starts, or wants a key: the examples stay as they are
+    return; // the server is starting, or requires a key: the examples stay unchanged
   }
   if (!PLAIN.test(name)) return;
   const texts = document.querySelectorAll(".example-call pre:not(.answer)");
@@ -30,7 +30,7 @@ function replace(element, property, name) {
   if (filled !== text) element[property] = filled;
 }
 
-/** The key is asked for where the server has answered that it needs one. */
+/** Makes a field for the API key, shown after a 401. */
 function keyField(send) {
   const field = html("input", { type: "password", autocomplete: "off", placeholder: "API key" });
   field.setAttribute("aria-label", "API key");
@@ -42,10 +42,10 @@ function keyField(send) {
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter") use();
   });
-  return html("div", { class: "composer" }, field, button("Use it", use));
+  return html("div", { class: "composer" }, field, button("Use key", use));
 }
 
-/** What is sent, and what comes back. */
+/** Adds the controls that send an example and show the reply. */
 function startTrying(example) {
   const { path, body } = example.dataset;
   const area = body && html("textarea", { class: "mono", spellcheck: "false" });
@@ -95,7 +95,7 @@ function readable(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // the metrics are no JSON
+    return text; // for example the metrics
   }
 }
 

@@ -1,5 +1,5 @@
-// Elements. Texts become text nodes: nothing here, or anywhere on this page, reads HTML from a
-// string, and the browser refuses it (`require-trusted-types-for`).
+// DOM elements. Texts become text nodes: no code of this page parses HTML from a string, and the
+// browser blocks it (`require-trusted-types-for`).
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -14,22 +14,22 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** An HTML element; children are elements, or texts. */
+/** Makes an HTML element. Children are elements or texts. */
 export const html = (tag, attributes = {}, ...children) =>
   filled(document.createElement(tag), attributes, children);
 
-/** An SVG element. */
+/** Makes an SVG element. */
 export const svg = (tag, attributes = {}, ...children) =>
   filled(document.createElementNS(SVG, tag), attributes, children);
 
-/** A small button. */
+/** Makes a small button. */
 export function button(text, press, attributes = {}) {
   const made = html("button", { type: "button", class: "quiet small", ...attributes }, text);
   made.addEventListener("click", press);
   return made;
 }
 
-/** Makes a button do what cannot be undone only when it is pressed twice. */
+/** Makes a button with an irreversible action require a second press. */
 export function onSecondPress(made, act) {
   const text = made.textContent;
   let timer;
@@ -48,7 +48,7 @@ export function onSecondPress(made, act) {
   });
 }
 
-/** A button that copies what `textOf` returns, and says that it did. */
+/** Makes a button that copies the result of `textOf`, and confirms it. */
 export function copyButton(textOf, text = "Copy", attributes = {}) {
   const made = button(
     text,
@@ -66,7 +66,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copiedBySelection(text); // browsers have a clipboard for https and localhost only
+    return copiedBySelection(text); // the clipboard API exists only on https and localhost
   }
 }
 
@@ -82,25 +82,25 @@ function copiedBySelection(text) {
   return done;
 }
 
-/** Shows a problem in its place, or, without a text, hides it. */
-export function report(place, text = "") {
-  place.textContent = text;
-  place.hidden = !text;
+/** Shows a problem, or hides the element if there is no text. */
+export function report(element, text = "") {
+  element.textContent = text;
+  element.hidden = !text;
 }
 
-/** A number for people: 1,234 or 12.3. */
+/** Formats a number: 1,234 or 12.3. */
 export function shown(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const digits = Math.abs(value) >= 100 || Number.isInteger(value) ? 0 : 1;
   return value.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
-/** Seconds for people. */
+/** Formats seconds. */
 export function shownSeconds(value) {
   if (value < 0.001) return `${Number((value * 1e6).toPrecision(3))} µs`;
   if (value < 1) return `${Number((value * 1000).toPrecision(3))} ms`;
   return `${Number(value.toPrecision(3))} s`;
 }
 
-/** Counts for people: "1 token", "12 tokens". */
+/** Formats a count: "1 token", "12 tokens". */
 export const counted = (count, word) => `${shown(count)} ${word}${count === 1 ? "" : "s"}`;

@@ -1,7 +1,7 @@
-// Links that fill in a form: `#p=PROMPT&seed=7&temperature=0.2...`. What stands behind `#` is sent to
-// no server, and nothing is asked of the model before the reader says so.
+// Links that fill in a form: `#p=PROMPT&seed=7&temperature=0.2...`. The part after `#` never leaves
+// the browser, and the model gets no request until the reader submits the form.
 
-/** A link to this page that fills in `fields`; empty ones are left out. */
+/** Returns a link to this page that fills in `fields`. Empty ones are left out. */
 export function linkTo(fields) {
   const parts = Object.entries(fields).filter(([, value]) => value !== "" && value !== undefined);
   const here = new URL(location.href);
@@ -9,7 +9,7 @@ export function linkTo(fields) {
   return here.href;
 }
 
-/** What this page's address fills in, or null; asked once, it is taken out of the address. */
+/** Returns the fields in this page's address, or null, and removes them from the address. */
 export function takeLink() {
   const hash = location.hash.slice(1);
   if (!hash || hash.startsWith("/")) return null;

@@ -1,4 +1,4 @@
-// What is common to all views: which one is shown, the server's state, its key.
+// Common parts of all views: switching between them, the server's state, the API key.
 
 import { ask, key, keys, Refused, useKey } from "./api.js";
 import { startChat } from "./chat.js";
@@ -8,8 +8,8 @@ import { takeLink } from "./links.js";
 import { startSamples } from "./samples.js";
 import { about, learn } from "./server.js";
 
-const PERIOD = 1000; // ms between two looks at the server
-const PATIENCE = 5000; // ms that it may take to answer
+const PERIOD = 1000; // ms between checks of the server
+const PATIENCE = 5000; // ms to wait for its answers
 
 const dashboard = new Dashboard();
 
@@ -25,15 +25,15 @@ function showView() {
   if (wanted === "dashboard") dashboard.draw();
 }
 
-/** Says how the server is; `state` is "ok", "wait" or "bad". */
+/** Shows the server's state; `state` is "ok", "wait" or "bad". */
 function say(state, text, detail = "") {
   const status = byId("status");
-  if (status.textContent !== text) status.textContent = text; // else it is read aloud again
+  if (status.textContent !== text) status.textContent = text; // do not read the same text aloud
   status.dataset.state = state;
   status.title = detail;
 }
 
-/** The model, the type of its numbers and its context. */
+/** Returns the model's name, number type and context. */
 function identity() {
   const { model, dtype, quantization, max_model_len: context } = about;
   const type = [dtype, quantization && `weights ${quantization}`].filter(Boolean).join(", ");
@@ -54,7 +54,7 @@ async function nameModels() {
   byId("pick-label").hidden = data.length < 2;
 }
 
-/** Look at the server for as long as the page is open. It may die and come again meanwhile. */
+/** Polls the server as long as the page is open. The server may die and come back. */
 async function watch() {
   let named = false;
   for (;;) {
@@ -67,14 +67,14 @@ async function watch() {
       if (!named) await nameModels();
       named = true;
       dashboard.take(stats, metrics);
-      if (stats.restarting) say("wait", "the engine starts again…");
+      if (stats.restarting) say("wait", "restarting the engine…");
       else if (stats.status === "ok") say("ok", identity(), "The server is ready.");
       else say("bad", stats.status);
     } catch (problem) {
       named = false;
       dashboard.miss();
       if (problem instanceof Refused && [401, 403].includes(problem.status)) {
-        say("bad", "a key is needed", problem.message);
+        say("bad", "API key required", problem.message);
         await new Promise((done) => keys.addEventListener("changed", done, { once: true }));
         continue;
       }
@@ -110,7 +110,7 @@ function startKeys() {
   });
 }
 
-/** Fill in what a link says: when the page is opened with it, and when its address changes to it. */
+/** Fills in the form from a link, on opening the page and when its address changes. */
 function follow(views) {
   const fields = takeLink();
   if (fields) views[fields.view === "samples" ? "samples" : "chat"](fields);

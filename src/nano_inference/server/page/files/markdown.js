@@ -1,12 +1,12 @@
-// Markdown as elements: paragraphs, headings, lists, quotes, tables, fenced code, emphasis, code and
-// links. HTML in it stays text, pictures become links, and links lead to http and https only.
+// Markdown as elements: paragraphs, headings, lists, quotes, tables, fenced code, emphasis, code
+// and links. HTML stays text, pictures become links, and links must be http or https.
 //
-// Every search for the end of something runs over a text once: a hostile text takes no longer than
-// another of its length.
+// Every search for an end runs over a text only once, so that hostile texts take no longer than
+// others of the same length.
 
 import { copyButton, html } from "./dom.js";
 
-const DEEPEST = 8; // levels of quotes, lists and emphasis; what is deeper stays as it is written
+const DEEPEST = 8; // levels of quotes, lists and emphasis; deeper markup stays text
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
@@ -17,7 +17,7 @@ const BAR = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
 // -- blocks ---------------------------------------------------------------------------------------
 
-// Each looks at the lines from `at` on: null, or how many lines it takes and what makes the element.
+// Each gets the lines from `at` on, and returns null, or a line count and the element's function.
 const BLOCKS = [fence, heading, rule, quote, list, table];
 
 function fence(lines, at) {
@@ -42,10 +42,10 @@ function codeBlock(code, language) {
 }
 
 function heading(lines, at) {
-  const found = HEADING.exec(lines[at]);
-  if (!found) return null;
-  const level = Math.min(found[1].length + 2, 6); // the page's own title is h1
-  const text = found[2].trim().replace(/ #+$/, "");
+  const match = HEADING.exec(lines[at]);
+  if (!match) return null;
+  const level = Math.min(match[1].length + 2, 6); // the page's own title is h1
+  const text = match[2].trim().replace(/ #+$/, "");
   return { count: 1, make: () => html(`h${level}`, {}, ...inline(text)) };
 }
 
@@ -70,9 +70,9 @@ function list(lines, at, depth) {
   const items = [];
   let end = at;
   while (end < lines.length) {
-    const found = ITEM.exec(lines[end]);
-    if (!found || /\d/.test(found[2]) !== isNumbered || RULE.test(lines[end])) break;
-    const taken = item(lines, end, found);
+    const match = ITEM.exec(lines[end]);
+    if (!match || /\d/.test(match[2]) !== isNumbered || RULE.test(lines[end])) break;
+    const taken = item(lines, end, match);
     items.push(taken.inside);
     end = taken.end;
   }
@@ -81,10 +81,10 @@ function list(lines, at, depth) {
   return { count: end - at, make: () => html(isNumbered ? "ol" : "ul", start, ...rows()) };
 }
 
-/** The lines of an item without their indentation, and where the next block begins. */
-function item(lines, at, found) {
-  const width = found[1].length + found[2].length + 1; // of its mark: deeper lines belong to it
-  const inside = [found[4]];
+/** Returns the lines of an item without their indentation, and the start of the next block. */
+function item(lines, at, match) {
+  const width = match[1].length + match[2].length + 1; // lines indented by this belong to the item
+  const inside = [match[4]];
   let end = at + 1;
   for (; end < lines.length; end += 1) {
     const line = lines[end];
@@ -92,7 +92,7 @@ function item(lines, at, found) {
       const next = lines[end + 1];
       if (next === undefined || !next.trim() || indentOf(next) < width) break;
       inside.push("");
-    } else if (indentOf(line) >= Math.min(width, 2) && indentOf(line) > found[1].length) {
+    } else if (indentOf(line) >= Math.min(width, 2) && indentOf(line) > match[1].length) {
       inside.push(line.slice(Math.min(width, indentOf(line))));
     } else break;
   }
@@ -102,7 +102,7 @@ function item(lines, at, found) {
   return { inside, end: next < lines.length && ITEM.test(lines[next]) ? next : end };
 }
 
-/** An item of one paragraph is that paragraph's text. */
+/** Returns the content of an item. A single paragraph is unwrapped. */
 function itemParts(inside, depth) {
   const parts = elements(inside, depth);
   return parts[0]?.tagName === "P" ? [...parts[0].childNodes, ...parts.slice(1)] : parts;
@@ -134,7 +134,7 @@ function cells(line) {
 
 const begins = (lines, at, depth) => BLOCKS.some((block) => block(lines, at, depth));
 
-/** A numbered list amid a paragraph begins with 1: years at a line's beginning are no items. */
+/** A numbered list within a paragraph must begin with 1, so that years do not start a list. */
 const interrupts = (lines, at, depth) =>
   !/^ *(?!1[.)])\d/.test(lines[at]) && begins(lines, at, depth);
 
@@ -145,9 +145,9 @@ function paragraph(lines, at, depth) {
   return { count: end - at, make: () => html("p", {}, ...inline(text)) };
 }
 
-/** The blocks of a text: each with its source, and what makes its element. */
+/** Returns the blocks of a text: the source of each, and a function that makes its element. */
 function blocksOf(lines, depth = 0) {
-  const found = [];
+  const blocks = [];
   for (let at = 0; at < lines.length; ) {
     if (!lines[at].trim()) {
       at += 1;
@@ -156,10 +156,10 @@ function blocksOf(lines, depth = 0) {
     let block = null;
     for (const each of BLOCKS) block ??= each(lines, at, depth);
     block ??= paragraph(lines, at, depth);
-    found.push({ source: lines.slice(at, at + block.count).join("\n"), make: block.make });
+    blocks.push({ source: lines.slice(at, at + block.count).join("\n"), make: block.make });
     at += block.count;
   }
-  return found;
+  return blocks;
 }
 
 const elements = (lines, depth) => blocksOf(lines, depth).map(({ make }) => make());
@@ -171,10 +171,10 @@ const WORD = /[\p{L}\p{N}]/u;
 const ADDRESS = /https?:\/\/[^\s<>"'`\])*]+/y;
 const STYLES = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
-/** The text and elements of a text without blocks. */
+/** Returns the nodes of a text without blocks. */
 function inline(text, depth = 0) {
   const nodes = [];
-  const misses = new Set(); // what has no end in the rest of the text
+  const misses = new Set(); // marks that do not occur in the rest of the text
   let plain = "";
   let at = 0;
   const add = (node) => {
@@ -183,21 +183,21 @@ function inline(text, depth = 0) {
     nodes.push(node);
   };
   while (at < text.length) {
-    const found = SPANS[text[at]]?.(text, at, depth, misses);
-    if (!found) {
+    const span = SPANS[text[at]]?.(text, at, depth, misses);
+    if (!span) {
       plain += text[at];
       at += 1;
     } else {
-      if (typeof found.node === "string") plain += found.node;
-      else add(found.node);
-      at = found.end;
+      if (typeof span.node === "string") plain += span.node;
+      else add(span.node);
+      at = span.end;
     }
   }
   if (plain) nodes.push(plain);
   return nodes;
 }
 
-// by its first character: null, or the node and where it ends
+// by first character: null, or the node and its end
 const SPANS = {
   "\\": (text, at) =>
     PUNCTUATION.test(text[at + 1] ?? "") ? { node: text[at + 1], end: at + 2 } : null,
@@ -211,12 +211,12 @@ const SPANS = {
   h: address,
 };
 
-/** Where `wanted` is from `from` on; -1: nowhere, and it is not looked for again. */
+/** Returns the index of `wanted` from `from` on. A miss (-1) is remembered, not searched again. */
 function search(text, wanted, from, misses) {
   if (misses.has(wanted)) return -1;
-  const place = text.indexOf(wanted, from);
-  if (place < 0) misses.add(wanted);
-  return place;
+  const index = text.indexOf(wanted, from);
+  if (index < 0) misses.add(wanted);
+  return index;
 }
 
 function runLength(text, at) {
@@ -232,9 +232,9 @@ function code(text, at, depth, misses) {
   for (;;) {
     end = search(text, mark, end, misses);
     if (end < 0) return { node: mark, end: at + length };
-    const own = runLength(text, end);
-    if (own === length) break;
-    end += own;
+    const run = runLength(text, end);
+    if (run === length) break;
+    end += run;
   }
   let said = text.slice(at + length, end);
   if (said.startsWith(" ") && said.endsWith(" ") && said.trim()) said = said.slice(1, -1);
@@ -247,7 +247,7 @@ function emphasis(text, at, depth, misses) {
   const begin = at + mark.length;
   const literal = { node: mark, end: begin };
   if (!(mark in STYLES) || depth >= DEEPEST || /^\s?$/.test(text[begin] ?? "")) return literal;
-  if (mark[0] === "_" && WORD.test(text[at - 1] ?? "")) return literal; // of snake_case
+  if (mark[0] === "_" && WORD.test(text[at - 1] ?? "")) return literal; // within snake_case
   const end = closing(text, mark, begin, misses);
   if (end < 0) return literal;
   const inside = inline(text.slice(begin, end), depth + 1);
@@ -261,7 +261,7 @@ function closing(text, mark, from, misses) {
     const isLong = run === mark.length || run >= 3;
     const isBehindText = end > from && !/\s/.test(text[end - 1]);
     const isWordEnd = mark[0] !== "_" || !WORD.test(text[end + run] ?? "");
-    // of `***` the last marks are the outer's
+    // of `***`, the last marks belong to the outer emphasis
     if (isLong && isBehindText && isWordEnd) return end + run - mark.length;
     end = text.indexOf(mark, end + run);
   }
@@ -275,7 +275,7 @@ function link(text, at, bracket, depth, misses) {
   if (close < 0 || text.slice(bracket + 1, close).includes("[")) return null;
   const end = search(text, ")", close, misses);
   if (end < 0) return null;
-  // one pair of parentheses may stand in an address
+  // an address may contain one pair of parentheses
   const isPaired = text.slice(close + 2, end).includes("(") && text[end + 1] === ")";
   const last = isPaired ? end + 1 : end;
   const target = text.slice(close + 2, last).trim().split(/\s/)[0];
@@ -287,22 +287,22 @@ function link(text, at, bracket, depth, misses) {
 function address(text, at) {
   if (WORD.test(text[at - 1] ?? "")) return null;
   ADDRESS.lastIndex = at;
-  let found = ADDRESS.exec(text)?.[0];
-  while (found && ".,;:!?".includes(found.at(-1))) found = found.slice(0, -1);
-  const node = found && anchor(found, found);
-  return node ? { node, end: at + found.length } : null;
+  let url = ADDRESS.exec(text)?.[0];
+  while (url && ".,;:!?".includes(url.at(-1))) url = url.slice(0, -1);
+  const node = url && anchor(url, url);
+  return node ? { node, end: at + url.length } : null;
 }
 
-/** A link, if it leads to http or https. */
+/** Returns a link if the target is http or https. */
 function anchor(target, ...words) {
   if (!/^https?:\/\//i.test(target) || !URL.canParse(target)) return null;
   const safe = { rel: "noopener noreferrer nofollow", target: "_blank", title: target };
   return html("a", { href: target, ...safe }, ...words);
 }
 
-// -- shown ----------------------------------------------------------------------------------------
+// -- rendering ------------------------------------------------------------------------------------
 
-/** An element whose text grows: only blocks that have changed are made anew. */
+/** An element whose text grows. Only changed blocks are rendered again. */
 export class Markdown {
   #sources = [];
 

@@ -1,11 +1,11 @@
-// One message of a chat on the screen.
+// View of one message of a chat.
 
 import { button, copyButton, counted, html, shown } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Answer", tool: "Result" };
 
-/** JSON with line breaks; a call's arguments that are no JSON, or not yet, stay as they are. */
+/** Indents JSON. Arguments of a call that are not valid JSON (yet) stay unchanged. */
 function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
@@ -15,12 +15,12 @@ function pretty(text) {
 }
 
 export class MessageView {
-  #text = null; // of an answer
+  #text = null; // Markdown of an answer
   #thoughts = null;
 
   /**
-   * `message`: see conversations.js. `acts`: what the buttons do, by name: `edit(text)` of a user's
-   * message; `again`, `resume`, `linkOf` and `result(callId, text)` of an answer.
+   * `message`: as in conversations.js. `acts`: actions of the buttons by name: `edit(text)` of a
+   * user's message; `again`, `resume`, `linkOf` and `result(callId, text)` of an answer.
    */
   constructor(message, acts) {
     this.message = message;
@@ -106,7 +106,7 @@ export class MessageView {
     return html("div", { class: "call" }, ...parts);
   }
 
-  /** How many tokens, how fast, and why it ended. */
+  /** Returns the number of tokens, the speed, and the reason of the end. */
   #account() {
     const { tokens, seconds, draws = 1, ended, calls, content, seed } = this.message;
     if (!tokens) return ended ?? "waiting…";
@@ -115,7 +115,7 @@ export class MessageView {
     return [
       counted(tokens, "token"),
       rate && `${shown(rate)} tok/s`,
-      isEmpty ? `${ended}, without a word` : ended,
+      isEmpty ? `${ended}, empty answer` : ended,
       ended && `seed ${seed}`,
     ]
       .filter(Boolean)
@@ -131,10 +131,10 @@ export class MessageView {
       copyButton(() => content),
       button("Regenerate", again, {
         title:
-          "Draw another answer and remove later messages; with a seed in the settings it is the same again",
+          "Generate another answer and remove later messages. With a seed in the settings, it is the same again",
       }),
       copyButton(linkOf, "Link", {
-        title: "Copy a link that fills in this message with its settings and seed, and does not send it",
+        title: "Copy a link that fills in this message with its settings and seed, without sending it",
       }),
     ].filter(Boolean);
   }

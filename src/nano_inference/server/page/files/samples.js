@@ -1,5 +1,5 @@
-// A prompt, sampled several times side by side by the public routes; each token with its logprob
-// and what else might have come. "Replay" asks for the same again and compares token ids.
+// A prompt, sampled several times side by side by the public routes. Each token has its logprob and
+// the most probable alternatives. "Replay" repeats the request and compares token ids.
 
 import { byId, button, copyButton, counted, html, report, shown } from "./dom.js";
 import { linkTo } from "./links.js";
@@ -9,8 +9,8 @@ import { Settings } from "./settings.js";
 import { keep, kept, keepText } from "./store.js";
 import { hideTip, readable, startTips, tokens } from "./tips.js";
 
-const TOP = 5; // alternatives of a token
-const DARKEST = 5; // nats: a token with this surprise, or more, has the deepest tint
+const TOP = 5; // alternatives per token
+const DARKEST = 5; // nats: tokens with this surprise or more have the deepest tint
 const EXAMPLES = [
   ["Why is the sky blue?", "chat"],
   ["Name a fruit.", "chat"],
@@ -22,15 +22,15 @@ const ABOUT = {
 };
 
 let settings;
-let columns = []; // of the newest run
-let last = null; // {mode, path, body} of it
-let abort = null; // of the run under way
+let columns = []; // columns of the latest run
+let last = null; // its request: {mode, path, body}
+let abort = null; // controller of the current run
 
-// -- what the two routes take and tell ------------------------------------------------------------
+// -- the two routes -------------------------------------------------------------------------------
 
 const text = new TextEncoder();
 
-/** A token's bytes from its name in a completion's logprobs. */
+/** Returns a token's bytes from its name in a completion's logprobs. */
 function bytesOf(name) {
   if (!/^bytes:(\\x[0-9a-f]{2})+$/.test(name)) return text.encode(name);
   return Uint8Array.from(name.slice(8).split("\\x"), (digits) => parseInt(digits, 16));
@@ -60,10 +60,10 @@ const ROUTES = {
     prompt: (prompt) => ({ prompt }),
     sent: (prompt) => ({ prompt, logprobs: TOP }),
     tokens: ({ logprobs }) =>
-      (logprobs?.tokens ?? []).map((name, place) => ({
+      (logprobs?.tokens ?? []).map((name, index) => ({
         bytes: bytesOf(name),
-        logprob: logprobs.token_logprobs[place],
-        top: Object.entries(logprobs.top_logprobs[place] ?? {}).map(([other, logprob]) => [
+        logprob: logprobs.token_logprobs[index],
+        top: Object.entries(logprobs.top_logprobs[index] ?? {}).map(([other, logprob]) => [
           readable(bytesOf(other)),
           logprob,
         ]),
@@ -71,7 +71,7 @@ const ROUTES = {
   },
 };
 
-/** The request as the form has it, without what only the server knows. Throws an Error. */
+/** Returns the form's request, without values that only the server knows. Throws an Error. */
 function requestOf() {
   const prompt = byId("prompt").value;
   if (!prompt.trim()) throw new Error("Write a prompt first.");
@@ -88,11 +88,11 @@ function requestOf() {
   if (about && body.n > about.max_samples) {
     throw new Error(`Samples must be at most ${about.max_samples} on this server.`);
   }
-  body.seed ??= newSeed(); // so that it can be replayed
+  body.seed ??= newSeed(); // for replays
   return { mode, path: ROUTES[mode].path, body, prompt };
 }
 
-/** Where the form has no length, an answer may have as many tokens as there is room for. */
+/** Sets the maximum length if the form has none: as many tokens as the context has room for. */
 async function complete({ mode, body, prompt }, signal) {
   if (body.max_tokens !== undefined) return;
   const asked = { model: body.model, ...ROUTES[mode].prompt(prompt, body.tools) };
@@ -101,12 +101,12 @@ async function complete({ mode, body, prompt }, signal) {
 
 // -- columns --------------------------------------------------------------------------------------
 
-/** Whether code begins or ends: lines that begin with three backticks. */
+/** Tracks fenced code: lines that begin with three backticks open and close it. */
 class Fence {
   #line = "";
   isOpen = false;
 
-  /** Takes a token's text; returns whether it is code. */
+  /** Takes in a token's text. Returns true if it is code. */
   take(said) {
     const parts = (this.#line + said).split("\n");
     const isMark = (line) => line.trimStart().startsWith("```");
@@ -118,7 +118,7 @@ class Fence {
 }
 
 class Column {
-  #said = []; // texts of tokens
+  #said = []; // texts of the tokens
   #fence = new Fence();
   #calls = [];
 
@@ -140,19 +140,19 @@ class Column {
     return this.#said.join("");
   }
 
-  add(found, ids) {
+  add(newTokens, ids) {
     this.began ??= performance.now();
-    found.forEach((token, place) => {
+    newTokens.forEach((token, index) => {
       const said = this.decoder.decode(token.bytes, { stream: true });
-      const isEnd = about?.eos_token_ids.includes(ids[place]);
+      const isEnd = about?.eos_token_ids.includes(ids[index]);
       const named = isEnd ? "end" : said;
       const span = html("span", { class: "token", tabindex: this.ids.length ? "-1" : "0" }, named);
       if (isEnd) span.classList.add("end");
       else this.#take(said, span);
       const surprise = Math.min(-token.logprob / DARKEST, 1);
       span.style.setProperty("--surprise", surprise.toFixed(3));
-      tokens.set(span, { ...token, id: ids[place] });
-      this.ids.push(ids[place]);
+      tokens.set(span, { ...token, id: ids[index] });
+      this.ids.push(ids[index]);
       this.text.append(span);
     });
     this.tell();
@@ -162,18 +162,18 @@ class Column {
   #take(said, span) {
     this.#said.push(said);
     if (said.includes("\n")) span.classList.add("newline");
-    if (!said) span.classList.add("part"); // of a character that the next token ends
+    if (!said) span.classList.add("part"); // part of a character that a later token completes
     if (this.#fence.take(said)) span.classList.add("code");
   }
 
-  /** A part of a tool call. */
+  /** Takes in a part of a tool call. */
   call({ index, function: called }) {
     const call = (this.#calls[index] ??= { name: "", arguments: "" });
     call.name += called.name ?? "";
     call.arguments += called.arguments ?? "";
   }
 
-  /** The sample as text, for the view without tokens. */
+  /** Draws the sample as text, for the view without tokens. */
   draw() {
     if (this.markdown) this.markdown.show(this.#whole());
     else this.plain.textContent = this.#whole();
@@ -188,12 +188,12 @@ class Column {
       this.version = choice.weight_version;
       parts.push(ending(choice, this.ids.length));
       if (this.version) parts.push(`weight version ${this.version}`);
-      for (const { name, arguments: given } of this.#calls) parts.push(`calls ${name}(${given})`);
+      for (const { name, arguments: text } of this.#calls) parts.push(`calls ${name}(${text})`);
     }
     this.foot.textContent = parts.join(" · ");
   }
 
-  /** No more will come, though it has not ended. */
+  /** Marks the sample as incomplete if it has not ended. */
   cut(word) {
     if (this.version === null) this.foot.textContent += ` · ${word}`;
   }
@@ -212,7 +212,7 @@ function show(these) {
 
 async function run(request, before = null) {
   abort?.abort();
-  const own = (abort = new AbortController());
+  const controller = (abort = new AbortController());
   const { mode, path, body } = request;
   const said = byId("said");
   const former = { columns, last, said: said.textContent };
@@ -225,26 +225,26 @@ async function run(request, before = null) {
   byId("replay").disabled = true;
   const mine = columns;
   try {
-    await complete(request, own.signal);
-    for await (const event of drawn(path, body, own.signal)) {
+    await complete(request, controller.signal);
+    for await (const event of drawn(path, body, controller.signal)) {
       for (const choice of event.choices) take(mine[choice.index], choice, mode);
     }
     if (before) said.textContent = `seed ${body.seed} · ${compared(before, mine)}`;
   } catch (failure) {
-    for (const column of mine) column.cut(own.signal.aborted ? "stopped" : "cut off");
-    if (abort !== own) return; // another run has taken its place
-    if (own.signal.aborted) {
+    for (const column of mine) column.cut(controller.signal.aborted ? "stopped" : "cut off");
+    if (abort !== controller) return; // a newer run has replaced this one
+    if (controller.signal.aborted) {
       said.textContent = `seed ${body.seed} · stopped`;
       return;
     }
     problem(failure.message);
     if (!mine.some((column) => column.ids.length)) {
-      last = former.last; // nothing has come in the place of what was there: it stays
+      last = former.last; // no tokens arrived: restore the previous run
       said.textContent = former.said;
       show(former.columns);
     }
   } finally {
-    if (abort === own) {
+    if (abort === controller) {
       byId("stop").disabled = true;
       byId("replay").disabled = !last;
     }
@@ -252,8 +252,8 @@ async function run(request, before = null) {
 }
 
 function take(column, choice, mode) {
-  const found = ROUTES[mode].tokens(choice);
-  if (found.length) column.add(found, choice.token_ids ?? []);
+  const newTokens = ROUTES[mode].tokens(choice);
+  if (newTokens.length) column.add(newTokens, choice.token_ids ?? []);
   for (const call of choice.delta?.tool_calls ?? []) column.call(call);
   if (choice.finish_reason) column.tell(choice);
 }
@@ -261,7 +261,7 @@ function take(column, choice, mode) {
 function compared(before, after) {
   const isEqual = (column, at) => {
     const { ids, version } = before[at];
-    const again = version === null ? column.ids.slice(0, ids.length) : column.ids; // it was stopped
+    const again = version === null ? column.ids.slice(0, ids.length) : column.ids; // null: stopped
     return `${again}` === `${ids}`;
   };
   const same = after.filter(isEqual).length;
@@ -279,7 +279,7 @@ function explainMode() {
   byId("mode-about").textContent = ABOUT[byId("mode").value];
 }
 
-/** What a link says. */
+/** Fills in the form from a link. */
 function fill({ p, mode, view: _, ...texts }) {
   settings.fill(texts);
   byId("prompt").value = p;
@@ -314,7 +314,7 @@ function startForm() {
   byId("samples-link").append(
     copyButton(linkOfForm, "Copy link", {
       class: "quiet",
-      title: "A link that fills in this prompt with its settings and seed, and does not sample",
+      title: "A link that fills in this prompt with its settings and seed, without sampling",
     }),
   );
 }
@@ -344,7 +344,7 @@ function startExamples() {
   );
 }
 
-/** Returns what fills in a link. */
+/** Starts the view. Returns the function that fills in a link. */
 export function startSamples() {
   settings = new Settings("samples", {
     shown: ["n", "temperature"],

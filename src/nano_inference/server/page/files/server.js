@@ -1,8 +1,8 @@
-// What is known of the server: the model, its context and its defaults, as `/page/settings` has it.
+// Properties of the server: the model, its context and its defaults, from `/page/settings`.
 
 import { ask, events } from "./api.js";
 
-/** Tells of "known" whenever the server has been asked anew. */
+/** Dispatches "known" whenever the properties have been fetched. */
 export const served = new EventTarget();
 
 // {model, dtype, quantization, max_model_len, max_samples, eos_token_ids, sampling, tool_format}
@@ -13,10 +13,10 @@ export async function learn() {
   served.dispatchEvent(new Event("known"));
 }
 
-/** A seed for a request that has none, so that it can be asked again. */
+/** Returns a seed for a request without one, so that it can be repeated. */
 export const newSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
-/** Tokens that an answer may have: `most`, or as many as the context has room for. */
+/** Returns the maximum tokens of an answer: `most`, or the rest of the context if that is less. */
 export async function roomFor(prompt, most, signal) {
   const reply = await ask("tokenize", { body: prompt, signal });
   const { count, max_model_len: context } = await reply.json();
@@ -29,12 +29,12 @@ export async function roomFor(prompt, most, signal) {
   return Math.min(most, context - count);
 }
 
-/** The events of a streamed answer. */
+/** Yields the events of a streamed answer. */
 export async function* drawn(path, body, signal) {
   yield* events(await ask(path, { body, signal }));
 }
 
-/** In words why an answer of so many tokens ended. `choice`: what the server said last of it. */
+/** Describes why an answer of `count` tokens ended. `choice`: its last event. */
 export function ending(choice, count) {
   const { finish_reason: reason, stop_reason: stop } = choice;
   if (reason === "length") return `cut at ${count} tokens`;

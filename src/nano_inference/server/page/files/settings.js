@@ -1,13 +1,13 @@
-// Sampling settings, as both views have them: a table of fields, the form that is made of it, and
-// what a request holds of it. An empty field shows the default for the model in grey, which is sent:
-// it may differ from the default of the route.
+// Sampling settings of both views: a table of fields, the form made from it, and the fields of a
+// request. An empty field shows the model's default in grey, which is sent: it may differ from the
+// route's default.
 
 import { byId, html } from "./dom.js";
 import { keep, kept } from "./store.js";
 
 const lines = (text) => text.split("\n").filter((line) => line);
 
-/** JSON, or an error that names the field. */
+/** Parses JSON. The error names the field. */
 function parsed(text, label) {
   try {
     return JSON.parse(text);
@@ -24,7 +24,7 @@ function needed(text, label) {
 const schema = (text) => parsed(needed(text, "The JSON schema"), "The JSON schema");
 const outputs = (name, value) => ({ structured_outputs: { [name]: value } });
 
-// the choice -> its name, an example, and what a request holds of the text
+// choice -> label, example, and a function from the text to the request's fields
 const GRAMMARS = {
   none: ["none", "", () => ({})],
   object: ["a JSON object", "", () => ({ response_format: { type: "json_object" } })],
@@ -46,14 +46,14 @@ const GRAMMARS = {
 const TOOLS = `[{"name": "get_weather", "parameters": {"type": "object", "properties":
   {"city": {"type": "string"}}, "required": ["city"]}}]`;
 
-/** OpenAI's list of tools; of functions alone, or of one, it is made. */
+/** Returns OpenAI's list of tools, also from a list of functions or a single one. */
 function toolsOf(text) {
-  const given = parsed(text, "Tools");
-  const all = Array.isArray(given) ? given : [given];
+  const value = parsed(text, "Tools");
+  const all = Array.isArray(value) ? value : [value];
   return all.map((each) => (each?.function ? each : { type: "function", function: each }));
 }
 
-// How a field's text becomes a value; throws an Error that names the field.
+// Conversions from a field's text to its value. They throw an Error that names the field.
 const READ = {
   number(text, field) {
     const value = Number(text);
@@ -88,7 +88,7 @@ const FIELDS = [
     kind: "number",
     least: 1,
     whole: true,
-    about: "An answer is cut here. Empty: this number, or as many as the context has room for.",
+    about: "Maximum length of the answer. Empty: this number, or the rest of the context if less.",
   },
   {
     name: "seed",
@@ -106,7 +106,7 @@ const FIELDS = [
     kind: "number",
     above: 0,
     most: 1,
-    instead: " For the most probable token alone, set Temperature to 0.",
+    instead: " For only the most probable token, set Temperature to 0.",
     about: "Keeps the most probable tokens that reach this probability together.",
   },
   {
@@ -115,7 +115,7 @@ const FIELDS = [
     kind: "number",
     least: 0,
     whole: true,
-    about: "Keeps so many of the most probable tokens. 0: all.",
+    about: "Keeps this many of the most probable tokens. 0: all.",
   },
   {
     name: "min_p",
@@ -131,7 +131,7 @@ const FIELDS = [
     kind: "number",
     least: 0.01,
     most: 100,
-    about: "Above 1: tokens that have occurred become less probable.",
+    about: "Above 1: tokens that have already occurred become less probable.",
   },
   {
     name: "presence_penalty",
@@ -154,14 +154,14 @@ const FIELDS = [
     label: "Stop at",
     kind: "lines",
     rows: 2,
-    about: "Strings that end the answer, one a line.",
+    about: "Strings that end the answer, one per line.",
   },
   {
     name: "grammar",
     label: "Grammar",
     kind: "choice",
     options: Object.entries(GRAMMARS).map(([value, [text]]) => [value, text]),
-    about: "What the answer has to be. The server allows no other tokens.",
+    about: "Format that the answer must follow. The server allows no other tokens.",
   },
   { name: "grammar_text", label: "Grammar text", kind: "lines", rows: 4, mono: true, wide: true },
   {
@@ -179,7 +179,7 @@ const FIELDS = [
     label: "Tool use",
     kind: "choice",
     options: [
-      ["auto", "as the model likes"],
+      ["auto", "the model decides"],
       ["required", "at least one call"],
       ["none", "none"],
     ],
@@ -199,17 +199,17 @@ function controlOf(field, id) {
 }
 
 /**
- * The settings of a view.
+ * Settings of a view.
  *
- * `view`: its name. Fields have the ids `VIEW-FIELD`; they go into the elements `VIEW-fields` and,
- * those that are not in `shown`, `VIEW-more`; `VIEW-told` names those that are set. `hints`: values
- * of the page's own for empty fields. `without`: names of fields that the view does not have.
+ * `view`: its name. Fields have the ids `VIEW-FIELD`. Those in `shown` go into the element
+ * `VIEW-fields`, the others into `VIEW-more`. `VIEW-told` lists the fields that are set. `hints`:
+ * the page's own values for empty fields. `without`: names of fields that the view lacks.
  */
 export class Settings {
-  #controls = new Map(); // name -> its element
+  #controls = new Map(); // name -> element
   #view;
   #hints;
-  #sampling = {}; // the server's defaults: name -> value
+  #sampling = {}; // server's defaults: name -> value
 
   constructor(view, { shown, hints, without = [] }) {
     this.#view = view;
@@ -221,11 +221,11 @@ export class Settings {
     this.expect({});
   }
 
-  #add(field, place) {
+  #add(field, parent) {
     const id = `${this.#view}-${field.name}`;
     const control = controlOf(field, id);
     const wide = field.wide ? "wide" : undefined;
-    place.append(html("label", { for: id, class: wide, title: field.about }, field.label, control));
+    parent.append(html("label", { for: id, class: wide, title: field.about }, field.label, control));
     control.addEventListener("input", () => {
       this.#fit();
       keep(`${this.#view} settings`, this.texts());
@@ -233,7 +233,7 @@ export class Settings {
     this.#controls.set(field.name, control);
   }
 
-  /** A text is asked for where the chosen grammar needs one; folded settings are named. */
+  /** Shows the text field of a grammar if it needs one, and lists the settings in the summary. */
   #fit() {
     const texts = this.texts();
     const named = FIELDS.filter(({ name }) => texts[name]).map(({ label, name, kind }) =>
@@ -246,19 +246,19 @@ export class Settings {
     area.labels[0].hidden = !example;
   }
 
-  /** A field's text as it stands in the form. */
+  /** Returns a field's text. */
   text(name) {
     return this.#controls.get(name)?.value ?? "";
   }
 
-  /** Of each field that is not empty its text. */
+  /** Returns the texts of the fields that are set. */
   texts() {
     const all = [...this.#controls].map(([name, { value }]) => [name, value]);
     const usual = { grammar: "none", tool_choice: "auto" };
     return Object.fromEntries(all.filter(([name, text]) => text && text !== usual[name]));
   }
 
-  /** Fill the form; what `texts` does not name becomes empty. */
+  /** Fills in the form. Fields without a text in `texts` become empty. */
   fill(texts) {
     for (const [name, control] of this.#controls) {
       const text = typeof texts[name] === "string" ? texts[name] : "";
@@ -269,13 +269,13 @@ export class Settings {
     this.#fit();
   }
 
-  /** Empty all fields, so that the defaults hold. */
+  /** Empties all fields, so that the defaults apply. */
   reset() {
     this.fill({});
     keep(`${this.#view} settings`, {});
   }
 
-  /** Show and send these values for empty fields; `sampling`: name -> value. */
+  /** Shows and sends these values for empty fields. `sampling`: name -> value. */
   expect(sampling) {
     this.#sampling = sampling;
     for (const [name, value] of Object.entries({ ...sampling, ...this.#hints })) {
@@ -284,12 +284,12 @@ export class Settings {
     }
   }
 
-  /** Where `max_tokens` is empty: how many there are to be, if the context has room for them. */
+  /** Maximum tokens if `max_tokens` is empty and the context has room for them. */
   get mostTokens() {
     return this.#hints.max_tokens;
   }
 
-  /** The fields of a request. `takesTools`: of a chat. Throws an Error that names the field. */
+  /** Returns a request's fields. `takesTools`: for a chat. Throws an Error that names the field. */
   body({ takesTools }) {
     const body = { ...this.#sampling };
     for (const field of FIELDS) {

@@ -1,11 +1,11 @@
-// What the browser keeps of this page, as JSON in localStorage: settings, drafts and chats. Never a
-// key. Where the browser keeps nothing (a private window, a full disk), the page works all the same.
+// Settings, drafts and chats, stored by the browser as JSON in localStorage. Keys are never stored.
+// The page also works if the browser stores nothing (a private window, a full disk).
 
 import { ROOT } from "./api.js";
 
-const PREFIX = `nano-inference ${ROOT.pathname} `; // servers behind one proxy do not share
+const PREFIX = `nano-inference ${ROOT.pathname} `; // separates servers behind one proxy
 
-/** The value of this name, or null. What cannot be read is null, too. */
+/** Returns the value of this name, or null if there is none or it is unreadable. */
 export function kept(name) {
   try {
     return JSON.parse(localStorage.getItem(PREFIX + name));
@@ -14,7 +14,7 @@ export function kept(name) {
   }
 }
 
-/** Keeps a value; returns whether the browser did. */
+/** Stores a value. Returns false if the browser refused. */
 export function keep(name, value) {
   try {
     localStorage.setItem(PREFIX + name, JSON.stringify(value));
@@ -28,11 +28,11 @@ export function forget(name) {
   try {
     localStorage.removeItem(PREFIX + name);
   } catch {
-    // there was nothing
+    // nothing was stored
   }
 }
 
-/** The names that begin with `start`. */
+/** Returns the names that begin with `start`. */
 export function namesOf(start) {
   try {
     return Object.keys(localStorage)
@@ -43,7 +43,7 @@ export function namesOf(start) {
   }
 }
 
-/** A text field whose text survives a reload. */
+/** Makes the text of a field survive a reload. */
 export function keepText(field, name) {
   const before = kept(name);
   if (typeof before === "string") field.value = before;

@@ -1,5 +1,5 @@
-// What is told of a token when it is pointed at, tapped, or reached with the keyboard: its
-// probability, and what else might have come.
+// Tooltip of a token that is hovered, tapped or focused: its probability, and the most probable
+// alternatives.
 
 import { byId, html } from "./dom.js";
 
@@ -10,7 +10,7 @@ export const readable = (bytes) => new TextDecoder().decode(bytes);
 
 const percent = (logprob) => `${(Math.exp(logprob) * 100).toPrecision(3)} %`;
 
-/** A token's text in which blanks can be seen. */
+/** Returns a token's text with visible spaces. */
 const visible = (said) => JSON.stringify(said).slice(1, -1).replaceAll(" ", "␣");
 
 function showTip(span) {
@@ -20,8 +20,8 @@ function showTip(span) {
     const bar = html("span", { class: "bar" });
     bar.style.setProperty("--share", Math.exp(logprob).toFixed(3));
     const word = html("td", {}, html("code", {}, visible(said)));
-    const own = said === readable(token.bytes) ? "own" : undefined;
-    return html("tr", { class: own }, word, html("td", {}, percent(logprob)), html("td", {}, bar));
+    const name = said === readable(token.bytes) ? "own" : undefined;
+    return html("tr", { class: name }, word, html("td", {}, percent(logprob)), html("td", {}, bar));
   });
   tip.replaceChildren(
     html("p", {}, html("code", {}, visible(readable(token.bytes))), ` ${percent(token.logprob)}`),
@@ -46,7 +46,7 @@ export function hideTip() {
 
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 };
 
-/** Show them for the tokens in `root`. */
+/** Shows tooltips for the tokens in `root`. */
 export function startTips(root) {
   const tokenAt = (event) => event.target.closest?.(".token");
   root.addEventListener("pointerover", (event) => {

@@ -1,20 +1,19 @@
-"""`POST /generate`, as SGLang's clients speak it.
+"""`POST /generate` as SGLang's clients use it.
 
-What is particular to this server:
+Differences from SGLang and special cases:
 
-- `max_new_tokens` left out is all that the context leaves, where SGLang takes 128. `0` scores the
-  prompt alone.
+- The default of `max_new_tokens` is the rest of the context (SGLang: 128). `0` only scores the
+  prompt.
 - `output_token_logprobs` are SGLang's: after temperature and penalties, before top_k, top_p and
-  min_p, as a trainer over the whole vocabulary computes them. `return_sampling_mask` tells what the
-  filters kept, and the logprobs of what was sampled from. At temperature 0 they are the model's
-  own.
-- An aborted request is answered with 200 and what it has.
-- A stream's events hold all of the text, the ids and the logprobs so far, as SGLang's do; only the
-  last one of a choice tells of weight versions, and of the prompt's logprobs.
-- Where a sample is one of several, of a batch or by `n`, answers are a list, and events have an
-  `index`.
-- `priority`: higher goes first, as with SGLang; the engine's own is the other way round.
-- `seed` in `meta_info` makes the same sample again.
+  min_p. A trainer over the whole vocabulary computes the same. `return_sampling_mask` returns the
+  ids that the filters kept, and the logprobs of the filtered distribution. At temperature 0 they
+  are the model's own.
+- An aborted request is answered with 200 and its partial samples.
+- As in SGLang, each event of a stream contains all text, ids and logprobs so far. Only a choice's
+  last event has weight versions and the prompt's logprobs.
+- With several samples, by a batch or by `n`, answers are a list, and events have an `index`.
+- A higher `priority` goes first, as in SGLang. The engine's own order is the reverse.
+- `seed` in `meta_info` reproduces the sample.
 """
 
 import time
@@ -58,9 +57,8 @@ from nano_inference.types import TopLogprobs, TrainingSample
 def full_logprobs(
     logprobs: Sequence[float], log_kept_mass: Sequence[float] | None
 ) -> Sequence[float]:
-    """What SGLang tells: logprobs after temperature and penalties and before masks and filters, as
-    a trainer over the whole vocabulary computes them. The engine's own are of what was sampled
-    from, after both.
+    """Return logprobs as SGLang does: after temperature and penalties, before masks and filters.
+    The engine's own logprobs are of the filtered distribution.
     """
     if log_kept_mass and any(log_kept_mass):
         logprobs = [own + kept for own, kept in zip(logprobs, log_kept_mass, strict=True)]
@@ -70,7 +68,7 @@ def full_logprobs(
 def rows(
     logprobs: Sequence[float | None], token_ids: Sequence[int], texts: TokenTexts | None
 ) -> list[tuple[Any, int, Any]]:
-    """`[logprob, id, text]` a token; no text without `texts`."""
+    """Return `[logprob, id, text]` per token. The text is null without `texts`."""
     names = repeat(None) if texts is None else map(texts.text, token_ids)
     return list(zip(logprobs, token_ids, names, strict=False))
 
@@ -81,7 +79,7 @@ def top_rows(
     texts: TokenTexts | None,
     log_kept_mass: Sequence[float] | None = None,
 ) -> list[list[tuple[Any, int, Any]]]:
-    """The same of the `count` most probable ones at each place, among those that the filters
+    """Return such rows of the `count` most probable tokens at each position that the filters
     kept.
     """
     return [
@@ -91,7 +89,7 @@ def top_rows(
 
 
 def finish_reason(sample: TrainingSample, num_tokens: int) -> dict[str, Any]:
-    """Why it ended, as an object."""
+    """Return the reason why a sample ended, as SGLang's object."""
     match sample.finish_reason:
         case "stop":
             return {"type": "stop", "matched": sample.stop_reason}
@@ -105,29 +103,31 @@ def finish_reason(sample: TrainingSample, num_tokens: int) -> dict[str, Any]:
 
 
 def masks_of(prompt: SglangPrompt, sample: TrainingSample) -> dict[str, Any]:
-    mask, told = sample.sampling_mask, dict[str, Any]()
+    mask, fields = sample.sampling_mask, dict[str, Any]()
     if mask is not None and prompt.mask:
-        told |= {
+        fields |= {
             "output_token_sampling_mask": mask.rows(),
             "output_token_sampling_logprobs": finite(sample.logprobs),
             "output_token_sampling_mask_length": len(sample.completion_tokens),
         }
     if mask is not None and prompt.flat_mask:
-        told |= {
+        fields |= {
             "top_p_token_ids": base64_of("i", mask.token_ids),
             "top_p_token_offsets": base64_of("i", mask.offsets),
         }
-    return told
+    return fields
 
 
 def finite(values: Sequence[float]) -> Sequence[float]:
-    """Logprobs that JSON can say."""
+    """Return logprobs that JSON can represent."""
     return values if not values or min(values) > LOWEST else [at_least(each) for each in values]
 
 
 @dataclass(slots=True)
 class Grown:
-    """A choice of a stream so far; ids and logprobs as JSON, so that none is encoded twice."""
+    """A choice of a stream so far. Ids and logprobs are kept as JSON, so that they are encoded
+    once.
+    """
 
     text: str = ""
     num_tokens: int = 0
@@ -137,7 +137,7 @@ class Grown:
 
 
 def extend(array: bytearray, values: Sequence[Any]) -> None:
-    """Put values behind those in an array of JSON, which stands without its brackets."""
+    """Append values to a JSON array without brackets."""
     if values:
         if array:
             array += b","
@@ -156,7 +156,7 @@ ANSWER = {"anyOf": [_ONE, list_of(_ONE)]}
 
 
 class SglangBuilder(SglangAsked):
-    """One request. See `Builder`."""
+    """Builder of one request's answer in SGLang's format."""
 
     def __init__(self, request: SglangRequest, served: Served, request_id: str) -> None:
         super().__init__(request, served, request_id)
@@ -165,7 +165,7 @@ class SglangBuilder(SglangAsked):
     # -- a stream ----------------------------------------------------------------------------------
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """All of a choice so far; the end of it in full."""
+        """Return the event with all of a choice so far, and at its end the whole choice."""
         prompt = self._prompts[piece.index // self.num_samples]
         grown = self._grown.get(piece.index)
         if grown is None:
@@ -210,7 +210,7 @@ class SglangBuilder(SglangAsked):
         ]
         parts.append(encode_line(meta)[:-1])
         if prompt.logprobs:
-            # Base64 cannot grow; the last event has it.
+            # Base64 cannot be extended, so only the last event has it.
             name = b"output_token_logprobs" if self._flat is None else b"token_logprobs"
             if self._flat != "base64":
                 parts += [b',"', name, b'":[', grown.rows, b"]"]
@@ -220,41 +220,41 @@ class SglangBuilder(SglangAsked):
         return b"".join(parts)
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The end's mark."""
+        """Return the mark of the stream's end."""
         self._correct(usage)
         return DONE
 
     def failure(self, problem: ApiError) -> bytes:
-        """What went wrong, and the end's mark."""
+        """Return the error event and the mark of the stream's end."""
         return super().failure(problem) + DONE
 
     # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Any:
-        """One object, or a list of them for a batch or several samples."""
+        """Return one object, or a list of them for a batch or several samples."""
         self._correct(usage)
-        told = (
+        replies = (
             self._told(choice.index, choice.finished, choice.content)
             for choice in choices
             if choice.finished is not None
         )
-        return LazyArray(told) if self._is_list else next(told)
+        return LazyArray(replies) if self._is_list else next(replies)
 
     # -- parts -------------------------------------------------------------------------------------
 
     def _told(self, index: int, sample: TrainingSample, text: str) -> dict[str, Any]:
-        """A choice in full."""
+        """Return a whole choice."""
         prompt = self._prompts[index // self.num_samples]
-        told: dict[str, Any] = {
+        reply: dict[str, Any] = {
             "text": "" if prompt.hides else text,
             "output_ids": () if prompt.hides else sample.completion_tokens,
             "meta_info": self._meta_info(prompt, sample),
         }
         if self.request.return_prompt_token_ids:
-            told["prompt_token_ids"] = prompt.token_ids
+            reply["prompt_token_ids"] = prompt.token_ids
         if self.stream and self._is_list:
-            told["index"] = index
-        return told
+            reply["index"] = index
+        return reply
 
     def _meta_info(self, prompt: SglangPrompt, sample: TrainingSample) -> dict[str, Any]:
         version_name = self.served.version_name
@@ -262,7 +262,7 @@ class SglangBuilder(SglangAsked):
         ending = finish_reason(sample, len(ids))
         if prompt.hides:
             ids, spans, ending = (), (), {"type": "length", "length": 0}
-        told: dict[str, Any] = {
+        meta: dict[str, Any] = {
             "id": prompt.request_id,
             "finish_reason": ending,
             "prompt_tokens": len(sample.prompt_tokens),
@@ -273,14 +273,14 @@ class SglangBuilder(SglangAsked):
             "e2e_latency": time.perf_counter() - self._started,
         }
         if not self.served.config.hide_cached_tokens:
-            told["cached_tokens"] = sample.cached_tokens
+            meta["cached_tokens"] = sample.cached_tokens
         if prompt.logprobs:
-            told |= self._logprobs(prompt, sample, ids)
+            meta |= self._logprobs(prompt, sample, ids)
         if prompt.raw_logprobs and not prompt.hides:
-            told["output_token_raw_logprobs"] = finite(sample.raw_logprobs or ())
+            meta["output_token_raw_logprobs"] = finite(sample.raw_logprobs or ())
         if prompt.experts_from is not None:
-            told |= routed_experts_told(sample, int32_of, prompt.experts_from, hides=prompt.hides)
-        return told if prompt.hides else told | masks_of(prompt, sample)
+            meta |= routed_experts_told(sample, int32_of, prompt.experts_from, hides=prompt.hides)
+        return meta if prompt.hides else meta | masks_of(prompt, sample)
 
     def _logprobs(
         self, prompt: SglangPrompt, sample: TrainingSample, ids: Sequence[int]
@@ -288,30 +288,30 @@ class SglangBuilder(SglangAsked):
         values = full_logprobs(sample.logprobs, sample.log_kept_mass)[: len(ids)]
         begin, scored = prompt.scored_from, list[Any]()
         if begin is not None and sample.prompt_logprobs is not None:
-            # The first row has no logprob, as SGLang has it, also where there is a token before it.
+            # As in SGLang, the first row has no logprob, even if a token precedes it.
             scores = [None, *finite(sample.prompt_logprobs[begin + 1 :])]
             scored = rows(scores, sample.prompt_tokens[begin:], self._texts)
-        told: dict[str, Any] = {
+        meta: dict[str, Any] = {
             "input_token_logprobs": scored,
             "output_token_logprobs_length": len(ids),
         }
         if self._flat is None:
-            told["output_token_logprobs"] = rows(values, ids, self._texts)
+            meta["output_token_logprobs"] = rows(values, ids, self._texts)
         else:
-            told["token_logprobs"] = flat(values, self._flat)
+            meta["token_logprobs"] = flat(values, self._flat)
         if prompt.top:
             tops, scored_tops = (sample.top_logprobs or ())[: len(ids)], list[Any]()
             if begin is not None and sample.prompt_top_logprobs is not None:
                 rest = sample.prompt_top_logprobs[begin + 1 :]
                 scored_tops = [None, *top_rows(rest, prompt.top, self._texts)]
-            told["output_top_logprobs"] = top_rows(
+            meta["output_top_logprobs"] = top_rows(
                 tops, prompt.top, self._texts, sample.log_kept_mass
             )
-            told["input_top_logprobs"] = scored_tops[: len(scored)]
-        return told
+            meta["input_top_logprobs"] = scored_tops[: len(scored)]
+        return meta
 
     def _correct(self, usage: RequestUsage) -> None:
-        """Tokens that were drawn only to score a prompt do not count."""
+        """Do not count tokens that were only drawn to score a prompt."""
         if all(prompt.hides for prompt in self._prompts):
             usage.completion_tokens = 0
 

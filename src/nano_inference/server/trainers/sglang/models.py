@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: its fields."""
+"""Fields of SGLang's `/generate`."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from nano_inference.server.api.shared.fields import (
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 
-# Checked by hand: pydantic would report each of a hundred thousand ids once for each form.
+# Checked by hand: pydantic would report each of 100,000 ids once for each alternative.
 InputIds = Annotated[
     Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}, {"type": "null"}]})
 ]
@@ -40,7 +40,7 @@ def _one_or_list(of: dict[str, Any]) -> tuple[BeforeValidator, WithJsonSchema]:
 _flags = _one_or_list({"type": "boolean"})
 _counts = _one_or_list({"type": "integer"})
 _strings = _one_or_list({"type": "string"})
-# One for all prompts, or a list of one a prompt; read as a list.
+# one for all prompts, or a list with one per prompt; read as a list
 Flags = Annotated[list[bool | None], _flags[0], _flags[1]]
 Counts = Annotated[list[Annotated[int, Field(ge=-1, le=MOST)] | None], _counts[0], _counts[1]]
 Strings = Annotated[
@@ -49,30 +49,30 @@ Strings = Annotated[
 
 
 class CustomParams(Strict):
-    """What slime's engine adds to SGLang's parameters."""
+    """Parameters that slime adds to SGLang's."""
 
     return_top_p_token_ids: bool | None = Field(
-        None, description="tell which ids the filters kept, flat, as base64"
+        None, description="Return the ids that the filters kept, flat, as base64"
     )
 
 
 class SglangSampling(SamplingFields):
-    """`sampling_params`: SGLang's names, and beside them the engine's own."""
+    """`sampling_params`: SGLang's names, and the engine's own."""
 
     max_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
-        None, description="by default all that the context leaves; 0 scores the prompt alone"
+        None, description="Default: the rest of the context. 0 only scores the prompt"
     )
     min_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     stop: OneOrMany | None = None
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    no_stop_trim: bool | None = Field(None, description="the text has what stopped it")
+    no_stop_trim: bool | None = Field(None, description="Include the stop string in the text")
     skip_special_tokens: bool | None = Field(
-        None, description="true by default: the text leaves them out"
+        None, description="Remove special tokens from the text. Default: true"
     )
     custom_params: CustomParams | None = None
-    ignored = ("spaces_between_special_tokens",)  # fast tokenizers know no such thing
+    ignored = ("spaces_between_special_tokens",)  # has no effect on fast tokenizers
     refused = SamplingFields.refused | {
         "beam_width": (1,),
         "stream_interval": (1,),
@@ -91,56 +91,56 @@ OneOrManySampling = Annotated[
 
 
 class WantedVersion(Strict):
-    """Which weights are to sample: exactly these, or these or newer ones, which it waits for."""
+    """Required weights: an exact version, or a minimum version that the request waits for."""
 
     exact_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
     min_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
 
 
 class SglangRequest(Strict):
-    """The body of `POST /generate`."""
+    """Body of `POST /generate`."""
 
     text: Text = None
     input_ids: InputIds = None
     sampling_params: OneOrManySampling | None = None
     return_logprob: Flags | None = None
     logprob_start_len: Counts | None = Field(
-        None, description="from which token of the prompt on it is scored; -1: no"
+        None, description="Score the prompt from this token on. -1: do not score it"
     )
     top_logprobs_num: Counts | None = None
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: Flags | None = Field(
-        None, description="which ids the filters kept, token by token"
+        None, description="Return the ids that the filters kept, for each token"
     )
     return_routed_experts: Flags | None = Field(
-        None, description="the experts of each token; needs --enable-return-routed-experts"
+        None,
+        description="Return the experts of each token. Requires --enable-return-routed-experts",
     )
     routed_experts_start_len: Counts | None = Field(
-        None, description="first token whose experts are told"
+        None, description="First token whose experts are returned"
     )
     return_prompt_token_ids: bool | None = None
     flat_logprobs: Flat | None = Field(
         None,
-        description="`token_logprobs`, a list of numbers or base64 of little-endian float32, and "
-        "no rows",
+        description="Return `token_logprobs` instead of rows: a list of numbers, or base64 of "
+        "little-endian float32",
     )
     stream: bool | None = None
     rid: Strings | None = None
     extra_key: Strings | None = Field(
-        None, description="prefixes are shared only with requests of the same"
+        None, description="Share prefixes only with requests that have the same key"
     )
     priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = Field(
-        None, description="higher goes first"
+        None, description="Higher goes first"
     )
-    lora_path: Strings | None = Field(None, description="name of a loaded adapter; null: none")
+    lora_path: Strings | None = Field(None, description="Name of a loaded adapter. null: none")
     weight_version: WantedVersion | None = None
     n_wanted: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
         None,
-        description="of `n` samples so many are wanted; when they have ended, the others are "
-        "aborted",
+        description="Stop after this number of the `n` samples has ended; the others are aborted",
     )
     require_reasoning: bool | None = Field(
-        None, description="true: a grammar begins behind the reasoning"
+        None, description="Apply the grammar only after the reasoning"
     )
     ignored = (
         *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),

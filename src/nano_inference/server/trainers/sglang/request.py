@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: from a request to the engine's `Ask`."""
+"""Conversion of SGLang's `/generate` requests to the engine's `Ask`."""
 
 import time
 from collections.abc import Sequence
@@ -47,18 +47,18 @@ from nano_inference.types import Limits, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SglangPrompt:
-    """One prompt, and what is to be told of its samples.
+    """A prompt, and the requested details of its samples.
 
     Attributes:
-        request_id: by which its client knows it.
-        logprobs: those of the completion.
-        scored_from: the prompt's from this token on; None: none of them.
-        top: so many of the most probable ones at each place.
-        mask: which ids the filters kept.
-        flat_mask: the same in slime's form.
-        raw_logprobs: the model's own.
-        experts_from: the routed experts from this token on; None: none.
-        hides: nothing was to be generated; the engine has drawn a token all the same.
+        request_id: Id that the client knows.
+        logprobs: True to return logprobs of the completion.
+        scored_from: First token of the prompt whose logprob is returned. None: none.
+        top: Number of most probable tokens returned per position.
+        mask: True to return the ids that the filters kept.
+        flat_mask: True to return them in slime's format.
+        raw_logprobs: True to return the model's own logprobs.
+        experts_from: First token whose routed experts are returned. None: none.
+        hides: True if nothing was requested: the engine's single token is not returned.
     """
 
     token_ids: list[int]
@@ -76,39 +76,39 @@ class SglangPrompt:
 _Item = TypeVar("_Item")
 
 
-def one_of(values: Sequence[_Item] | None, place: int, count: int, name: str) -> _Item | None:
-    """What a field says for the prompt at `place` of `count`. Raises `ApiError`, 400, if it is for
-    other prompts.
+def one_of(values: Sequence[_Item] | None, index: int, count: int, name: str) -> _Item | None:
+    """Return a field's value for the prompt at `index` of `count`. Raises `ApiError` 400 if the
+    field has another number of values.
     """
     if values is None:
         return None
     if len(values) not in (1, count):
         raise bad_request(
-            f"{name} has {len(values)} entries for {count} prompt(s); give one, or one a prompt.",
+            f"{name} has {len(values)} entries for {count} prompt(s); send one, or one per prompt.",
             name,
         )
-    return values[place if len(values) > 1 else 0]
+    return values[index if len(values) > 1 else 0]
 
 
 def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
-    """The prompts, texts or lists of ids, and whether they came as a list. Raises `ApiError`,
-    400.
+    """Return the prompts (texts or lists of ids), and True if they came as a list. Raises
+    `ApiError` 400.
     """
     if (request.text is None) == (request.input_ids is None):
-        raise bad_request("give either text or input_ids.", "text")
-    name, given, is_one = "text", request.text, _is_text
+        raise bad_request("set either text or input_ids, not both.", "text")
+    name, prompts, is_one = "text", request.text, _is_text
     if request.text is None:
-        name, given, is_one = "input_ids", request.input_ids, _is_ids
-    if is_one(given):
-        return [given], False
-    if not isinstance(given, list) or not given or not all(is_one(each) for each in given):
+        name, prompts, is_one = "input_ids", request.input_ids, _is_ids
+    if is_one(prompts):
+        return [prompts], False
+    if not isinstance(prompts, list) or not prompts or not all(is_one(each) for each in prompts):
         what = (
-            "a string or a list of strings"
+            "a nonempty string or a list of such strings"
             if name == "text"
-            else "a list of token ids or a list of such lists"
+            else "a nonempty list of token ids or a list of such lists"
         )
-        raise bad_request(f"{name} must be {what}, and not empty.", name)
-    return given, True
+        raise bad_request(f"{name} must be {what}.", name)
+    return prompts, True
 
 
 def _is_text(value: object) -> bool:
@@ -120,7 +120,7 @@ def _is_ids(value: object) -> bool:
 
 
 class SglangAsked(Builder):
-    """One request, as the engine gets it."""
+    """Builder of one request for the engine."""
 
     names: ClassVar[Names] = {
         "num_samples": "sampling_params.n",
@@ -137,8 +137,8 @@ class SglangAsked(Builder):
         names_tokens = bool(request.return_text_in_logprobs)
         if names_tokens:
             need_tokenizer(served)
-        self._texts = served.token_texts if names_tokens else None  # where logprobs name tokens
-        self._flat: Flat | None = request.flat_logprobs  # numbers instead of rows
+        self._texts = served.token_texts if names_tokens else None  # for rows of logprobs
+        self._flat: Flat | None = request.flat_logprobs  # format of plain logprobs instead of rows
         wanted = request.weight_version or WantedVersion.model_validate({})
         self._limits = Limits(
             num_wanted=request.n_wanted,
@@ -147,62 +147,62 @@ class SglangAsked(Builder):
                 wanted.exact_version, served, "weight_version.exact_version"
             ),
         )
-        given, is_batch = prompts_of(request)
-        samplings = [self._sampling(place, len(given)) for place in range(len(given))]
+        prompts, is_batch = prompts_of(request)
+        samplings = [self._sampling(index, len(prompts)) for index in range(len(prompts))]
         self.num_samples = samplings[0].n or 1
         if any((each.n or 1) != self.num_samples for each in samplings):
             raise bad_request(
                 "sampling_params.n must be the same for all prompts.", "sampling_params.n"
             )
         require_at_most(
-            len(given) * self.num_samples,
+            len(prompts) * self.num_samples,
             served.config.max_samples,
             "sampling_params.n",
             "n times the prompts",
         )
         self._is_list = is_batch or self.num_samples > 1
         self._prompts = [
-            self._prompt(prompt, samplings[place], place, len(given), request_id)
-            for place, prompt in enumerate(given)
+            self._prompt(prompt, samplings[index], index, len(prompts), request_id)
+            for index, prompt in enumerate(prompts)
         ]
         asks = (
-            self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts)
+            self._ask(prompt, samplings[index], index) for index, prompt in enumerate(self._prompts)
         )
         self.asks = affordable(asks, served, self.names)
 
-    def _sampling(self, place: int, count: int) -> SglangSampling:
-        given = self.request.sampling_params
+    def _sampling(self, index: int, count: int) -> SglangSampling:
+        params = self.request.sampling_params
         sampling = (
-            given
-            if isinstance(given, SglangSampling)
-            else one_of(given, place, count, "sampling_params")
+            params
+            if isinstance(params, SglangSampling)
+            else one_of(params, index, count, "sampling_params")
         )
         sampling = sampling if sampling is not None else SglangSampling.model_validate({})
         check_part(sampling, "sampling_params")
         return sampling
 
-    def _read(self, given: str | list[int]) -> list[int]:
-        if isinstance(given, list):
-            return checked_prompt(given, self.served, "input_ids", least=0)
-        require_possible_length(given, self.served, "text")
-        token_ids = need_tokenizer(self.served).encode(given, add_special_tokens=True)
+    def _read(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return checked_prompt(prompt, self.served, "input_ids", least=0)
+        require_possible_length(prompt, self.served, "text")
+        token_ids = need_tokenizer(self.served).encode(prompt, add_special_tokens=True)
         return checked_prompt(token_ids, self.served, "text", least=0)
 
     def _prompt(
-        self, given: Any, sampling: SglangSampling, place: int, count: int, request_id: str
+        self, raw_prompt: Any, sampling: SglangSampling, index: int, count: int, request_id: str
     ) -> SglangPrompt:
-        request, token_ids = self.request, self._read(given)
-        name = one_of(request.rid, place, count, "rid") or request_id
+        request, token_ids = self.request, self._read(raw_prompt)
+        name = one_of(request.rid, index, count, "rid") or request_id
         if count > 1 and (request.rid is None or len(request.rid) == 1):
-            name = f"{name}_{place}"  # as SGLang makes one name many
-        logprobs = bool(one_of(request.return_logprob, place, count, "return_logprob"))
-        start = one_of(request.logprob_start_len, place, count, "logprob_start_len")
+            name = f"{name}_{index}"  # SGLang's way to make unique names
+        logprobs = bool(one_of(request.return_logprob, index, count, "return_logprob"))
+        start = one_of(request.logprob_start_len, index, count, "logprob_start_len")
         if start is not None and start >= len(token_ids):
             raise bad_request(
-                f"logprob_start_len is {start}, and the prompt has {len(token_ids)} tokens.",
+                f"logprob_start_len={start} must be below the prompt's length ({len(token_ids)}).",
                 "logprob_start_len",
             )
-        top = max(0, one_of(request.top_logprobs_num, place, count, "top_logprobs_num") or 0)
+        top = max(0, one_of(request.top_logprobs_num, index, count, "top_logprobs_num") or 0)
         require_logprobs(top, self.served, "top_logprobs_num")
         custom = sampling.custom_params
         return SglangPrompt(
@@ -211,34 +211,34 @@ class SglangAsked(Builder):
             logprobs=logprobs,
             scored_from=start if logprobs and start is not None and start >= 0 else None,
             top=top if logprobs else 0,
-            mask=bool(one_of(request.return_sampling_mask, place, count, "return_sampling_mask")),
+            mask=bool(one_of(request.return_sampling_mask, index, count, "return_sampling_mask")),
             flat_mask=custom is not None and bool(custom.return_top_p_token_ids),
             raw_logprobs=bool(sampling.raw_logprobs),
-            experts_from=self._experts_from(sampling, place, count, len(token_ids)),
+            experts_from=self._experts_from(sampling, index, count, len(token_ids)),
             hides=sampling.max_new_tokens == 0,
         )
 
     def _experts_from(
-        self, sampling: SglangSampling, place: int, count: int, num_tokens: int
+        self, sampling: SglangSampling, index: int, count: int, num_tokens: int
     ) -> int | None:
         request, name = self.request, "return_routed_experts"
         if not (
-            one_of(request.return_routed_experts, place, count, name) or sampling.routed_experts
+            one_of(request.return_routed_experts, index, count, name) or sampling.routed_experts
         ):
             return None
         require_routed_experts(self.served, name)
         name = "routed_experts_start_len"
-        start = one_of(request.routed_experts_start_len, place, count, name) or 0
+        start = one_of(request.routed_experts_start_len, index, count, name) or 0
         if not 0 <= start <= num_tokens:
-            raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
+            raise bad_request(f"{name}={start} must be in [0, {num_tokens}].", name)
         return start
 
-    def _ask(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> Ask:
+    def _ask(self, prompt: SglangPrompt, sampling: SglangSampling, index: int) -> Ask:
         return Ask(
             prompt.token_ids,
-            self._params(prompt, sampling, place),
+            self._params(prompt, sampling, index),
             self.num_samples,
-            # The prompt's scores, and masks, come with the whole sample.
+            # the prompt's scores, and masks, come only with the whole sample
             stream=prompt.scored_from is None
             and not (prompt.hides or prompt.mask or prompt.flat_mask),
             client_id=prompt.request_id,
@@ -252,7 +252,7 @@ class SglangAsked(Builder):
             or bool(self.request.return_prompt_token_ids),
         )
 
-    def _params(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> SamplingParams:
+    def _params(self, prompt: SglangPrompt, sampling: SglangSampling, index: int) -> SamplingParams:
         request = self.request
         left = room(prompt.token_ids, sampling.max_new_tokens, self.served, None, "max_new_tokens")
         if not left and not prompt.hides:
@@ -268,9 +268,9 @@ class SglangAsked(Builder):
             renamed={
                 "seed": sampling.sampling_seed,
                 "min_tokens": sampling.min_new_tokens,
-                "cache_salt": one_of(request.extra_key, place, len(self._prompts), "extra_key"),
+                "cache_salt": one_of(request.extra_key, index, len(self._prompts), "extra_key"),
                 "priority": None if request.priority is None else -request.priority,
-                "adapter": self._adapter(place),
+                "adapter": self._adapter(index),
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
                 "routed_experts": prompt.experts_from is not None or None,
             },
@@ -280,8 +280,8 @@ class SglangAsked(Builder):
             else AT_ONCE,
         )
 
-    def _adapter(self, place: int) -> str | None:
-        name = one_of(self.request.lora_path, place, len(self._prompts), "lora_path")
+    def _adapter(self, index: int) -> str | None:
+        name = one_of(self.request.lora_path, index, len(self._prompts), "lora_path")
         if name is not None and name not in self.served.adapters():
             raise ApiError(
                 404, f"the adapter {shown(name)} is not loaded.", "lora_path", "model_not_found"

@@ -1,15 +1,15 @@
 """SGLang's RL routes: weights, groups, pauses, memory, checks. Adapters over `server/control`;
-replies are SGLang 0.5's.
+replies are those of SGLang 0.5.
 
-What is particular to this server:
+Differences from SGLang and special cases:
 
-- Weights that come in several requests take effect together: `Weights` says which.
-- Nothing aborts requests unless `abort_all_requests` is sent as true, also where SGLang's default
-  is to abort them.
-- `flush_cache` of an update frees memory: prefixes of older weights are never used, flushed or not.
-- `/update_weights_from_tensor` takes safetensors, as the body or as base64; pickles are refused.
-- `/health_generate` draws a token, unless the engine is paused or asleep: then it has to answer, no
-  more. Callers share the token of the last second.
+- Weights sent in several requests take effect together, as `Weights` decides.
+- Requests are aborted only if `abort_all_requests` is true, even where SGLang's default is to abort
+  them.
+- `flush_cache` of an update only frees memory: prefixes of older weights are never used anyway.
+- `/update_weights_from_tensor` accepts safetensors, as the body or as base64. Pickles are rejected.
+- `/health_generate` draws a token, unless the engine is paused or asleep: then it only has to
+  answer. All callers within a second share one token.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ from nano_inference.server.trainers.shared import (
 from nano_inference.server.trainers.shared_answer import SharedAnswer
 from nano_inference.types import KvPolicy, Memory, PauseMode, SamplingParams
 
-HEALTH_PATIENCE = 20.0  # seconds that a token may take
-PROBE_FRESH = 1.0  # seconds in which a token speaks for the engine
-ANSWER_PATIENCE = 4.0  # and an answer of the engine, which it gives also in the middle of a step
-# SGLang's modes -> ours.
+HEALTH_PATIENCE = 20.0  # seconds to draw a token
+PROBE_FRESH = 1.0  # seconds for which a drawn token proves health
+ANSWER_PATIENCE = 4.0  # seconds for the engine to answer, which it does even during a step
+# SGLang's modes -> the engine's modes and policies
 _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
     "abort": ("abort", "recompute"),
     "retract": ("keep", "recompute"),
@@ -64,7 +64,7 @@ _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
 
 
 def routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add SGLang's control routes."""
     control = server.control
     state, weights, health = State(server), Weights(control), Health(server)
     answers: dict[str, Answer] = {
@@ -78,16 +78,16 @@ def routes(router: APIRouter, server: Server) -> None:
         ),
         "GET /health_generate": health.answer,
         "GET /v1/loads": state.loads,
-        "GET /weights_checker": lambda given: weights.check(given, commits=False),
+        "GET /weights_checker": lambda fields: weights.check(fields, commits=False),
         "POST /weights_checker": weights.check,
-        "POST /pause_generation": lambda given: state.pause(given, weights),
+        "POST /pause_generation": lambda fields: state.pause(fields, weights),
         "POST /continue_generation": lambda _: state.resume(weights),
         "POST /abort_request": state.abort,
-        "POST /release_memory_occupation": lambda given: state.change_memory(
-            given, control.memory.sleep
+        "POST /release_memory_occupation": lambda fields: state.change_memory(
+            fields, control.memory.sleep
         ),
-        "POST /resume_memory_occupation": lambda given: state.change_memory(
-            given, control.memory.wake
+        "POST /resume_memory_occupation": lambda fields: state.change_memory(
+            fields, control.memory.wake
         ),
         "POST /init_weights_update_group": weights.join,
         "POST /destroy_weights_update_group": weights.leave,
@@ -95,7 +95,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "POST /unload_lora_adapter": state.unload_adapter,
         **{call: _refuser(why) for call, why in NOT_HERE.items()},
     }
-    # A refusal of these ends the update: its weights are missing.
+    # If one of these is rejected, its weights are missing, so the update is cancelled.
     updates: dict[str, Answer] = {
         "POST /update_weights_from_distributed": weights.update_from_distributed,
         "POST /update_weights_from_disk": weights.update_from_disk,
@@ -106,15 +106,15 @@ def routes(router: APIRouter, server: Server) -> None:
 
     async def update_from_tensor(request: Request) -> Response:
         try:
-            given, content = await read_with_tensors(request, server, tensor, UpdateFromTensor)
-            return json_reply(200, await weights.update_from_tensor(given, content))
+            fields, content = await read_with_tensors(request, server, tensor, UpdateFromTensor)
+            return json_reply(200, await weights.update_from_tensor(fields, content))
         except BaseException as problem:
             await weights.fail(problem)
             raise
 
     async def load_tensors(request: Request) -> Response:
-        given, content = await read_with_tensors(request, server, adapter, LoadTensors)
-        return json_reply(200, await state.load_tensors(given, content))
+        fields, content = await read_with_tensors(request, server, adapter, LoadTensors)
+        return json_reply(200, await state.load_tensors(fields, content))
 
     add_route(router, tensor, update_from_tensor)
     add_route(router, adapter, load_tensors)
@@ -134,7 +134,7 @@ class State:
         self._server, self._control = server, server.control
 
     async def model_info(self, _: object) -> dict[str, Any]:
-        """`/model_info`."""
+        """Answer `/model_info` and `/get_model_info`."""
         served = self._server.require_served()
         return {
             "model_path": self._control.engine.model_path,
@@ -148,12 +148,12 @@ class State:
             "max_model_len": served.engine.max_model_len,
         }
 
-    async def rows(self, given: Rows) -> list[Any]:
-        """`/get_weights_by_name`."""
-        return await self._control.checksums.rows(given.name, given.truncate_size)
+    async def rows(self, fields: Rows) -> list[Any]:
+        """Answer GET and POST `/get_weights_by_name`."""
+        return await self._control.checksums.rows(fields.name, fields.truncate_size)
 
-    async def loads(self, given: Loads) -> dict[str, Any]:
-        """`/v1/loads`."""
+    async def loads(self, fields: Loads) -> dict[str, Any]:
+        """Answer `GET /v1/loads`."""
         loads = await self._control.pauses.loads()
         one = {
             "timestamp": time.time(),
@@ -166,68 +166,70 @@ class State:
             "timestamp": datetime.now(UTC).isoformat(),
             "version": nano_inference.__version__,
             "dp_rank_count": 1,
-            "loads": [one] if given.dp_rank == 0 else [],
+            "loads": [one] if fields.dp_rank == 0 else [],
         }
 
-    async def pause(self, given: Pause, weights: Weights) -> dict[str, str]:
-        """`/pause_generation`."""
-        mode, kv_policy = _MODES[given.mode]
-        await weights.cancel("the engine was paused anew.")
-        await self._control.pauses.pause(mode, kv_policy=kv_policy, timeout=given.timeout)
+    async def pause(self, fields: Pause, weights: Weights) -> dict[str, str]:
+        """Answer `POST /pause_generation`."""
+        mode, kv_policy = _MODES[fields.mode]
+        await weights.cancel("the engine was paused again.")
+        await self._control.pauses.pause(mode, kv_policy=kv_policy, timeout=fields.timeout)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def resume(self, weights: Weights) -> dict[str, str]:
-        """`/continue_generation`."""
+        """Answer `POST /continue_generation`."""
         try:
             await weights.commit()
-        finally:  # with the old weights, if the new ones could not be taken
+        finally:  # resume with the old weights if the new ones could not be applied
             await self._control.pauses.resume()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    async def abort(self, given: Abort) -> dict[str, Any]:
-        """`/abort_request`."""
-        names = None if given.abort_all else [given.rid]
+    async def abort(self, fields: Abort) -> dict[str, Any]:
+        """Answer `POST /abort_request`."""
+        names = None if fields.abort_all else [fields.rid]
         return {"status": "ok", "num_aborted": await self._control.pauses.abort(names)}
 
     async def change_memory(
-        self, given: ChangeMemory, change: Callable[[list[Memory]], Awaitable[None]]
+        self, fields: ChangeMemory, change: Callable[[list[Memory]], Awaitable[None]]
     ) -> dict[str, Any]:
-        """`/release_memory_occupation` and `/resume_memory_occupation`."""
-        await change(given.parts)
+        """Answer `/release_memory_occupation` and `/resume_memory_occupation`."""
+        await change(fields.parts)
         sleeping = await self._control.engine.call("sleeping")
         return {"success": True, "message": "", "sleeping": sleeping}
 
-    async def load_tensors(self, given: LoadTensors, content: bytes | bytearray) -> dict[str, Any]:
-        """`/load_lora_adapter_from_tensors`."""
-        require_own_name(given.lora_name, self._server)
+    async def load_tensors(self, fields: LoadTensors, content: bytes | bytearray) -> dict[str, Any]:
+        """Answer `POST /load_lora_adapter_from_tensors`."""
+        require_own_name(fields.lora_name, self._server)
         info = await self._control.adapters.load_file(
-            given.lora_name, content, given.config_dict, given.version
+            fields.lora_name, content, fields.config_dict, fields.version
         )
         return adapters_told(self._server) | {"version": info.version}
 
-    async def unload_adapter(self, given: UnloadAdapter) -> dict[str, Any]:
-        """`/unload_lora_adapter`."""
-        await self._control.adapters.unload(given.lora_name)
+    async def unload_adapter(self, fields: UnloadAdapter) -> dict[str, Any]:
+        """Answer `POST /unload_lora_adapter`."""
+        await self._control.adapters.unload(fields.lora_name)
         return adapters_told(self._server)
 
 
 class Health:
-    """`/health_generate`: however many ask, the engine draws one token a second for them."""
+    """Health check `/health_generate`: the engine draws one token a second for all callers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # a pause shows at once
+        # not shared for any time, so that a pause shows immediately
         self._paused = SharedAnswer(
             lambda: server.control.pauses.is_paused(timeout=ANSWER_PATIENCE), fresh=0.0
         )
         self._drawn = SharedAnswer(lambda: _draw_token(server), PROBE_FRESH)
 
     async def answer(self, _: object) -> dict[str, str]:
-        """Raises `ApiError`, 503, if the engine does not answer or draws no token."""
+        """Answer a health check. Raises `ApiError` 503 if the engine does not answer or draw a
+        token.
+        """
         try:
             if self._server.client.is_silent:
                 raise TimeoutError
-            if await self._paused.get():  # also while it sleeps
+            if await self._paused.get():  # also true while it sleeps
                 return {"status": "paused"}
         except TimeoutError:
             raise ApiError(
@@ -238,8 +240,8 @@ class Health:
 
 
 async def _draw_token(server: Server) -> None:
-    """Have the engine draw a token. It goes before all requests, so that a full queue is no fault.
-    Raises `ApiError`, 503.
+    """Draw a token with the highest priority, so that a full queue does not fail the check. Raises
+    `ApiError` 503.
     """
     params = SamplingParams(temperature=0.0, max_tokens=1, priority=-(2**31))
     before = server.client.stats
@@ -250,9 +252,9 @@ async def _draw_token(server: Server) -> None:
                 await stream.next()
     except TimeoutError:
         after = server.client.stats
-        # else it has others to serve
+        # otherwise the engine is making progress with other requests
         if before is None or after is None or after.num_steps <= before.num_steps:
-            text = f"the engine has not drawn a token in {HEALTH_PATIENCE:g} seconds."
+            text = f"the engine did not draw a token within {HEALTH_PATIENCE:g} seconds."
             raise ApiError(503, text, headers=NO_RETRY) from None
     finally:
         stream.close()

@@ -1,4 +1,4 @@
-"""SGLang's weight updates."""
+"""Weight updates in SGLang's dialect."""
 
 import asyncio
 import hashlib
@@ -21,8 +21,8 @@ from nano_inference.server.control.requests.sglang import (
 from nano_inference.server.errors import ApiError, bad_request
 
 DIALECT = "SGLang"
-WHOLE = 1 << 62  # bytes of a packed run that never ends: a flattened bucket is one broadcast
-_DIGITS = 16  # of a tensor's checksum: SGLang's have 64 bits
+WHOLE = 1 << 62  # a packed run that never ends: a flattened bucket is one broadcast
+_DIGITS = 16  # hexadecimal digits of a checksum: SGLang's have 64 bits
 _RANK: Mapping[str, object] = {
     **dict.fromkeys(("rank", "tp_rank", "dp_rank", "pp_rank"), 0),
     **dict.fromkeys(("size", "tp_size", "dp_size", "pp_size"), 1),
@@ -30,12 +30,12 @@ _RANK: Mapping[str, object] = {
 
 
 class Weights:
-    """Which requests belong to one weight update, although not every trainer says so.
+    """Decides which requests belong to one weight update, since not every trainer marks that.
 
-    Miles says where an update begins and ends. slime and AReaL pause, send their weights in as many
-    requests as they have buckets, and continue: between the two, requests are gathered into one
-    update, which takes effect as a whole. Outside of a pause each request is an update of its own,
-    and so is one that says that it is whole.
+    Miles marks the beginning and the end of an update. slime and AReaL pause, send one request per
+    bucket, and continue. Requests during the pause are collected into one update, which takes
+    effect as a whole. Outside of a pause each request is its own update, and so is a request that
+    is marked as whole.
     """
 
     def __init__(self, control: Control) -> None:
@@ -44,85 +44,85 @@ class Weights:
 
     @property
     def _gathered(self) -> OpenUpdate | None:
-        """The update that requests of this dialect have opened."""
+        """Open update of this dialect."""
         update = self._control.updates.open
         return update if update is not None and update.dialect == DIALECT else None
 
     # -- groups ------------------------------------------------------------------------------------
 
-    async def join(self, given: JoinGroup) -> dict[str, object]:
-        """`/init_weights_update_group`."""
-        name = given.group_name
+    async def join(self, fields: JoinGroup) -> dict[str, object]:
+        """Answer `POST /init_weights_update_group`."""
+        name = fields.group_name
         await self._control.groups.join(
             name,
-            given.master_address.strip("[]"),  # AReaL writes IPv6 as in a URL
-            given.master_port,
-            rank=given.rank_offset,
-            world_size=given.world_size,
-            backend=given.backend,
+            fields.master_address.strip("[]"),  # AReaL writes IPv6 addresses in brackets
+            fields.master_port,
+            rank=fields.rank_offset,
+            world_size=fields.world_size,
+            backend=fields.backend,
             named=True,
-            timeout=given.timeout,
+            timeout=fields.timeout,
         )
-        # A living trainer's update would have kept it out: what is gathered is of one that is gone.
-        await self.cancel("another trainer has come.")
+        # A live trainer's update would have made `join` fail, so this one's trainer is gone.
+        await self.cancel("another trainer has joined.")
         return done(f"the group {name} has formed.")
 
-    async def leave(self, given: LeaveGroup) -> dict[str, object]:
-        """`/destroy_weights_update_group`."""
-        name = given.group_name
+    async def leave(self, fields: LeaveGroup) -> dict[str, object]:
+        """Answer `POST /destroy_weights_update_group`."""
+        name = fields.group_name
         await self.cancel(f"the group {name} was destroyed.")
         await self._control.groups.leave(name)
-        return done(f"the group {name} is no more.")
+        return done(f"the group {name} was destroyed.")
 
     # -- updates -----------------------------------------------------------------------------------
 
-    async def begin(self, given: BeginUpdate) -> dict[str, object]:
-        """`/begin_weight_update`: from now on requests are gathered, until `end`."""
+    async def begin(self, fields: BeginUpdate) -> dict[str, object]:
+        """Answer `POST /begin_weight_update`: collect requests until `end`."""
         async with self._turn:
-            await self._control.updates.begin(dialect=DIALECT, **given.checks)
+            await self._control.updates.begin(dialect=DIALECT, **fields.checks)
         return done("a weight update is open.")
 
-    async def update_from_distributed(self, given: UpdateFromGroup) -> dict[str, object]:
-        """`/update_weights_from_distributed`."""
-        packed_bytes = WHOLE if given.load_format == "flattened_bucket" else None
+    async def update_from_distributed(self, fields: UpdateFromGroup) -> dict[str, object]:
+        """Answer `POST /update_weights_from_distributed`."""
+        packed_bytes = WHOLE if fields.load_format == "flattened_bucket" else None
         return await self._take(
-            given,
+            fields,
             lambda: self._control.updates.receive_broadcast(
-                given.group_name,
-                given.tensors(),
+                fields.group_name,
+                fields.tensors(),
                 packed_bytes=packed_bytes,
-                timeout=given.timeout,
+                timeout=fields.timeout,
             ),
         )
 
     async def update_from_tensor(
-        self, given: UpdateFromTensor, content: bytes | bytearray
+        self, fields: UpdateFromTensor, content: bytes | bytearray
     ) -> dict[str, object]:
-        """`/update_weights_from_tensor`."""
-        return await self._take(given, lambda: self._control.updates.receive_file(content))
+        """Answer `POST /update_weights_from_tensor`."""
+        return await self._take(fields, lambda: self._control.updates.receive_file(content))
 
-    async def update_from_disk(self, given: UpdateFromDisk) -> dict[str, object]:
-        """`/update_weights_from_disk`."""
+    async def update_from_disk(self, fields: UpdateFromDisk) -> dict[str, object]:
+        """Answer `POST /update_weights_from_disk`."""
 
         def receive() -> Awaitable[Received]:
-            return self._control.updates.receive_folder(given.model_path, timeout=given.timeout)
+            return self._control.updates.receive_folder(fields.model_path, timeout=fields.timeout)
 
-        told = await self._take(given, receive, whole=True)
-        return told | {"num_paused_requests": 0}
+        reply = await self._take(fields, receive, whole=True)
+        return reply | {"num_paused_requests": 0}
 
     async def _take(
         self,
-        given: UpdateFields,
+        fields: UpdateFields,
         receive: Callable[[], Awaitable[Received]],
         *,
         whole: bool = False,
     ) -> dict[str, object]:
-        """Take a request's weights, with `receive`, into the open update or a new one. `whole`:
-        they are all of the update, unless `begin` was called. A failure ends the update.
+        """Receive a request's weights into the open update, or into a new one. `whole`: they are
+        all of the update, unless `begin` was called. An error cancels the update.
         """
         control = self._control
-        version, checks, flushes = given.weight_version, given.checks, given.flush_cache
-        if given.abort_all_requests:
+        version, checks, flushes = fields.weight_version, fields.checks, fields.flush_cache
+        if fields.abort_all_requests:
             await control.pauses.abort(None)
         async with self._turn:
             try:
@@ -136,45 +136,45 @@ class Weights:
                 await self.fail(problem)
                 raise
             if update.is_explicit or (received.paused and not (whole or flushes)):
-                return done("the weights are kept until the update is complete.")
+                return done("the weights are staged until the update is complete.")
             name = await control.updates.finish()
         if flushes:
             await control.memory.flush_cache()
-        return done(f"the weights serve as version {name}.")
+        return done(f"the weights are served as version {name}.")
 
     async def end(self, _: object) -> dict[str, object]:
-        """`/end_weight_update`: what was gathered takes effect."""
+        """Answer `POST /end_weight_update`: apply the collected weights."""
         async with self._turn:
             if self._gathered is None:
                 raise ApiError(409, "no weight update is open; call /begin_weight_update first.")
             name = await self._control.updates.finish()
-        return done(f"the weights serve as version {name}.")
+        return done(f"the weights are served as version {name}.")
 
     async def commit(self) -> None:
-        """What was gathered without a `begin` takes effect."""
+        """Apply the weights collected without a `begin`."""
         async with self._turn:
             if self._gathered is not None and not self._gathered.is_explicit:
                 await self._control.updates.finish()
 
     async def cancel(self, reason: str) -> None:
-        """Forget what was gathered, and what is still coming."""
+        """Cancel the open update, including calls in progress."""
         if self._gathered is not None:
             await self._control.updates.cancel(reason)
 
     async def fail(self, problem: BaseException) -> None:
-        """A request of the update was refused: what it had to bring is missing, so what was
-        gathered is forgotten.
+        """Cancel the open update because one of its requests failed, so that its weights are
+        missing.
         """
         if self._gathered is not None:
             await self._control.updates.fail(problem)
 
     # -- checks ------------------------------------------------------------------------------------
 
-    async def check(self, given: CheckWeights, *, commits: bool = True) -> dict[str, Any]:
-        """`/weights_checker`. What was gathered takes effect first, with `commits`: not by a
-        GET.
+    async def check(self, fields: CheckWeights, *, commits: bool = True) -> dict[str, Any]:
+        """Answer `/weights_checker`. With `commits` (not for a GET), collected weights are
+        applied first.
         """
-        action, skipped = given.action, given.skip_tensor_list
+        action, skipped = fields.action, fields.skip_tensor_list
         if commits:
             await self.commit()
         if action == "snapshot":
@@ -189,7 +189,7 @@ class Weights:
 
 
 def done(message: str) -> dict[str, object]:
-    """The answer to what was done."""
+    """Return a success reply."""
     return {"success": True, "message": message}
 
 
@@ -197,8 +197,8 @@ def _require_same_checks(began: Checks, said: Checks) -> None:
     for name, value in said.items():
         if began.get(name) != value:
             text = (
-                f"{name}={value} comes too late: this update began with "
-                f"{began.get(name)}; say it at first."
+                f"{name}={value} differs from {began.get(name)}, with which this update began; "
+                "set it in the first request."
             )
             raise bad_request(text, name)
 
@@ -210,16 +210,20 @@ def _without(names: Iterable[str], skipped: Sequence[str]) -> list[str]:
 def _require_same(changed: Sequence[str]) -> None:
     if changed:
         shown_names = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
-        raise bad_request(f"{len(changed)} tensor(s) are not those of the snapshot: {shown_names}.")
+        raise bad_request(f"{len(changed)} tensor(s) differ from the snapshot: {shown_names}.")
 
 
 def _ranks(checksums: Mapping[str, str]) -> dict[str, Any]:
-    """One rank has all of them."""
-    own = hashlib.sha256()
-    for name, each in sorted(checksums.items()):
-        own.update(name.encode() + each.encode())
-    rank = {"checksums": checksums, "per_gpu_checksum": own.hexdigest(), "parallelism_info": _RANK}
+    """Return checksums in SGLang's format, as those of a single rank."""
+    digest = hashlib.sha256()
+    for name, checksum in sorted(checksums.items()):
+        digest.update(name.encode() + checksum.encode())
+    rank = {
+        "checksums": checksums,
+        "per_gpu_checksum": digest.hexdigest(),
+        "parallelism_info": _RANK,
+    }
     return {
         "ranks": [rank],
-        "per_engine_checksum": hashlib.sha256(own.hexdigest().encode()).hexdigest(),
+        "per_engine_checksum": hashlib.sha256(digest.hexdigest().encode()).hexdigest(),
     }

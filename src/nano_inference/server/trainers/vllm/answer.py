@@ -1,9 +1,9 @@
-"""`POST /inference/v1/generate`: vLLM's route of tokens in and tokens out, by which renderers and
-verifiers sample.
+"""`POST /inference/v1/generate`: vLLM's route from tokens to tokens, used by renderers and
+verifiers.
 
-Beside what vLLM 0.32 answers, an entry of `logprobs.content` has a `token`, "token_id:7", as older
-servers said it, and a choice has `seed` and `weight_version`. In a stream the mask comes with the
-last piece of a choice, for all tokens.
+Replies are those of vLLM 0.32, with additions. An entry of `logprobs.content` has a `token`,
+"token_id:7", as in older servers. A choice has `seed` and `weight_version`. In a stream, the mask
+for all tokens comes with a choice's last piece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from nano_inference.types import TrainingSample
 
 
 class VllmBuilder(VllmAsked):
-    """One request."""
+    """Builder of one request's answer in vLLM's format."""
 
     def __init__(self, request: VllmRequest, served: Served, request_id: str) -> None:
         super().__init__(request, served, request_id)
@@ -41,7 +41,7 @@ class VllmBuilder(VllmAsked):
     # -- a stream ----------------------------------------------------------------------------------
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """New tokens, and at last why it ended."""
+        """Return the event with new tokens, and at last with the finish reason."""
         if (
             not piece.token_ids
             and piece.finished is None
@@ -59,7 +59,7 @@ class VllmBuilder(VllmAsked):
         return data_event(event)
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The usage, if it is wanted, and the end's mark."""
+        """Return the usage, if requested, and the mark of the stream's end."""
         if not self._tells_usage:
             return DONE
         return (
@@ -70,8 +70,8 @@ class VllmBuilder(VllmAsked):
     # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
-        """The answer."""
-        told = self._head() | {
+        """Return the whole answer."""
+        reply = self._head() | {
             "model": self._adapter or self._served.name,
             "created": self._created,
             "choices": LazyArray(self._choice(choice.whole, choice.content) for choice in choices),
@@ -82,8 +82,8 @@ class VllmBuilder(VllmAsked):
         }
         first = choices[0].finished
         if self._num_prompt_logprobs is not None and first is not None:
-            told["prompt_logprobs"] = self._prompt_logprobs(first)
-        return told
+            reply["prompt_logprobs"] = self._prompt_logprobs(first)
+        return reply
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class VllmBuilder(VllmAsked):
         return prompt_rows(sample, self._name, self._num_prompt_logprobs)
 
     def _choice(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
-        told: dict[str, Any] = {"index": piece.index}
+        choice: dict[str, Any] = {"index": piece.index}
         if self._tells_text:
-            told["text"] = text
-        told |= {
+            choice["text"] = text
+        choice |= {
             "finish_reason": None,
             "stop_reason": None,
             "token_ids": piece.token_ids,
@@ -110,18 +110,18 @@ class VllmBuilder(VllmAsked):
             "weight_versions": None,
         }
         if self._request.flat_logprobs is not None:
-            told["token_logprobs"] = flat(piece.logprobs, self._request.flat_logprobs)
+            choice["token_logprobs"] = flat(piece.logprobs, self._request.flat_logprobs)
         elif self._num_logprobs is not None:
-            told["logprobs"] = {"content": self._content(piece)}
+            choice["logprobs"] = {"content": self._content(piece)}
         if self._sampling.raw_logprobs:
-            told["raw_logprobs"] = flat(
+            choice["raw_logprobs"] = flat(
                 piece.raw_logprobs or (), self._request.flat_logprobs or "list"
             )
-        return told if piece.finished is None else told | self._ending(piece.finished)
+        return choice if piece.finished is None else choice | self._ending(piece.finished)
 
     def _ending(self, sample: TrainingSample) -> dict[str, Any]:
         name = self._served.version_name
-        told: dict[str, Any] = {
+        ending: dict[str, Any] = {
             "finish_reason": sample.finish_reason,
             "stop_reason": stop_reason(sample, self._served, self._sampling.stop_token_ids),
             "weight_versions": version_spans(sample.weight_versions, name),
@@ -129,22 +129,22 @@ class VllmBuilder(VllmAsked):
             "seed": sample.seed,
         }
         if sample.sampling_mask is not None:
-            told["sampling_mask"] = sample.sampling_mask.rows()
+            ending["sampling_mask"] = sample.sampling_mask.rows()
         start = self._sampling.routed_experts_prompt_start or 0
-        told |= routed_experts_told(sample, npy_of, start)
+        ending |= routed_experts_told(sample, npy_of, start)
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
-            told["log_kept_mass"] = flat(
+            ending["log_kept_mass"] = flat(
                 sample.log_kept_mass, self._request.flat_logprobs or "list"
             )
-        return told
+        return ending
 
     def _content(self, piece: ChoiceDelta) -> list[Entry] | list[dict[str, Any]]:
         count = self._num_logprobs or 0
-        told = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
-        return [self._in_words(each) for each in told] if self._tells_text else told
+        rows = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
+        return [self._in_words(each) for each in rows] if self._tells_text else rows
 
     def _in_words(self, entry: Entry) -> dict[str, Any]:
-        """As OpenAI's clients read it, which `output_mode: "text"` is for."""
+        """Convert an entry to OpenAI's format, for `output_mode: "text"`."""
         tops = [self._word(each.token_id, each.logprob) for each in entry.top_logprobs]
         return self._word(entry.token_id, entry.logprob) | {
             "token_id": entry.token_id,
@@ -170,5 +170,5 @@ _ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=lis
 PROTOCOL = ApiProtocol(
     VllmRequest,
     VllmBuilder,
-    operation(VllmRequest, _ANSWER, summary="Tokens in, tokens out", streams=True),
+    operation(VllmRequest, _ANSWER, summary="Generate token ids from token ids", streams=True),
 )

@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate`: its fields."""
+"""Fields of vLLM's `/inference/v1/generate`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,25 +26,24 @@ class VllmSampling(SamplingFields):
     seed: Annotated[
         int | None,
         Field(ge=-(2**63), lt=2**64),
-        BeforeValidator(lambda seed: None if seed == -1 else seed),  # vLLM's word for none
+        BeforeValidator(lambda seed: None if seed == -1 else seed),  # -1 is vLLM's "no seed"
     ] = None
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None, description="by default all that is left"
+        None, description="Default: the rest of the context"
     )
     stop: OneOrMany | None = None
     logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
         None,
-        description="candidates of each token, the token itself being the first; -1: all there are",
+        description="Number of candidates per token, the token itself first. -1: all",
     )
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
     return_sampling_mask: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
-        None, description="first token of the prompt whose experts are told"
+        None, description="First token of the prompt whose experts are returned"
     )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # How vLLM is to make and hand over its results, which has no counterpart here, or changes
-    # nothing.
+    # They control how vLLM produces its results, and have no meaning or no effect here.
     ignored = (
         *("detokenize", "output_kind", "stream_interval", "skip_clone"),
         "spaces_between_special_tokens",
@@ -62,10 +61,10 @@ class VllmSampling(SamplingFields):
 
 
 class VllmRequest(Strict):
-    """The body of `POST /inference/v1/generate`."""
+    """Body of `POST /inference/v1/generate`."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    # Checked by hand: pydantic would look at each of a hundred thousand ids.
+    # Checked by hand: pydantic would validate each of 100,000 ids.
     token_ids: Annotated[
         Any,
         WithJsonSchema(
@@ -78,15 +77,16 @@ class VllmRequest(Strict):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    return_token_ids: bool | None = Field(None, description="the prompt's too")
+    return_token_ids: bool | None = Field(None, description="Also return the prompt's token ids")
     output_mode: Literal["tokens", "text"] | None = None
     flat_logprobs: Flat | None = Field(
-        None, description="token_logprobs alone: a list, or base64 of float32"
+        None,
+        description="Return only token_logprobs: a list, or base64 of little-endian float32",
     )
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     reasoning_ended: bool | None = Field(
-        None, description="false: a grammar begins behind the reasoning"
+        None, description="If false, apply the grammar only after the reasoning"
     )
     ignored = ("token_offsets", "reasoning_parser_kwargs")
     refused: ClassVar[dict[str, Sequence[Any]]] = {

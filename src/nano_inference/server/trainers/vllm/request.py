@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate`: from a request to the engine's `Ask`."""
+"""Conversion of vLLM's `/inference/v1/generate` requests to the engine's `Ask`."""
 
 import time
 from typing import ClassVar
@@ -31,7 +31,7 @@ from nano_inference.types import Limits, SamplingParams
 
 
 class VllmAsked(Builder):
-    """One request, as the engine gets it."""
+    """Builder of one request for the engine."""
 
     names: ClassVar[Names] = {
         "num_samples": "sampling_params.n",
@@ -72,7 +72,7 @@ class VllmAsked(Builder):
                 self._prompt,
                 self._params(),
                 num_samples,
-                stream=self._num_prompt_logprobs is None,  # they come with the whole sample
+                stream=self._num_prompt_logprobs is None,  # those come only with the whole sample
                 client_id=request.request_id,
                 limits=Limits(
                     num_wanted=request.n_wanted,
@@ -90,7 +90,7 @@ class VllmAsked(Builder):
         ]
 
     def _count(self, asked: int | None, name: str) -> int | None:
-        """How many candidates to tell; -1 is all that the server tells."""
+        """Return the number of candidates to return. -1 means the server's maximum."""
         if asked is None or asked >= 0:
             require_logprobs(asked or 0, self._served, name)
             return asked
@@ -124,14 +124,14 @@ class VllmAsked(Builder):
         )
 
     def _routed_experts(self) -> bool | None:
-        """Whether experts are told: where there is a record of them and they may cost that much, as
-        with vLLM not in a stream, unless the request says otherwise.
+        """Return True to return the experts. The default is as in vLLM: if there is a record of
+        them that fits the budget, and not in a stream.
         """
         start = self._sampling.routed_experts_prompt_start
         if start is not None and start > len(self._prompt):
             raise bad_request(
-                f"routed_experts_prompt_start is {start}, and the prompt has {len(self._prompt)} "
-                "tokens.",
+                f"routed_experts_prompt_start={start} exceeds the prompt's length "
+                f"({len(self._prompt)}).",
                 "sampling_params.routed_experts_prompt_start",
             )
         if self._sampling.routed_experts is not None:

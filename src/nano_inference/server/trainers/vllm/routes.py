@@ -1,6 +1,6 @@
 """vLLM's RL routes: pause, weight transfer, sleep, versions. Adapters over `server/control`.
 
-Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
+Replies and the order of calls are those of vLLM 0.32. A call out of order is a 409.
 """
 
 from contextlib import suppress
@@ -33,13 +33,13 @@ from nano_inference.server.trainers.reading import Answer, Raw, add_route, add_r
 from nano_inference.server.trainers.shared import one_field, require_own_name
 from nano_inference.types import Memory
 
-GROUP = "vllm"  # its trainers have one group at a time, and give it no name
-# What vLLM answers with an id of its own begins so; clients may name a request by that id.
+GROUP = "vllm"  # vLLM's trainers have one unnamed group at a time
+# Prefixes of the ids that vLLM itself puts on replies. Clients may abort requests by such an id.
 _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 
 def routes(router: APIRouter, server: Server) -> None:
-    """The routes."""
+    """Add vLLM's control routes."""
     control = server.control
     state, transfer, adapters = State(server), Transfer(control), Adapters(server)
     answers: dict[str, Answer] = {
@@ -57,7 +57,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "POST /reset_prefix_cache": state.reset_prefix_cache,
         "POST /sleep": state.sleep,
         "POST /wake_up": state.wake,
-        # as in vLLM, a pause is a light sleep
+        # as in vLLM, a pause counts as light sleep
         "GET /is_sleeping": lambda _: one_field("is_sleeping", control.pauses.is_paused()),
         "GET /get_world_size": state.world_size,
         "POST /v1/load_lora_adapter": adapters.load,
@@ -88,64 +88,63 @@ class State:
     def __init__(self, server: Server) -> None:
         self._server, self._control = server, server.control
 
-    async def pause(self, given: Pause) -> dict[str, Any]:
-        """`/pause`."""
-        kv_policy = "recompute" if given.clear_cache else "keep"
-        await self._control.pauses.pause(given.mode, kv_policy=kv_policy)
-        if given.clear_cache:
+    async def pause(self, fields: Pause) -> dict[str, Any]:
+        """Answer `POST /pause`."""
+        kv_policy = "recompute" if fields.clear_cache else "keep"
+        await self._control.pauses.pause(fields.mode, kv_policy=kv_policy)
+        if fields.clear_cache:
             await self._control.memory.flush_cache()
         return {"status": "paused"}
 
     async def resume(self, _: object) -> dict[str, Any]:
-        """`/resume`."""
+        """Answer `POST /resume`."""
         await self._control.pauses.resume()
         return {"status": "resumed"}
 
     async def world_size(self, _: object) -> dict[str, Any]:
-        """`/get_world_size`."""
+        """Answer `GET /get_world_size`."""
         return {"world_size": self._server.client.num_engines}
 
-    async def abort(self, given: Abort) -> dict[str, Any]:
-        """`/abort_requests`."""
-        ids = given.request_ids
+    async def abort(self, fields: Abort) -> dict[str, Any]:
+        """Answer `POST /abort_requests`."""
+        ids = fields.request_ids
         names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
         return {"status": "aborted", "aborted": await self._control.pauses.abort(names or None)}
 
-    async def abort_named(self, given: AbortNamed) -> dict[str, Any]:
-        """`/inference/v1/abort_requests`."""
-        if not given.request_ids:
+    async def abort_named(self, fields: AbortNamed) -> dict[str, Any]:
+        """Answer `POST /inference/v1/abort_requests`."""
+        if not fields.request_ids:
             return {"status": "aborted", "aborted": 0}
-        return await self.abort(Abort(request_ids=given.request_ids))
+        return await self.abort(Abort(request_ids=fields.request_ids))
 
-    async def reset_prefix_cache(self, given: ResetPrefixCache) -> dict[str, Any]:
-        """`/reset_prefix_cache`."""
-        if given.reset_running_requests and (await self._control.pauses.loads()).running:
+    async def reset_prefix_cache(self, fields: ResetPrefixCache) -> dict[str, Any]:
+        """Answer `POST /reset_prefix_cache`."""
+        if fields.reset_running_requests and (await self._control.pauses.loads()).running:
             raise ApiError(
                 501,
-                "reset_running_requests is not supported while requests run: what they have cached "
-                "is their own. An update "
-                "after /pause?mode=keep&clear_cache=true computes it again.",
+                "reset_running_requests is not supported while requests run, since they use "
+                "their own cached blocks. To recompute them, update the weights after "
+                "/pause?mode=keep&clear_cache=true.",
                 "reset_running_requests",
             )
         await self._control.memory.flush_cache()
         return {"success": True}
 
-    async def sleep(self, given: Sleep) -> dict[str, Any]:
-        """`/sleep`."""
-        if given.level:
-            self._control.memory.require_no_update()  # before requests are stopped, or ended
-        kv_policy = "recompute" if given.level else "keep"
-        await self._control.pauses.pause(given.mode, kv_policy=kv_policy)
-        if given.level:
-            # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay
-            # in a file at either level, so that the version that is reported is always one that
-            # can serve.
+    async def sleep(self, fields: Sleep) -> dict[str, Any]:
+        """Answer `POST /sleep`."""
+        if fields.level:
+            self._control.memory.require_no_update()  # check before requests are paused or aborted
+        kv_policy = "recompute" if fields.level else "keep"
+        await self._control.pauses.pause(fields.mode, kv_policy=kv_policy)
+        if fields.level:
+            # At level 2, vLLM discards the weights, and trainers send them again. Here they are
+            # kept in a file at either level, so that the reported version can always serve.
             await self._control.memory.sleep(("weights", "kv_cache"))
-        return {"status": "sleeping", "level": given.level}
+        return {"status": "sleeping", "level": fields.level}
 
-    async def wake(self, given: Wake) -> dict[str, Any]:
-        """`/wake_up`."""
-        tags = given.tags
+    async def wake(self, fields: Wake) -> dict[str, Any]:
+        """Answer `POST /wake_up`."""
+        tags = fields.tags
         if parts := [part for part in get_args(Memory) if tags is None or part in tags]:
             await self._control.memory.wake(parts)
         awake = not await self._control.engine.call("sleeping")
@@ -153,43 +152,45 @@ class State:
             await self._control.pauses.resume()
         return {"status": "awake" if awake else "sleeping", "tags": tags}
 
-    async def check(self, given: CheckWeights) -> dict[str, Any]:
-        """`/weight_checker`."""
-        if given.action == "checksum":
+    async def check(self, fields: CheckWeights) -> dict[str, Any]:
+        """Answer `POST /weight_checker`."""
+        if fields.action == "checksum":
             return {"checksums": await self._control.checksums.get()}
-        mismatches = await self._control.checksums.changed_tensors(given.baseline)
+        mismatches = await self._control.checksums.changed_tensors(fields.baseline)
         return {"match": not mismatches, "mismatches": mismatches}
 
 
 class Transfer:
-    """One trainer's transfers of weights: join the group, then start, update as often as it likes,
+    """Weight transfers of one trainer: join the group, then start, update any number of times,
     finish.
     """
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        # of the group's broadcasts; None: a broadcast a tensor
+        # size of the group's packed runs; None: one broadcast per tensor
         self._packed_bytes: int | None = None
 
-    async def join(self, given: InitTransfer) -> dict[str, Any]:
-        """`/init_weight_transfer_engine`."""
-        info = given.init_info
+    async def join(self, fields: InitTransfer) -> dict[str, Any]:
+        """Answer `POST /init_weight_transfer_engine`."""
+        info = fields.init_info
         await self._control.groups.join(
             GROUP,
             info.master_address,
             info.master_port,
             rank=info.rank_offset,
             world_size=info.world_size,
-            timeout=given.timeout,
+            timeout=fields.timeout,
         )
         self._packed_bytes = info.packed_bytes(None)
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, _: object) -> dict[str, Any]:
-        """`/shutdown_weight_transfer_engine`. Without a group it has nothing to do, as in vLLM."""
+        """Answer `POST /shutdown_weight_transfer_engine`. As in vLLM, it succeeds without a
+        group.
+        """
         if self._control.updates.is_open:
             raise ApiError(
-                409, "a weight update is open; finish it before the transfer is shut down."
+                409, "a weight update is open; finish it before you shut the transfer down."
             )
         try:
             await self._control.groups.leave(GROUP)
@@ -198,73 +199,73 @@ class Transfer:
                 raise
         return {"message": "Weight transfer shut down"}
 
-    async def start(self, given: StartUpdate) -> dict[str, Any]:
-        """`/start_weight_update`."""
+    async def start(self, fields: StartUpdate) -> dict[str, Any]:
+        """Answer `POST /start_weight_update`."""
         await self._require_group()
-        await self._control.updates.begin(**given.checks)
+        await self._control.updates.begin(**fields.checks)
         return {"message": "Weight update started"}
 
     async def update(self, raw: Raw) -> dict[str, Any]:
-        """`/update_weights`."""
+        """Answer `POST /update_weights`."""
         if not self._control.updates.is_open:
             raise ApiError(
                 409, "no weight update is open; call /start_weight_update before /update_weights."
             )
         await self._require_group()
-        given = raw.read(Update)
+        fields = raw.read(Update)
         await self._control.updates.receive_broadcast(
             GROUP,
-            given.update_info.tensors(),
-            packed_bytes=given.update_info.packed_bytes(self._packed_bytes),
-            timeout=given.timeout,
+            fields.update_info.tensors(),
+            packed_bytes=fields.update_info.packed_bytes(self._packed_bytes),
+            timeout=fields.timeout,
         )
         return {"message": "Weights updated"}
 
     async def fail(self, problem: BaseException) -> None:
-        """A request of the update was rejected, or failed: the update ends, and the old weights
-        serve.
+        """Cancel the update after a request of it was rejected or failed. The old weights keep
+        serving.
         """
         await self._control.updates.fail(problem)
 
     async def lose(self, problem: BaseException) -> None:
-        """The same, and the group ends: the trainer may have sent what the next update would take
-        for its own.
+        """Cancel the update and leave the group: the trainer may have sent tensors that the next
+        update would take for its own.
         """
         await self.fail(problem)
-        with suppress(ApiError):  # there is none
+        with suppress(ApiError):  # there may be no group
             await self._control.groups.leave(GROUP)
 
-    async def finish(self, given: FinishUpdate) -> dict[str, Any]:
-        """`/finish_weight_update`."""
-        await self._control.updates.finish(version=given.weight_version)
+    async def finish(self, fields: FinishUpdate) -> dict[str, Any]:
+        """Answer `POST /finish_weight_update`."""
+        await self._control.updates.finish(version=fields.weight_version)
         return {"message": "Weight update finished"}
 
     async def _require_group(self) -> None:
         if not await self._control.groups.has(GROUP):
             raise ApiError(
                 409,
-                "there is no weight transfer group with a living trainer; call "
+                "no weight transfer group with a live trainer; call "
                 "/init_weight_transfer_engine first.",
             )
 
 
 class Adapters:
-    """LoRA adapters; the answers are texts."""
+    """Routes for LoRA adapters, which answer with plain text."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    async def load(self, given: LoadAdapter) -> Response:
-        """`/v1/load_lora_adapter`."""
-        name = given.lora_name
+    async def load(self, fields: LoadAdapter) -> Response:
+        """Answer `POST /v1/load_lora_adapter`."""
+        name = fields.lora_name
         require_own_name(name, self._server)
         adapters = self._server.control.adapters
-        await adapters.load(name, given.lora_path, again=given.load_inplace)
+        await adapters.load(name, fields.lora_path, again=fields.load_inplace)
         return _text(f"Success: LoRA adapter '{name}' added successfully.")
 
-    async def unload(self, given: UnloadAdapter) -> Response:
-        """`/v1/unload_lora_adapter`."""
-        name = given.lora_name
+    async def unload(self, fields: UnloadAdapter) -> Response:
+        """Answer `POST /v1/unload_lora_adapter`."""
+        name = fields.lora_name
         try:
             await self._server.control.adapters.unload(name)
         except ApiError as problem:
