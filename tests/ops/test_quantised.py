@@ -253,5 +253,5 @@ def test_rows_are_written_in_place_and_copies_stay(backend: str, form: Format) -
     for start, wrong in ((0, random(3, 71)), (38, random(3, 72)), (-1, random(3, 72))):
         with pytest.raises(ValueError, match="do not fit"):
             weight.write(start, wrong)
-    with pytest.raises(ValueError, match="are not within 40"):
+    with pytest.raises(ValueError, match="are not within the weight's 40 rows"):
         weight.read(38, 3)
