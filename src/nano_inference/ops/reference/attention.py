@@ -104,8 +104,7 @@ def _group(rows: SegmentRows, group: Tensor, block_size: int) -> RowGroup:
 
 def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyTile:
     end = int((rows.positions[group] >= start).sum())
-    # rows whose window starts after the tile
-    begin = int((rows.begins[group] >= start + KEY_TILE).sum())
+    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # the window starts after the tile
     group = group[begin:end]
     positions = rows.positions[group]
     keys = torch.arange(start, start + KEY_TILE, device=group.device)
