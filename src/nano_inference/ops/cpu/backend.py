@@ -68,7 +68,6 @@ class CpuOps:
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Implement `Ops.embed`."""
         return self._run(
             lambda r: r.embed(input_ids, weight, scale, part),
             dtype=weight.dtype,
@@ -84,11 +83,9 @@ class CpuOps:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Implement `Ops.linear`."""
         return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
 
     def lora(self, y: Tensor, x: Tensor, name: str, batch: ForwardBatch) -> Tensor:
-        """Implement `Ops.lora`."""
         added = y.clone()
         self._run(lambda r, y, x: r.lora(y, x, name, batch), added, x, dtype=x.dtype, batch=batch)
         return added
@@ -119,7 +116,6 @@ class CpuOps:
     def rms_norm(
         self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Implement `Ops.rms_norm`."""
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
         normed = self._run(
@@ -136,7 +132,6 @@ class CpuOps:
         view: KvcacheView,
         layer: int,
     ) -> Tensor:
-        """Implement `Ops.rope_and_store`."""
         rows = qkv.float()
         if any(norm is not None for norm in rope.norms):
             rows = rows.clone()  # norms work in place
@@ -164,7 +159,6 @@ class CpuOps:
         plan: tuple[ForwardBatch, int],
         scores: AttentionArgs,
     ) -> Tensor:
-        """Implement `Ops.attention`."""
         batch, window = plan
         return self._run(
             lambda r, x: r.attention(x, view, layer, window, scores),
@@ -198,7 +192,6 @@ class CpuOps:
         form: Format | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> PackedWeight | LatentWeight | QuantisedWeight:
-        """Implement `Ops.allocate`."""
         rows, columns = shape
         if form is not None:
             threads, arena = self.num_threads, self.arena

@@ -115,7 +115,7 @@ X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 
 class KernelsUnavailable(ConfigError):
-    """The CPU kernels cannot be built on this machine; the message gives the reason."""
+    """The CPU kernels cannot be built on this machine. The message gives the reason."""
 
 
 def best_instruction_set(law: Law | None = None) -> str:
@@ -436,7 +436,7 @@ def _is_own(path: Path) -> bool:
 def _processor_flags() -> frozenset[str]:
     if platform.machine() not in (*X86, *ARM):
         return frozenset()
-    if platform.system() == "Darwin":  # has no /proc/cpuinfo; every ARM Mac has NEON
+    if platform.system() == "Darwin":  # has no /proc/cpuinfo, and every ARM Mac has NEON
         return frozenset({"asimd"} if platform.machine() in ARM else ())
     try:
         return usable(flags_in(CPUINFO.read_text(encoding="utf-8")))

@@ -80,7 +80,6 @@ class CpuHead:
         return self._draw(self._products(hidden, weight, scale), batch)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
-        """Implement `Ops.sample_logits`."""
         head, _alive = self._given(logits)
         return self._draw(head, batch)
 
@@ -98,12 +97,10 @@ class CpuHead:
         return self._score(self._products(hidden, weight, scale), token_ids, temperatures)
 
     def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        """Implement `Ops.score_logits`."""
         head, _alive = self._given(logits)
         return self._score(head, token_ids, temperatures)
 
     def logits(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale = UNSCALED) -> Tensor:
-        """Implement `Ops.logits`."""
         head = self._products(hidden, weight, scale)
         out = torch.empty((head.num_rows, head.vocab))
         check(self.kernels.nano_logits(ctypes.addressof(head), out.data_ptr()), head)
@@ -132,7 +129,6 @@ class CpuHead:
         batch: SamplingBatch,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Draw]:
-        """Implement `HeadParts.sample`."""
         call = DrawCall()
         drawn = call.bind(batch, part.vocab_size)
         head = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
@@ -149,7 +145,6 @@ class CpuHead:
         temperatures: Tensor,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Tensor]:
-        """Implement `HeadParts.score`."""
         targets = Targets(token_ids, temperatures)
         head = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
         calls = self.kernels.nano_score_part, self.kernels.nano_score_whole

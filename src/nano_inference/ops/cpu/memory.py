@@ -53,7 +53,7 @@ def discard(tensor: Tensor) -> None:
 def populate(tensor: Tensor) -> None:
     """Allocate the pages of a tensor now instead of at their first write."""
     if sys.platform == "linux" and tensor.device.type == "cpu":
-        # MADV_POPULATE_WRITE; Linux before 5.14 rejects it, and pages are allocated later
+        # MADV_POPULATE_WRITE, which Linux before 5.14 rejects: pages are allocated later
         _advise(tensor, 23)
 
 

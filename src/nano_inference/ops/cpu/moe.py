@@ -37,7 +37,6 @@ class CpuMoe:
         return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """Implement `MoeSteps.route`."""
         router, routing = experts.router, experts.routing
         _require_rows(x, router.columns, router.dtype)
         ids = torch.empty((len(x), routing.per_token), dtype=torch.int64)

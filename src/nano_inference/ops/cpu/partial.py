@@ -22,7 +22,7 @@ class SegmentPlan:
     """Rows in the form that the kernels read: chunks of consecutive positions."""
 
     rows: Any  # `BatchRows`
-    begins: Tensor | None  # [M] first keys; None: all rows begin at the first key
+    begins: Tensor | None  # [M] first keys, or None if all rows begin at the first key
     kept: tuple[Tensor, ...]  # owners of the memory that `rows` points to
     first_states: Tensor  # [M + 1] index of each row's first state, then the number of states
     block_size: int

@@ -36,6 +36,7 @@ STEP_COLUMNS = [
     for name in columns_of(ForwardBatch)
     if name in dict(struct("BatchRows")._fields_) or name == "input_ids"
 ]
+BAD_KIND = 7  # `Problem` of program.cpp, like the keys below
 PROBLEMS = {
     1: "a token id is outside the vocabulary.",
     2: "a position is negative or beyond the rotary table.",
@@ -174,6 +175,8 @@ class Program:
             if num_rows:
                 self._step.first, self._step.last = first, last
                 problem = self._c.nano_program_run(self._program, ctypes.byref(self._step))
+                if problem == BAD_KIND:
+                    raise NotImplementedError("no kernel for an operation of this program.")
                 if problem:
                     raise ValueError(f"the batch does not fit the program: {PROBLEMS[problem]}")
             if last < len(self.operations):

@@ -63,8 +63,10 @@ class QuantisedWeight(CpuWeight):
             address + whole if form.mins else None,
             segment_bounds,
         )
-        # address of the structure that describes the weight to the kernels; updates do not move it
+        # address of the structure that describes the weight to the kernels, not moved by updates
         self.codes = ctypes.addressof(self._struct)
+        if not load().nano_has_format(self.codes):
+            raise ValueError(f"the CPU kernels do not support the format {form.name!r}: {form}.")
 
     def data_ptr(self) -> int:
         """Return 0: kernels read `codes` instead of plain numbers."""

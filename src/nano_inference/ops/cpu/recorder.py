@@ -91,7 +91,6 @@ class Recorder:
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Buffer:
-        """Record `Ops.embed`."""
         weight = cast("PackedWeight | QuantisedWeight", weight)
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
@@ -178,7 +177,6 @@ class Recorder:
         _view: KvcacheView,
         layer: int,
     ) -> Buffer:
-        """Record `Ops.rope_and_store`."""
         cos, sin, query_scales = rope.cos, rope.sin, rope.query_scales
         num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
         count = num_heads + (1 if rope.joint else 2) * num_kv_heads
@@ -307,7 +305,6 @@ class Recorder:
     def short_conv(
         self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
-        """Record `Ops.short_conv`."""
         return self._of_states(
             lambda states, batch, rows: states.short_conv(rows, weights, batch, view, layer),
             (projected,),
@@ -317,7 +314,6 @@ class Recorder:
     def delta_net(
         self, projected: Buffer, weights: DeltaWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
-        """Record `Ops.delta_net`."""
         return self._of_states(
             lambda states, batch, rows: states.delta_net(rows, weights, batch, view, layer),
             (projected,),
@@ -325,7 +321,6 @@ class Recorder:
         )
 
     def sigmoid_gate(self, x: Buffer, gate: Buffer) -> Buffer:
-        """Record `Ops.sigmoid_gate`."""
         return self._of_states(
             lambda states, _, rows, gates: states.sigmoid_gate(rows, gates), (x, gate), x.columns
         )
@@ -347,7 +342,6 @@ class Recorder:
         return self.call(None, run, inputs, columns, self.dtype)
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
-        """Record `Ops.gate`."""
         out = self.new(x.columns // 2, self.dtype)
         values = {"rows": out.columns, "finish": GATES[activation]}
         self.operations.append(Operation(GATE, (x,), out, values=values))
@@ -361,7 +355,6 @@ class Recorder:
         note: Note | None = None,
         routed: Buffer | None = None,
     ) -> Buffer:
-        """Record `Ops.moe`."""
         moe = self._moe
         if moe is None:
             raise ValueError("this program was recorded without an operation on experts.")
@@ -388,7 +381,6 @@ class Recorder:
         columns: int,
         dtype: torch.dtype,
     ) -> Buffer:
-        """Record `Ops.call`."""
         out = self.new(columns, dtype)
         self.operations.append(Operation(CALL, tuple(inputs), out, function=function))
         return out

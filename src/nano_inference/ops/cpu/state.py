@@ -109,7 +109,6 @@ class CpuStates:
         return out
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Implement `Ops.sigmoid_gate`."""
         x, gate = x.contiguous(), gate.float()
         _require_lanes(x.shape[1])
         if gate.stride(1) != 1 or gate.shape != x.shape:

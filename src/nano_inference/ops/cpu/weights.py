@@ -45,7 +45,7 @@ def readable(tensor: Tensor) -> Tensor:
 class PackedWeight(CpuWeight):
     """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
 
-    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]. Both are padded
+    bfloat16: [rows / 16, columns / 2, 16, 2], float32: [rows / 16, columns, 16]. Both are padded
     with zeros.
     """
 
