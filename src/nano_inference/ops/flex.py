@@ -79,7 +79,7 @@ class Tiles:
 
     rows: Tensor  # [n] rows of the batch
     lanes: Tensor  # [n] index of each row among the B * W lanes of the tiles
-    last: Tensor  # int32 [B, W] last position that a row sees; -1 in padding
+    last: Tensor  # int32 [B, W] last position that a row sees, -1 in padding
     below: Tensor  # int32 [B, W] a row sees the positions above this one
     num_partial: Tensor  # int32 [B, 1, 1]
     partial: Tensor  # int32 [B, 1, 1, num_blocks]

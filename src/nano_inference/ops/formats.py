@@ -64,7 +64,7 @@ FORMATS = {
         Format("int8", 8, 0, wide=True),
         Format("int8-32", 8, GROUP),
         Format("int4-32", 4, GROUP),
-        # formats of GGUF files: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
+        # formats of GGUF files, in order: Q6_K/Q3_K, Q4_K/Q4_1, Q5_K/Q5_1, Q2_K
         Format("int8-16-wide", 8, 16, wide=True),
         Format("int4-32-min", 4, GROUP, wide=True, mins=True),
         Format("int8-32-min", 8, GROUP, wide=True, mins=True),

@@ -87,7 +87,7 @@ class Codes:
     """A quantised weight as plain tensors.
 
     Attributes:
-        codes: int8 [rows, K]; -8 to 7 for formats of 4 bits without a minimum.
+        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum.
         scales: float32 [rows, groups].
         form: Format of the weight.
         bounds: Bounds of its segments.

@@ -285,7 +285,7 @@ def score_logits(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Ten
 def draw_part(
     hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Draw]:
-    """Implement `HeadParts.sample`."""
+    """Implement `HeadParts.sample` in torch."""
     return sample_part(logits(hidden, weight, scale), batch, part)
 
 
@@ -297,7 +297,7 @@ def score_of_part(
     temperatures: Tensor,
     part: VocabPart,
 ) -> Generator[Tensor, list[Tensor], Tensor]:
-    """Implement `HeadParts.score`."""
+    """Implement `HeadParts.score` in torch."""
     scores = []
     for rows, targets, row_temperatures in zip(
         *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
@@ -331,7 +331,7 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Implement `MoeSteps.route`."""
+    """Implement `MoeSteps.route` in float32."""
     routing, shared = experts.routing, experts.shared
     logits = linear(x.float(), experts.router.float())
     if routing.logit_scale != 1:
