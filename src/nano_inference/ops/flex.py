@@ -442,8 +442,9 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
     process.
     """
     num_slots, block_size = kernel.num_blocks * kernel.block_size, kernel.block_size
-    # One partition. With several, torch uses its CPU kernel for single rows, which returns 0 if all
-    # scores are far below 0: it gives partitions without keys a highest score of 0 (torch 2.13).
+    # One partition. With several, torch uses its CPU kernel for single rows, which gives partitions
+    # without keys a highest score of 0. If all scores are far below 0, that kernel returns 0 (torch
+    # 2.13).
     options: Any = {"PARTITION_SIZE": num_slots} if kernel.device.type == "cpu" else {}
 
     def attend(
@@ -483,7 +484,7 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
     # code object.
     code = attend.__code__.replace(co_name=f"attend_{kernel.num_tiles}x{kernel.width}")
     renamed = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
-    # The CPU kernel has one buffer per thread that it was compiled for, and the disk cache of torch
+    # The CPU kernel has one buffer per thread that it was compiled for. The disk cache of torch
     # 2.11 and 2.12 would return it to a process with more threads. This option makes the number of
     # threads part of the cache key.
     return torch.compile(

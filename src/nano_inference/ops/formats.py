@@ -88,8 +88,8 @@ QUANTIZATIONS = {
 
 
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
-    """Return the bounds of a quantised weight's segments: the requested ones if each begins at a
-    whole group and at a multiple of 4 columns, otherwise a single segment.
+    """Return the bounds of a quantised weight's segments. These are the requested ones if each
+    begins at a whole group and at a multiple of 4 columns. Otherwise there is a single segment.
     """
     unit = form.group or 4
     if segments is None or any(bound % unit for bound in segments[:-1]):

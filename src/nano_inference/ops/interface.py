@@ -65,8 +65,8 @@ class KvcacheView(Protocol):
         block_size: Tokens per block.
         format: Storage format of rows of keys and values.
         head_dim: Numbers per row that attention reads.
-        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]; [units,
-            numbers of a unit] if the model has several kinds of layers.
+        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]. If the
+            model has several kinds of layers: [units, numbers of a unit].
         places: For each layer, which of a block's units holds it and at which index.
         states: `StateView` of a model that has layers with a state, otherwise None.
         unit_map: Mapping from blocks to units. None: block ids are unit ids.
@@ -335,7 +335,7 @@ class Lora(Protocol[X]):
 
     def __call__(self, y: X, x: X, name: str, batch: ForwardBatch, /) -> X:
         """Return y [N, out] plus the contribution of each row's adapter, in the dtype of y. y is
-        the product of x [N, in] and the weight `name`; it may be overwritten.
+        the product of x [N, in] and the weight `name`. It may be overwritten.
         """
         ...
 
@@ -651,7 +651,7 @@ def columns(x: Tensor, start: int, stop: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Everything that decides an engine's bits besides weights and tokens. Two engines with the
+    """Everything that decides an engine's bits, except weights and tokens. Two engines with the
     same fingerprint agree bit for bit.
 
     Attributes:
@@ -663,11 +663,11 @@ class Numerics:
         torch: Version of torch, which computes the products of the reference backend.
         schedule_invariant: True if results do not depend on batching, chunking, caching and
             preemption.
-        tensor_parallel: Number of ranks that share a layer, if it decides bits (`Ops.in_segments`);
+        tensor_parallel: Number of ranks that share a layer if it decides bits (`Ops.in_segments`),
             otherwise 1.
-        state_tokens: Tokens from one stored state to the next, if this decides bits; otherwise 0.
-        quantization: Quantization of the weights, a key of `ops.formats.QUANTIZATIONS` or `"file"`.
-            None: not quantised.
+        state_tokens: Tokens from one stored state to the next if this decides bits, otherwise 0.
+        quantization: Quantization of the weights, as in `EngineConfig.quantization`. None: not
+            quantised.
         kv_cache: Storage format of keys and values if it is not `dtype`, otherwise None.
         sums: `Ops.sums` if it decides bits and is not `"pairs"`, otherwise None.
     """

@@ -1,7 +1,7 @@
 """Layers of experts: the parts that all backends share.
 
 A row's result is the float32 sum of weight times product over the row's experts, by rising expert
-id, and then over the shared expert if there is one. Each product depends only on the row and the
+id. The shared expert, if there is one, is added last. Each product depends only on the row and the
 expert's weights. Neither the other rows of an expert nor the rank that holds it change a bit.
 """
 

@@ -55,8 +55,8 @@ def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
     """Quantise a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
-    [rows, groups], rounded to float16 if the format stores them so. Non-finite numbers make a scale
-    NaN.
+    [rows, groups]. Scales are rounded to float16 if the format stores them so. Non-finite numbers
+    make a scale NaN.
     """
     weight = weight.float()
     codes = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)

@@ -445,8 +445,8 @@ def _processor_flags() -> frozenset[str]:
 
 
 def usable(flags: frozenset[str]) -> frozenset[str]:
-    """Return the flags, plus "fast_pairs" if pairs of bfloat16 are multiplied at full speed, and
-    without AMX flags if the system does not allow this process to use AMX.
+    """Return the flags that this process can use. Add "fast_pairs" if pairs of bfloat16 are
+    multiplied at full speed, and remove AMX flags if the system does not permit AMX.
     """
     # on processors with AMX, vdpbf16ps takes four times as long as one of the two fma that it
     # equals

@@ -277,8 +277,8 @@ def _finish_kernel(
 def _masked_part(
     uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Return the log of the part of a row that masks keep, given maximum and log of the sum of the
-    kept part, or NaN if the row was not sound. Maxima are subtracted separately: e**-300 is not
+    """Return the log of the share of a row that masks keep, or NaN if the row was not sound.
+    `highest` and `log_sum` describe the kept part. Maxima are subtracted separately: e**-300 is not
     representable in float32.
     """
     maxima = _load_parts(uncut, 0, sample, num, BLOCKS, WIDTH, -float("inf"))
@@ -496,9 +496,10 @@ def best_tokens(
     is unambiguous.
 
     Args:
-        draw: Draw whose `top_ids` and `top_logprobs` are written.
+        draw: Draw. Its `top_ids` and `top_logprobs` are written.
         shown: float32 [2, R], maximum and log of the sum of odds of the logits that each sample
-            shows: the model's own for a greedy sample, otherwise those it was drawn from.
+            shows. A greedy sample shows the model's own logits, any other sample the logits that it
+            was drawn from.
         maxima: float32 [R, blocks] of `logits`.
         logits: float32 [L, V], or [R, V] if `changed`.
         model_logits: float32 [L, V], the model's.
