@@ -52,7 +52,7 @@ from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
-PANELS = 32  # a gate's weight has pairs of panels, 32 rows each
+PANELS = 32  # a gate's weight consists of pairs of panels, 32 rows per pair
 
 
 class Recorder:
