@@ -66,7 +66,7 @@ FAULTS = (
 
 def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyTile:
     end = int((rows.positions[group] >= start).sum())
-    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # these rows are past the tile
+    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # the window starts after the tile
     group = group[begin:end]
     positions = rows.positions[group]
     keys = torch.arange(start, start + KEY_TILE, device=group.device)
@@ -83,7 +83,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyT
 
 def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: int) -> KeyTile:
     end = int((rows.positions[group] >= start).sum())
-    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # these rows are past the tile
+    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # the window starts after the tile
     group = group[begin:end]
     positions = rows.positions[group]
     keys = torch.arange(start, start + KEY_TILE, device=group.device)
@@ -836,8 +836,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "adapter_of_the_step_for_all_rows",
         "src/nano_inference/ops/lora.py",
-        old="own = (rows.row_adapters == place).nonzero()[:, 0]",
-        new="own = (rows.row_adapters >= 0).nonzero()[:, 0]",
+        old="members = (rows.row_adapters == index).nonzero()[:, 0]",
+        new="members = (rows.row_adapters >= 0).nonzero()[:, 0]",
         seen_by="tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
     ),
     Fault(

@@ -18,8 +18,10 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.library import load
 from nano_inference.ops.cpu.operations import Buffer, Operation, place_buffers
 from nano_inference.ops.cpu.program import Program
+from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.interface import Ops
 from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_model
@@ -335,3 +337,14 @@ def test_storage_of_another_kind_is_refused(tmp_path: Path, model: Decoder) -> N
     half = KVStorage(model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
     with pytest.raises(ValueError, match="KV storage"):
         replay(model, half)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_operation_of_unknown_kind_is_reported(num_threads: int) -> None:
+    recorder = Recorder(torch.float32)
+    x, out = (recorder.new(16, torch.float32) for _ in range(2))
+    recorder.operations.append(Operation(99, (x,), out))
+    program = Program(recorder, (x,), (out,), None, num_threads, load())
+    with pytest.raises(NotImplementedError, match="no kernel for an operation of this program"):
+        program.run(3, [torch.ones((3, 16))])

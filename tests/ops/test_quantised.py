@@ -253,5 +253,22 @@ def test_rows_are_written_in_place_and_copies_stay(backend: str, form: Format) -
     for start, wrong in ((0, random(3, 71)), (38, random(3, 72)), (-1, random(3, 72))):
         with pytest.raises(ValueError, match="do not fit"):
             weight.write(start, wrong)
-    with pytest.raises(ValueError, match="are not within 40"):
+    with pytest.raises(ValueError, match="are not within the weight's 40 rows"):
         weight.read(38, 3)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format("int8-64", 8, 64, wide=True),
+        Format("int4-16-min", 4, 16, wide=True, mins=True),
+        Format("int8-narrow", 8, 0),
+        Format("int2-32", 2, 32),
+    ],
+    ids=lambda form: form.name,
+)
+def test_format_without_cpu_kernels_is_rejected(form: Format) -> None:
+    with pytest.raises(
+        ValueError, match=f"the CPU kernels do not support the format '{form.name}'"
+    ):
+        ops_of("cpu").allocate((16, 64), torch.float32, CPU, form=form)

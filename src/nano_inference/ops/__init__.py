@@ -1,4 +1,4 @@
-"""The operations of a model. A backend is one set of them, chosen when an engine is built.
+"""The operations of a model, implemented by three backends: reference, cpu and cuda.
 
 Imports only from: core, parallel, sampling.
 Begin with: the interface, then reference (the specification).

@@ -1,4 +1,4 @@
-"""Rows for the model as tensors of torch, without a scheduler."""
+"""Batches of torch tensors for the model, built without a scheduler."""
 
 from collections.abc import Sequence as Listed
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ ForwardBatch = host.ForwardBatch[Tensor]
 
 
 def forward_batch(weight_set: str, **fields: Any) -> ForwardBatch:
-    """A batch of these fields. Other columns are empty."""
+    """Return a batch with these fields. Other columns are empty."""
     absent = {
         name: torch.empty((0,) * len(each.sizes), dtype=torch_dtype(each.dtype))
         for name, each in columns_of(ForwardBatch).items()
@@ -27,8 +27,8 @@ def forward_batch(weight_set: str, **fields: Any) -> ForwardBatch:
 
 
 class Rows(NamedTuple):
-    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to
-    there.
+    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to the
+    last row.
     """
 
     token_ids: Listed[int]
@@ -45,15 +45,15 @@ def batch_of_rows(
     num_best: int = 0,
     weight_set: str = POLICY,
 ) -> ForwardBatch:
-    """Rows of sequences that no scheduler knows, as a batch on the CPU: one chunk each.
+    """Return rows of sequences outside the scheduler as a batch on the CPU, one chunk per sequence.
 
     Args:
-        chunks: at least one.
-        block_size: of the KV storage.
-        draws: rows of the batch whose logits are needed; rising.
-        scores: rows of the batch and, for each, the token whose logprob after it is wanted.
-        num_best: most probable tokens that are wanted after each of these rows.
-        weight_set: who computes them.
+        chunks: Chunks, at least one.
+        block_size: Block size of the KV storage.
+        draws: Rows of the batch that need logits, rising.
+        scores: Pairs of a row of the batch and the token to score after it.
+        num_best: Number of most probable tokens to return after each scored row.
+        weight_set: Weight set that computes the rows.
     """
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)

@@ -1,15 +1,16 @@
-"""Attention by `torch.nn.attention.flex_attention`, compiled, straight over the paged KV tensors.
+"""Attention by `torch.nn.attention.flex_attention`, compiled, directly over the paged KV tensors.
 
 The rows of a step are packed into tiles, each of one sequence. A tile is an entry of the kernel's
-batch dimension and names the blocks that it visits (`BlockMask` from the block tables), so work and
-memory traffic are those of its own context, however large the cache is: 16 sequences at context 512
-took 1.2 ms with 10,000 slots and 1.6 ms with 1,600,000 (two Zen 4 cores, float32). Copying the
-batch's pages into a compact buffer first allows larger key tiles (0.8 ms), but in float32 the copy
-alone took longer than that wins (in bfloat16 it wins a little), it repeats a shared prefix for each
-sequence, and the buffer's length would be one more shape to compile for.
+batch dimension and names the blocks that it visits (`BlockMask` from the block tables). Work and
+memory traffic therefore depend on the tile's own context, not on the size of the cache: 16
+sequences at context 512 took 1.2 ms with 10,000 slots and 1.6 ms with 1,600,000 (two Zen 4 cores,
+float32). An alternative copies the batch's blocks into a compact buffer first, which allows larger
+key tiles (0.8 ms). In float32 the copy takes longer than it saves, in bfloat16 it saves a little.
+It also repeats a shared prefix for each sequence, and the buffer's length is one more shape to
+compile for.
 
-This attention does not keep the law of schedule invariance: vendor products and thread counts
-choose the order of sums.
+This attention is not schedule-invariant: vendor products and thread counts choose the order of
+sums.
 """
 
 import functools
@@ -28,22 +29,22 @@ from nano_inference.errors import ConfigError
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, KvcacheView, Ops
 
-# Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV
-# storage into another layout in every call (bfloat16 and float16).
+# Rows per tile: 1 for decodes, 32 for chunks. From 64 on, the CPU kernel packs the whole KV storage
+# into another layout in every call (bfloat16 and float16).
 WIDE = 32
-# a chunk shorter than this takes a tile for each row rather than a mostly empty wide one
+# a shorter chunk takes one tile per row instead of a mostly empty wide tile
 NARROW_BELOW = 8
-# Tiles of a call are padded to 4, 16, 64 ...: a padding tile visits nothing and costs next to
-# nothing, while every shape costs seconds of compilation.
+# The number of tiles is padded to 4, 16, 64 ...: a padding tile visits nothing and is almost free,
+# while every new shape takes seconds to compile.
 BUCKET_BASE = 4
-# one query block a tile: more than its rows times the heads that share a key head
+# one query block per tile: at least its rows times the query heads per key head
 QUERY_BLOCK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_CUDA_SIZE = 16  # Triton's smallest product
+MIN_CUDA_SIZE = 16  # smallest product in Triton
 
 
 class HeadShape(NamedTuple):
-    """The attention of one model."""
+    """Attention shape of one model."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,7 +54,7 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a compiled kernel is made for. Everything that it reads besides may change from step to
+    """Parameters that a kernel is compiled for. All its other inputs may change from step to
     step.
     """
 
@@ -69,16 +70,16 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of one width, padded to a bucket. B tiles of W rows; block lists have a column for
-    every block there is.
+    """Tiles of one width, padded to a bucket. There are B tiles of W rows, and block lists have a
+    column for every block.
 
-    Blocks of which every row of the tile sees every slot are listed apart: the kernel asks no mask
-    there.
+    Blocks of which every row of the tile sees every slot are listed separately, because the kernel
+    needs no mask for them.
     """
 
     rows: Tensor  # [n] rows of the batch
-    lanes: Tensor  # [n] where each stands among the B * W rows of the tiles
-    last: Tensor  # int32 [B, W] the highest position that a row sees; -1 in padding
+    lanes: Tensor  # [n] index of each row among the B * W lanes of the tiles
+    last: Tensor  # int32 [B, W] last position that a row sees, -1 in padding
     below: Tensor  # int32 [B, W] a row sees the positions above this one
     num_partial: Tensor  # int32 [B, 1, 1]
     partial: Tensor  # int32 [B, 1, 1, num_blocks]
@@ -88,17 +89,17 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """What `attention` wants to know about a batch and a window."""
+    """Inputs of `attention` derived from a batch and a window."""
 
     tiles: tuple[Tiles, ...]
-    # int32 [num_blocks] the position of each block's first slot, for the blocks of the batch
+    # int32 [num_blocks] position of the first slot of each block of the batch
     block_starts: Tensor
-    tails: Tensor  # [t] slots behind the last position of each sequence, in its last block
+    tails: Tensor  # [t] slots after the last position of each sequence, in its last block
 
 
 def flex_ops(ops: Ops, num_blocks: int) -> Ops:
-    """A backend with its attention replaced, for KV tensors of so many blocks. Ask `require_flex`
-    first.
+    """Return a backend with its attention replaced, for KV tensors of `num_blocks` blocks. Call
+    `require_flex` first.
     """
     return replace(
         ops,
@@ -117,18 +118,18 @@ def require_flex(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Check the values and compile the smallest decode kernel, so that what is missing shows before
-    the first step.
+    """Check the values and compile the smallest decode kernel, so that missing requirements show
+    before the first step.
 
     Args:
-        shapes: the attention of every model that will run.
-        num_blocks: of the KV tensors.
-        block_size: tokens in a block.
-        dtype: of queries, keys and values.
-        device: where they are.
+        shapes: Attention shapes of all models that will run.
+        num_blocks: Number of blocks in the KV tensors.
+        block_size: Tokens per block.
+        dtype: Dtype of queries, keys and values.
+        device: Device that holds them.
 
     Raises:
-        ConfigError: flex_attention does not run with these values, or not on this machine.
+        ConfigError: flex_attention does not support these values, or does not run on this machine.
     """
     for shape in shapes:
         _check_values(shape, block_size, dtype, device)
@@ -154,76 +155,74 @@ def _check_values(
 ) -> None:
     if dtype not in DTYPES:
         raise ConfigError(
-            f"attention='flex' knows float32, bfloat16 and float16, not dtype={dtype}."
+            f"attention='flex' supports float32, bfloat16 and float16; got dtype={dtype}."
         )
     if shape.num_heads // shape.num_kv_heads * WIDE > QUERY_BLOCK:
         raise ConfigError(
-            f"attention='flex' runs up to {QUERY_BLOCK // WIDE} query heads a key head, and this "
-            "model has "
-            f"{shape.num_heads} for {shape.num_kv_heads}; use attention='reference'."
+            f"attention='flex' supports up to {QUERY_BLOCK // WIDE} query heads per key head, but "
+            f"this model has {shape.num_heads} for {shape.num_kv_heads}; use "
+            "attention='reference'."
         )
     if device.type != "cuda":
         return
     if shape.head_dim < MIN_CUDA_SIZE:
         raise ConfigError(
-            f"attention='flex' needs heads of at least {MIN_CUDA_SIZE} numbers on CUDA, and "
-            f"head_dim={shape.head_dim} "
-            "is smaller; use attention='reference'."
+            f"attention='flex' on CUDA requires head_dim >= {MIN_CUDA_SIZE}; got "
+            f"head_dim={shape.head_dim}. Use attention='reference'."
         )
     if block_size < MIN_CUDA_SIZE or block_size & (block_size - 1):
         raise ConfigError(
-            "attention='flex' on CUDA needs a block_size that is a power of two of at least "
-            f"{MIN_CUDA_SIZE}, "
-            f"not {block_size}."
+            "attention='flex' on CUDA requires a block_size that is a power of two and at least "
+            f"{MIN_CUDA_SIZE}; got {block_size}."
         )
 
 
 def _check_cpu() -> None:
-    """Asked before compiling: a kernel that an earlier process left on disk would hide what is
-    missing.
+    """Check the CPU and the compiler before compiling. A kernel that an earlier process left on
+    disk would hide a missing compiler.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     if sys.platform == "darwin" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         raise ConfigError(
-            f"attention='flex' on a CPU needs AVX2 and not macOS; this is {sys.platform} with "
-            f"{torch.backends.cpu.get_cpu_capability()} code. Use attention='reference'."
+            f"attention='flex' on a CPU requires AVX2 and does not run on macOS; this machine is "
+            f"{sys.platform} with {torch.backends.cpu.get_cpu_capability()}. Use "
+            "attention='reference'."
         )
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigError(
-            "attention='flex' needs a C++ compiler on a CPU and torch.compile finds none: install "
-            "g++, or name one in "
-            "the environment variable CXX, or use attention='reference'."
+            "attention='flex' on a CPU requires a C++ compiler, and torch.compile found none: "
+            "install g++, set the environment variable CXX, or use attention='reference'."
         ) from error
 
 
 def _try(kernel: Kernel) -> None:
-    """Compile a kernel, and let it compute one row over a whole block and half of another."""
+    """Compile a kernel, and check its result for one row over a whole block and half of another."""
     heads, device, size = kernel.heads, kernel.device, kernel.block_size
     random = torch.Generator().manual_seed(0)
-    held = min(2, kernel.num_blocks)  # blocks of the row's sequence, the last one first
+    held = min(2, kernel.num_blocks)  # blocks of the row's sequence, in reverse order in memory
     num_seen = (held - 1) * size + (size + 1) // 2
 
     def stored() -> tuple[Tensor, Tensor]:
-        """[slots, kv heads, D] of the sequence's blocks in order, and all KV memory, of which only
-        these are touched.
+        """Return the rows of the sequence in order, [slots, kv heads, D], and KV memory that holds
+        them. The rest of the memory is uninitialised.
 
-        Slots behind the row are loud.
+        Slots after the row hold large numbers.
         """
-        own = torch.randn((held * size, heads.num_kv_heads, heads.head_dim), generator=random)
-        own[num_seen:] *= 64
-        own = own.to(kernel.dtype)
+        rows = torch.randn((held * size, heads.num_kv_heads, heads.head_dim), generator=random)
+        rows[num_seen:] *= 64
+        rows = rows.to(kernel.dtype)
         memory = torch.empty(
             (heads.num_kv_heads, kernel.num_blocks * size, heads.head_dim),
             dtype=kernel.dtype,
             device=device,
         )
-        blocks = own.view(held, size, heads.num_kv_heads, heads.head_dim).flip(0)
+        blocks = rows.view(held, size, heads.num_kv_heads, heads.head_dim).flip(0)
         memory[:, : held * size] = blocks.flatten(0, 1).transpose(0, 1).to(device)
-        return own, memory
+        return rows, memory
 
     (keys, all_keys), (values, all_values) = stored(), stored()
     q = torch.randn((1, heads.num_heads, heads.head_dim), generator=random).to(kernel.dtype)
@@ -242,7 +241,7 @@ def _try(kernel: Kernel) -> None:
         got = _attend(
             q.to(device), all_keys, all_values, tiles, starts.to(device), size, heads.scale
         )
-    except RuntimeError as error:  # torch's own errors of compilation are RuntimeErrors too
+    except RuntimeError as error:  # torch's compilation errors are RuntimeErrors too
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise ConfigError(
             f"attention='flex' does not compile here ({reason}); use attention='reference'."
@@ -251,14 +250,12 @@ def _try(kernel: Kernel) -> None:
     expected = functional.scaled_dot_product_attention(
         wide[0], wide[1], wide[2], scale=heads.scale, enable_gqa=True
     ).transpose(0, 1)
-    # With torch 2.13 and AVX2 masks are wrong in blocks of 8, 24, 40 ... slots.
+    # With torch 2.13 and AVX2, masks are wrong in blocks of 8, 24, 40 ... slots.
     if not torch.allclose(got.double().cpu(), expected, rtol=0, atol=0.05):
         raise ConfigError(
             f"attention='flex' computes wrong values here with block_size={size} (torch "
-            f"{torch.__version__}, "
-            f"{torch.backends.cpu.get_cpu_capability()}); use a block_size that is a multiple of "
-            "16, or "
-            "attention='reference'."
+            f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}); use a block_size "
+            "that is a multiple of 16, or attention='reference'."
         )
 
 
@@ -296,14 +293,14 @@ def plan_attention(
     places = torch.arange(tables.shape[1])
     in_use = places < -(-seq_lens[:, None] // block_size)
     block_starts = torch.zeros(num_blocks, dtype=torch.int32)
-    # One position for a slot, for all that share it: its key was turned to that position when
-    # it was stored.
+    # All sequences that share a slot have it at the same position: its key was rotated for that
+    # position when it was stored.
     block_starts[tables[in_use]] = (places * block_size).int().expand_as(tables)[in_use]
     behind = seq_lens[:, None] + torch.arange(block_size)
-    place = (seq_lens - 1) // block_size
-    last_block = tables.gather(1, place[:, None])
+    last_index = (seq_lens - 1) // block_size
+    last_block = tables.gather(1, last_index[:, None])
     tails = (last_block * block_size + behind % block_size)[
-        behind < (place[:, None] + 1) * block_size
+        behind < (last_index[:, None] + 1) * block_size
     ]
     return FlexPlan(tiles, block_starts.to(device), tails.to(device))
 
@@ -319,7 +316,9 @@ def _pack(
     window: int,
     device: torch.device,
 ) -> Tiles:
-    """Chunks cut into tiles of up to `width` rows. [T] below: one entry a tile, before padding."""
+    """Cut chunks into tiles of up to `width` rows. Shapes [T] below have one entry per tile, before
+    padding.
+    """
     lengths = bounds.diff()[chunks]
     counts = -(-lengths // width)
     chunk = chunks.repeat_interleave(counts)  # [T]
@@ -348,7 +347,7 @@ def _pack(
 
     def listed(places: Tensor) -> Tensor:
         # [B, 1, 1, num_blocks]; the kernel reads the first num_partial or num_full entries of a
-        # list.
+        # list
         blocks = torch.zeros((num_tiles, num_blocks), dtype=torch.int32, device=device)
         named = tables[chunk[:, None], places.clamp(max=tables.shape[1] - 1)].int()[:, :num_blocks]
         blocks[: len(chunk), : named.shape[1]] = named.to(device)
@@ -386,13 +385,13 @@ def _bucket(num_tiles: int) -> int:
 def attention(
     q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
 ) -> Tensor:
-    """Attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's
-    dtype.
+    """Compute attention of q [N, heads, D] over each row's own context. Return [N, heads * D] in
+    q's dtype.
 
-    Zeroes the free slots behind each sequence in its last block, which belongs to that sequence
-    alone: it is writing to it. The kernel multiplies what lies there by a probability of zero, and
-    0 * NaN is NaN. Everything else that a tile visits was written by its own sequence, or by one
-    that it shares the prefix with.
+    Zeroes the free slots after each sequence in its last block, which is private because the
+    sequence is writing to it. The kernel multiplies the contents of these slots by a probability of
+    zero, and 0 * NaN is NaN. All other slots of a tile were written by its own sequence, or by one
+    with the same prefix.
     """
     plan = cast("FlexPlan", plan)
     keys, values = view.stored(layer)
@@ -415,7 +414,7 @@ def _attend(
     block_size: int,
     scale: float,
 ) -> Tensor:
-    """The rows of some tiles: q [n, heads, D] -> the same shape."""
+    """Attend the rows of some tiles: q [n, heads, D] -> the same shape."""
     _, num_heads, head_dim = q.shape
     num_tiles, width = tiles.last.shape
     heads = HeadShape(num_heads, keys.shape[0], head_dim, scale)
@@ -439,11 +438,13 @@ def _attend(
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
-    """The kernel of one bucket, compiled at its first call; shared by the engines of a process."""
+    """Return the kernel of one bucket, compiled at its first call and shared by the engines of a
+    process.
+    """
     num_slots, block_size = kernel.num_blocks * kernel.block_size, kernel.block_size
-    # One partition: otherwise the CPU kernel for single rows takes over, which gives 0 where every
-    # score is far below 0, since it counts a partition without keys as one whose highest score is 0
-    # (torch 2.13).
+    # One partition. With several, torch uses its CPU kernel for single rows, which gives partitions
+    # without keys a highest score of 0. If all scores are far below 0, that kernel returns 0 (torch
+    # 2.13).
     options: Any = {"PARTITION_SIZE": num_slots} if kernel.device.type == "cpu" else {}
 
     def attend(
@@ -456,8 +457,7 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
         lists: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
         def visible(tile: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-            # Whose slot it is needs no question: a tile's lists hold its own sequence's blocks and
-            # no others.
+            # no check of the slot's owner: a tile's lists only hold blocks of its own sequence
             position = block_starts[slot // block_size] + slot % block_size
             return (position <= last[tile, row]) & (position > below[tile, row])
 
@@ -480,13 +480,13 @@ def _compiled(kernel: Kernel) -> Callable[..., Tensor]:
         assert isinstance(out, Tensor)
         return out
 
-    # Dynamo keeps what it compiled with the code object, eight graphs at most; so every bucket has
-    # its own.
+    # Dynamo stores compiled graphs with the code object, eight at most, so every bucket has its own
+    # code object.
     code = attend.__code__.replace(co_name=f"attend_{kernel.num_tiles}x{kernel.width}")
-    own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
-    # The CPU kernel has a buffer for each thread that it was compiled for, and the cache on disk of
-    # torch 2.11 and 2.12 would hand it to a process with more threads; the option makes the number
-    # part of the cache's key.
+    renamed = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+    # The CPU kernel has one buffer per thread that it was compiled for. The disk cache of torch
+    # 2.11 and 2.12 would return it to a process with more threads. This option makes the number of
+    # threads part of the cache key.
     return torch.compile(
-        own, dynamic=False, fullgraph=True, options={"cpp.threads": kernel.num_threads}
+        renamed, dynamic=False, fullgraph=True, options={"cpp.threads": kernel.num_threads}
     )

@@ -1,5 +1,5 @@
-"""The formats of weights in 8 and 4 bits. Nothing here imports torch; `ops.quantised` says what is
-computed with them.
+"""The formats of weights in 8 and 4 bits. `ops.quantised` defines their arithmetic. This module
+must not import torch.
 """
 
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a weight is stored.
+    """Storage format of a weight.
 
     Attributes:
-        name: of it.
-        bits: of a code, 8 or 4. Codes of 8 bits are -128 to 127, those of 4 bits 0 to 15; without a
-            minimum these stand for -8 to 7.
-        group: columns that have a scale in common; 0: a segment.
-        wide: scales are float32; else float16.
-        mins: a group has a minimum too, in float32.
+        name: Name of the format.
+        bits: Bits per code, 8 or 4. Codes of 8 bits are -128 to 127, codes of 4 bits 0 to 15.
+            Without a minimum, the latter represent -8 to 7.
+        group: Number of columns that share a scale. 0: a whole segment.
+        wide: If True, scales are float32, otherwise float16.
+        mins: If True, a group also has a float32 minimum.
     """
 
     name: str
@@ -30,25 +30,25 @@ class Format:
 
     @property
     def bytes_per_weight(self) -> float:
-        """What a weight takes, its part of a scale included, of long rows."""
+        """Bytes per weight of long rows, including a share of the scale."""
         return self.bits / 8 + (self.group_bytes / self.group if self.group else 0)
 
     @property
     def group_bytes(self) -> int:
-        """Of the scale of a group, and of its minimum."""
+        """Bytes of a group's scale and minimum."""
         return (4 if self.wide else 2) + (4 if self.mins else 0)
 
     @property
     def middle(self) -> int:
-        """The code that stands for 0 where codes have no sign and there is no minimum."""
+        """Code that represents 0 if codes have no sign and the format has no minimum."""
         return 0 if self.bits == 8 else 1 << (self.bits - 1)
 
     def holds(self, other: "Format") -> bool:
-        """Whether it stores weights of another format to the bit; those of group 0 where a row has
-        one segment.
+        """Return True if this format stores weights of another format bit for bit. A format with
+        group 0 only qualifies if a row has one segment.
         """
         if self.bits == 4 and self.mins and not other.mins and other.wide:
-            return False  # 8 scales, as a minimum, lose digits of a float32
+            return False  # a minimum of 8 scales loses digits of a float32
         nested = other.group % self.group == 0 if self.group else other.group == 0
         return (
             nested
@@ -64,12 +64,12 @@ FORMATS = {
         Format("int8", 8, 0, wide=True),
         Format("int8-32", 8, GROUP),
         Format("int4-32", 4, GROUP),
-        # what GGUF files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
+        # formats of GGUF files, in order: Q6_K/Q3_K, Q4_K/Q4_1, Q5_K/Q5_1, Q2_K
         Format("int8-16-wide", 8, 16, wide=True),
         Format("int4-32-min", 4, GROUP, wide=True, mins=True),
         Format("int8-32-min", 8, GROUP, wide=True, mins=True),
         Format("int8-16-min", 8, 16, wide=True, mins=True),
-        # what compressed-tensors, GPTQ and AWQ hold
+        # formats of compressed-tensors, GPTQ and AWQ
         Format("int4-32-wide", 4, GROUP, wide=True),
         Format("int4-64-wide", 4, 64, wide=True),
         Format("int4-64-min", 4, 64, wide=True, mins=True),
@@ -79,8 +79,7 @@ FORMATS = {
     )
 }
 FILE = "file"  # `EngineConfig.quantization`: the formats of a quantised checkpoint
-# The other ones: the format of a model's layers, and that of its head, by which logits
-# are made.
+# Other values of `EngineConfig.quantization`: the formats of the layers and of the head.
 QUANTIZATIONS = {
     "int8": (FORMATS["int8"], FORMATS["int8"]),
     "int8-32": (FORMATS["int8-32"], FORMATS["int8-32"]),
@@ -89,8 +88,8 @@ QUANTIZATIONS = {
 
 
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
-    """Where the segments of a quantised weight begin, and its columns: one segment where those
-    asked for do not begin with a whole group, or with a fourth column.
+    """Return the bounds of a quantised weight's segments. These are the requested ones if each
+    begins at a whole group and at a multiple of 4 columns. Otherwise there is a single segment.
     """
     unit = form.group or 4
     if segments is None or any(bound % unit for bound in segments[:-1]):
@@ -99,7 +98,7 @@ def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> t
 
 
 def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
-    """First and last column of each group, segment by segment."""
+    """Return the first and last column of each group, segment by segment."""
     if not form.group:
         return list(pairwise(bounds))
     return [
@@ -108,19 +107,19 @@ def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
 
 
 def widest(forms: Iterable[Format]) -> Format:
-    """The smallest format that holds what all of these hold."""
+    """Return the smallest format that holds the contents of all these formats."""
     wanted = tuple(forms)
-    found = (form for form in FORMATS.values() if all(form.holds(each) for each in wanted))
-    return min(found, key=_size)
+    candidates = (form for form in FORMATS.values() if all(form.holds(each) for each in wanted))
+    return min(candidates, key=_size)
 
 
 def fitting(bits: int, group: int, wide: bool, mins: bool) -> Format | None:
-    """The smallest format of codes of so many bits that holds such ones, see `Format`; None: none
-    does.
+    """Return the smallest format with codes of this many bits that holds such codes, or None. The
+    arguments are attributes of `Format`.
     """
     wanted = Format("", bits, group, wide, mins)
-    found = (form for form in FORMATS.values() if form.bits == bits and form.holds(wanted))
-    return min(found, key=_size, default=None)
+    candidates = (form for form in FORMATS.values() if form.bits == bits and form.holds(wanted))
+    return min(candidates, key=_size, default=None)
 
 
 def _size(form: Format) -> tuple[float, int]:

@@ -1,8 +1,8 @@
-"""`Ops`: the operations of a backend, and what it promises about their bits.
+"""`Ops`: the operations of a backend, and its guarantees about their bits.
 
-`Operations` are those of a trunk. They work on `X`, which stands for rows: tensors in `Ops`,
-buffers in a recorder (`ops/cpu/recorder.py`), values that are computed later in
-`ops/cuda/few_rows.py`. Each operation is a Protocol below, with its signature and its meaning.
+`Operations` are the calls of a trunk. Their type variable `X` stands for rows: tensors in `Ops`,
+buffers in a recorder (`ops/cpu/recorder.py`), lazily computed values in `ops/cuda/few_rows.py`.
+Each operation is a Protocol below that defines its signature and its meaning.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -25,51 +25,51 @@ from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
 
-FEW_ROWS = 8  # what `Ops.few_rows` may be given at most
+FEW_ROWS = 8  # most rows that `Ops.few_rows` accepts
 
 X = TypeVar("X")  # rows
 X_co = TypeVar("X_co", covariant=True)
 
-# Fills `out` from the inputs, in the middle of a trunk: (batch, out, *inputs); see `Call`.
+# Fill `out` from the inputs in the middle of a trunk: (batch, out, *inputs). `Call` runs it.
 Joint = Callable[Concatenate[ForwardBatch, Tensor, ...], None]
-Segments = tuple[int, ...]  # bounds of columns that are added up by themselves
+Segments = tuple[int, ...]  # bounds of column ranges that are summed separately
 
 
 class Weight(Protocol):
-    """A matrix that `Ops.allocate` made: a tensor, or a class of the backend that made it."""
+    """A matrix made by `Ops.allocate`: a tensor, or a class of the backend that made it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in]."""
+        """Shape [out, in]."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what products read."""
+        """Dtype that products read."""
         ...
 
 
 class UnitRows(Protocol):
-    """Which units stand behind which blocks."""
+    """Mapping from blocks to the memory units that back them."""
 
     def units(self) -> Tensor:
-        """Units [units of a block, blocks] as they are now."""
+        """Return the current units [units of a block, blocks]."""
         ...
 
 
 class KvcacheView(Protocol):
-    """The KV tensors, which attention reads and writes. Slots are of blocks, whatever stands behind
-    them.
+    """The KV tensors that attention reads and writes. Slots are numbered by block, independently of
+    the units that back it.
 
     Attributes:
-        block_size: tokens of a block.
-        format: how rows of keys and values are kept.
-        head_dim: numbers of a row that are attended.
-        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]; of layers
-            of several kinds [units, numbers of a unit].
-        places: of each layer: which of a block's units it lies in, and where in there.
-        states: a `StateView`, where the model has layers with a state; else None.
-        unit_map: tells which units stand behind which block; None: a block is its unit.
+        block_size: Tokens per block.
+        format: Storage format of rows of keys and values.
+        head_dim: Numbers per row that attention reads.
+        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]. If the
+            model has several kinds of layers: [units, numbers of a unit].
+        places: For each layer, which of a block's units holds it and at which index.
+        states: `StateView` of a model that has layers with a state, otherwise None.
+        unit_map: Mapping from blocks to units. None: block ids are unit ids.
     """
 
     block_size: int
@@ -80,39 +80,35 @@ class KvcacheView(Protocol):
     places: list[tuple[int, int]]
 
     @property
-    def states(self) -> StateView | None:
-        """See the attributes."""
-        ...
+    def states(self) -> StateView | None: ...
 
     @property
-    def unit_map(self) -> UnitRows | None:
-        """See the attributes."""
-        ...
+    def unit_map(self) -> UnitRows | None: ...
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, num_kv_heads, head_dim] at slots [N]."""
         ...
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at slots [...], float32, each [num_kv_heads, ..., head_dim]."""
+        """Return keys and values at slots [...], float32, each [num_kv_heads, ..., head_dim]."""
         ...
 
     def lie(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer where they lie, each [num_kv_heads, units, block_size,
-        head_dim] with strides of its own.
+        """Return strided views of all keys and values of a layer, each [num_kv_heads, units,
+        block_size, head_dim].
         """
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer as they are kept, not copied, each [num_kv_heads, slots,
-        numbers of a row].
+        """Return views of all stored rows of a layer, undecoded: keys and values, each
+        [num_kv_heads, slots, numbers of a row].
         """
         ...
 
 
 class Norm(NamedTuple):
-    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. No weight:
-    only rounded.
+    """One RMS norm: x / rms(x) * (offset + weight), rounded to dtype once, at the end. Without a
+    weight, rows are only rounded.
     """
 
     weight: Tensor | None  # [width]
@@ -122,18 +118,18 @@ class Norm(NamedTuple):
 
 
 class LatentOps(NamedTuple, Generic[X]):
-    """Attention over latents: what lies between its products and the attention itself.
+    """Attention over latents: the operations between its products and the attention itself.
 
-    A token's keys and values of all heads are products of one latent (MLA, arXiv:2405.04434), and
-    the cache holds the latent. A head's queries are brought to where the latents are, and the
-    attended latents to the head's values: (q W_k) · c = q · (W_k c). So attention is that of one KV
-    head, whose values are its keys. `kv` is a weight [heads * (plain + value), rank]: of each head
-    the rows that make its keys of a latent, then those that make its values.
+    The keys and values of all heads of a token are products of one latent (MLA, arXiv:2405.04434),
+    and the cache stores the latent. Queries are projected into the latent space, and attended
+    latents are projected to values: (q W_k) · c = q · (W_k c). Attention therefore has a single KV
+    head, whose values are its keys. `kv` is a weight [heads * (plain + value), rank]. For each head
+    it holds the rows that make keys of a latent, then the rows that make values.
 
     Attributes:
         meet: (q [N, heads * (plain + rotary)], c [N, rank + rotary], kv, norm, sizes) -> [N, (heads
-            + 2) * key]: queries, then the key, which holds the normed latent, twice: what
-            `Ops.rope_and_store` takes of one KV head.
+            + 2) * key]: the queries, then the key twice. The key holds the normed latent.
+            `Ops.rope_and_store` takes the result as the input of one KV head.
         values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
     """
 
@@ -142,8 +138,8 @@ class LatentOps(NamedTuple, Generic[X]):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of heads before they turn. A norm of D weights is of each head, a wider one of all
-    heads of a row; None: they stay as they are.
+    """Norms of heads, applied before rotation. A norm with D weights applies to each head, a wider
+    one to all heads of a row together. None: no norm.
     """
 
     queries: Norm | None = None
@@ -152,18 +148,18 @@ class HeadNorms(NamedTuple):
 
 
 class RopeArgs(NamedTuple):
-    """How a layer's queries and keys turn; the same in every step.
+    """Parameters of the rotary embedding of a layer, the same in every step.
 
     Attributes:
-        cos, sin: float32 [positions, R / 2]. The first R <= D numbers of a head turn, the rest
-            stays as it is.
-        num_heads: of queries.
-        num_kv_heads: of keys and values; 0: the layer reads another layer's keys and stores none.
-        norms: of heads, before they turn.
-        interleaved: pairs that turn together are neighbours; else they are (i, i + R / 2).
-        query_scales: float32 [positions]: queries are multiplied by that of their position before
-            they are rounded; None: they are not.
-        joint: values are the keys as they come, and the rows have them once.
+        cos, sin: float32 [positions, R / 2]. The first R <= D numbers of a head are rotated, the
+            rest is unchanged.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads. 0: the layer reads another layer's keys and stores none.
+        norms: Norms applied to heads before rotation.
+        interleaved: If True, rotated pairs are adjacent numbers; otherwise (i, i + R / 2).
+        query_scales: float32 [positions]: factor for the queries at each position, applied before
+            rounding. None: no factor.
+        joint: If True, values are the unrotated keys, and rows contain them once.
     """
 
     cos: Tensor
@@ -177,13 +173,13 @@ class RopeArgs(NamedTuple):
 
 
 class AttentionArgs(NamedTuple):
-    """How a layer scores keys; the same in every step.
+    """Parameters of the scores of a layer, the same in every step.
 
     Attributes:
-        scale: multiplies queries times keys.
-        sinks: float32 [heads]: scores, neither scaled nor capped, that belong to no key and are the
-            last term of the softmax's sum; None: there are none.
-        cap: makes of a scaled score s cap * tanh(s / cap); 0: it does not.
+        scale: Factor of the product of query and key.
+        sinks: float32 [heads]: scores without a key, neither scaled nor capped, that form the last
+            term of the softmax's sum. None: no sinks.
+        cap: Soft cap: a scaled score s becomes cap * tanh(s / cap). 0: no cap.
     """
 
     scale: float
@@ -195,7 +191,7 @@ class AttentionArgs(NamedTuple):
 
 
 class Embed(Protocol[X_co]):
-    """Rows of the embedding [V, H], scaled, as the residual stream [N, H]."""
+    """Lookup of scaled rows of the embedding [V, H], as the residual stream [N, H]."""
 
     def __call__(
         self,
@@ -205,8 +201,10 @@ class Embed(Protocol[X_co]):
         part: tuple[int, int] | None = None,
         /,
     ) -> X_co:
-        """With a part (first, vocab_size) the weight holds the tokens from `first` on only; the
-        rows of others are zeros, negative ones: a sum over ranks changes no bit.
+        """Return the rows of `input_ids`.
+
+        With a part (first, vocab_size) the weight only holds the tokens from `first` on. The rows
+        of other tokens are negative zeros, so a sum over ranks changes no bit.
         """
         ...
 
@@ -224,25 +222,25 @@ class Linear(Protocol[X]):
     ) -> X:
         """Compute [N, in] -> [N, out], in the weight's dtype or in float32.
 
-        Segments are bounds of 1, 2, 4 or 8 pieces of the input's columns. Each is added up by
-        itself and they are merged neighbours first (`parallel.segments`), in float32: a rank's
-        part of a sum over ranks.
+        Segments are bounds of 1, 2, 4 or 8 ranges of the input's columns. Each range is summed
+        separately, and the sums are merged pairwise, neighbors first (`parallel.segments`), in
+        float32. A segment is one rank's part of a sum over ranks.
         """
         ...
 
 
 class RmsNorm(Protocol[X]):
-    """An addition to the residual stream, and its norm."""
+    """Addition to the residual stream, and the stream's norm."""
 
     def __call__(self, x: X | None, residual: X, norm: Norm, scale: float = 1.0, /) -> tuple[X, X]:
-        """Add scale * x [N, H] to the residual stream [N, H], in float32; return both, the stream
-        normed first.
+        """Add scale * x [N, H] to the residual stream [N, H] in float32. Return the normed stream
+        and the stream.
         """
         ...
 
 
 class RopeAndStore(Protocol[X]):
-    """Rotary embedding, and the keys and values of rows into the cache."""
+    """Rotary embedding, and the write of new keys and values to the cache."""
 
     def __call__(
         self,
@@ -254,18 +252,18 @@ class RopeAndStore(Protocol[X]):
         layer: int,
         /,
     ) -> X:
-        """Compute queries, keys and values side by side, [N, (heads + 2 kv heads) * D] -> queries
-        [N, heads, D] rotated; keys and values are written to their slots.
+        """Rotate queries, keys and values side by side, [N, (heads + 2 kv heads) * D], and write
+        keys and values to their slots. Return the rotated queries [N, heads, D].
         """
         ...
 
 
 class PlanAttention(Protocol):
-    """What `Attention` wants to know of a batch."""
+    """Preparation of `Attention` for a batch."""
 
     def __call__(self, batch: ForwardBatch, block_size: int, window: int = 0, /) -> object:
-        """Return a plan, made once a step for each window of the model. A row at position p sees
-        the keys above p - window; 0: all before it.
+        """Return a plan, made once per step for each window size of the model. A row at position p
+        sees the keys above p - window. 0: all keys before it.
         """
         ...
 
@@ -281,7 +279,7 @@ class Attention(Protocol[X]):
 
 
 class Moe(Protocol[X]):
-    """A layer of experts; see `ops.moe.mixture`."""
+    """A layer of experts, as `ops.moe.mixture` defines it."""
 
     def __call__(
         self,
@@ -297,7 +295,7 @@ class Moe(Protocol[X]):
 
 
 class ShortConv(Protocol[X]):
-    """A gated short convolution; see `ops.reference.state`."""
+    """A gated short convolution, specified in `ops.reference.state`."""
 
     def __call__(
         self,
@@ -308,14 +306,14 @@ class ShortConv(Protocol[X]):
         layer: int,
         /,
     ) -> X:
-        """Compute three projections b, c and x of each row, [N, 3 * C] -> c * conv(b * x) [N, C],
-        where b * x of the rows before it in its sequence is read from the view.
+        """Compute three projections b, c and x of each row, [N, 3 * C] -> c * conv(b * x) [N, C].
+        The values of b * x of earlier rows of the sequence are read from the view.
         """
         ...
 
 
 class DeltaNet(Protocol[X]):
-    """The gated delta rule; see `ops.reference.state`."""
+    """The gated delta rule, specified in `ops.reference.state`."""
 
     def __call__(
         self,
@@ -326,24 +324,24 @@ class DeltaNet(Protocol[X]):
         layer: int,
         /,
     ) -> X:
-        """Compute the inputs of a convolution, a gate, and two numbers a value head, [N, C + V + 2
-        * heads] -> [N, V], normalised by head and gated.
+        """Compute [N, C + V + 2 * heads] -> [N, V], normalised per head and gated. The input holds
+        the convolution's input, a gate, and two numbers per value head.
         """
         ...
 
 
 class Lora(Protocol[X]):
-    """What adapters add to a product; see `ops.lora`."""
+    """Addition of adapters to a product, specified in `ops.lora`."""
 
     def __call__(self, y: X, x: X, name: str, batch: ForwardBatch, /) -> X:
-        """Return the product y [N, out] of x [N, in] and the weight `name` with what the adapter of
-        each row adds, in the dtype of y, which may be written.
+        """Return y [N, out] plus the contribution of each row's adapter, in the dtype of y. y is
+        the product of x [N, in] and the weight `name`. It may be overwritten.
         """
         ...
 
 
 class Call(Protocol[X]):
-    """A Python function in the middle of a trunk, such as what ranks exchange."""
+    """A Python function in the middle of a trunk, such as an exchange between ranks."""
 
     def __call__(
         self,
@@ -354,95 +352,73 @@ class Call(Protocol[X]):
         dtype: torch.dtype,
         /,
     ) -> X:
-        """Return rows [N, columns] that `function(batch, out, *inputs)` fills. It is called also
-        for a batch without rows.
+        """Return rows [N, columns] filled by `function(batch, out, *inputs)`. The function is also
+        called for a batch without rows.
         """
         ...
 
 
 class Operations(Protocol[X]):
-    """The calls of a trunk. N rows; weights are [out, in]; the residual stream is float32, products
-    read the weights' dtype.
+    """The calls of a trunk on N rows. Weights are [out, in]. The residual stream is float32, and
+    products read the weights' dtype.
     """
 
     @property
-    def embed(self) -> Embed[X]:
-        """See `Embed`."""
-        ...
+    def embed(self) -> Embed[X]: ...
 
     @property
-    def linear(self) -> Linear[X]:
-        """See `Linear`."""
-        ...
+    def linear(self) -> Linear[X]: ...
 
     @property
-    def rms_norm(self) -> RmsNorm[X]:
-        """See `RmsNorm`."""
-        ...
+    def rms_norm(self) -> RmsNorm[X]: ...
 
     @property
-    def rope_and_store(self) -> RopeAndStore[X]:
-        """See `RopeAndStore`."""
-        ...
+    def rope_and_store(self) -> RopeAndStore[X]: ...
 
     @property
-    def plan_attention(self) -> PlanAttention:
-        """See `PlanAttention`."""
-        ...
+    def plan_attention(self) -> PlanAttention: ...
 
     @property
-    def attention(self) -> Attention[X]:
-        """See `Attention`."""
-        ...
+    def attention(self) -> Attention[X]: ...
 
     @property
-    def latent(self) -> LatentOps[X]:
-        """See `LatentOps`."""
-        ...
+    def latent(self) -> LatentOps[X]: ...
 
     @property
     def gate(self) -> Callable[[X, str], X]:
-        """Gate and up [N, 2 * inner] and an activation -> activation(gate) * up [N, inner]."""
+        """Map gate and up [N, 2 * inner] and an activation's name to activation(gate) * up [N,
+        inner].
+        """
         ...
 
     @property
-    def moe(self) -> Moe[X]:
-        """See `Moe`."""
-        ...
+    def moe(self) -> Moe[X]: ...
 
     @property
-    def short_conv(self) -> ShortConv[X]:
-        """See `ShortConv`."""
-        ...
+    def short_conv(self) -> ShortConv[X]: ...
 
     @property
-    def delta_net(self) -> DeltaNet[X]:
-        """See `DeltaNet`."""
-        ...
+    def delta_net(self) -> DeltaNet[X]: ...
 
     @property
     def sigmoid_gate(self) -> Callable[[X, X], X]:
-        """Rows x and gates, [N, C] each -> x * sigmoid(gate)."""
+        """Map rows x and gates, [N, C] each, to x * sigmoid(gate)."""
         ...
 
     @property
-    def lora(self) -> Lora[X]:
-        """See `Lora`."""
-        ...
+    def lora(self) -> Lora[X]: ...
 
     @property
-    def call(self) -> Call[X]:
-        """See `Call`."""
-        ...
+    def call(self) -> Call[X]: ...
 
     @property
     def columns(self) -> Callable[[X, int, int], X]:
-        """Rows [N, C], start, stop -> some of the columns, not copied."""
+        """Return the columns from start to stop of rows [N, C], not copied."""
         ...
 
 
 class Trunk(Protocol):
-    """Everything of a model but its head, by calls of `ops` only."""
+    """A model without its head, expressed as calls of `ops` only."""
 
     def __call__(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView, /) -> X:
         """Compute the rows of a batch."""
@@ -453,37 +429,38 @@ class Trunk(Protocol):
 
 
 class States(Protocol):
-    """Attention over the keys that are here."""
+    """Attention over the keys stored on this rank."""
 
     def __call__(
         self, q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs, /
     ) -> Tensor:
         """Compute queries [M, heads, D] -> float32 [states, heads, width], row by row, each row's
-        in order of keys. Sinks do not count yet.
+        states in order of keys. Sinks are not included.
         """
         ...
 
 
 class Merge(Protocol):
-    """Attention from all states of rows."""
+    """Attention from all states of each row."""
 
     def __call__(
         self, states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None, /
     ) -> Tensor:
-        """Return [N, heads * D] with the bits of undivided attention, from all states of each row
-        in order of keys, `counts` [N] of them, and its heads' sinks.
+        """Return [N, heads * D] with the bits of undivided attention. `states` holds all states of
+        each row in order of keys, `counts` [N] their numbers.
         """
         ...
 
 
 class PartialAttention(NamedTuple):
-    """Attention cut at multiples of `SEGMENT` keys: who holds the keys computes states, the row's
-    owner merges them.
+    """Attention cut at multiples of `SEGMENT` keys: the rank that holds the keys computes states,
+    and the row's owner merges them.
 
     Attributes:
-        plan: (rows, block_size) -> what `states` wants to know; once a step for each window.
-        states, merge: see `States` and `Merge`.
-        width: (D) -> numbers of a state.
+        plan: (rows, block_size) -> plan for `states`, made once per step for each window size.
+        states: Computes the states of rows.
+        merge: Merges the states of rows.
+        width: (D) -> numbers per state.
     """
 
     plan: Callable[[SegmentRows, int], object]
@@ -493,7 +470,7 @@ class PartialAttention(NamedTuple):
 
 
 class Allocate(Protocol):
-    """Memory of a weight."""
+    """Allocation of a weight's memory."""
 
     def __call__(
         self,
@@ -504,41 +481,41 @@ class Allocate(Protocol):
         form: Format | None = None,
         segments: Segments | None = None,
     ) -> Weight:
-        """Return a weight [out, in] as the products read it, not initialised: a tensor, or what
-        keeps the numbers in an order of its own, like `ops.cpu.weights.PackedWeight`.
+        """Return an uninitialised weight [out, in] that products can read: a tensor, or a class
+        with its own memory layout, such as `ops.cpu.weights.PackedWeight`.
 
         Args:
             shape: [out, in].
-            dtype: of its numbers; with a format, what products round their inputs to first.
-            device: where it lies.
-            latent: sizes of attention over latents, if it is the weight that `LatentOps` reads.
-            form: format of its codes (`ops.quantised`), like `ops.reference.quantised`: products
-                have the bits of `quantised.product`.
-            segments: those that `linear` will be given.
+            dtype: Dtype of the weight. With a format, the dtype to which products first round their
+                inputs.
+            device: Device that holds the weight.
+            latent: Sizes of attention over latents, if `LatentOps` reads the weight.
+            form: Format of the weight's codes. Products have the bits of `ops.quantised.product`.
+            segments: Segments with which `linear` will be called.
         """
         ...
 
 
 class Compile(Protocol):
-    """A trunk as a function of a batch."""
+    """Conversion of a trunk to a function of a batch."""
 
     def __call__(
         self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype, /
     ) -> Callable[[ForwardBatch], Tensor]:
-        """Return a function that gives what `trunk(ops, batch, view)` gives."""
+        """Return a function with the results of `trunk(ops, batch, view)`."""
         ...
 
 
 class Lacking:
-    """An operation that a backend does not have. Models that need it are rejected before they are
-    built.
+    """An operation that a backend does not implement. Models that need it are rejected before they
+    are built.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *_: object) -> NoReturn:
-        raise NotImplementedError(f"this backend has no {self.name}; use backend='cpu'.")
+        raise NotImplementedError(f"this backend does not support {self.name}; use backend='cpu'.")
 
 
 _NO_CONVOLUTIONS = Lacking("short convolutions")
@@ -550,39 +527,38 @@ _NO_ADAPTERS = Lacking("adapters")
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A backend: `Operations` on tensors, heads, and the memory of weights.
+    """A backend: `Operations` on tensors, heads, and the allocation of weights.
 
     Attributes:
-        name: of the backend; part of the numerics fingerprint.
-        version: counted up whenever any bit of its results may change.
-        schedule_invariant: whether a row's bits depend only on the weights and on the tokens before
+        name: Name of the backend, part of the numerics fingerprint.
+        version: Number that is raised whenever any bit of the results may change.
+        schedule_invariant: True if a row's bits depend only on the weights and on the tokens before
             it.
-        in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and
-            8 ranks agree to the bit. Else a rank adds up its columns in one piece, and the number
+        in_segments: True if `linear` adds up in the segments it receives, so that 1, 2, 4 and 8
+            ranks agree bit for bit. Otherwise a rank sums its columns in one piece, and the number
             of ranks is part of the fingerprint.
-        gate: with `"clamped_swiglu"` gate and up are bounded and up has 1 added: see
-            `ops.reference.backend.gate`.
+        gate: Gated activation. `"clamped_swiglu"` clamps gate and up and adds 1 to up
+            (`ops.reference.backend.gate`).
         logits: (hidden [L, H], weight [V, H], `LogitScale`) -> float32 [L, V].
         sample: (hidden [L, H], weight, scale, batch) -> `Draw` from these logits.
-        sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there
-        already. gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) ->
-            float32 [L], under softmax of these logits over the temperature (above 0): the same bits
-            as `sample` reports of that token.
-        score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
-            are there already.
-        compile: None: the trunk is called in every step.
-        has_adapters: whether it has `lora`.
-        few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of
-            at most `FEW_ROWS` rows, in fewer kernels; for steps that are captured. None: there is
-            no other way.
-        partial: attention over a part of the keys. None: the backend computes it whole.
-        head_parts: draws and scores where each rank holds a part of the head. None: ranks gather
-            the logits.
-        placed: (places, each `ops.lora.Place`) -> a function of as many matrices, which copies each
-            to its place, and returns the first that has a number that is not finite, -1 if none
-            has.
-        sums: the order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, where
-            there is a choice (`EngineConfig.cpu_sums`).
+        sample_logits: (logits [L, V], batch) -> the same `Draw`, from computed logits.
+        gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) -> float32
+            [L], under softmax of these logits over the temperature (above 0). The bits equal those
+            that `sample` reports for the token.
+        score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from computed
+            logits.
+        compile: Compiler of trunks. None: the trunk is called in every step.
+        has_adapters: True if the backend implements `lora`.
+        few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)` up to rounding,
+            for at most `FEW_ROWS` rows and in fewer kernels. Captured steps use it. None: not
+            implemented.
+        partial: Attention over some of the keys. None: the backend only computes it whole.
+        head_parts: Draws and scores with a head that is sharded over ranks. None: ranks gather the
+            logits.
+        placed: (places, each `ops.lora.Place`) -> a function that copies one matrix to each place.
+            It returns the index of the first matrix with a non-finite number, -1 if there is none.
+        sums: Order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, if the
+            backend has a choice (`EngineConfig.cpu_sums`).
     """
 
     name: str
@@ -620,15 +596,15 @@ class Ops:
 
 
 class HeadParts(NamedTuple):
-    """`sample` and `gather_logprobs` of hidden rows that all ranks have, by a weight of which each
-    has some rows.
+    """`sample` and `gather_logprobs` with a sharded head: all ranks have the hidden rows, and each
+    has some rows of the weight.
 
-    Both take the rank's rows of the weight and say in `VocabPart` which these are. They are
-    generators as `sampling.parts` describes them; what they return has the bits of one rank with
-    the whole weight. Batches that are sampled so have no filters and no best tokens.
+    Both take the rank's rows of the weight, and a `VocabPart` that names these rows. They are
+    generators as described in `sampling.parts`. Their results have the bits of one rank with the
+    whole weight. Batches with filters or best tokens are not supported.
 
     Attributes:
-        block: every rank's tokens must begin with a multiple of this.
+        block: Each rank's first token must be a multiple of this number.
         sample: (hidden [L, H], weight [v, H], scale, batch, part) -> `Draw`.
         score: (hidden [L, H], weight [v, H], scale, token_ids [L], temperatures [L], part) ->
             float32 [L].
@@ -648,7 +624,7 @@ class HeadParts(NamedTuple):
 def call(
     batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """`Ops.call` of a backend that computes at once."""
+    """Implement `Ops.call` for a backend that computes immediately."""
     out = torch.empty((len(batch.input_ids), columns), dtype=dtype, device=batch.input_ids.device)
     function(batch, out, *inputs)
     return out
@@ -661,7 +637,7 @@ def embed_part(
     scale: float,
     part: tuple[int, int],
 ) -> Tensor:
-    """`Ops.embed` of a part of the vocabulary, by what embeds tokens that are all there."""
+    """Implement `Ops.embed` for a part of the vocabulary, given an `embed` without parts."""
     places = input_ids - part[0]
     here = (places >= 0) & (places < weight.shape[0])
     rows = embed(torch.where(here, places, 0), weight, scale)
@@ -669,29 +645,31 @@ def embed_part(
 
 
 def columns(x: Tensor, start: int, stop: int) -> Tensor:
-    """`Ops.columns` of tensors."""
+    """Implement `Ops.columns` for tensors."""
     return x[:, start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What decides the bits of this engine. Two engines with the same fingerprint agree to the bit.
+    """Everything that decides an engine's bits, except weights and tokens. Two engines with the
+    same fingerprint agree bit for bit.
 
     Attributes:
-        backend, version: of the operations; the batch-invariant kernels of CUDA are another backend
-            than the others.
-        dtype: of weights, activations and, unless `kv_cache` says otherwise, KV cache.
-        device: kind of device, of a GPU with its generation; torch's own products decide the bits
-            on each.
-        torch: version of torch, whose products the reference backend is made of.
-        schedule_invariant: whether results are independent of batching, chunking, caching and
+        backend, version: Name and version of the operations. CUDA's batch-invariant kernels are a
+            separate backend.
+        dtype: Dtype of weights, activations and, unless `kv_cache` overrides it, KV cache.
+        device: Kind of device, for a GPU with its generation. torch's own products have different
+            bits on each.
+        torch: Version of torch, which computes the products of the reference backend.
+        schedule_invariant: True if results do not depend on batching, chunking, caching and
             preemption.
-        tensor_parallel: how many ranks share a layer, where that decides bits; see
-            `Ops.in_segments`.
-        state_tokens: from one state to the next, where that decides bits; else 0.
-        quantization: of the weights, one of `ops.quantised.QUANTIZATIONS`; None: there is none.
-        kv_cache: how keys and values are kept, where that is not `dtype`; else None.
-        sums: `Ops.sums`, where it decides bits and is not `"pairs"`; else None.
+        tensor_parallel: Number of ranks that share a layer if it decides bits (`Ops.in_segments`),
+            otherwise 1.
+        state_tokens: Tokens from one stored state to the next if this decides bits, otherwise 0.
+        quantization: Quantization of the weights, as in `EngineConfig.quantization`. None: not
+            quantised.
+        kv_cache: Storage format of keys and values if it is not `dtype`, otherwise None.
+        sums: `Ops.sums` if it decides bits and is not `"pairs"`, otherwise None.
     """
 
     backend: str
@@ -708,11 +686,11 @@ class Numerics:
 
     @property
     def fingerprint(self) -> str:
-        """One line that every sample carries."""
+        """One-line fingerprint, attached to every sample."""
         ranks = "" if self.tensor_parallel == 1 else f"/tensor-parallel-{self.tensor_parallel}"
         states = f"/states-of-{self.state_tokens}" if self.state_tokens else ""
         codes = "" if self.quantization is None else f"/{self.quantization}"
         kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
         sums = "" if self.sums is None else f"/{self.sums}"
-        own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return own + sums + ranks + states + codes + kept
+        base = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
+        return base + sums + ranks + states + codes + kept

@@ -1,13 +1,13 @@
-"""How keys and values are kept: as numbers of the model's dtype, or as codes of 8 bits.
+"""Storage formats of keys and values: numbers of the model's dtype, or codes of 8 bits.
 
-A row is the key, or the value, of one token and one KV head. As codes it is rounded as an input of
-a product in codes is (`quantised.quantise_rows`, of one group): with scale = max|x| / 127 each
-number becomes the nearest whole one to x / scale, ties to even, and what is attended is scale *
-code. The scale is a float32: it costs 4 bytes beside `head_dim` of codes, and nothing is rounded
-twice. A row that is not finite is NaN as a whole.
+A row is the key or the value of one token and one KV head. Rows are encoded like a product's inputs
+(`quantised.quantise_rows` with one group). With scale = max|x| / 127, each number becomes the
+integer nearest to x / scale, ties to even, and attention reads scale * code. The scale is a float32
+that takes 4 bytes next to `head_dim` codes, and no number is rounded twice. A row with a non-finite
+number is NaN as a whole.
 
-Also the rows of the chunk that made them are attended as they are kept, so no bit depends on how a
-prompt is cut.
+Attention reads the stored form of a chunk's own rows too, so no bit depends on the cuts between
+chunks.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ SCALE_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Of rows of keys and values.
+    """Storage format of rows of keys and values.
 
     Attributes:
-        dtype: of queries; rows are rounded to it first.
-        coded: rows are kept as codes, each with its scale behind it.
+        dtype: Dtype of queries. Rows are rounded to it first.
+        coded: If True, rows are stored as codes, each followed by its scale.
     """
 
     dtype: torch.dtype
@@ -34,19 +34,19 @@ class KvFormat:
 
     @property
     def stored(self) -> torch.dtype:
-        """Of the numbers that are kept."""
+        """Dtype of the stored numbers."""
         return torch.int8 if self.coded else self.dtype
 
     def width(self, head_dim: int) -> int:
-        """How many of them a row takes."""
+        """Return the number of stored numbers per row."""
         return head_dim + SCALE_BYTES if self.coded else head_dim
 
     def head_dim(self, width: int) -> int:
-        """Numbers that are attended of a row so wide."""
+        """Return the numbers that attention reads of a row of this width."""
         return width - SCALE_BYTES if self.coded else width
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rows [..., D] of any dtype as they are kept, [..., width]."""
+        """Encode rows [..., D] of any dtype for storage, [..., width]."""
         rows = rows.to(self.dtype)
         if not self.coded:
             return rows
@@ -56,15 +56,15 @@ class KvFormat:
         return kept.view(*rows.shape[:-1], kept.shape[1])
 
     def decode(self, kept: Tensor) -> Tensor:
-        """What is attended, float32 [..., D], of rows [..., width]."""
+        """Decode stored rows [..., width] to the float32 [..., D] that attention reads."""
         if not self.coded:
             return kept.float()
         scales = kept[..., -SCALE_BYTES:].contiguous().view(torch.float32)
         return kept[..., :-SCALE_BYTES].float() * scales
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Rows [..., D] with the values that are attended, in their own dtype; gradients pass as
-        they are.
+        """Return rows [..., D] with the values that attention reads, in their own dtype. Gradients
+        pass through unchanged.
         """
         if not self.coded:
             return rows

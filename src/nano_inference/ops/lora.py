@@ -1,8 +1,8 @@
-"""Adapters of low rank (arXiv:2106.09685): what they add to a product, as an operation.
+"""Adapters of low rank (arXiv:2106.09685), as an operation on a product.
 
-Of a row x, y = W x becomes y + B (scale * A x), where A and B are the row's own adapter's. Both
-sums are float32, in a fixed order, and begin from x as the product reads it. So a row's bits depend
-on its own adapter alone, not on other rows of the step; a row without one keeps its bits.
+For a row x, y = W x becomes y + B (scale * A x), where A and B belong to the row's adapter. Both
+sums are float32, in a fixed order, and read x as the product does. A row's bits depend only on its
+own adapter, not on other rows of the step. A row without an adapter keeps its bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-HEAD = "head"  # what an adapter's parts call the head, also where it is the embedding
+HEAD = "head"  # name of the head in an adapter's parts, also if the head is the embedding
 
 
 class LoraPart(NamedTuple):
-    """What an adapter adds to columns [first, first + out) of one product's output."""
+    """An adapter's addition to columns [first, first + out) of one product's output."""
 
     first: int
     a: Tensor  # float32 [rank, in], contiguous
@@ -25,13 +25,13 @@ class LoraPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One version of an adapter, as the operations read it. Nothing changes it.
+    """One immutable version of an adapter, as the operations read it.
 
     Attributes:
-        name: under which requests ask for it.
-        version: counts up with each update of the name.
-        parts: by the decoder's name of the weight that it adapts; parts rise by their columns.
-        packed: what a backend made of `parts` for itself.
+        name: Name by which requests select the adapter.
+        version: Number that rises with each update of the name.
+        parts: Parts by the decoder's name of the adapted weight, sorted by column.
+        packed: A backend's own representation of `parts`.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of its numbers."""
+        """Size of the adapter's matrices in bytes."""
         every = (part for parts in self.parts.values() for part in parts)
         return sum(part.a.nbytes + part.b.nbytes for part in every)
 
 
 class Place(NamedTuple):
-    """Where a matrix [rows, columns] goes.
+    """Destination of a matrix [rows, columns].
 
     Attributes:
-        out: float32, contiguous: [rows, columns], or if `turned` [columns, rows].
+        out: float32, contiguous: [rows, columns], or [columns, rows] if `turned`.
     """
 
     out: Tensor
@@ -58,28 +58,28 @@ class Place(NamedTuple):
 
 
 def placed(places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
-    """`Ops.placed` in torch."""
+    """Implement `Ops.placed` in torch."""
 
     def write(sources: Sequence[Tensor]) -> int:
-        for place, (out, turned) in enumerate(places):
-            (out.T if turned else out).copy_(sources[place])
+        for index, (out, turned) in enumerate(places):
+            (out.T if turned else out).copy_(sources[index])
         finite = (bool(out.isfinite().all()) for out, _ in places)
-        return next((place for place, own in enumerate(finite) if not own), -1)
+        return next((index for index, own in enumerate(finite) if not own), -1)
 
     return write
 
 
 class Adapted(Protocol):
-    """The rows of a step, and whose they are."""
+    """A step's adapters, and the adapter of each of its rows."""
 
     @property
     def adapters(self) -> Sequence[Adapter]:
-        """Those of the step."""
+        """Adapters of the step."""
         ...
 
     @property
     def row_adapters(self) -> Tensor:
-        """int64 [N]: place among `adapters`, -1 for none."""
+        """int64 [N]: index into `adapters`, -1 for none."""
         ...
 
 
@@ -90,15 +90,16 @@ def lora(
     rows: Adapted,
     linear: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`Ops.lora` in torch: products y [N, out] of x [N, in] and the weight `name`, with what each
-    row's adapter adds, in the dtype of y. `linear` keeps a row's bits free of other rows.
+    """Implement `Ops.lora` in torch: add each row's adapter to products y [N, out] of x [N, in] and
+    the weight `name`. The result has the dtype of y. `linear` must compute each row independently
+    of other rows, bit for bit.
     """
     out = y.float().clone()
-    for place, adapter in enumerate(rows.adapters):
-        own = (rows.row_adapters == place).nonzero()[:, 0]
-        if not len(own):
+    for index, adapter in enumerate(rows.adapters):
+        members = (rows.row_adapters == index).nonzero()[:, 0]
+        if not len(members):
             continue
         for first, a, b, scale in adapter.parts.get(name, ()):
-            inner = linear(x[own].float(), a) * scale
-            out[own, first : first + b.shape[1]] += linear(inner, b.T)
+            inner = linear(x[members].float(), a) * scale
+            out[members, first : first + b.shape[1]] += linear(inner, b.T)
     return out.to(y.dtype)

@@ -1,9 +1,8 @@
-"""Layers of experts: what every backend does the same way.
+"""Layers of experts: the parts that all backends share.
 
-A row's result is the sum, in float32 and by rising expert id, of weight times product over the
-experts that it chose, and over the shared expert behind them where there is one. Each product is a
-function of the row and the expert's weights alone, so neither the other rows of an expert nor the
-rank that holds it change a bit.
+A row's result is the float32 sum of weight times product over the row's experts, by rising expert
+id. The shared expert, if there is one, is added last. Each product depends only on the row and the
+expert's weights. Neither the other rows of an expert nor the rank that holds it change a bit.
 """
 
 from collections.abc import Callable
@@ -17,15 +16,15 @@ from nano_inference.ops.settings import Routing
 
 
 class Shared(NamedTuple):
-    """The expert that all rows go through, J inside; every rank holds all of it."""
+    """The expert that every row is routed to, J inside. Every rank holds all of it."""
 
     gate_up: Any  # [2 * J, H]
     down: Any  # [H, J]
-    gated: bool  # its weight is the sigmoid of the router's last row; else 1
+    gated: bool  # its weight is the sigmoid of the router's last row; otherwise 1
 
 
 class Biases(NamedTuple):
-    """Of a layer of experts: a number for each row of the weights that they belong to."""
+    """Biases of a layer of experts: one number for each row of the weight of the same name."""
 
     router: Tensor  # float32 [E]
     gate_up: Tensor  # [held * 2 * I], in the weights' dtype
@@ -33,40 +32,40 @@ class Biases(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, or those of them that a rank holds. E experts in all, H wide, I
-    inside of each.
+    """The experts of a layer, or a rank's share of them. There are E experts in all, H wide, I
+    inside each.
     """
 
-    router: Any  # [E, H]; where the shared expert has a gate, that is one more row
+    router: Any  # [E, H], and one more row if the shared expert has a gate
     gate_up: Any  # [held * 2 * I, H]: gate and up rows of one expert, then those of the next
     down: Any  # [held * H, I]
-    num_experts: int  # E: of the layer, wherever they are
+    num_experts: int  # E: number of experts of the layer over all ranks
     routing: Routing
     activation: str
-    bias: Tensor | None = None  # float32 [E], the correction
+    bias: Tensor | None = None  # float32 [E], the correction bias
     shared: Shared | None = None  # without biases
     biases: Biases | None = None
-    scales: Tensor | None = None  # float32 [E]: what multiplies the experts' weights
+    scales: Tensor | None = None  # float32 [E]: factors of the experts' weights
 
     @property
     def num_held(self) -> int:
-        """Whose weights are here."""
+        """Number of experts whose weights are on this rank."""
         return self.down.shape[0] // self.router.shape[1]
 
     @property
     def num_weights(self) -> int:
-        """Of a row: its experts, and the shared one."""
+        """Number of weights per row: its experts and the shared one."""
         return self.routing.per_token + (self.shared is not None)
 
 
 class MoeSteps(NamedTuple):
-    """The parts of a backend's `Ops.moe`: what can be done at different ranks.
+    """The parts of a backend's `Ops.moe`, which different ranks may run.
 
     Attributes:
         route: (x [N, H], experts) -> ids int64 [N, K], rising in each row, and weights float32 [N,
-            K], with the shared expert's behind them where there is one.
+            K]. The shared expert's weight follows if there is one.
         products: (x [M, H], rows int64 [P], held int64 [P], experts) -> [P, H]: row `rows[i]`
-            through the expert that is number `held[i]` of those that are here.
+            through expert `held[i]`, an index among the experts of this rank.
         combine: (products [N, W, H], weights [N, W]) -> float32 [N, H], added in the order of W.
     """
 
@@ -75,11 +74,11 @@ class MoeSteps(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor]
 
 
-# Is given the ids [n, K] of some rows, in the order of rows, as they are routed.
+# Receive the ids [n, K] of some rows as they are routed, in row order.
 Note = Callable[[Tensor], None]
 
-# Who brings rows to the ranks of their experts and back: (steps, x [N, H], experts) -> float32 [N,
-# H].
+# Send rows to the ranks of their experts and return the results: (steps, x [N, H], experts) ->
+# float32 [N, H].
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
 
@@ -92,17 +91,19 @@ def mixture(
     note: Note | None = None,
     routed: Tensor | None = None,
 ) -> Tensor:
-    """`Ops.moe`: x [N, H] -> float32 [N, H].
+    """Compute `Ops.moe`: x [N, H] -> float32 [N, H].
 
     Args:
-        steps: of the backend.
-        x: rows, in the weights' dtype.
-        experts: of the layer.
-        exchange: who asks the other ranks; None: all experts are here.
-        row_block: rows that are computed at once, each with K products of its width; no bit depends
+        steps: Steps of the backend.
+        x: Rows, in the weights' dtype.
+        experts: Experts of the layer.
+        exchange: Exchange with the ranks that hold other experts. None: all experts are on this
+            rank.
+        row_block: Number of rows computed together, each with K products of its width. No bit
+            depends on it.
+        note: Callback that receives the expert ids of the rows routed on this rank. No bit depends
             on it.
-        note: is told which experts the rows that are routed here go through; no bit depends on it.
-        routed: rows that the router reads, where they are not x; then all experts are here.
+        routed: Rows that the router reads, if not x. Requires all experts on this rank.
     """
     if note is not None:
         steps = steps._replace(route=partial(_noted, steps.route, note))
@@ -110,7 +111,7 @@ def mixture(
         steps = steps._replace(route=partial(_scaled, steps.route))
     if exchange is not None:
         if routed is not None:
-            raise ValueError("experts are spread over ranks, and the router reads rows of its own.")
+            raise ValueError("a router that reads separate rows requires all experts on this rank.")
         return exchange(steps, x, experts)
     read = x if routed is None else routed
     blocks = [
@@ -134,11 +135,11 @@ def _noted(
 def _scaled(
     route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]], x: Tensor, experts: Experts
 ) -> tuple[Tensor, Tensor]:
-    """The experts' weights times the scales of these."""
+    """Multiply the experts' weights by their scales."""
     assert experts.scales is not None
     ids, weights = route(x, experts)
-    own = weights[:, : ids.shape[1]] * experts.scales[ids]
-    return ids, torch.cat((own, weights[:, ids.shape[1] :]), dim=1)
+    scaled = weights[:, : ids.shape[1]] * experts.scales[ids]
+    return ids, torch.cat((scaled, weights[:, ids.shape[1] :]), dim=1)
 
 
 def _all_here(steps: MoeSteps, x: Tensor, routed: Tensor, experts: Experts) -> Tensor:
@@ -151,13 +152,13 @@ def _all_here(steps: MoeSteps, x: Tensor, routed: Tensor, experts: Experts) -> T
 def summed(
     steps: MoeSteps, products: Tensor, weights: Tensor, x: Tensor, experts: Experts
 ) -> Tensor:
-    """What rows x [N, H] get of the products [N, K, H] of their experts, and of the shared one's,
-    which is computed here: float32 [N, H].
+    """Return float32 [N, H]: the weighted sum of the products [N, K, H] of the rows x [N, H] with
+    their experts. The shared expert's product is computed here.
     """
     if experts.shared is not None:
         gate_up, down, _ = experts.shared
         rows = torch.arange(len(x), device=x.device)
         alone = experts._replace(gate_up=gate_up, down=down, biases=None)
-        own = steps.products(x, rows, torch.zeros_like(rows), alone)
-        products = torch.cat((products, own[:, None]), dim=1)
+        shared = steps.products(x, rows, torch.zeros_like(rows), alone)
+        products = torch.cat((products, shared[:, None]), dim=1)
     return steps.combine(products, weights)

@@ -1,17 +1,18 @@
-"""Weights in 8 and 4 bits: what every backend computes with them. The formats are in `formats`.
+"""Weights in 8 and 4 bits: the arithmetic that every backend implements. `ops.formats` defines the
+formats.
 
-A weight is whole numbers (codes) times scales. A product rounds its input to codes of 8 bits, row
-by row, adds up products of codes as whole numbers, and multiplies by both scales:
+A weight is integers (codes) times scales. A product rounds its input to codes of 8 bits, row by
+row, adds up products of codes as integers, and multiplies by both scales:
 
     y[n] = sum over groups g, in rising order, of
            (x codes of g . w codes of g) * (x scale * w scale)
            - (sum of x codes of g) * (x scale * w min)
 
-where the last term is for formats with a minimum: their weights are code * scale - min.
+The last term applies to formats with a minimum, whose weights are code * scale - min.
 
-Sums of whole numbers are the same in any order, so a format that has one group a segment
-(`"int8"`) has the same bits however a product is cut; the others add up few floats in a fixed
-order. Segments are merged as those of `Ops.linear` are.
+Sums of integers are the same in any order. A format with one group per segment (`"int8"`) therefore
+has the same bits however a product is cut. The other formats add up a few floats in a fixed order.
+Segments are merged like those of `Ops.linear`.
 """
 
 from bisect import bisect_right
@@ -24,13 +25,13 @@ from torch import Tensor
 from nano_inference.ops.formats import Format, groups_of
 from nano_inference.parallel.segments import tree_sum
 
-MOST = 127  # of a code of 8 bits, also of every input
-TINY = 1e-30  # a group whose largest number is no larger counts as zeros
+MOST = 127  # largest code of 8 bits, also of every input
+TINY = 1e-30  # groups whose largest magnitude is at most this count as zeros
 
 
 def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Inputs [N, K] as codes float32 [N, K] and scales float32 [N, groups]. A group that holds
-    what is not finite has a scale that is NaN, and codes of 0.
+    """Quantise inputs [N, K] to codes float32 [N, K] and scales float32 [N, groups]. A group with a
+    non-finite number gets the scale NaN and codes of 0.
     """
     x = x.float()
     codes, scales = torch.zeros_like(x), x.new_zeros((len(x), len(groups)))
@@ -39,9 +40,10 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
             continue
         part = x[:, first:last]
         largest = part.abs().amax(dim=1, keepdim=True)
-        known = (part * 0).sum(dim=1, keepdim=True)  # NaN where something is not finite
+        known = (part * 0).sum(dim=1, keepdim=True)  # NaN if a number is not finite
         tiny = ~(largest > TINY)
-        most = torch.full_like(largest, MOST)  # by a number torch may divide otherwise
+        # a tensor: torch may divide by a Python number differently
+        most = torch.full_like(largest, MOST)
         inverse = torch.where(tiny, 0.0, most / largest)
         whole = torch.round(part * inverse)
         codes[:, first:last] = torch.where(known == 0, whole, 0.0)
@@ -52,9 +54,9 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
 def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """A weight [rows, K] as codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
-    [rows, groups], rounded to float16 where the format has them so. What is not finite makes a
-    scale that is NaN.
+    """Quantise a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
+    [rows, groups]. Scales are rounded to float16 if the format stores them so. Non-finite numbers
+    make a scale NaN.
     """
     weight = weight.float()
     codes = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
@@ -64,8 +66,8 @@ def quantise_weight(
             continue
         part = weight[:, first:last]
         known = (part * 0).sum(dim=1, keepdim=True)
-        place = part.abs().argmax(dim=1, keepdim=True)  # of equal ones the first
-        largest = part.gather(1, place)
+        index = part.abs().argmax(dim=1, keepdim=True)  # the first of several equal ones
+        largest = part.gather(1, index)
         if form.bits == 8:
             scale, low, high = largest.abs() / torch.full_like(largest, MOST), -MOST, MOST
         else:
@@ -85,11 +87,11 @@ class Codes:
     """A quantised weight as plain tensors.
 
     Attributes:
-        codes: int8 [rows, K], of 4 bits without a minimum -8 to 7.
+        codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum.
         scales: float32 [rows, groups].
-        form: its format.
-        bounds: of its segments.
-        mins: float32 [rows, groups], where the format has them.
+        form: Format of the weight.
+        bounds: Bounds of its segments.
+        mins: float32 [rows, groups] if the format has minima.
     """
 
     codes: Tensor
@@ -100,17 +102,19 @@ class Codes:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """Columns of each scale."""
+        """First and last column of each scale's group."""
         return groups_of(self.bounds, self.form)
 
     def rows(self, start: int, stop: int) -> "Codes":
-        """Rows [start, stop)."""
+        """Return the rows [start, stop)."""
         mins = None if self.mins is None else self.mins[start:stop]
         codes, scales = self.codes[start:stop], self.scales[start:stop]
         return replace(self, codes=codes, scales=scales, mins=mins)
 
     def columns(self, start: int, stop: int) -> "Codes":
-        """Columns [start, stop), which are whole groups, or a part of the only one."""
+        """Return the columns [start, stop), which must be whole groups or a part of the only
+        one.
+        """
         groups = slice(0, 1)
         if self.form.group:
             groups = slice(start // self.form.group, -(-stop // self.form.group))
@@ -119,7 +123,7 @@ class Codes:
         return replace(self, codes=codes, scales=scales, bounds=(0, stop - start), mins=mins)
 
     def numbers(self) -> Tensor:
-        """The weights that the codes stand for, float32 [rows, K]."""
+        """Decode the weights, float32 [rows, K]."""
         widths = torch.tensor([last - first for first, last in self.groups])
         widths = widths.to(self.scales.device)
         numbers = self.codes.float() * self.scales.repeat_interleave(widths, dim=1)
@@ -129,8 +133,8 @@ class Codes:
 
 
 def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
-    """Codes int8 [n, columns], of rows of bytes that begin with them: those of 4 bits two in a
-    byte, the first in its lower half.
+    """Unpack codes int8 [n, columns] from rows of bytes that begin with them. Codes of 4 bits are
+    stored two per byte, the first in the lower half.
     """
     if form.bits == 8:
         return data[:, :columns].view(torch.int8)
@@ -140,7 +144,7 @@ def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
 
 
 def packed(codes: Tensor, form: Format) -> Tensor:
-    """Codes int8 [n, K] as bytes uint8 [n, K or half of it], which `unpacked` reads."""
+    """Pack codes int8 [n, K] to bytes uint8 [n, K or half of it] that `unpacked` reads."""
     if form.bits == 8:
         return codes.view(torch.uint8)
     moved = codes if form.mins else codes + form.middle
@@ -149,8 +153,8 @@ def packed(codes: Tensor, form: Format) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
-    """A weight [rows, K] in a format. Formats with a minimum are made for what files hold; other
-    weights get one that stands in their middle: of codes of 4 bits 8 scales, of 8 bits 0.
+    """Encode a weight [rows, K] in a format. Formats with a minimum serve the contents of files.
+    Other weights get a minimum that centers their codes: 8 scales for 4 bits, 0 for 8 bits.
     """
     codes, scales = quantise_weight(weight, form, groups_of(bounds, form))
     if not form.mins:
@@ -159,7 +163,9 @@ def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
 
 
 def product(x: Tensor, weight: Codes) -> Tensor:
-    """X [N, K] times a weight [rows, K], in float32 [N, rows]: what every backend gives."""
+    """Multiply x [N, K] by a weight [rows, K], in float32 [N, rows], with the bits of every
+    backend.
+    """
     groups = weight.groups
     codes, scales = quantise_rows(x, groups)
     sums: list[Tensor] = []
@@ -168,7 +174,7 @@ def product(x: Tensor, weight: Codes) -> Tensor:
         for g, (first, last) in enumerate(groups):
             if first < start or last > end or first == last:
                 continue
-            # whole numbers below 2^53: exact in float64, in any order
+            # integers below 2^53 are exact in float64, in any order
             whole = codes[:, first:last].double() @ weight.codes[:, first:last].double().T
             scale = scales[:, g, None] * weight.scales[None, :, g]
             total = total + whole.float() * scale
@@ -179,16 +185,16 @@ def product(x: Tensor, weight: Codes) -> Tensor:
     return tree_sum(sums)
 
 
-def widened(given: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:
-    """The same weights in a format that holds them (`Format.holds`), in segments of these bounds,
-    each of whose groups lies in one of the given ones.
+def widened(weight: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:
+    """Return the same weights in a format that holds them (`Format.holds`), in segments with these
+    bounds. Each new group must lie within one of the old groups.
     """
-    if (given.form, given.bounds) == (form, bounds):
-        return given
-    starts = [first for first, _ in given.groups]
+    if (weight.form, weight.bounds) == (form, bounds):
+        return weight
+    starts = [first for first, _ in weight.groups]
     at = [bisect_right(starts, first) - 1 for first, _ in groups_of(bounds, form)]
-    codes, scales = given.codes, given.scales[:, at]
-    mins = None if given.mins is None else given.mins[:, at]
+    codes, scales = weight.codes, weight.scales[:, at]
+    mins = None if weight.mins is None else weight.mins[:, at]
     if form.mins and mins is None:
         codes, mins = codes + form.middle, scales * form.middle
     return Codes(codes, scales, form, bounds, mins)

@@ -1,29 +1,29 @@
-"""What operations are told of a model's layers. Nothing here imports torch: a server reads
-config.json without it.
+"""Parameters of a model's layers that operations read. This module must not import torch: a server
+reads config.json without it.
 """
 
 from typing import Literal, NamedTuple
 
-# of the gate of gpt-oss's experts: what its sigmoid multiplies, and what bounds both of its sides
+# gpt-oss's expert gate: SLOPE multiplies the sigmoid's argument, CLAMP bounds gate and up
 SLOPE, CLAMP = 1.702, 7.0
 
 
 class Routing(NamedTuple):
-    """How a row's experts are chosen and weighed, from the router's logits. Of experts that are as
-    good as each other the one with the lower id is chosen.
+    """Rule that selects and weighs a row's experts from the router's logits. Ties are broken by the
+    lower expert id.
 
     Attributes:
-        per_token: experts that each row goes through: those of the highest scores, to which a
-            correction bias may be added for the choice alone.
-        renormalized: the weights of a row's experts are their scores divided by the sum of these;
-            else they are the scores.
-        scores: the logits' softmax over all experts, or the sigmoid of each.
-        scale: multiplies the weights.
-        floor: the least that weights are divided by.
-        groups: the experts are so many groups of neighbours.
-        groups_kept: so many of them, the best ones of a row, are those that it may choose of.
-        group_best: a group is as good as so many of its best experts together.
-        logit_scale: multiplies the products that are the logits, before a bias is added.
+        per_token: Number of experts per row: those with the highest scores. A correction bias may
+            be added to the scores, for this selection only.
+        renormalized: If True, a row's weights are its experts' scores divided by their sum;
+            otherwise the scores themselves.
+        scores: Softmax of the logits over all experts, or the sigmoid of each logit.
+        scale: Factor applied to the weights.
+        floor: Lower bound of the divisor of the weights.
+        groups: Number of groups of consecutive experts.
+        groups_kept: Number of groups that a row may select experts from: the best ones.
+        group_best: Number of a group's best experts whose scores add up to the score of the group.
+        logit_scale: Factor applied to the logits before a bias is added.
     """
 
     per_token: int
@@ -38,13 +38,13 @@ class Routing(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """The sizes of attention over latents.
+    """Sizes of attention over latents.
 
     Attributes:
-        rank: numbers of a latent.
-        rotary: numbers of a token's key that turn, which all heads have in common.
-        plain: numbers of a head's query that do not turn.
-        value: numbers of a head's values.
+        rank: Numbers per latent.
+        rotary: Rotated numbers per key. All heads share them.
+        plain: Unrotated numbers per query head.
+        value: Numbers per value head.
     """
 
     rank: int
@@ -54,5 +54,7 @@ class Latent(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Numbers of a key, and of a query that meets it: those that turn, then the latent's."""
+        """Numbers per key, and per query multiplied with it: the rotated ones, then the
+        latent's.
+        """
         return self.rotary + self.rank

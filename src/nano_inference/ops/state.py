@@ -1,4 +1,4 @@
-"""What operations on layers with a state are handed: weights, and the view of what is kept."""
+"""Arguments of operations on layers with a state: weights, and a view of the stored columns."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 class StateView(Protocol):
-    """What layers with a state keep, which they read and write. Slots are of blocks, whatever
-    stands behind them.
+    """Stored columns of layers with a state, for reading and writing. Slots are numbered by block,
+    independently of the units that back it.
 
     Attributes:
-        block_size: tokens of a block.
-        num_blocks, num_units: block ids, and units behind them.
-        window: how many tokens back a row reads, itself included.
+        block_size: Tokens per block.
+        num_blocks, num_units: Number of block ids, and of the units that back them.
+        window: Number of tokens that a row reads, itself included.
     """
 
     block_size: int
@@ -21,47 +21,51 @@ class StateView(Protocol):
     window: int
 
     def column(self, layer: int, name: str) -> Tensor:
-        """A column itself: [units, ...]."""
+        """Return the stored column itself: [units, ...]."""
         ...
 
     def unit_row(self) -> Tensor | None:
-        """The unit of each block, int64 [blocks], in memory that stays; None: its own number."""
+        """Return the unit of each block, int64 [blocks], in memory that does not move. None: block
+        ids are unit ids.
+        """
         ...
 
     def write(self, layer: int, name: str, slots: Tensor, values: Tensor) -> None:
-        """Store values [N, ...] of a column of each token at slots [N]."""
+        """Store values [N, ...] of a per-token column at slots [N]."""
         ...
 
     def read_state(self, layer: int, blocks: Tensor) -> Tensor:
-        """The column "state" of blocks [N]: float32 [N, *shape]."""
+        """Return the column "state" of blocks [N]: float32 [N, *shape]."""
         ...
 
     def write_state(self, layer: int, blocks: Tensor, state: Tensor) -> None:
-        """Store it."""
+        """Store the column "state" of blocks [N]."""
         ...
 
     def gather(self, layer: int, name: str, slots: Tensor) -> Tensor:
-        """Values at slots [...], float32 [..., *shape of the column]."""
+        """Return values at slots [...], float32 [..., *shape of the column]."""
         ...
 
 
 class ShortConvWeights(NamedTuple):
-    """Of one gated short convolution: [channels, 1, taps], and [channels] or None."""
+    """Weights of one gated short convolution: [channels, 1, taps], and a bias [channels] or
+    None.
+    """
 
     conv: Tensor
     bias: Any
 
 
 class DeltaWeights(NamedTuple):
-    """Of one layer of gated delta rule.
+    """Weights of one layer with the gated delta rule.
 
     Attributes:
         conv: [channels, 1, taps].
-        log_decay, decay_bias: [value heads], float32: a decay is exp(-exp(log_decay) softplus(a +
-            decay_bias)) of its projection a.
-        norm: [value_dim], of each head's output.
-        eps: of this norm.
-        key_heads, value_heads, key_dim, value_dim: see `DeltaNet`.
+        log_decay, decay_bias: [value heads], float32: the decay of a projection a is
+            exp(-exp(log_decay) softplus(a + decay_bias)).
+        norm: [value_dim], applied to each head's output.
+        eps: Epsilon of this norm.
+        key_heads, value_heads, key_dim, value_dim: Numbers of heads and their sizes.
     """
 
     conv: Tensor

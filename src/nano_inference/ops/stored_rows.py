@@ -1,4 +1,4 @@
-"""Rows of a stored weight that are written or read: whether there are such ones."""
+"""Bounds checks for reads and writes of a stored weight's rows."""
 
 from torch import Tensor
 
@@ -11,15 +11,18 @@ def require_rows(shape: tuple[int, ...], start: int, tensor: Tensor) -> None:
     fits = tensor.dim() == 2 and tensor.shape[1] == columns
     if not fits or not 0 <= start <= rows - len(tensor):
         raise ValueError(
-            f"rows of shape {tuple(tensor.shape)} do not fit at {start} into {tuple(shape)}."
+            f"rows of shape {tuple(tensor.shape)} do not fit at row {start} of a weight of shape "
+            f"{tuple(shape)}."
         )
 
 
 def count_rows(rows: int, start: int, count: int | None) -> int:
-    """How many rows [start, start + count) are; None: all that follow. Raises `ValueError` unless a
-    weight of so many rows has them.
+    """Return the number of rows in [start, start + count), where None means all remaining rows.
+    Raise `ValueError` unless a weight with `rows` rows contains them.
     """
     count = rows - start if count is None else count
     if not 0 <= start <= rows - count:
-        raise ValueError(f"rows {start} to {start + count} are not within {rows}.")
+        raise ValueError(
+            f"rows {start} to {start + count} are not within the weight's {rows} rows."
+        )
     return count

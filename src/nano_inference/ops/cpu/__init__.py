@@ -1,3 +1,3 @@
-"""The CPU backend: kernels in C++, built on first use, that give the same bits under every
+"""The CPU backend: C++ kernels, built on first use, that produce the same bits under every
 schedule.
 """

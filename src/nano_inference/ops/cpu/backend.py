@@ -1,4 +1,4 @@
-"""The CPU backend as a value: operations one by one on tensors, and whole decoders recorded and
+"""The CPU backend as `Ops`: single operations on tensors, and whole decoders that are recorded and
 replayed.
 """
 
@@ -38,12 +38,12 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Place
 from nano_inference.ops.settings import Latent
 
-VERSION = 3  # counted up whenever any bit may change
+VERSION = 3  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 
 
 class CpuOps:
-    """The operations on tensors, each one call. See `Ops` for what they do."""
+    """The operations of `Ops` on tensors, one kernel call each."""
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads, self.has_adapters = num_threads, True
@@ -68,7 +68,6 @@ class CpuOps:
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Tensor:
-        """See `Ops.embed`."""
         return self._run(
             lambda r: r.embed(input_ids, weight, scale, part),
             dtype=weight.dtype,
@@ -84,42 +83,39 @@ class CpuOps:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """See `Ops.linear`."""
         return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
 
     def lora(self, y: Tensor, x: Tensor, name: str, batch: ForwardBatch) -> Tensor:
-        """See `Ops.lora`."""
         added = y.clone()
         self._run(lambda r, y, x: r.lora(y, x, name, batch), added, x, dtype=x.dtype, batch=batch)
         return added
 
     def placed(self, places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
-        """See `Ops.placed`; what is float32 and contiguous is read once."""
+        """Implement `Ops.placed`. Contiguous float32 matrices are read without a copy."""
         table = (_MatrixPlace * len(places))()
         for row, (out, turned) in zip(table, places, strict=True):
             rows, columns = reversed(out.shape) if turned else out.shape
             row.out, row.rows, row.columns, row.turned = out.data_ptr(), rows, columns, turned
 
         def write(sources: Sequence[Tensor]) -> int:
-            own = [
+            matrices = [
                 each
                 if each.dtype == torch.float32 and each.is_contiguous() and each.is_cpu
                 else each.to("cpu", torch.float32).contiguous()
                 for each in sources
             ]
-            pointers = (ctypes.c_void_p * len(table))(*(each.data_ptr() for each in own))
+            pointers = (ctypes.c_void_p * len(table))(*(each.data_ptr() for each in matrices))
             return self.kernels.nano_place(table, pointers, len(table))
 
         return write
 
     def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """See `Ops.columns`; a copy, since kernels read whole rows."""
+        """Implement `Ops.columns` as a copy, since kernels read whole rows."""
         return x[:, start:stop].contiguous()
 
     def rms_norm(
         self, x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.rms_norm`."""
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
         normed = self._run(
@@ -136,7 +132,6 @@ class CpuOps:
         view: KvcacheView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.rope_and_store`."""
         rows = qkv.float()
         if any(norm is not None for norm in rope.norms):
             rows = rows.clone()  # norms work in place
@@ -153,7 +148,7 @@ class CpuOps:
     def plan_attention(
         self, batch: ForwardBatch, _block_size: int, window: int = 0
     ) -> tuple[ForwardBatch, int]:
-        """C++ plans each step by itself."""
+        """Return the batch and the window: the C++ code plans each step itself."""
         return batch, window
 
     def attention(
@@ -164,7 +159,6 @@ class CpuOps:
         plan: tuple[ForwardBatch, int],
         scores: AttentionArgs,
     ) -> Tensor:
-        """See `Ops.attention`."""
         batch, window = plan
         return self._run(
             lambda r, x: r.attention(x, view, layer, window, scores),
@@ -175,7 +169,7 @@ class CpuOps:
         )[0]
 
     def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
-        """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
+        """Implement `Ops.gate`. The result is rounded to `dtype`, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
     def _meet(self, q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
@@ -198,7 +192,6 @@ class CpuOps:
         form: Format | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> PackedWeight | LatentWeight | QuantisedWeight:
-        """See `Ops.allocate`."""
         rows, columns = shape
         if form is not None:
             threads, arena = self.num_threads, self.arena
@@ -210,7 +203,7 @@ class CpuOps:
     def compile(
         self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
     ) -> Program:
-        """Record what `trunk` calls; returns a function of a batch that replays it."""
+        """Record the calls of `trunk`. Return a function of a batch that replays them."""
         recorder = Recorder(dtype, self.moe, self.states)
         hidden = trunk(recorder, batch, view)
         return Program(recorder, (), (hidden,), view, self.num_threads, self.kernels)
@@ -226,14 +219,14 @@ class CpuOps:
 def cpu_ops(
     num_threads: int, instruction_set: str | None = None, *, sums: Law | None = None
 ) -> Ops:
-    """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built.
+    """Return the backend as `Ops`. Raise `KernelsUnavailable` if its kernels cannot be built.
 
     Args:
-        num_threads: that share a step.
-        instruction_set: of the build; None: the best one that keeps `sums`.
-        sums: the order of sums of products of bfloat16; None: that of the fastest build.
+        num_threads: Number of threads that share a step.
+        instruction_set: Instruction set of the build. None: the best one with the order `sums`.
+        sums: Order of sums of products of bfloat16. None: the order of the fastest build.
     """
     ops = CpuOps(num_threads, instruction_set or best_instruction_set(sums))
     names = (field.name for field in fields(Ops))
-    found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
-    return Ops(name="cpu", version=VERSION, schedule_invariant=True, in_segments=True, **found)
+    operations = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
+    return Ops(name="cpu", version=VERSION, schedule_invariant=True, in_segments=True, **operations)

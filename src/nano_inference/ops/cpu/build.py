@@ -1,15 +1,14 @@
-"""Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction
-set).
+"""Build the kernels with the system's C++ compiler, once per source, compiler and instruction set.
 
-A wheel of a release brings libraries for all instruction sets of its platform in `prebuilt/`
-(`scripts/build_wheel.py`), so that no compiler is needed. One is used where it was built from the
-very sources beside it.
+A release wheel contains libraries for all instruction sets of its platform in `prebuilt/`
+(`scripts/build_wheel.py`), so that no compiler is needed. A prebuilt library is used if it was
+built from exactly the sources of this package.
 
-Else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its
-owner may enter. One process builds, in a folder that it renames into place, and others wait for it.
-A build that was killed leaves the objects that it has compiled, and the next one resumes there.
-A library without the bytes that its manifest tells of is built anew: a library that was cut short
-would end the process that loads it.
+Other libraries are built in `~/.cache/nano-inference/kernels/` (`cache_folder`), which only its
+owner may enter. One process builds, in a folder that it renames when it is complete, and others
+wait for it. A killed build leaves its compiled objects, and the next build resumes from them. A
+library whose bytes differ from its manifest is rebuilt, because loading a truncated library would
+crash the process.
 """
 
 import ctypes
@@ -52,11 +51,11 @@ FLAGS = (
 NATIVE = "-mtune=native"
 LIBRARY = "libnano.so"
 CPUINFO = Path("/proc/cpuinfo")
-# Of each source, added to its own: what the headers cost that it includes.
+# Weight of a source's headers in the progress display, in bytes added to the source's own size.
 COMPILE_BYTES = 7000
-MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
+MOST_WORDS = 3000  # most characters of a compiler's error output that a message includes
 
-# Name of a Linux distribution, or of one that it is like -> what installs a compiler there.
+# Name of a Linux distribution, or of its parent distribution -> command that installs a compiler.
 INSTALL = {
     "debian": "apt install g++",
     "ubuntu": "apt install g++",
@@ -69,7 +68,7 @@ INSTALL = {
 
 _ARCH_PRCTL, _ASK_FOR_REGISTERS, _TILE_DATA = 158, 0x1023, 18
 
-# what this process need not try again: the same source with the same compiler
+# failed builds of this process (the same source with the same compiler) -> error
 _failed: dict[Path, str] = {}
 
 _AVX512 = (
@@ -86,9 +85,9 @@ _AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16", "-DNANO_BF16")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DNANO_AVX2")
 _HAS_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
 _HAS_BF16 = _HAS_AVX512 | {"avx512_vnni", "avx512_bf16"}
-# Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All
-# builds that keep one law of sums (`LAWS`) give the same bits (but for one rounding: see
-# simd_neon.h). AMX has the law of tiles in its instructions.
+# Instruction set -> (required processor flags, compiler flags). Best first. All builds with the
+# same law of sums (`LAWS`) produce the same bits, except for one rounding that simd_neon.h
+# describes. AMX instructions imply the law of tiles.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (
         _HAS_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
@@ -109,21 +108,22 @@ AMX, TILES = "amx", "+tiles"
 
 
 Law = Literal["pairs", "tiles"]
-# How the kernels add up products of bfloat16: in pairs (`simd.h`) or in tiles (`tiles.h`).
+# Order in which the kernels add up products of bfloat16: in pairs (`simd.h`) or in tiles
+# (`tiles.h`).
 LAWS = get_args(Law)
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 
 class KernelsUnavailable(ConfigError):
-    """The CPU kernels cannot be built here; the message says why."""
+    """The CPU kernels cannot be built on this machine. The message gives the reason."""
 
 
 def best_instruction_set(law: Law | None = None) -> str:
-    """The fastest build for this machine and its compiler: an instruction set, with `TILES` behind
-    it where it keeps the law of tiles without AMX.
+    """Return the fastest build for this machine and its compiler: an instruction set, followed by
+    `TILES` for the law of tiles without AMX.
 
     Args:
-        law: that it keeps; None: that of the fastest one.
+        law: Law of sums of the build. None: the law of the fastest build.
     """
     has, suffix = _processor_flags(), TILES if law == "tiles" else ""
     builds = (
@@ -135,8 +135,8 @@ def best_instruction_set(law: Law | None = None) -> str:
 
 
 def instruction_sets_here() -> list[str]:
-    """The builds that this processor runs and that need no compiler, and the best one if it can be
-    had; best first, named as `best_instruction_set` names them.
+    """Return all builds that this processor runs without a compiler, and the best one if it is
+    available. They are sorted best first and named as by `best_instruction_set`.
     """
     has, best = _processor_flags(), available_instruction_set()
     names = [
@@ -151,8 +151,8 @@ def instruction_sets_here() -> list[str]:
 
 
 def available_instruction_set() -> str | None:
-    """The build that runs here, as `best_instruction_set` names it; None: there is neither a
-    library for it nor a compiler.
+    """Return the best build, named as by `best_instruction_set`. None: there is neither a prebuilt
+    library nor a compiler.
     """
     name = best_instruction_set()
     if not is_whole(PREBUILT / prebuilt_name(name) / LIBRARY):
@@ -165,8 +165,9 @@ def available_instruction_set() -> str | None:
 
 @functools.cache
 def _can_be_had(instruction_set: str) -> bool:
-    """Whether there is a library, or the compiler knows the flags: GCC before 11 has none for AMX
-    and AVX-VNNI. True too for a compiler that is not there or builds nothing: `build` says so.
+    """Return True if there is a library, or if the compiler supports the flags: GCC before 11 lacks
+    those for AMX and AVX-VNNI. Also return True if the compiler is missing or compiles nothing,
+    which `build` reports.
     """
     if is_whole(PREBUILT / prebuilt_name(instruction_set) / LIBRARY):
         return True
@@ -177,7 +178,7 @@ def _can_be_had(instruction_set: str) -> bool:
     if _knows(compiler, instruction_set) or not _knows(compiler, "portable"):
         return True
     logger.warning(
-        "This processor has %s, which %s cannot build kernels for (%s); slower ones are used.",
+        "This processor supports %s, but %s cannot build kernels for it (%s); using slower ones.",
         instruction_set.removesuffix(TILES),
         compiler,
         version.partition("\n")[0],
@@ -192,13 +193,13 @@ def _knows(compiler: str, instruction_set: str) -> bool:
 
 
 def law_of(instruction_set: str) -> Law:
-    """The law of sums that a build keeps."""
+    """Return the law of sums of a build."""
     return "tiles" if instruction_set == AMX or instruction_set.endswith(TILES) else "pairs"
 
 
 def compiler_flags(instruction_set: str, machine: str) -> tuple[str, ...]:
-    """Of a build for such a processor, as `platform.machine()` names it."""
-    # Not every compiler for ARM knows -mtune=native, and one that does not would build nothing.
+    """Return the compiler flags of a build for a processor, named as by `platform.machine()`."""
+    # some compilers for ARM reject -mtune=native, and the build would fail
     tuning = (NATIVE,) if machine in X86 else ()
     law = ("-DNANO_TILES",) if law_of(instruction_set) == "tiles" else ()
     return (*FLAGS, *tuning, *INSTRUCTION_SETS[instruction_set.removesuffix(TILES)][1], *law)
@@ -209,12 +210,14 @@ def build(
     cache_root: Path | None = None,
     defines: tuple[str, ...] = (),
 ) -> Path:
-    """The library's path; it is built if it is not there. Raises `KernelsUnavailable`.
+    """Return the library's path, after building it if it does not exist. Raise `KernelsUnavailable`
+    on failure.
 
     Args:
-        instruction_set: a key of `INSTRUCTION_SETS`; None: the best.
-        cache_root: where libraries live; None: `cache_folder("kernels")`.
-        defines: macros of special builds; the kernels say what they do.
+        instruction_set: Key of `INSTRUCTION_SETS`, optionally followed by `TILES`. None: the best
+            one.
+        cache_root: Parent folder of the libraries. None: `cache_folder("kernels")`.
+        defines: Macros of special builds, documented in the kernels.
     """
     name = instruction_set or best_instruction_set()
     if name.removesuffix(TILES) not in INSTRUCTION_SETS:
@@ -245,13 +248,13 @@ def build(
 
 
 def prebuilt_name(instruction_set: str) -> str:
-    """The folder's name in `PREBUILT`. A source that was edited has another one."""
+    """Return the name of a build's folder in `PREBUILT`. It depends on the sources."""
     return f"{instruction_set}-{platform.machine()}-{_digest()}"
 
 
 def build_for_wheel(root: Path, instruction_set: str) -> None:
-    """Build a library that any processor with these instructions can load, on any Linux whose C and
-    C++ libraries have what this one's have. Raises `KernelsUnavailable`.
+    """Build a library that any processor with these instructions can load, on any Linux with
+    compatible C and C++ libraries. Raise `KernelsUnavailable` on failure.
     """
     compiler, _ = _compiler()
     flags = [each for each in compiler_flags(instruction_set, platform.machine()) if each != NATIVE]
@@ -273,21 +276,21 @@ def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str, 
 def _build_into(
     folder: Path, compiler: str, flags: tuple[str, ...], name: str, keep: bool = False
 ) -> None:
-    """Compile and link the kernels, and give the folder its name.
+    """Compile and link the kernels in a new folder, and rename it to `folder`.
 
     Args:
-        folder: of the library.
-        compiler: its path.
-        flags: of the compiler.
-        name: of the instruction set.
-        keep: leave the objects there if this process is killed, and take those that an earlier one
-            left. For the only process that builds in the folder above.
+        folder: Folder of the library.
+        compiler: Path of the compiler.
+        flags: Compiler flags.
+        name: Name of the build, for the log.
+        keep: Leave the objects if this process is killed, and reuse objects of an earlier build.
+            Only allowed while no other process builds in the parent folder.
     """
     start = time.perf_counter()
     kinds = [each + law for each in INSTRUCTION_SETS for law in ("", TILES)]
     clean(folder.parent, tuple(f".{kind}-" for kind in kinds), is_alone=keep)
     if folder.exists():
-        logger.warning("The CPU kernels in %s are damaged.", folder)
+        logger.warning("The CPU kernels in %s are damaged; rebuilding them.", folder)
     logger.info("Compiling the CPU kernels (%s) with %s, once.", name, compiler)
     with unfinished(folder) as new:
         kept = folder.with_name(f".{folder.name}{OBJECTS}") if keep else new / OBJECTS
@@ -297,7 +300,7 @@ def _build_into(
         try:
             put(new, LIBRARY, folder)
         except OSError:
-            # else another process was first, where there are no locks
+            # without locks, another process may have renamed its own build first
             if not is_whole(folder / LIBRARY):
                 raise
     logger.info("Compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, folder)
@@ -305,8 +308,8 @@ def _build_into(
 
 @contextmanager
 def _objects(folder: Path) -> Iterator[None]:
-    """A folder of objects that only its owner may enter. It goes when the library is made, and when
-    a source cannot be compiled; it stays when the build is interrupted.
+    """Provide a folder for objects that only its owner may enter. It is removed after the library
+    is linked or if a source does not compile, and stays if the build is interrupted.
     """
     if folder.exists() and not _is_own(folder):
         shutil.rmtree(folder)
@@ -320,10 +323,10 @@ def _objects(folder: Path) -> Iterator[None]:
 
 
 def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
-    """The objects of all sources: those that are in the folder already, and the others compiled."""
+    """Return the objects of all sources, after compiling those that the folder lacks."""
     sources = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
     sizes = {name: COMPILE_BYTES + path.stat().st_size for name, path in sources.items()}
-    # The longest first: at the end all cores have something to do.
+    # longest first, so that all cores stay busy until the end
     work = dict(sorted(sizes.items(), key=lambda each: -each[1]))
     ready = {name for name in sources if (folder / f"{name}.o").exists()}
     at_once = usable_cpus()
@@ -333,7 +336,7 @@ def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
         part = target.with_suffix(".part")
         _run([compiler, *flags, "-c", str(sources[name]), "-o", str(part)])
         sync(part)
-        part.rename(target)  # what has its name is whole
+        part.rename(target)  # files with this name are complete
 
     with (
         FileProgress("compiling CPU kernels (once)", work, ready, at_once) as progress,
@@ -350,7 +353,9 @@ def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
 
 
 def _finished(jobs: Mapping[Future[None], str], tick: Callable[[], None]) -> Iterator[str]:
-    """Names of jobs as they end; `tick` is called meanwhile. Raises what a job raised."""
+    """Yield the names of jobs as they end, and call `tick` at least once a second. Raise the
+    exception of a failed job.
+    """
     waiting = {*jobs}
     while waiting:
         ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
@@ -375,7 +380,7 @@ def _run(command: list[str]) -> None:
 
 
 def _compiler() -> tuple[str, str]:
-    """Path and version of the first C++ compiler there is."""
+    """Return the path and the version of the first C++ compiler in `COMPILERS` that runs."""
     for name in COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -390,20 +395,20 @@ def _compiler() -> tuple[str, str]:
 
 
 def _install_command() -> str:
-    """How a compiler is installed on this system, as the end of an advice."""
+    """Return the end of a message: the command that installs a compiler on this system."""
     if platform.system() == "Darwin":
         return ": xcode-select --install"
     try:
-        told = platform.freedesktop_os_release()
+        release = platform.freedesktop_os_release()
     except OSError:
-        told = {}
-    names = [told.get("ID", ""), *told.get("ID_LIKE", "").split()]
+        release = {}
+    names = [release.get("ID", ""), *release.get("ID_LIKE", "").split()]
     known = (INSTALL[name] for name in names if name in INSTALL)
     return f": {command}" if (command := next(known, "")) else ", g++ for example"
 
 
 def _digest(*parts: str) -> str:
-    """Of these and of the sources."""
+    """Return a digest of these parts and of the sources."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
@@ -413,23 +418,25 @@ def _digest(*parts: str) -> str:
 
 
 def _require_own(folder: Path) -> None:
-    """Code is loaded from there: no other user may be able to write it."""
+    """Raise `KernelsUnavailable` if another user can write the library, because its code will be
+    loaded.
+    """
     for path in (folder.parent, folder, folder / LIBRARY, folder / MANIFEST):
         if not _is_own(path):
             raise KernelsUnavailable(
-                f"{path} can be written by others; remove it or make it your own (chmod go-w)."
+                f"{path} can be written by others; remove it, or take ownership and run chmod go-w."
             )
 
 
 def _is_own(path: Path) -> bool:
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _processor_flags() -> frozenset[str]:
     if platform.machine() not in (*X86, *ARM):
         return frozenset()
-    if platform.system() == "Darwin":  # has no such file; every ARM Mac has NEON
+    if platform.system() == "Darwin":  # has no /proc/cpuinfo, and every ARM Mac has NEON
         return frozenset({"asimd"} if platform.machine() in ARM else ())
     try:
         return usable(flags_in(CPUINFO.read_text(encoding="utf-8")))
@@ -438,10 +445,11 @@ def _processor_flags() -> frozenset[str]:
 
 
 def usable(flags: frozenset[str]) -> frozenset[str]:
-    """The flags, with "fast_pairs" where pairs of bfloat16 are multiplied at full speed, and
-    without those of AMX where the system does not let this process use it.
+    """Return the flags that this process can use. Add "fast_pairs" if pairs of bfloat16 are
+    multiplied at full speed, and remove AMX flags if the system does not permit AMX.
     """
-    # With AMX comes a vdpbf16ps that takes four times as long as one of the two fma that it is.
+    # on processors with AMX, vdpbf16ps takes four times as long as one of the two fma that it
+    # equals
     if "avx512_bf16" in flags and "amx_tile" not in flags:
         flags |= {"fast_pairs"}
     if "amx_tile" in flags and not _may_use_tiles():
@@ -451,13 +459,15 @@ def usable(flags: frozenset[str]) -> frozenset[str]:
 
 @functools.cache
 def _may_use_tiles() -> bool:
-    """Ask the system for the registers of AMX, for all threads of this process."""
+    """Request the AMX registers from the system, for all threads of this process."""
     system = ctypes.CDLL(None, use_errno=True)
     return system.syscall(_ARCH_PRCTL, _ASK_FOR_REGISTERS, _TILE_DATA) == 0
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The first processor's, as Linux lists them: x86 under "flags", ARM under "Features"."""
+    """Return the flags of the first processor, as Linux lists them: under "flags" on x86, under
+    "Features" on ARM.
+    """
     listed = (
         line.split(":", 1)[1]
         for line in cpuinfo.splitlines()

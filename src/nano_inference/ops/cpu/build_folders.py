@@ -1,4 +1,4 @@
-"""Folders of built kernels: how processes take turns with them, and how old ones go."""
+"""Folders of built kernels: locking between processes, and removal of old folders."""
 
 import hashlib
 import shutil
@@ -12,16 +12,16 @@ from nano_inference.system.progress import say
 from nano_inference.system.regular_files import sync
 
 LOCK = "build.lock"
-OBJECTS = ".objects"  # ends the name of a folder of objects
+OBJECTS = ".objects"  # suffix of folders of object files
 MANIFEST = "sha256"
-# seconds that a process waits for another that builds: more than any build may take
+# seconds to wait for another process that builds: longer than any build may take
 PATIENCE = 900.0
 ABANDONED = 3600.0  # seconds after which an unfinished folder counts as abandoned
 
 
 def is_whole(library: Path) -> bool:
-    """Whether the library is there with the bytes that its manifest tells of. It is read, not
-    loaded.
+    """Return True if the library exists with the bytes that its manifest records. The file is read,
+    not loaded.
     """
     try:
         return (library.parent / MANIFEST).read_text(encoding="ascii").strip() == _sha256(library)
@@ -30,18 +30,17 @@ def is_whole(library: Path) -> bool:
 
 
 def put(new: Path, library: str, folder: Path) -> None:
-    """Write the manifest of what stands in `new`, and make that `folder`, in the place of
-    whatever stood there.
+    """Write the manifest of `new`, and rename `new` to `folder`. An existing folder is replaced.
 
-    All is on the disk before it has its name: a machine that loses its power has the old folder or
-    the new one.
+    All files are synced before the rename, so that after a power failure the machine has either the
+    old or the new folder.
     """
     (new / MANIFEST).write_text(_sha256(new / library) + "\n", encoding="ascii")
     for path in (new / library, new / MANIFEST, new):
         sync(path)
     if folder.exists():
         old = new.with_name(f"{new.name}.old")
-        folder.rename(old)  # who has loaded it keeps it
+        folder.rename(old)  # processes that have loaded it keep it
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     else:
@@ -51,13 +50,14 @@ def put(new: Path, library: str, folder: Path) -> None:
 
 @contextmanager
 def alone(root: Path, patience: float = PATIENCE) -> Iterator[bool]:
-    """Be the only process that builds in this folder: True. The lock ends with its process, however
-    that ends.
+    """Hold the lock on builds in this folder, and yield True. The operating system releases the
+    lock when the process ends, even if it is killed.
 
-    False: the file system has no locks. There several may build, each in a folder of its own.
+    Yield False if the file system does not support locks. Several processes may then build, each in
+    its own folder.
 
     Raises:
-        TimeoutError: another process has built for longer than `patience` seconds.
+        TimeoutError: Another process has held the lock for longer than `patience` seconds.
     """
     with (root / LOCK).open("a", encoding="ascii") as file:
         try:
@@ -73,24 +73,24 @@ def alone(root: Path, patience: float = PATIENCE) -> Iterator[bool]:
                 f"another process has held {root / LOCK} for more than {patience:g} s; "
                 "end that process."
             )
-        yield True  # closing the file lets go
+        yield True  # closing the file releases the lock
 
 
 def clean(root: Path, prefixes: tuple[str, ...], *, is_alone: bool = False) -> None:
-    """Remove what killed builds have left: folders of such names. Objects stay for an hour, since
-    the next build of their kind resumes from them.
+    """Remove folders that killed builds have left. Folders of objects stay for an hour, since the
+    next build with the same name resumes from them.
 
     Args:
-        root: where the folders are.
-        prefixes: of their names.
-        is_alone: no other process builds there, so that unfinished folders of any age are left
-            over. Else only old ones are.
+        root: Parent folder.
+        prefixes: Prefixes of the names of the folders to remove.
+        is_alone: True if no other process builds there. Then unfinished folders of any age are
+            removed, otherwise only old ones.
     """
     for path in root.iterdir():
         if not path.name.startswith(prefixes) or not path.is_dir():
             continue
         may_be_used = path.name.endswith(OBJECTS) or not is_alone
-        with suppress(OSError):  # another process was first
+        with suppress(OSError):  # another process removed it first
             if not may_be_used or time.time() - path.stat().st_mtime > ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
 

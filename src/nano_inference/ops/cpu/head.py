@@ -1,5 +1,5 @@
-"""The end of a step on the CPU: draws, scores and logits of hidden rows, each one call of the
-kernels in head.cpp; and draws and scores where each rank holds a part of the vocabulary.
+"""The end of a step on the CPU: draws, scores and logits of hidden rows, one call of the kernels in
+head.cpp each. Also draws and scores with a vocabulary that is sharded over ranks.
 """
 
 import ctypes
@@ -29,25 +29,27 @@ ScoreBatch, HeadPart = struct("ScoreBatch"), struct("HeadPart")
 
 
 class Pointer(NamedTuple):
-    """A field of `DrawBatch` that is the address of a tensor of a `SamplingBatch`."""
+    """A field of `DrawBatch` that holds the address of a tensor of a `SamplingBatch`."""
 
-    entries: str | None  # the structure in it, for `Entries`
+    entries: str | None  # nested structure that contains the field, for `Entries`
     name: str
     dtype: torch.dtype
 
 
 def _pointers() -> list[Pointer]:
-    found: list[Pointer] = []
+    pointers: list[Pointer] = []
     for name, column in COLUMNS.items():
         if column.sizes == ("E",):
             dtypes = {"rows": torch.int64, "ids": torch.int64, "values": torch_dtype(column.dtype)}
-            found += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
+            pointers += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
         elif not column.on_host:
-            found.append(Pointer(None, name, torch_dtype(column.dtype)))
-    for each in found:  # ctypes would take any name, and the kernels would never see it
-        place = getattr(DrawBatch(), each.entries) if each.entries else DrawBatch()
-        assert hasattr(place, each.name), f"DrawBatch of head.h lacks {each.name} ({each.entries})"
-    return found
+            pointers.append(Pointer(None, name, torch_dtype(column.dtype)))
+    for pointer in pointers:  # ctypes would accept unknown names silently
+        target = getattr(DrawBatch(), pointer.entries) if pointer.entries else DrawBatch()
+        assert hasattr(target, pointer.name), (
+            f"DrawBatch of head.h lacks {pointer.name} ({pointer.entries})"
+        )
+    return pointers
 
 
 _POINTERS = _pointers()
@@ -59,12 +61,12 @@ _RESULTS = tuple(each.name for each in fields(Draw))
 
 
 class CpuHead:
-    """What `Ops` does with hidden rows or logits, by the kernels, run by so many threads: no bit
-    depends on how many. See `Ops`; weights are [V, H], and hidden rows have their dtype.
+    """The operations of `Ops` on hidden rows and logits, run by the kernels. No bit depends on the
+    number of threads. Weights are [V, H], and hidden rows have their dtype.
 
     Raises:
-        IndexError: a sample names a row, or a token, that is not there.
-        ValueError: rows do not fit the weight, or logits are not float32 [L, V].
+        IndexError: A sample names a row or a token that does not exist.
+        ValueError: Rows do not fit the weight, or logits are not float32 [L, V].
     """
 
     def __init__(self, kernels: Any, num_threads: int) -> None:
@@ -74,13 +76,12 @@ class CpuHead:
     def sample(
         self, hidden: Tensor, weight: PackedWeight, scale: LogitScale, batch: SamplingBatch
     ) -> Draw:
-        """See `Ops.sample`. The logits are not stored."""
+        """Implement `Ops.sample`. The logits are not stored."""
         return self._draw(self._products(hidden, weight, scale), batch)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
-        """See `Ops.sample_logits`."""
-        given, _alive = self._given(logits)
-        return self._draw(given, batch)
+        head, _alive = self._given(logits)
+        return self._draw(head, batch)
 
     def gather_logprobs(
         self,
@@ -90,36 +91,34 @@ class CpuHead:
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
-        """See `Ops.gather_logprobs`: at temperature 1 the raw logprob, at another that of a sample
-        that was drawn there without filters.
+        """Implement `Ops.gather_logprobs`. At temperature 1 the result is the raw logprob, at
+        another temperature that of a sample drawn there without filters.
         """
         return self._score(self._products(hidden, weight, scale), token_ids, temperatures)
 
     def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        """See `Ops.score_logits`."""
-        given, _alive = self._given(logits)
-        return self._score(given, token_ids, temperatures)
+        head, _alive = self._given(logits)
+        return self._score(head, token_ids, temperatures)
 
     def logits(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale = UNSCALED) -> Tensor:
-        """See `Ops.logits`."""
-        given = self._products(hidden, weight, scale)
-        out = torch.empty((given.num_rows, given.vocab))
-        check(self.kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
+        head = self._products(hidden, weight, scale)
+        out = torch.empty((head.num_rows, head.vocab))
+        check(self.kernels.nano_logits(ctypes.addressof(head), out.data_ptr()), head)
         return out
 
-    def _draw(self, given: Any, batch: SamplingBatch) -> Draw:
+    def _draw(self, head: Any, batch: SamplingBatch) -> Draw:
         try:
             call = _idle.pop()
-        except IndexError:  # others draw meanwhile, or none has yet
+        except IndexError:  # all are in use by other threads, or none exists yet
             call = DrawCall()
-        drawn = call.bind(batch, given.vocab)
-        check(self.kernels.nano_draw(ctypes.addressof(given), call.address), given)
+        drawn = call.bind(batch, head.vocab)
+        check(self.kernels.nano_draw(ctypes.addressof(head), call.address), head)
         _idle.append(call)
         return drawn
 
-    def _score(self, given: Any, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+    def _score(self, head: Any, token_ids: Tensor, temperatures: Tensor) -> Tensor:
         targets = Targets(token_ids, temperatures)
-        check(self.kernels.nano_score(ctypes.addressof(given), targets.address), given)
+        check(self.kernels.nano_score(ctypes.addressof(head), targets.address), head)
         return targets.logprobs
 
     def _sample_part(
@@ -130,12 +129,11 @@ class CpuHead:
         batch: SamplingBatch,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Draw]:
-        """See `HeadParts.sample`."""
         call = DrawCall()
         drawn = call.bind(batch, part.vocab_size)
-        given = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
+        head = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
         calls = self.kernels.nano_draw_part, self.kernels.nano_draw_whole
-        yield from _exchange(calls, given, call.address, len(batch), part)
+        yield from _exchange(calls, head, call.address, len(batch), part)
         return drawn
 
     def _score_part(
@@ -147,18 +145,17 @@ class CpuHead:
         temperatures: Tensor,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Tensor]:
-        """See `HeadParts.score`."""
         targets = Targets(token_ids, temperatures)
-        given = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
+        head = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
         calls = self.kernels.nano_score_part, self.kernels.nano_score_whole
-        yield from _exchange(calls, given, targets.address, len(token_ids), part)
+        yield from _exchange(calls, head, targets.address, len(token_ids), part)
         return targets.logprobs
 
     def _given(self, logits: Tensor) -> tuple[Any, Tensor]:
-        """The input of calls that have logits, and the tensor that it points to."""
+        """Return the kernels' input for existing logits, and the tensor that it points to."""
         if logits.dtype != torch.float32 or logits.dim() != 2:
             raise ValueError(
-                f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}."
+                f"logits must be float32 [L, V]; got {logits.dtype} {list(logits.shape)}."
             )
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -167,17 +164,17 @@ class CpuHead:
         return HeadInput(None, None, address, 0, stride, rows, vocab, 0, 4, threads, 1.0), logits
 
     def _products(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale) -> Any:
-        """The input of calls that multiply."""
+        """Return the kernels' input for a product of hidden rows and the weight."""
         if (
             hidden.dtype != weight.dtype
             or hidden.shape[1:] != (weight.columns,)
             or hidden.stride(1) != 1
         ):
             raise ValueError(
-                f"hidden rows must be {weight.dtype} [L, {weight.columns}] with whole rows, "
-                f"not {hidden.dtype} {list(hidden.shape)}."
+                f"hidden rows must be {weight.dtype} [L, {weight.columns}] with adjacent columns; "
+                f"got {hidden.dtype} {list(hidden.shape)}."
             )
-        given = HeadInput(
+        head = HeadInput(
             hidden.data_ptr(),
             weight.data_ptr(),
             None,
@@ -190,12 +187,12 @@ class CpuHead:
             self._num_threads,
             *scale,
         )
-        given.codes = weight.codes
-        return given
+        head.codes = weight.codes
+        return head
 
 
 class Targets:
-    """A `ScoreBatch` with the memory that it points to, and the logprobs that it fills."""
+    """A `ScoreBatch` with the memory that it points to, and the logprobs that a call fills."""
 
     def __init__(self, token_ids: Tensor, temperatures: Tensor) -> None:
         rows, self.logprobs = torch.arange(len(token_ids)), torch.empty(len(token_ids))
@@ -210,8 +207,8 @@ class Targets:
 
 
 class DrawCall:
-    """A `DrawBatch` with the tensors that it points to. It is used again: of a batch only those
-    tensors are looked at that the batch before did not have.
+    """A reusable `DrawBatch` with the tensors that it points to. Only tensors that differ from the
+    previous batch are rebound.
     """
 
     def __init__(self) -> None:
@@ -224,26 +221,26 @@ class DrawCall:
         self._tensors: list[Any] = [None] * len(_POINTERS)
 
     def bind(self, batch: SamplingBatch, vocab: int) -> Draw:
-        """Point to the tensors of a batch, and to those of the result, which the call fills."""
+        """Bind the tensors of a batch. Return a new result that the call fills."""
         held = self._tensors
         for i, tensor in enumerate(_tensors_of(batch)):
             if tensor is not held[i]:
                 held[i] = _plain(tensor, _POINTERS[i].dtype)
                 setattr(self._places[i], _POINTERS[i].name, held[i].data_ptr())
-        own = self._struct
+        target = self._struct
         for name in _ENTRIES:
-            getattr(own, name).count = len(getattr(batch, name).ids)
-        own.num_samples, own.wants_raw = len(batch.rows), batch.any_raw
-        own.num_masks, own.mask_width = batch.mask_words.shape
+            getattr(target, name).count = len(getattr(batch, name).ids)
+        target.num_samples, target.wants_raw = len(batch.rows), batch.any_raw
+        target.num_masks, target.mask_width = batch.mask_words.shape
         drawn = _empty_draw(batch, vocab)
-        own.num_top = drawn.top_ids.shape[1]
+        target.num_top = drawn.top_ids.shape[1]
         for name in _RESULTS:
             tensor = getattr(drawn, name)
-            setattr(own, name, None if tensor is None else tensor.data_ptr())
+            setattr(target, name, None if tensor is None else tensor.data_ptr())
         return drawn
 
 
-_idle: list[DrawCall] = []  # those that no thread uses
+_idle: list[DrawCall] = []  # calls that no thread uses
 
 
 def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
@@ -265,49 +262,50 @@ def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same numbers as the kernels read them."""
+    """Return the same numbers in the dtype and layout that the kernels read."""
     if tensor.dtype is not dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def check(error: int, given: Any) -> None:
-    """Raise what a `HeadError` means."""
+def check(error: int, head: Any) -> None:
+    """Raise the exception for a `HeadError`."""
     if error == _MEMORY:
-        raise MemoryError("there is not enough memory for the logits of this step.")
+        raise MemoryError("not enough memory for the logits of this step.")
     if error == _ROW:
-        raise IndexError(
-            f"a sample names a row that is not among the {given.num_rows} rows of this step."
-        )
+        raise IndexError(f"a sample names a row outside the {head.num_rows} rows of this step.")
     if error == _ID:
-        raise IndexError(f"a token id is not below the vocabulary's {given.whole or given.vocab}.")
+        raise IndexError(f"a token id is outside the vocabulary of {head.whole or head.vocab}.")
 
 
-def _part_of(given: Any, part: VocabPart) -> Any:
-    if given.vocab != part.size:
+def _part_of(head: Any, part: VocabPart) -> Any:
+    if head.vocab != part.size:
         raise ValueError(
-            f"the weight has {given.vocab} rows; rank {part.rank} holds {part.size} tokens."
+            f"the weight has {head.vocab} rows; rank {part.rank} holds {part.size} tokens."
         )
-    given.first, given.whole = part.first, part.vocab_size
-    return given
+    head.first, head.whole = part.first, part.vocab_size
+    return head
 
 
 def _exchange(
-    calls: tuple[Any, Any], given: Any, request: int, num: int, part: VocabPart
+    calls: tuple[Any, Any], head: Any, request: int, num: int, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], None]:
-    """Both calls, and between them the yield of what this rank has found: bytes, as many on every
+    """Run both calls. Between them, yield this rank's statistics as bytes of equal length on every
     rank.
     """
     if num == 0:
         return
     counts = part.num_blocks(BLOCK)
-    own, most = counts[part.rank], max(counts)
-    statistics, best = torch.empty((2, 3 * num * own)), torch.empty((num, BEST), dtype=torch.uint8)
-    found = HeadPart(statistics[0].data_ptr(), statistics[1].data_ptr(), best.data_ptr(), 0)
-    check(calls[0](ctypes.addressof(given), request, ctypes.addressof(found)), given)
-    views = found.num_views
+    num_blocks, most = counts[part.rank], max(counts)
+    statistics, best = (
+        torch.empty((2, 3 * num * num_blocks)),
+        torch.empty((num, BEST), dtype=torch.uint8),
+    )
+    local = HeadPart(statistics[0].data_ptr(), statistics[1].data_ptr(), best.data_ptr(), 0)
+    check(calls[0](ctypes.addressof(head), request, ctypes.addressof(local)), head)
+    views = local.num_views
     message = torch.zeros((2, views, most))
-    message[:, :, :own] = statistics[:, : views * own].view(2, views, own)
+    message[:, :, :num_blocks] = statistics[:, : views * num_blocks].view(2, views, num_blocks)
     gathered = yield torch.cat([message.view(-1).view(torch.uint8), best.view(-1)])
     size = message.numel() * message.element_size()
     every = [each[:size].view(torch.float32).view(2, views, most) for each in gathered]
@@ -316,7 +314,7 @@ def _exchange(
     ).contiguous()
     bests = torch.cat([each[size:] for each in gathered])
     parts = HeadPart(whole[0].data_ptr(), whole[1].data_ptr(), bests.data_ptr(), views)
-    together = HeadInput(num_rows=given.num_rows, vocab=part.vocab_size, num_threads=1)
+    together = HeadInput(num_rows=head.num_rows, vocab=part.vocab_size, num_threads=1)
     check(
         calls[1](ctypes.addressof(together), request, ctypes.addressof(parts), len(gathered)),
         together,

@@ -1,4 +1,4 @@
-"""`LatentWeight`: the weight of attention over latents, laid out for products by heads."""
+"""`LatentWeight`: the weight of attention over latents, laid out for products per head."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from nano_inference.ops.stored_rows import count_rows, require_rows
 
 
 class LatentWeight(CpuWeight):
-    """A weight [heads * (plain + value), rank] as `LatentOps` has it, written and read by rows.
+    """A weight [heads * (plain + value), rank] as `LatentOps` defines it, written and read by rows.
 
-    Queries are multiplied by the columns of the rows that make keys, and attended latents by the
-    rows that make values: two packed weights in one piece of memory.
+    Queries are multiplied by the columns of the key rows, and attended latents by the value rows.
+    These are two packed weights in one piece of memory.
 
     Attributes:
-        keys: [heads * rank, plain]: of each head the rows that make its keys, turned.
+        keys: [heads * rank, plain]: each head's key rows, transposed.
         values: [heads * value, rank].
     """
 
@@ -33,7 +33,7 @@ class LatentWeight(CpuWeight):
         self.sizes = sizes
         self.heads = rows // self._step
         shapes = ((self.heads * sizes.rank, sizes.plain), (self.heads * sizes.value, sizes.rank))
-        # two of bfloat16 lie side by side, also where the last has no neighbour
+        # bfloat16 columns are stored in pairs, also if the last one is single
         wide = [count * (-(-columns // 2) * 2) for count, columns in shapes]
         whole = (sum(wide),)
         self.data = torch.zeros(whole, dtype=dtype) if arena is None else arena.take(whole, dtype)
@@ -44,11 +44,11 @@ class LatentWeight(CpuWeight):
 
     @property
     def _step(self) -> int:
-        """Rows of a head."""
+        """Number of rows per head."""
         return self.sizes.plain + self.sizes.value
 
     def write(self, start: int, tensor: Tensor) -> None:
-        """See `PackedWeight.write`."""
+        """Replace rows [start, start + n) by `tensor` [n, rank], rounded to this dtype."""
         require_rows(self.shape, start, tensor)
         stop, plain, value = start + len(tensor), self.sizes.plain, self.sizes.value
         for head in range(start // self._step, -(-stop // self._step)):
@@ -62,7 +62,7 @@ class LatentWeight(CpuWeight):
                 self.values.write(at, tensor[b - start : c - start])
 
     def _write_keys(self, head: int, start: int, rows: Tensor) -> None:
-        """Some rows [n, rank] of those that make a head's keys: columns of the turned ones."""
+        """Write some of a head's key rows [n, rank] as columns of the transposed weight."""
         panels = self.sizes.rank // LANES
         data = self.keys.data.view(len(self.keys.data), -1, LANES, self._depth)
         columns = data[head * panels : (head + 1) * panels].permute(1, 3, 0, 2)
@@ -72,14 +72,18 @@ class LatentWeight(CpuWeight):
 
     @property
     def _depth(self) -> int:
-        """Columns that lie side by side."""
+        """Number of adjacent columns in the memory layout."""
         return 2 if self.dtype == torch.bfloat16 else 1
 
     def patch(self, start: int, indices: Tensor, values: Tensor) -> None:
-        """See `PackedWeight.patch`."""
+        """Set the numbers at flat row-major `indices` [n], counted from row `start`, to `values`
+        [n], in place.
+        """
         rows = start + indices.div(self.columns, rounding_mode="floor")
         if len(indices) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
-            raise ValueError(f"indices are not within {tuple(self.shape)} from row {start} on.")
+            raise ValueError(
+                f"indices from row {start} on are not within the shape {tuple(self.shape)}."
+            )
         rank, plain, value = self.sizes.rank, self.sizes.plain, self.sizes.value
         heads, within, columns = rows // self._step, rows % self._step, indices % self.columns
         of_keys = within < plain
@@ -89,7 +93,7 @@ class LatentWeight(CpuWeight):
         self.values.patch(0, kept[~of_keys], values[~of_keys])
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
-        """See `PackedWeight.read`."""
+        """Return a copy of rows [start, start + count), [count, rank]. None: all remaining rows."""
         count = count_rows(self.rows, start, count)
         rank, value = self.sizes.rank, self.sizes.value
         first, last = start // self._step, -(-(start + count) // self._step)
@@ -103,26 +107,26 @@ class LatentWeight(CpuWeight):
         return torch.cat(parts)[at : at + count]
 
     def clone(self) -> "LatentWeight":
-        """A copy of its own."""
+        """Return an independent copy."""
         copy = LatentWeight(self.rows, self.sizes, self.dtype, self.num_threads)
         copy.data.copy_(self.data)
         return copy
 
 
 class _Piece(Arena):
-    """Memory for one weight."""
+    """Memory of a single weight, with the interface of an `Arena`."""
 
     def __init__(self, data: Tensor) -> None:
         self._data = data
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """All of it that the shape needs."""
+        """Return the memory, without the padding that the shape does not need."""
         assert dtype == self._data.dtype
         return self._data[: torch.Size(shape).numel()].view(shape)
 
 
 def require_sizes(sizes: Latent) -> None:
-    """Raise ValueError unless each head's products begin where a panel does."""
+    """Raise `ValueError` unless each head's products begin at a panel."""
     for name in ("rank", "value"):
         if getattr(sizes, name) % LANES:
-            raise ValueError(f"{sizes} cannot be packed: {name} must be a multiple of {LANES}.")
+            raise ValueError(f"{sizes} cannot be packed; {name} must be a multiple of {LANES}.")

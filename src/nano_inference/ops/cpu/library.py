@@ -1,9 +1,10 @@
-"""The built kernels as a ctypes library; its structures and functions are read from the C++
-sources that declare them.
+"""The built kernels as a ctypes library. Structures and functions are parsed from the C++ sources
+that declare them.
 
-Only what those sources use is understood: structures of numbers, pointers, arrays of a constant
-length and each other, and functions declared `extern "C"`. A pointer is an address. A structure
-that stands in another as the only one of its type lends it its fields.
+The parser only understands the constructs of those sources: functions declared `extern "C"`, and
+structures of numbers, pointers, arrays of a constant length and other structures. A pointer is an
+address. A nested structure whose type occurs once in its parent is anonymous: its fields are also
+fields of the parent.
 """
 
 import ctypes
@@ -41,19 +42,19 @@ def _text() -> str:
 
 @cache
 def struct(name: str) -> Any:
-    """A structure of the kernels as a class of `ctypes`."""
+    """Return a structure of the kernels as a `ctypes` class."""
     body = dict(_STRUCT.findall(_text()))[name]
     constants: dict[str, int] = {}
-    for each in _CONSTANT.findall(body):
-        constants |= {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", each)}
-    found: list[tuple[str, Any]] = []
+    for text in _CONSTANT.findall(body):
+        constants |= {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", text)}
+    declarations: list[tuple[str, Any]] = []
     for line in _METHOD.sub("", _CONSTANT.sub("", body)).split(";"):
         declared = _DECLARED.match(line.strip())
         for part in declared[2].split(",") if declared else ():
-            found.append(_field(declared[1], part, constants))  # pyright: ignore
-    counts = Counter(kind for _, kind in found)
-    lent = [key for key, kind in found if hasattr(kind, "_fields_") and counts[kind] == 1]
-    return type(name, (ctypes.Structure,), {"_anonymous_": lent, "_fields_": found})
+            declarations.append(_field(declared[1], part, constants))  # pyright: ignore
+    counts = Counter(kind for _, kind in declarations)
+    lent = [key for key, kind in declarations if hasattr(kind, "_fields_") and counts[kind] == 1]
+    return type(name, (ctypes.Structure,), {"_anonymous_": lent, "_fields_": declarations})
 
 
 _NAME_AND_SIZE = re.compile(r"[\s*]*(?:const[\s*]*)?(\w+)(?:\[([^]]*)\])?")
@@ -75,7 +76,7 @@ def _type(name: str) -> Any:
 
 
 def declare_functions(library: ctypes.CDLL) -> None:
-    """Say of each function of the kernels what it takes and gives."""
+    """Declare the argument and result types of all functions of the kernels."""
     for kind, pointer, name, arguments in _FUNCTION.findall(_text()):
         if kind == "return" or not hasattr(library, name):
             continue
@@ -89,7 +90,9 @@ def declare_functions(library: ctypes.CDLL) -> None:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The kernels that were built there. Raises `KernelsUnavailable`."""
+    """Open the built kernels at `path`. Raise `KernelsUnavailable` if they cannot be loaded or do
+    not match the sources.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as problem:
@@ -99,14 +102,16 @@ def open_library(path: Path) -> ctypes.CDLL:
     sizes = (ctypes.c_int64 * 3)()
     library.nano_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
-        raise KernelsUnavailable(f"{path} was built from another source than this package's.")
+        raise KernelsUnavailable(
+            f"{path} was built from another source than this package's; remove it."
+        )
     declare_functions(library)
     return library
 
 
 @cache
 def load(instruction_set: str | None = None) -> ctypes.CDLL:
-    """The kernels of an instruction set, by default the best here; built if need be. Raises
-    `KernelsUnavailable`.
+    """Return the kernels of an instruction set, by default the best on this machine, and build them
+    if necessary. Raise `KernelsUnavailable` on failure.
     """
     return open_library(build(instruction_set or best_instruction_set()))

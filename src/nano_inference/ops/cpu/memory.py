@@ -1,5 +1,5 @@
-"""Memory in huge pages, where the system has them: reading weights then costs fewer walks of page
-tables.
+"""Memory in huge pages, if the system has them: reading weights then needs fewer page table
+walks.
 """
 
 import contextlib
@@ -12,20 +12,20 @@ import sys
 import torch
 from torch import Tensor
 
-CHUNK = 2**26  # bytes taken from the system at once
+CHUNK = 2**26  # bytes requested from the system in one mapping
 HUGE_PAGE = 2**21
 ALIGNMENT = 64
 
 
 class Arena:
-    """Gives out pieces of large mappings. A mapping lives as long as a tensor of it."""
+    """Allocator of pieces of large mappings. A mapping lives as long as one of its tensors."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros."""
+        """Allocate a tensor of zeros."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunk, self._used = _mapping(max(size, CHUNK)), 0
@@ -35,25 +35,26 @@ class Arena:
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages behind a large tensor that was just allocated; nothing happens where there
-    are none.
+    """Request huge pages for a large tensor that was just allocated. Without huge pages this does
+    nothing.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(tensor, mmap.MADV_HUGEPAGE)
 
 
 def discard(tensor: Tensor) -> None:
-    """Give the pages behind a large tensor back to the system. It keeps its address; what it held
-    is lost.
+    """Return the pages of a large tensor to the system. The tensor keeps its address and loses its
+    contents.
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         _advise(tensor, mmap.MADV_DONTNEED)
 
 
 def populate(tensor: Tensor) -> None:
-    """Let the system find memory behind a tensor now, not page by page when it is first written."""
+    """Allocate the pages of a tensor now instead of at their first write."""
     if sys.platform == "linux" and tensor.device.type == "cpu":
-        _advise(tensor, 23)  # MADV_POPULATE_WRITE; kernels before 5.14 refuse it, and find it later
+        # MADV_POPULATE_WRITE, which Linux before 5.14 rejects: pages are allocated later
+        _advise(tensor, 23)
 
 
 def _advise(tensor: Tensor, advice: int) -> None:
@@ -64,14 +65,14 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapping(size: int) -> Tensor:
-    try:  # shared ones get no huge pages
+    try:  # shared mappings get no huge pages
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as problem:
         if problem.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"{size} bytes cannot be mapped") from None
+        raise MemoryError(f"{size} bytes cannot be mapped: not enough memory") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE

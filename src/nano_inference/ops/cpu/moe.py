@@ -17,7 +17,7 @@ PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
 
 
 class CpuMoe:
-    """`Ops.moe` of some number of threads."""
+    """Implementation of `Ops.moe` for a fixed number of threads."""
 
     def __init__(self, kernels: ctypes.CDLL, num_threads: int) -> None:
         self._c = kernels
@@ -32,12 +32,11 @@ class CpuMoe:
         note: Note | None = None,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """See `Ops.moe`."""
+        """Compute a layer of experts as `Ops.moe` defines it."""
         routed = None if routed is None else routed.contiguous()
         return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """See `MoeSteps`."""
         router, routing = experts.router, experts.routing
         _require_rows(x, router.columns, router.dtype)
         ids = torch.empty((len(x), routing.per_token), dtype=torch.int64)
@@ -58,21 +57,21 @@ class CpuMoe:
         return ids, weights
 
     def products(self, x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
-        """See `MoeSteps`; float32."""
+        """Implement `MoeSteps.products` in float32."""
         gate_up, down = experts.gate_up, experts.down
         hidden, inner = gate_up.columns, down.columns
         require_sizes(hidden, inner)
         _require_rows(x, hidden, gate_up.dtype)
         if gate_up.rows != experts.num_held * 2 * inner or down.dtype != gate_up.dtype:
             raise ValueError(
-                f"weights {tuple(gate_up.shape)} and {tuple(down.shape)} are not those of the "
-                "same experts."
+                f"weights {tuple(gate_up.shape)} {gate_up.dtype} and {tuple(down.shape)} "
+                f"{down.dtype} do not belong to the same experts."
             )
         if any(
             each.dtype != torch.int64 or not each.is_contiguous() or each.shape != rows.shape
             for each in (rows, held)
         ):
-            raise ValueError("rows and experts must be contiguous int64 tensors of one size.")
+            raise ValueError("rows and experts must be contiguous int64 tensors of the same size.")
         _, gate_up_bias, down_bias = experts.biases or (None, None, None)
         _require_bias(gate_up_bias, gate_up)
         _require_bias(down_bias, down)
@@ -98,11 +97,11 @@ class CpuMoe:
             self.num_threads,
         )
         if problem:
-            raise ValueError(f"the rows do not fit the experts: {PROBLEMS[problem]}")
+            raise ValueError(f"invalid rows or experts: {PROBLEMS[problem]}")
         return out
 
     def combine(self, products: Tensor, weights: Tensor) -> Tensor:
-        """See `MoeSteps`."""
+        """Implement `MoeSteps.combine` in float32."""
         num_rows, per_token, hidden = products.shape
         products, weights = products.float().contiguous(), weights.float().contiguous()
         out = torch.empty((num_rows, hidden))
@@ -119,7 +118,9 @@ class CpuMoe:
 
 
 def _routing(experts: Experts) -> Any:
-    """As kernels/moe.cpp reads it; good as long as the experts are. Raises ValueError."""
+    """Return the structure that kernels/moe.cpp reads. It is valid as long as the experts live.
+    Raise `ValueError` for impossible sizes.
+    """
     routing, shared, bias, count = (
         experts.routing,
         experts.shared,
@@ -128,14 +129,14 @@ def _routing(experts: Experts) -> Any:
     )
     size, rest = divmod(count, routing.groups)
     if rest or not 1 <= routing.per_token <= size * routing.groups_kept <= count:
-        raise ValueError(f"{routing.per_token} experts a row cannot be chosen of {count}.")
+        raise ValueError(f"cannot select {routing.per_token} experts per row from {count}.")
     if not 1 <= routing.group_best <= size:
-        raise ValueError(f"the best {routing.group_best} cannot be found of {size} experts.")
+        raise ValueError(f"group_best must be 1 to {size}; got {routing.group_best}.")
     logits = None if experts.biases is None else experts.biases.router
-    for each in (bias, logits):
-        if each is not None and (each.shape != (count,) or each.dtype != torch.float32):
+    for values in (bias, logits):
+        if values is not None and (values.shape != (count,) or values.dtype != torch.float32):
             raise ValueError(
-                f"the bias is {each.dtype} {tuple(each.shape)}, not float32 ({count},)."
+                f"the bias must be float32 ({count},); got {values.dtype} {tuple(values.shape)}."
             )
     return ROUTING(
         num_experts=count,
@@ -155,23 +156,22 @@ def _routing(experts: Experts) -> Any:
 
 
 def require_sizes(hidden: int, inner: int) -> None:
-    """Raise ValueError unless the weights of an expert begin where a panel does."""
+    """Raise `ValueError` unless each expert's weights begin at a panel."""
     if hidden % LANES or inner % LANES:
         raise ValueError(
-            f"experts of {hidden} x {inner} cannot be packed: both must be multiples of {LANES}."
+            f"experts of {hidden} x {inner} cannot be packed; both must be multiples of {LANES}."
         )
 
 
 def _require_bias(bias: Tensor | None, weight: Any) -> None:
     if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != weight.dtype):
         raise ValueError(
-            f"biases are {bias.dtype} {tuple(bias.shape)}, expected {weight.dtype} "
-            f"({weight.rows},)."
+            f"biases must be {weight.dtype} ({weight.rows},); got {bias.dtype} {tuple(bias.shape)}."
         )
 
 
 def _require_rows(x: Tensor, columns: int, dtype: torch.dtype) -> None:
     if x.dim() != 2 or x.shape[1] != columns or x.dtype != dtype or not x.is_contiguous():
         raise ValueError(
-            f"expected contiguous rows of {columns} {dtype}, not {x.dtype} {tuple(x.shape)}."
+            f"expected contiguous rows of {columns} {dtype}; got {x.dtype} {tuple(x.shape)}."
         )

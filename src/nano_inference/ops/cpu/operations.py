@@ -13,7 +13,7 @@ from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.interface import Joint, Norm
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET, LORA = range(8)  # Kind of program.h
-CALL = -1  # of Python: what stands between two runs of C++
+CALL = -1  # a Python call between two runs of C++ operations
 STORE, ADD, SILU, GELU, CLAMPED = range(5)  # Finish of linear.h
 GATES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED}
 Op, Segments, NormWeight = struct("Op"), struct("Segments"), struct("NormWeight")
@@ -21,22 +21,22 @@ Op, Segments, NormWeight = struct("Op"), struct("Segments"), struct("NormWeight"
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Stands for a tensor [N, columns] of a step, or for some columns of one."""
+    """Placeholder for a tensor [N, columns] of a step, or for some columns of one."""
 
     index: int
     columns: int
     dtype: torch.dtype
-    first: int = 0  # of the columns
-    of: int | None = None  # columns of the tensor that these are some of
+    first: int = 0  # first of these columns in the tensor
+    of: int | None = None  # number of columns of the tensor, if this is a part of one
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes per row of the whole tensor."""
         return (self.columns if self.of is None else self.of) * self.dtype.itemsize
 
 
 class Window(NamedTuple):
-    """A kind of attention: what one plan of a step serves."""
+    """Parameters of an attention plan. Layers with equal parameters share the plan of a step."""
 
     window: int
     scale: float
@@ -48,12 +48,12 @@ class Window(NamedTuple):
 
 @dataclass
 class Operation:
-    """One entry of a program; `values` are fields of `Op` of program.h."""
+    """One entry of a program. `values` are fields of `Op` in program.h."""
 
     kind: int
     inputs: tuple[Buffer, ...]
     output: Buffer
-    residual: Buffer | None = None  # read and, where something is added, written
+    residual: Buffer | None = None  # read, and written if the operation adds to it
     weight: Any = None  # a `PackedWeight`
     bias: Tensor | None = None
     norms: tuple[Norm | None, ...] = ()
@@ -62,7 +62,7 @@ class Operation:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """All that it reads or writes, each once."""
+        """All buffers that the operation reads or writes, each once."""
         residual = () if self.residual is None else (self.residual,)
         return tuple(dict.fromkeys((*self.inputs, self.output, *residual)))
 
@@ -70,11 +70,11 @@ class Operation:
 def place_buffers(
     operations: Sequence[Operation], kept: Sequence[Buffer]
 ) -> tuple[dict[int, int], list[int]]:
-    """Which pieces of memory the buffers lie in: buffer -> piece, and the bytes of a row of each
-    piece.
+    """Assign buffers to pieces of memory. Return the piece of each buffer, and the bytes per row of
+    each piece.
 
-    A piece is used again once its buffer was read for the last time; those in `kept` have one to
-    themselves.
+    A piece is reused after the last read of its buffer. Buffers in `kept` have a piece of their
+    own.
     """
     last: dict[int, int] = {}
     for step, operation in enumerate(operations):
@@ -105,8 +105,8 @@ def place_buffers(
 
 
 def to_struct(operation: Operation, places: dict[int, int]) -> Any:
-    """The entry that C++ reads. Pointers in it live as long as the tensors that `operation`
-    holds.
+    """Return the entry that C++ reads. Its pointers are valid as long as the tensors of `operation`
+    live.
     """
     entry = Op(
         kind=operation.kind,

@@ -1,6 +1,4 @@
-"""Attention of the CPU kernels over a part of the keys: states of segments, and their merge. See
-`PartialAttention`.
-"""
+"""Implementation of `PartialAttention` on the CPU kernels: states of segments, and their merge."""
 
 import ctypes
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.interface import AttentionArgs, KvcacheView, PartialAttention
 from nano_inference.parallel.context import SegmentRows
 
-LANES = 16  # sums of a state
+LANES = 16  # partial sums per state
 
 
 Shape, BatchRows, Problem = (struct(name) for name in ("AttentionShape", "BatchRows", "Problem"))
@@ -21,22 +19,20 @@ Shape, BatchRows, Problem = (struct(name) for name in ("AttentionShape", "BatchR
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Rows as the kernels take them: chunks whose positions rise by one."""
+    """Rows in the form that the kernels read: chunks of consecutive positions."""
 
     rows: Any  # `BatchRows`
-    begins: Tensor | None  # [M] first keys; None: all rows begin at the first
-    kept: tuple[Tensor, ...]  # whose memory `rows` names
-    first_states: Tensor  # [M + 1] index of each row's first state, and their number
+    begins: Tensor | None  # [M] first keys, or None if all rows begin at the first key
+    kept: tuple[Tensor, ...]  # owners of the memory that `rows` points to
+    first_states: Tensor  # [M + 1] index of each row's first state, then the number of states
     block_size: int
 
 
 def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
-    """See `PartialAttention.plan`. Rows that share a table and follow each other become one
-    chunk.
-    """
-    positions, own = rows.positions, rows.row_chunks
+    """Implement `PartialAttention.plan`. Consecutive rows that share a table become one chunk."""
+    positions, chunks = rows.positions, rows.row_chunks
     begins = torch.ones(len(positions), dtype=torch.bool)
-    begins[1:] = (own[1:] != own[:-1]) | (positions[1:] != positions[:-1] + 1)
+    begins[1:] = (chunks[1:] != chunks[:-1]) | (positions[1:] != positions[:-1] + 1)
     firsts = begins.nonzero()[:, 0]
     row_chunks = begins.cumsum(0) - 1
     bounds = torch.cat([firsts, torch.tensor([len(positions)])])
@@ -45,7 +41,7 @@ def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
         row_chunks,
         bounds,
         positions[bounds[1:] - 1] + 1,
-        rows.block_tables[own[firsts]],
+        rows.block_tables[chunks[firsts]],
     )
     kept = tuple(tensor.contiguous() for tensor in kept)
     positions, row_chunks, bounds, seq_lens, tables = (tensor.data_ptr() for tensor in kept)
@@ -67,7 +63,7 @@ def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
 
 
 def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttention:
-    """The operations, run by so many threads."""
+    """Return the operations for `num_threads` threads."""
 
     def states(
         q: Tensor,
@@ -78,7 +74,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
     ) -> Tensor:
         plan, (scale, _, cap) = cast("SegmentPlan", plan), scores
         (num_rows, num_heads, head_dim), keys = q.shape, view.keys
-        unit, place = view.places[layer]
+        unit, index = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()
         if (
             q.dtype != view.format.dtype
@@ -86,11 +82,12 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
             or num_rows != plan.rows.num_rows
         ):
             raise ValueError(
-                f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {view.format.dtype}."
+                f"{num_rows} rows of {q.dtype} do not match the plan ({plan.rows.num_rows} rows) "
+                f"or the keys ({view.format.dtype})."
             )
         out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
         shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale, cap)
-        addresses = (units, keys[place].data_ptr(), view.values[place].data_ptr())
+        addresses = (units, keys[index].data_ptr(), view.values[index].data_ptr())
         kinds = (q.dtype == torch.bfloat16, view.format.coded)
         problem = Problem(shape, *kinds, keys.shape[2], *addresses, plan.rows)
         rows = q.contiguous()
@@ -104,7 +101,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
             num_threads,
         ):
             raise ValueError(
-                f"the CPU kernels have no attention for {num_heads} heads of {head_dim}."
+                f"the CPU kernels do not support attention with {num_heads} heads of {head_dim}."
             )
         return out
 
@@ -115,7 +112,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         _, num_heads, width = states.shape
         if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
             raise ValueError(
-                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({num_heads},)."
+                f"sinks must be float32 ({num_heads},); got {sinks.dtype} {tuple(sinks.shape)}."
             )
         head_dim = width - LANES - 1
         out = torch.empty((len(counts), num_heads * head_dim), dtype=dtype)

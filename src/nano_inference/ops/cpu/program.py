@@ -1,5 +1,5 @@
-"""`Program`: recorded operations with their memory, run on batches by one call each; and single
-operations.
+"""`Program`: recorded operations with their memory, run on a batch by few calls. `run_once` runs
+single operations.
 """
 
 import ctypes
@@ -25,21 +25,22 @@ from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.columns import columns_of
 
 ALIGNMENT = 64  # bytes
-NO_TABLE = 2**62  # positions that a program without a rotary table may have
+NO_TABLE = 2**62  # limit on positions for a program without a rotary table
 Step, ProgramSpec, Layer, Window, Op, LoraPart, LoraParts = (
     struct(name)
     for name in ("Step", "ProgramSpec", "Layer", "Window", "Op", "LoraPart", "LoraParts")
 )
-# the columns that a step of the kernels reads: fields of `BatchRows`, and the tokens
+# columns that a step of the kernels reads: fields of `BatchRows`, and the tokens
 STEP_COLUMNS = [
     name
     for name in columns_of(ForwardBatch)
     if name in dict(struct("BatchRows")._fields_) or name == "input_ids"
 ]
+BAD_KIND = 7  # `Problem` of program.cpp, like the keys below
 PROBLEMS = {
-    1: "a token id is outside of the vocabulary.",
+    1: "a token id is outside the vocabulary.",
     2: "a position is negative or beyond the rotary table.",
-    3: "a slot is outside of the KV cache.",
+    3: "a slot is outside the KV cache.",
     4: "a block table names a block that does not exist.",
     6: "a row names an adapter that the step does not have.",
     5: "chunk lengths, context lengths, positions and block tables do not fit each other.",
@@ -47,15 +48,15 @@ PROBLEMS = {
 
 
 class Program:
-    """What a `Recorder` holds, ready to run.
+    """The contents of a `Recorder`, ready to run.
 
     Args:
-        recorder: after the operations were recorded.
-        inputs: buffers that the caller brings to every run.
-        outputs: buffers whose contents are wanted afterwards.
-        storage: the KV storage that attention reads; None without attention.
-        num_threads: that run it.
-        kernels: the library's functions.
+        recorder: Recorder after all operations were recorded.
+        inputs: Buffers that the caller supplies in every run.
+        outputs: Buffers whose contents are returned.
+        storage: KV storage that attention reads. None without attention.
+        num_threads: Number of threads that run the program.
+        kernels: Library of the kernels.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Program:
         self._storage = storage
         self._c = kernels
         spec, _alive = self._spec(recorder, storage)
-        self._program = self._c.nano_program_new(ctypes.byref(spec))  # copies what it points to
+        # copies all that `spec` points to
+        self._program = self._c.nano_program_new(ctypes.byref(spec))
         self._pieces = _pieces(self.operations)
         self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
         self._pointers = (ctypes.c_void_p * len(self._sizes))()
@@ -85,12 +87,13 @@ class Program:
             num_threads=num_threads,
         )
         self._adapted = tuple(recorder.adapted)
-        # Of the step before. Weakly: an adapter's memory goes with the last request that uses it.
+        # Adapters of the previous step, as weak references: an adapter's memory is freed with the
+        # last request that uses it.
         self._adapters: tuple[ref[Adapter], ...] = ()
         self._adapter_rows = (ctypes.c_void_p * 0)()
         self._capacity = 0
         self._memory: list[Tensor] = []
-        self._views: dict[Buffer, Tensor] = {}  # of all rows that there is memory for
+        self._views: dict[Buffer, Tensor] = {}  # by buffer, over all rows in memory
 
     def __del__(self) -> None:
         if getattr(self, "_program", None):
@@ -98,7 +101,9 @@ class Program:
             self._program = None
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Run a recorded decoder: what its last norm gives, [N, H]; good until the next run."""
+        """Run a recorded decoder. Return the output of its last norm, [N, H], valid until the next
+        run.
+        """
         return self.run(len(batch.input_ids), batch=batch)[0]
 
     def run(
@@ -108,10 +113,10 @@ class Program:
         batch: ForwardBatch | None = None,
         **rows: Tensor,
     ) -> list[Tensor]:
-        """Run it on so many rows; returns views [N, columns] of the outputs, good until the next
-        run.
+        """Run the program on `num_rows` rows. Return views [N, columns] of the outputs, valid until
+        the next run.
 
-        Raises ValueError for tensors that do not fit; nothing has been read or written then.
+        Raise `ValueError` for tensors that do not fit, before anything is read or written.
         """
         self._grow(max(num_rows, 1))
         for buffer, tensor in zip(self._inputs, inputs, strict=True):
@@ -122,7 +127,7 @@ class Program:
                 or not tensor.is_contiguous()
             ):
                 raise ValueError(
-                    f"expected a contiguous {buffer.dtype} tensor {expected}, not {tensor.dtype} "
+                    f"expected a contiguous {buffer.dtype} tensor {expected}; got {tensor.dtype} "
                     f"{tuple(tensor.shape)}."
                 )
             self._pointers[self._places[buffer.index]] = tensor.data_ptr()
@@ -139,7 +144,8 @@ class Program:
                 or tensor.device.type != "cpu"
             ):
                 raise ValueError(
-                    f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}."
+                    f"{name} must be a contiguous int64 tensor on the CPU; got {tensor.dtype} on "
+                    f"{tensor.device.type}."
                 )
             size = {
                 "cu_seqlens_q": step.num_chunks + 1,
@@ -147,38 +153,40 @@ class Program:
                 "block_tables": tensor.numel(),
             }.get(name, num_rows)
             if tensor.numel() != size:
-                raise ValueError(f"{name} has {tensor.numel()} numbers, expected {size}.")
+                raise ValueError(f"{name} must have {size} numbers; got {tensor.numel()}.")
             setattr(step, name, tensor.data_ptr())
         self._run_pieces(num_rows, batch)
         return [self._view(buffer, num_rows) for buffer in self._outputs]
 
     def _take_adapters(self, batch: ForwardBatch) -> None:
-        """Set which adapter each row has."""
+        """Set the adapter of each row."""
         step = self._step
         step.row_adapters = batch.row_adapters.data_ptr() if batch.adapters else None
         if batch.adapters != tuple(each() for each in self._adapters):
             self._adapters = tuple(map(ref, batch.adapters))
-            found = [packed(each, self._adapted) for each in batch.adapters]
-            self._adapter_rows = (ctypes.c_void_p * len(found))(*found)
+            addresses = [packed(each, self._adapted) for each in batch.adapters]
+            self._adapter_rows = (ctypes.c_void_p * len(addresses))(*addresses)
             step.adapters = ctypes.addressof(self._adapter_rows)
-            step.num_adapters = len(found)
+            step.num_adapters = len(addresses)
 
     def _run_pieces(self, num_rows: int, batch: ForwardBatch | None) -> None:
-        """C++ and Python by turns."""
+        """Run C++ operations and Python calls alternately, in order."""
         for first, last in self._pieces:
             if num_rows:
                 self._step.first, self._step.last = first, last
                 problem = self._c.nano_program_run(self._program, ctypes.byref(self._step))
+                if problem == BAD_KIND:
+                    raise NotImplementedError("no kernel for an operation of this program.")
                 if problem:
                     raise ValueError(f"the batch does not fit the program: {PROBLEMS[problem]}")
             if last < len(self.operations):
                 self._call(self.operations[last], num_rows, batch)
 
     def _call(self, operation: Operation, num_rows: int, batch: ForwardBatch | None) -> None:
-        """Run a function of Python on views of its buffers."""
+        """Call a Python function with views of its buffers."""
         assert operation.function is not None
         inputs = [self._view(buffer, num_rows) for buffer in operation.inputs]
-        # functions stand in trunks only, which run on a batch
+        # Python functions only occur in trunks, which always run on a batch
         operation.function(
             cast("ForwardBatch", batch), self._view(operation.output, num_rows), *inputs
         )
@@ -205,7 +213,7 @@ class Program:
         return self._views[buffer][:num_rows]
 
     def _spec(self, recorder: Recorder, storage: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The structure, and the arrays that it points to."""
+        """Return the program's structure, and the arrays that it points to."""
         ops = (Op * len(self.operations))(
             *(to_struct(each, self._places) for each in self.operations)
         )
@@ -228,8 +236,8 @@ class Program:
 
 
 def packed(adapter: Adapter, names: tuple[str, ...]) -> int:
-    """Where the kernels read an adapter: an array of `LoraParts`, one for each of the products
-    `names`. It lives as long as the adapter.
+    """Return the address of an adapter in the form that the kernels read: an array of `LoraParts`,
+    one per product in `names`. It is valid as long as the adapter lives.
     """
     if names not in adapter.packed:
         arrays = [
@@ -249,26 +257,29 @@ def packed(adapter: Adapter, names: tuple[str, ...]) -> int:
 
 
 def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
-    """The runs of C++ [first, last): what stands at `last`, if anything does, is a call of
-    Python.
+    """Return the runs of C++ operations [first, last). A Python call follows each run except
+    perhaps the last.
     """
     calls = [place for place, operation in enumerate(operations) if operation.kind == CALL]
     return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))
 
 
 def _layers(storage: Any, recorder: Recorder) -> Any:
-    """Where the keys and values of each layer lie: an array of `Layer`."""
+    """Return the addresses of each layer's keys and values, as an array of `Layer`."""
     kept = storage.format
     if kept.dtype != recorder.dtype:
-        raise ValueError(f"the KV storage is {kept.dtype}, the program {recorder.dtype}.")
-    for each in recorder.operations:
-        if each.kind == ROPE_AND_STORE and each.values["kv_heads"]:
-            layer, own = each.values["layer"], (each.values["kv_heads"], each.values["head_dim"])
+        raise ValueError(f"the KV storage is {kept.dtype}, but the program is {recorder.dtype}.")
+    for operation in recorder.operations:
+        if operation.kind == ROPE_AND_STORE and operation.values["kv_heads"]:
+            layer, shape = (
+                operation.values["layer"],
+                (operation.values["kv_heads"], operation.values["head_dim"]),
+            )
             kv_heads, _, _, row = storage.lie(layer)[0].shape
-            if (own[0], kept.width(own[1])) != (kv_heads, row):
+            if (shape[0], kept.width(shape[1])) != (kv_heads, row):
                 raise ValueError(
-                    f"the KV storage has [{kv_heads} heads, {row}] in layer {layer}, the program "
-                    f"[{own[0]} heads, {kept.width(own[1])}]."
+                    f"the KV storage has [{kv_heads} heads, {row}] in layer {layer}, but the "
+                    f"program has [{shape[0]} heads, {kept.width(shape[1])}]."
                 )
     units = storage.unit_map.units() if storage.unit_map is not None else None
     layers = (Layer * len(storage.places))()
@@ -292,11 +303,9 @@ def run_once(
     storage: Any = None,
     **rows: Any,
 ) -> list[Tensor]:
-    """One operation by itself: record it on buffers that stand for `inputs`, run it, and return its
-    outputs.
-    """
+    """Record a single operation on buffers for `inputs`, run it, and return its outputs."""
     recorder = Recorder(dtype)
-    given = [tensor for tensor in inputs if tensor is not None]
+    tensors = [tensor for tensor in inputs if tensor is not None]
     buffers = [
         None if tensor is None else recorder.new(tensor.shape[1], tensor.dtype) for tensor in inputs
     ]
@@ -313,5 +322,5 @@ def run_once(
         num_threads,
         kernels,
     )
-    num_rows = len(given[0]) if given else len(next(iter(rows.values())))
-    return [out.clone() for out in program.run(num_rows, given, **rows)]
+    num_rows = len(tensors[0]) if tensors else len(next(iter(rows.values())))
+    return [out.clone() for out in program.run(num_rows, tensors, **rows)]

@@ -1,4 +1,4 @@
-"""`QuantisedWeight`: codes and scales as the kernels read them, written and read by rows."""
+"""`QuantisedWeight`: codes and scales in the layout of the kernels, written and read by rows."""
 
 import ctypes
 
@@ -13,16 +13,16 @@ from nano_inference.ops.quantised import Codes, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
-MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits
+MOST_COLUMNS = 2**31 // 128**2  # products of codes are summed in 32 bits
 
 
 class QuantisedWeight(CpuWeight):
-    """A weight [rows, columns] in a format of `ops.quantised`, in panels of 16 rows; see
-    kernels/quantised.h.
+    """A weight [rows, columns] in a format of `ops.formats`, in panels of 16 rows.
+    kernels/quantised.h describes the layout.
 
     Attributes:
-        form: its format.
-        bounds: of its segments.
+        form: Format of the weight.
+        bounds: Bounds of its segments.
         data: uint8: codes, scales, minima.
     """
 
@@ -37,7 +37,9 @@ class QuantisedWeight(CpuWeight):
         arena: Arena | None = None,
     ) -> None:
         if columns > MOST_COLUMNS:
-            raise ValueError(f"{columns} columns are too many for sums of 32 bits.")
+            raise ValueError(
+                f"{columns} columns exceed {MOST_COLUMNS}, the most that sums of 32 bits hold."
+            )
         super().__init__(rows, columns, dtype, num_threads)
         self.form, self.bounds = form, bounds_of(segments, columns, form)
         num_groups = len(groups_of(self.bounds, form))
@@ -61,15 +63,17 @@ class QuantisedWeight(CpuWeight):
             address + whole if form.mins else None,
             segment_bounds,
         )
-        # where the kernels find how it is stored; updates do not move it
+        # address of the structure that describes the weight to the kernels, not moved by updates
         self.codes = ctypes.addressof(self._struct)
+        if not load().nano_has_format(self.codes):
+            raise ValueError(f"the CPU kernels do not support the format {form.name!r}: {form}.")
 
     def data_ptr(self) -> int:
-        """There are no numbers that kernels could read; see `codes`."""
+        """Return 0: kernels read `codes` instead of plain numbers."""
         return 0
 
     def write(self, start: int, tensor: Tensor) -> None:
-        """Rows [start, start + n) become `tensor` [n, columns], rounded to codes."""
+        """Replace rows [start, start + n) by `tensor` [n, columns], rounded to codes."""
         require_rows(self.shape, start, tensor)
         source = readable(tensor)
         load().nano_quantise(
@@ -82,15 +86,15 @@ class QuantisedWeight(CpuWeight):
             self.num_threads,
         )
 
-    def write_codes(self, start: int, given: Codes) -> None:
-        """Rows [start, start + n) become these codes, as they are; of a format that this one holds
-        (`Format.holds`).
+    def write_codes(self, start: int, weight: Codes) -> None:
+        """Replace rows [start, start + n) by these codes, unchanged. Their format must be one that
+        this weight's format holds (`Format.holds`).
         """
-        require_rows(self.shape, start, given.codes)
-        given = widened(given, self.form, self.bounds)
-        codes = given.codes if given.codes.stride(1) == 1 else given.codes.contiguous()
-        scales = given.scales.float().contiguous()
-        mins = None if given.mins is None else given.mins.float().contiguous()
+        require_rows(self.shape, start, weight.codes)
+        weight = widened(weight, self.form, self.bounds)
+        codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
+        scales = weight.scales.float().contiguous()
+        mins = None if weight.mins is None else weight.mins.float().contiguous()
         load().nano_store_codes(
             codes.data_ptr(),
             codes.stride(0),
@@ -104,8 +108,8 @@ class QuantisedWeight(CpuWeight):
         )
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
-        """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
-        None: all that follow.
+        """Decode rows [start, start + count), [count, columns] in `dtype`. None: all remaining
+        rows.
         """
         count = count_rows(self.rows, start, count)
         out = torch.empty((count, self.columns))
@@ -115,7 +119,7 @@ class QuantisedWeight(CpuWeight):
         return out.to(self.dtype)
 
     def clone(self) -> "QuantisedWeight":
-        """A copy of its own."""
+        """Return an independent copy."""
         copy = QuantisedWeight(
             self.rows, self.columns, self.dtype, self.num_threads, self.form, self.bounds
         )

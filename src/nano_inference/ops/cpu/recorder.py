@@ -1,10 +1,9 @@
-"""`Recorder`: runs a decoder's Python once on numbered buffers and keeps what it called, for C++ to
-replay.
+"""`Recorder`: runs a decoder's Python code once on numbered buffers and records its calls, which
+C++ replays.
 
-Recorded calls are to the CPU backend as a captured graph is to a GPU: the decoder is written
-once, in Python, and a step costs one call. Operations that follow each other directly are joined
-where that changes no bit: a product and the gate that reads it, a product and the addition to the
-residual stream.
+Recorded calls are to the CPU backend what a captured graph is to a GPU: the decoder is written
+once, in Python, and a step takes one call. Adjacent operations are joined if this changes no bit: a
+product and the gate that reads it, or a product and the addition to the residual stream.
 """
 
 from collections import Counter
@@ -53,16 +52,16 @@ from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
-PANELS = 32  # rows of a gate's weight come in pairs of panels
+PANELS = 32  # a gate's weight consists of pairs of panels, 32 rows per pair
 
 
 class Recorder:
-    """The operations of `Ops`, on buffers; nothing is computed.
+    """The operations of `Ops` on buffers. They are recorded, not computed.
 
     Args:
-        dtype: of weights and of what products read.
-        moe: the operation on tensors, for programs that have experts.
-        states: operations on tensors, for programs that have layers with a state.
+        dtype: Dtype of weights and of rows that products read.
+        moe: Operation on tensors, for programs with experts.
+        states: Operations on tensors, for programs that have layers with a state.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class Recorder:
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
         self.windows: list[Window] = []
-        self.adapted: list[str] = []  # the weights of products that adapters add to
+        self.adapted: list[str] = []  # names of weights whose products adapters may add to
         self.num_positions = 0
 
     def new(self, columns: int, dtype: torch.dtype) -> Buffer:
-        """A buffer that nothing has been written to."""
+        """Return a new buffer."""
         self.buffers.append(Buffer(len(self.buffers), columns, dtype))
         return self.buffers[-1]
 
@@ -92,7 +91,6 @@ class Recorder:
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Buffer:
-        """See `Ops.embed`."""
         weight = cast("PackedWeight | QuantisedWeight", weight)
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
@@ -109,22 +107,24 @@ class Recorder:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Buffer:
-        """See `Ops.linear`; the sums stay in float32."""
+        """Record `Ops.linear`. The sums stay in float32."""
         weight = cast("PackedWeight | QuantisedWeight", weight)
         _require(
-            x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}."
+            x.columns == weight.columns,
+            f"x has {x.columns} columns, but the weight has {weight.columns}.",
         )
-        _require(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}.")
+        _require(x.dtype == weight.dtype, f"x is {x.dtype}, but the weight is {weight.dtype}.")
         if bias is not None:
             _require(
                 bias.shape == (weight.rows,),
-                f"bias has shape {tuple(bias.shape)}, expected ({weight.rows},).",
+                f"bias must have shape ({weight.rows},); got {tuple(bias.shape)}.",
             )
             bias = bias.to(weight.dtype).contiguous()
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         values["codes"] = weight.codes
-        if segments is not None and not values["codes"]:  # codes have their own
+        # quantised weights have their own segments
+        if segments is not None and not values["codes"]:
             check_segments(segments, weight.columns)
             _require(
                 all(bound % 2 == 0 for bound in segments[:-1]),
@@ -137,9 +137,10 @@ class Recorder:
         return out
 
     def lora(self, y: Buffer, x: Buffer, name: str, _batch: Any) -> Buffer:
-        """See `Ops.lora`; added in place."""
+        """Record `Ops.lora`, which adds in place."""
         _require(
-            y.dtype == torch.float32 and x.dtype == self.dtype, f"y is {y.dtype}, x {x.dtype}."
+            y.dtype == torch.float32 and x.dtype == self.dtype,
+            f"y must be float32 and x {self.dtype}; got {y.dtype} and {x.dtype}.",
         )
         self.adapted.append(name)
         values = {"plan": len(self.adapted) - 1, "columns": x.columns}
@@ -149,16 +150,16 @@ class Recorder:
     def rms_norm(
         self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0
     ) -> tuple[Buffer, Buffer]:
-        """See `Ops.rms_norm`. Where x is given it is added in place: the residual stream is one
+        """Record `Ops.rms_norm`. If x is present it is added in place: the residual stream is one
         buffer.
         """
         _require(
             residual.dtype == torch.float32,
-            f"the residual stream is {residual.dtype}, expected float32.",
+            f"the residual stream must be float32; got {residual.dtype}.",
         )
         _require(
             x is None or (x.columns == residual.columns and x.dtype == torch.float32),
-            "x and residual do not match.",
+            "x must be float32 and as wide as the residual stream.",
         )
         out = self.new(residual.columns, norm.dtype)
         values = {"scale": scale, "columns": residual.columns, "wide": norm.dtype != self.dtype}
@@ -176,14 +177,13 @@ class Recorder:
         _view: KvcacheView,
         layer: int,
     ) -> Buffer:
-        """See `Ops.rope_and_store`."""
         cos, sin, query_scales = rope.cos, rope.sin, rope.query_scales
         num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
         count = num_heads + (1 if rope.joint else 2) * num_kv_heads
         head_dim, rest = divmod(qkv.columns, count)
         _require(
             not rest and qkv.dtype == torch.float32,
-            f"qkv has {qkv.columns} columns of {qkv.dtype}.",
+            f"qkv must be float32 [N, {count} * D]; got {qkv.columns} columns of {qkv.dtype}.",
         )
         _require(head_dim % 16 == 0, f"head_dim={head_dim} must be a multiple of 16.")
         for table in (cos, sin):
@@ -223,7 +223,7 @@ class Recorder:
         return out
 
     def plan_attention(self, _batch: Any, _block_size: int, window: int = 0) -> int:
-        """C++ plans each step by itself; what tells its plans apart is the window."""
+        """Return the window: the C++ code plans each step itself, once per `Window`."""
         return window
 
     def attention(
@@ -234,20 +234,20 @@ class Recorder:
         plan: object,
         scores: AttentionArgs,
     ) -> Buffer:
-        """See `Ops.attention`; its plan is the window."""
+        """Record `Ops.attention`. Its plan is the window."""
         window, sinks = cast("int", plan), scores.sinks
         kv_heads, _, _, row = view.lie(layer)[0].shape
         head_dim = view.format.head_dim(row)
         heads, rest = divmod(q.columns, head_dim)
         _require(
             not rest and not heads % kv_heads,
-            f"queries of {q.columns} numbers do not fit the KV storage, which has {kv_heads} heads "
-            f"of {head_dim} in layer {layer}.",
+            f"queries of {q.columns} numbers do not fit the KV storage: layer {layer} has "
+            f"{kv_heads} heads of {head_dim}.",
         )
         if sinks is not None:
             _require(
                 sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
-                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({heads},).",
+                f"sinks must be float32 ({heads},); got {sinks.dtype} {tuple(sinks.shape)}.",
             )
         shape = Window(window, scores.scale, scores.cap, heads, kv_heads, head_dim)
         if shape not in self.windows:
@@ -258,14 +258,17 @@ class Recorder:
         return out
 
     def _meet(self, q: Buffer, c: Buffer, kv: Weight, norm: Norm, sizes: Latent) -> Buffer:
-        """See `LatentOps.meet`. One product a head, then a pass over the rows."""
+        """Record `LatentOps.meet`: one product per head, then a pass over the rows."""
         assert isinstance(kv, LatentWeight)
         query = sizes.plain + sizes.rotary
         _require(
             kv.sizes == sizes and q.columns == kv.heads * query and c.columns == sizes.key,
             f"rows of {q.columns} and {c.columns} numbers do not fit {kv.heads} heads of {sizes}.",
         )
-        _require(q.dtype == c.dtype == torch.float32, f"rows are {q.dtype} and {c.dtype}.")
+        _require(
+            q.dtype == c.dtype == torch.float32,
+            f"q and c must be float32; got {q.dtype} and {c.dtype}.",
+        )
         out = self.new((kv.heads + 2) * sizes.key, torch.float32)
         steps = {"heads": kv.heads, "input_step": query, "output_step": sizes.key}
         self._by_heads(self._rounded(q), kv.keys, out, steps | {"first_output": sizes.rotary})
@@ -275,11 +278,11 @@ class Recorder:
         return out
 
     def _latent_values(self, attended: Buffer, kv: Weight, sizes: Latent) -> Buffer:
-        """See `LatentOps.values`. One product a head."""
+        """Record `LatentOps.values`: one product per head."""
         assert isinstance(kv, LatentWeight)
         _require(
             kv.sizes == sizes and attended.columns == kv.heads * sizes.key,
-            f"rows of {attended.columns} numbers are not those of {kv.heads} heads of {sizes}.",
+            f"rows of {attended.columns} numbers do not fit {kv.heads} heads of {sizes}.",
         )
         out = self.new(kv.heads * sizes.value, torch.float32)
         steps = {"heads": kv.heads, "input_step": sizes.key, "output_step": sizes.value}
@@ -290,19 +293,18 @@ class Recorder:
     def _by_heads(
         self, x: Buffer, weight: PackedWeight, out: Buffer, steps: dict[str, int]
     ) -> None:
-        """Products of some columns of x by a part of the weight's rows each."""
-        _require(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}.")
+        """Record one product per head, of some columns of x and some rows of the weight."""
+        _require(x.dtype == weight.dtype, f"x is {x.dtype}, but the weight is {weight.dtype}.")
         size = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         self.operations.append(Operation(LINEAR, (x,), out, weight=weight, values=size | steps))
 
     def _rounded(self, x: Buffer) -> Buffer:
-        """As products read it."""
+        """Record the rounding of x to the dtype that products read."""
         return self.rms_norm(None, x, Norm(None, 0.0, 0.0, self.dtype))[0]
 
     def short_conv(
         self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
-        """See `Ops.short_conv`."""
         return self._of_states(
             lambda states, batch, rows: states.short_conv(rows, weights, batch, view, layer),
             (projected,),
@@ -312,7 +314,6 @@ class Recorder:
     def delta_net(
         self, projected: Buffer, weights: DeltaWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
-        """See `Ops.delta_net`."""
         return self._of_states(
             lambda states, batch, rows: states.delta_net(rows, weights, batch, view, layer),
             (projected,),
@@ -320,7 +321,6 @@ class Recorder:
         )
 
     def sigmoid_gate(self, x: Buffer, gate: Buffer) -> Buffer:
-        """See `Ops.sigmoid_gate`."""
         return self._of_states(
             lambda states, _, rows, gates: states.sigmoid_gate(rows, gates), (x, gate), x.columns
         )
@@ -331,10 +331,10 @@ class Recorder:
         inputs: tuple[Buffer, ...],
         columns: int,
     ) -> Buffer:
-        """What `compute` gives of the operations on states, the batch and tensors."""
+        """Record a call of `compute` with the operations on states, the batch and tensors."""
         states = self._states
         if states is None:
-            raise ValueError("this program has no layers with a state.")
+            raise ValueError("this program was recorded without operations on states.")
 
         def run(batch: Any, out: Tensor, *rows: Tensor) -> None:
             out.copy_(compute(states, batch, *rows))
@@ -342,7 +342,6 @@ class Recorder:
         return self.call(None, run, inputs, columns, self.dtype)
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
-        """See `Ops.gate`."""
         out = self.new(x.columns // 2, self.dtype)
         values = {"rows": out.columns, "finish": GATES[activation]}
         self.operations.append(Operation(GATE, (x,), out, values=values))
@@ -356,19 +355,20 @@ class Recorder:
         note: Note | None = None,
         routed: Buffer | None = None,
     ) -> Buffer:
-        """See `Ops.moe`."""
         moe = self._moe
         if moe is None:
-            raise ValueError("this program has no experts.")
+            raise ValueError("this program was recorded without an operation on experts.")
 
-        def compute(_batch: Any, out: Tensor, rows: Tensor, own: Tensor | None = None) -> None:
-            out.copy_(moe(rows, experts, exchange, note, own))
+        def compute(
+            _batch: Any, out: Tensor, rows: Tensor, router_rows: Tensor | None = None
+        ) -> None:
+            out.copy_(moe(rows, experts, exchange, note, router_rows))
 
         inputs = (x,) if routed is None else (x, routed)
         return self.call(None, compute, inputs, x.columns, torch.float32)
 
     def columns(self, x: Buffer, start: int, stop: int) -> Buffer:
-        """See `Ops.columns`. Only a product reads some columns."""
+        """Return a buffer for some columns of x. Only products read such buffers."""
         return replace(
             x, columns=stop - start, first=x.first + start, of=x.columns if x.of is None else x.of
         )
@@ -381,13 +381,12 @@ class Recorder:
         columns: int,
         dtype: torch.dtype,
     ) -> Buffer:
-        """See `Ops.call`."""
         out = self.new(columns, dtype)
         self.operations.append(Operation(CALL, tuple(inputs), out, function=function))
         return out
 
     def joined(self) -> list[Operation]:
-        """The operations, neighbours made one where that changes no bit."""
+        """Return the operations, with adjacent ones joined if this changes no bit."""
         done: list[Operation] = []
         for operation in self.operations:
             before = done[-1] if done else None
@@ -412,15 +411,15 @@ class Recorder:
         return done
 
     def mark_read_once(self, operations: Sequence[Operation], kept: Sequence[Buffer]) -> None:
-        """Mark norms whose output only the product behind them reads: threads may each keep a copy
-        of their own.
+        """Mark norms whose output is only read by the following product: each thread may then keep
+        its own copy.
         """
         readers = Counter(buffer for operation in operations for buffer in operation.inputs)
         for operation, following in pairwise(operations):
             if (
                 operation.kind == NORM
                 and following.kind == LINEAR
-                and "heads" not in following.values  # reads a part of each row
+                and "heads" not in following.values  # such products read a part of each row
                 and following.inputs == (operation.output,)
             ):
                 once = (
@@ -435,7 +434,7 @@ def _checked(norm: Norm, *widths: int) -> Norm:
     assert norm.weight is not None
     _require(
         len(norm.weight) in widths,
-        f"the norm has {len(norm.weight)} weights, expected {widths[0]}.",
+        f"the norm must have {widths[0]} weights; got {len(norm.weight)}.",
     )
     return norm._replace(weight=norm.weight.contiguous())
 

@@ -12,17 +12,19 @@ from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 STEP, CONVOLUTION, RULE = struct("StateStep"), struct("Convolution"), struct("DeltaRule")
-MOST_HEAD = 256  # numbers of a head, as in kernels/state.cpp
+MOST_HEAD = 256  # numbers per head, as in kernels/state.cpp
 PROBLEMS = {
-    1: "a row's slot is not that of its position.",
+    1: "a row's slot does not match its position.",
     2: "a block does not exist.",
-    3: "rows and chunks do not agree.",
+    3: "rows and chunks do not match.",
     4: "a block that a row reads has no unit.",
 }
 
 
 class CpuStates:
-    """`Ops.short_conv`, `Ops.delta_net` and `Ops.sigmoid_gate` of some number of threads."""
+    """Implementation of `Ops.short_conv`, `Ops.delta_net` and `Ops.sigmoid_gate` for a fixed number
+    of threads.
+    """
 
     def __init__(self, kernels: ctypes.CDLL, num_threads: int) -> None:
         self._c = kernels
@@ -36,7 +38,7 @@ class CpuStates:
         view: StateView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.short_conv`; rounded to the weights' dtype."""
+        """Implement `Ops.short_conv`. The result is rounded to the weights' dtype."""
         dtype, channels = weights.conv.dtype, len(weights.conv)
         rows = _rows(projected, 3 * channels)
         out = torch.empty((len(rows), channels), dtype=dtype)
@@ -62,7 +64,7 @@ class CpuStates:
         view: StateView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.delta_net`; rounded to the weights' dtype."""
+        """Implement `Ops.delta_net`. The result is rounded to the weights' dtype."""
         dtype, channels = weights.conv.dtype, len(weights.conv)
         width, heads = weights.value_heads * weights.value_dim, weights.value_heads
         require_heads(weights.key_dim, weights.value_dim)
@@ -107,11 +109,13 @@ class CpuStates:
         return out
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See `Ops.sigmoid_gate`."""
         x, gate = x.contiguous(), gate.float()
         _require_lanes(x.shape[1])
         if gate.stride(1) != 1 or gate.shape != x.shape:
-            raise ValueError(f"a gate {tuple(gate.shape)} is not of rows {tuple(x.shape)}.")
+            raise ValueError(
+                f"a gate {tuple(gate.shape)} does not match rows {tuple(x.shape)}; both must "
+                "have the same shape and adjacent columns."
+            )
         out = torch.empty_like(x)
         self._c.nano_sigmoid_gate(
             x.data_ptr(),
@@ -126,15 +130,15 @@ class CpuStates:
 
     def _require(self, problem: int) -> None:
         if problem:
-            raise ValueError(f"the batch does not fit what is kept: {PROBLEMS[problem]}")
+            raise ValueError(f"the batch does not match the stored states: {PROBLEMS[problem]}")
 
 
 def require_heads(key_dim: int, value_dim: int) -> None:
-    """Raise ValueError for heads that the kernel has no room for."""
+    """Raise `ValueError` for head sizes that the kernel does not support."""
     for size in (key_dim, value_dim):
         _require_lanes(size)
         if size > MOST_HEAD:
-            raise ValueError(f"heads of {size} are wider than {MOST_HEAD}.")
+            raise ValueError(f"heads of {size} numbers exceed the maximum of {MOST_HEAD}.")
 
 
 def _require_lanes(size: int) -> None:
@@ -144,12 +148,14 @@ def _require_lanes(size: int) -> None:
 
 def _rows(projected: Tensor, columns: int) -> Tensor:
     if projected.shape[1] != columns:
-        raise ValueError(f"rows have {projected.shape[1]} columns, expected {columns}.")
+        raise ValueError(f"rows must have {columns} columns; got {projected.shape[1]}.")
     return projected.float().contiguous()
 
 
 def _step(batch: ForwardBatch, view: StateView) -> Any:
-    """As kernels/state.cpp reads it; good as long as the batch and the view are."""
+    """Return the structure that kernels/state.cpp reads. It is valid as long as the batch and the
+    view live.
+    """
     columns = {
         name: getattr(batch, name)
         for name in ("positions", "slot_mapping", "row_chunks", "cu_seqlens_q", "block_tables")
@@ -172,9 +178,9 @@ def _step(batch: ForwardBatch, view: StateView) -> Any:
 
 def _convolution(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Any:
     _require_lanes(len(weight))
-    for each in (weight, inputs) if bias is None else (weight, inputs, bias):
-        if each.dtype != weight.dtype or not each.is_contiguous():
-            raise ValueError("weights and what is kept must be contiguous and of one dtype.")
+    for tensor in (weight, inputs) if bias is None else (weight, inputs, bias):
+        if tensor.dtype != weight.dtype or not tensor.is_contiguous():
+            raise ValueError("weights and stored inputs must be contiguous and of one dtype.")
     return CONVOLUTION(
         inputs=inputs.data_ptr(),
         weight=weight.data_ptr(),

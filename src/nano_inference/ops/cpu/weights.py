@@ -1,4 +1,4 @@
-"""`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
+"""`PackedWeight`: a matrix in the layout of the kernels, written and read by rows."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ class CpuWeight:
     """A weight [rows, columns] in the backend's own memory.
 
     Attributes:
-        dtype: of what products read, and of what `read` gives.
-        num_threads: that write and read it.
+        dtype: Dtype that products read and `read` returns.
+        num_threads: Number of threads that write and read it.
     """
 
     device = torch.device("cpu")
@@ -26,17 +26,17 @@ class CpuWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """[rows, columns], without padding."""
+        """Shape [rows, columns], without padding."""
         return torch.Size((self.rows, self.columns))
 
     def numel(self) -> int:
-        """Numbers in it, without padding."""
+        """Return the number of weights, without padding."""
         return self.rows * self.columns
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the same numbers as the kernels read them: contiguous, in the CPU's memory, and in
-    float32 unless they are in bfloat16.
+    """Return the same numbers in a form that the kernels read: contiguous, on the CPU, in bfloat16
+    if they are bfloat16 and otherwise in float32.
     """
     source = tensor.detach().to("cpu")
     return (source if source.dtype in DTYPES else source.float()).contiguous()
@@ -45,11 +45,11 @@ def readable(tensor: Tensor) -> Tensor:
 class PackedWeight(CpuWeight):
     """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
 
-    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with
-    zeros.
+    bfloat16: [rows / 16, columns / 2, 16, 2], float32: [rows / 16, columns, 16]. Both are padded
+    with zeros.
     """
 
-    codes: int | None = None  # it has none; see `QuantisedWeight`
+    codes: int | None = None  # only a `QuantisedWeight` has codes
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PackedWeight(CpuWeight):
         self.data_ptr = self.data.data_ptr  # updates do not move it
 
     def write(self, start: int, tensor: Tensor) -> None:
-        """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
+        """Replace rows [start, start + n) by `tensor` [n, columns], rounded to this dtype."""
         require_rows(self.shape, start, tensor)
         source = readable(tensor)
         load().nano_pack(
@@ -85,14 +85,16 @@ class PackedWeight(CpuWeight):
         )
 
     def patch(self, start: int, indices: Tensor, values: Tensor) -> None:
-        """Numbers at flat row-major `indices` [n] of the rows from `start` on become `values` [n],
-        in place.
+        """Set the numbers at flat row-major `indices` [n], counted from row `start`, to `values`
+        [n], in place.
         """
-        group = 2 if self.dtype == torch.bfloat16 else 1  # columns that lie side by side
+        group = 2 if self.dtype == torch.bfloat16 else 1  # adjacent columns in the memory layout
         rows = start + indices.div(self.columns, rounding_mode="floor")
         columns = indices % self.columns
         if len(indices) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
-            raise ValueError(f"indices are not within {tuple(self.shape)} from row {start} on.")
+            raise ValueError(
+                f"indices from row {start} on are not within the shape {tuple(self.shape)}."
+            )
         lines = rows.div(LANES, rounding_mode="floor") * self.data.shape[1] + columns.div(
             group, rounding_mode="floor"
         )
@@ -100,7 +102,9 @@ class PackedWeight(CpuWeight):
         self.data.view(-1).index_copy_(0, places, values.to(self.dtype))
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
-        """A copy of rows [start, start + count), [count, columns]; None: all that follow."""
+        """Return a copy of rows [start, start + count), [count, columns]. None: all remaining
+        rows.
+        """
         count = count_rows(self.rows, start, count)
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
@@ -108,7 +112,7 @@ class PackedWeight(CpuWeight):
         return out
 
     def clone(self) -> "PackedWeight":
-        """A copy of its own."""
+        """Return an independent copy."""
         copy = PackedWeight(self.rows, self.columns, self.dtype, self.num_threads)
         copy.data.copy_(self.data)
         return copy

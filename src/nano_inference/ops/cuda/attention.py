@@ -1,17 +1,17 @@
-"""Paged attention for any mix of chunk lengths: what is launched, and the kernel.
+"""Paged attention for any mix of chunk lengths: launches and the kernel.
 
-In the kernel one program walks the keys of one item for the query heads of one kv head.
+One program of the kernel walks the keys of one item for the query heads of one kv head.
 
-The recurrence is that of online softmax (arXiv:1805.02867, arXiv:2205.14135) over tiles of keys at
-fixed absolute positions. Rows of a chunk and the query heads that share a kv head lie side by side
-as the lanes of one matrix. The maximum and the rescale are a lane's own. Weights are rounded to the
-cache's dtype for the second product.
+The recurrence is online softmax (arXiv:1805.02867, arXiv:2205.14135) over tiles of keys at fixed
+absolute positions. The rows of a chunk and the query heads that share a kv head are the lanes of
+one matrix. Each lane has its own maximum and rescale. Weights are rounded to the cache's dtype for
+the second product.
 
-Why a row's bits depend on nothing but its context where `BY_SPLIT`: every split is walked from
-scratch. Its maximum, sum and accumulator are merged into those of the splits before it by `_merge`,
-whether they come from registers or from the workspace. A tile of keys, or a split, that a row does
-not see leaves all three as they are: the rescale is 1, what is added is 0. Nothing is contracted
-(`enable_fp_fusion=False`); what is meant to be fused says `tl.fma`.
+With `BY_SPLIT`, a row's bits depend only on its context, because every split is walked from
+scratch. Its maximum, sum and accumulator are merged into those of earlier splits by `_merge`, from
+registers as well as from the workspace. A tile of keys, or a split, that a row does not see leaves
+all three unchanged: the rescale is 1, and 0 is added. No operation is contracted
+(`enable_fp_fusion=False`); intended fusion is written as `tl.fma`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -31,23 +31,24 @@ from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_i
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 
-KEY_TILE = 64  # keys of one step of the recurrence
-SPLIT = 256  # keys whose sum may be computed on its own
-SHORT_LANES = 16  # what tensor cores take at least
-# that keys are shared for, at most: more than fit at once, for the sake of balance
+KEY_TILE = 64  # keys per step of the recurrence
+SPLIT = 256  # keys whose sum may be computed separately
+SHORT_LANES = 16  # minimum of tensor cores
+# most programs that share keys: more than run simultaneously, for the sake of balance
 PROGRAMS_A_PROCESSOR = 4
-OTHER_SHARED = 34 * 1024  # bytes that a program takes beside its tiles of keys and values, at most
-ROW_PARTS = 2048  # of rows whose keys are shared: 34 MB with 32 heads of 128
+# most bytes that a program uses in addition to its tiles of keys and values
+OTHER_SHARED = 34 * 1024
+ROW_PARTS = 2048  # most parts of rows whose keys are shared: 34 MB with 32 heads of 128
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is launched for one kind of chunks. It depends on dtype and head_dim, never on
-    the rows.
+    """Launch parameters of a kernel for one kind of chunks. They depend on dtype and head_dim,
+    never on the rows.
 
     Attributes:
-        lanes: rows times query heads of a kv head, in one tile.
-        num_warps, num_stages: of the program.
+        lanes: Rows times query heads of a kv head, per tile.
+        num_warps, num_stages: Warps and pipeline stages per program.
     """
 
     lanes: int
@@ -57,7 +58,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Items of one kind and how they are computed; the workspace is for a layer at a time."""
+    """Items of one kind, and the parameters and workspace of their kernel. One layer uses the
+    workspace at a time.
+    """
 
     items: Items
     tiling: Launch
@@ -67,8 +70,8 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """Attention of one step and window. The items are made at the first layer, which knows the
-    heads.
+    """Attention of one step and window. The first layer, which knows the heads, creates the
+    items.
     """
 
     batch: ForwardBatch
@@ -78,16 +81,15 @@ class Plan:
 
 
 class Attention:
-    """Attention of one backend; what the law asks for is decided once.
+    """Attention of one backend, with or without batch invariance.
 
     Args:
-        batch_invariant: a row has the same bits whatever it is computed with: one tiling for decode
-            and prefill, each split walked from scratch. Else decode has small tiles, and only what
-            is shared is walked in parts.
-        key_tile, split, row_parts: other sizes, for tests. A split is a whole number of tiles.
-        shared_items: how many items there may be beyond one a tile, for a kv head; None: what the
-            device can use.
-        architecture: of the GPU, 80 for 8.x; None: of that one where the tensors are.
+        batch_invariant: If True, a row has the same bits in every batch: decode and prefill share
+            one tiling, and each split is walked from scratch. Otherwise decode has small tiles, and
+            only shared keys are walked in parts.
+        key_tile, split, row_parts: Other sizes, for tests. A split is a whole number of tiles.
+        shared_items: Most items beyond one per tile, for a kv head. None: derived from the device.
+        architecture: Architecture of the GPU, 80 for 8.x. None: that of the tensors' device.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class Attention:
         self._architecture = architecture
 
     def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> Plan:
-        """See `Ops.plan_attention`. It waits for nothing that is on the device, and can be captured
-        in a graph.
+        """Implement `Ops.plan_attention`. It does not wait for the device, and can be captured in a
+        graph.
         """
         return Plan(batch, block_size, window)
 
@@ -123,14 +125,14 @@ class Attention:
         plan: Plan,
         scores: AttentionArgs,
     ) -> Tensor:
-        """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean
-        nothing.
+        """Implement `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding, with undefined
+        results.
         """
         scale, sinks, cap = scores
         num_rows, num_heads, head_dim = q.shape
-        unit, place = view.places[layer]
+        unit, index = view.places[layer]
         # [kv heads, units, block_size, D]
-        keys, values = view.keys[place], view.values[place]
+        keys, values = view.keys[index], view.values[index]
         kv_heads = keys.shape[0]
         out = q.new_empty((num_rows, num_heads * head_dim))
         unit_map = view.unit_map
@@ -206,7 +208,7 @@ class Attention:
             bounds=Bounds(shared, self._row_parts),
             part_is_split=self.batch_invariant,
         )
-        # One workspace for both kinds: they run one after the other.
+        # one workspace for both kinds, which run one after the other
         lanes = (kv_heads, self._row_parts, group)
         parts = torch.empty((*lanes, head_dim), dtype=torch.float32, device=device)
         stats = torch.empty((*lanes, 2), dtype=torch.float32, device=device)
@@ -224,17 +226,17 @@ class Attention:
         indirect: bool,
         single_rows: bool,
     ) -> list[Launch]:
-        """Of short chunks and of others; or one for all.
+        """Return the launch parameters of short chunks and of others, or a single one for all.
 
-        Tall tiles have the larger matrix instructions of sm_90, whose bits differ from those of
-        small tiles. So `batch_invariant` has tiles in between for all: a decode row still waits for
-        memory and not for products, and prefill is slower.
+        Tall tiles use the larger matrix instructions of sm_90, whose bits differ from those of
+        small tiles. With `batch_invariant`, all chunks therefore have tiles of a medium height: a
+        decode row still waits for memory and not for products, and prefill is slower.
         """
-        least = triton.next_power_of_2(group)  # a row's heads lie in one tile
+        least = triton.next_power_of_2(group)  # a row's heads are in one tile
         if dtype == torch.float32:  # no tensor cores: for comparisons, not for speed
             return [Launch(max(SHORT_LANES, least), 4, _stages(1, indirect=indirect))]
         buffer = 2 * self._key_tile * triton.next_power_of_2(head_dim) * dtype.itemsize
-        # heads of 256 on a card for games
+        # head_dim 256 on a consumer GPU
         two = 2 if 2 * buffer + OTHER_SHARED <= shared_memory(device) else 1
         if self.batch_invariant:
             return [
@@ -250,7 +252,7 @@ class Attention:
             architecture = (
                 10 * torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 90
             )
-        # its products are under way while others go on: Triton adds a buffer of its own
+        # products of sm_90 are asynchronous, and Triton adds a buffer for them
         if architecture == 90:
             return [
                 short,
@@ -264,33 +266,33 @@ class Attention:
 
 
 def _stages(buffers: int, *, indirect: bool) -> int:
-    """Stages that give so many tiles of keys and values in shared memory, of which all but one are
-    on their way.
+    """Return the stages that give this many tiles of keys and values in shared memory, all but one
+    of them in flight.
 
-    Triton shares its stages between the loads that a load waits for: the block table, and the map
-    of units.
+    Triton also divides its stages between the loads that another load waits for: the block table,
+    and the map of units.
     """
     return 3 + (buffers - 1) * (3 if indirect else 2)
 
 
-MERGED_LANES = tl.constexpr(8)  # of a tile, merged at once
-MERGE_STAGES = tl.constexpr(8)  # parts on their way meanwhile
+MERGED_LANES = tl.constexpr(8)  # lanes of a tile merged together
+MERGE_STAGES = tl.constexpr(8)  # parts in flight during a merge
 NEVER = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope):
-    """One tile of keys. Maxima are of the bare products, or of capped scores; `scale` holds
-    log2(e), for exp2.
+    """Process one tile of keys. Maxima are of the unscaled products, or of capped scores. `scale`
+    includes log2(e), for exp2.
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if cap is not None:
-        # cap * tanh of the scaled scores over the cap; an infinite power leaves the cap
+        # cap * tanh(scaled scores / cap), where an infinite power gives the cap
         scores = cap - 2 * cap / (1 + tl.exp2(scores * slope))
     scores = tl.where(visible, scores, NEVER)
     higher = tl.maximum(highest, tl.max(scores, 1))
-    origin = tl.where(higher == NEVER, 0.0, higher)  # nothing seen yet: -inf - -inf is no number
+    origin = tl.where(higher == NEVER, 0.0, higher)  # nothing seen yet: -inf - -inf is NaN
     rescale = tl.exp2((highest - origin) * scale)
     weights = tl.exp2(tl.fma(scores, scale, (-origin * scale)[:, None]))
     total = tl.fma(total, rescale, tl.sum(weights, 1))
@@ -300,8 +302,8 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope)
 
 @triton.jit
 def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
-    """What the splits before have and what the next one has, in this order. An empty one changes no
-    bits.
+    """Merge the state of earlier splits and the state of the next one, in this order. An empty one
+    changes no bits.
     """
     higher = tl.maximum(highest, next_highest)
     origin = tl.where(higher == NEVER, 0.0, higher)
@@ -312,8 +314,8 @@ def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
 
 @triton.jit
 def _finish(highest, total, acc, sink, scale):
-    """The output: the sum's last term is that of the sink, whose score is not scaled. It is
-    infinite where that is far above all others: then nothing of the values is left.
+    """Return the output. The sum's last term is the sink's, whose score is not scaled. The term is
+    infinite if the sink is far above all scores: then the output is 0.
     """
     return acc / (total + tl.exp2(sink * LOG2_E - highest * scale))[:, None]
 
@@ -332,11 +334,11 @@ def _merge_parts(
     PADDED_DIM: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Some lanes of a tile whose parts, `step` lanes apart, are all in the workspace: merged in
+    """Merge some lanes of a tile whose parts, `step` lanes apart, are all in the workspace, in
     order of the keys.
 
-    To take the counter has emptied the first cache, which does not see what other multiprocessors
-    write; accumulators pass it by in any case.
+    The atomic operation on the counter has invalidated the L1 cache, which does not see writes of
+    other multiprocessors. Loads of accumulators bypass it in any case.
     """
     dim = tl.arange(0, PADDED_DIM)[None, :]
     present = there[:, None] & (dim < HEAD_DIM)
@@ -392,15 +394,15 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     WINDOW: tl.constexpr,
     BY_SPLIT: tl.constexpr,
 ):
-    """Grid (capacity of the items, kv heads): one item and kv head a program; programs without an
-    item end at once.
+    """Process one item and kv head per program. Grid (capacity of the items, kv heads). Programs
+    without an item end immediately.
     """
     if tl.program_id(0) >= tl.load(count_ptr):
         return
     item_ptr = items_ptr + tl.program_id(0).to(tl.int64) * FIELDS
     split, end_split = tl.load(item_ptr + 4).to(tl.int32), tl.load(item_ptr + 5).to(tl.int32)
     if split >= end_split:
-        return  # a tile of fewer splits than others of its chunk
+        return  # a tile with fewer splits than others of its chunk
     head = tl.program_id(1).to(tl.int64)
     tables_ptr += tl.load(item_ptr)
     first_row = tl.load(item_ptr + 1)
@@ -419,7 +421,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     own_head = (first_row + row) * (KV_HEADS * GROUP) + head * GROUP + lane % GROUP
     q = tl.load(q_ptr + own_head[:, None] * HEAD_DIM + dim, mask=there & inside, other=0.0)
     end = position + rows  # keys below it are stored
-    # the last key of each lane; those without a row see one too
+    # last key of each lane (lanes without a row see one too)
     seen = tl.minimum(position + row, end - 1)[:, None]
     begin = 0
     if WINDOW > 0:
@@ -434,7 +436,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     end_tile = tl.minimum(end_split * SPLIT_TILES, (end + KEY_TILE - 1) // KEY_TILE)
     for tile in range(first_tile, end_tile):
         key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        # what lies elsewhere may be anything, and 0 * NaN is NaN
+        # other memory may contain anything, and 0 * NaN is NaN
         stored = (key < end) & (key >= begin)
         block = tl.load(tables_ptr + key // BLOCK_SIZE, mask=stored, other=0)
         if units_ptr is not None:
@@ -448,7 +450,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         highest, total, acc = _walk_tile(
             q, keys, values, visible, highest, total, acc, scale, cap, slope
         )
-        if BY_SPLIT:  # noqa: SIM102 - known when it is compiled, the other is not
+        if BY_SPLIT:  # noqa: SIM102 - a compile-time condition, unlike the next one
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
                 if place >= 0:
                     done = part + tile // SPLIT_TILES - split
@@ -470,7 +472,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
 
     if place < 0:
         if sinks_ptr is not None:
-            # from scratch, since `head` and `lane` would stay in registers that are wanted
+            # computed again, since keeping `head` and `lane` would occupy registers
             at = tl.program_id(1) * GROUP + tl.arange(0, LANES) % GROUP
             acc = _finish(highest, total, acc, tl.load(sinks_ptr + at), scale)
         else:
@@ -486,7 +488,7 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         tl.store(parts_ptr + to * HEAD_DIM + dim, acc, mask=there & inside)
         tl.store(stats_ptr + to * 2, highest[:, None], mask=there)
         tl.store(stats_ptr + to * 2 + 1, total[:, None], mask=there)
-    # all of this program's parts are on their way before it says that it is done
+    # all of this program's parts are written before it counts itself as done
     tl.debug_barrier()
     counter_ptr = counters_ptr + tl.load(item_ptr + 10) * KV_HEADS + head
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.load(item_ptr + 9) - 1:

@@ -1,23 +1,23 @@
-"""Who computes what in paged attention: decided on the device, once a step, window and shape of
-heads.
+"""Distribution of paged attention over programs, decided on the device once per step, window and
+shape of heads.
 
-The host knows how many rows N and chunks S a batch has, and nothing else: lengths may exist on the
-device alone (CUDA graphs). So the host takes arrays and grids that suffice for any lengths, and one
-small kernel writes *items*: a tile of rows of one chunk, and the keys that one program walks for
-it, as whole splits of `split` absolute positions.
+The host only knows the number of rows N and chunks S of a batch, because lengths may exist on the
+device only (CUDA graphs). It allocates arrays and grids that suffice for any lengths, and one small
+kernel writes *items*. An item is a tile of rows of one chunk, and the keys that one program walks
+for it, as whole splits of `split` absolute positions.
 
-Chunks are of one or two kinds. *Short* ones (decode, verification) have rows for one small tile.
-All others are cut into large tiles. Each kind is a launch of its own, because the height of a tile
-is fixed in a kernel.
+There are one or two kinds of chunks. *Short* chunks (decode, verification) have few enough rows for
+one small tile. All others are cut into large tiles. Each kind is a separate launch, because the
+height of a tile is fixed in a kernel.
 
-Where tiles alone would leave much of the device idle, or one of them would be walked long after all
-others are done, the keys of a tile are shared by several items. Each then leaves what it has in a
-workspace, and the item that comes last merges, in order of the keys. The kernel finds the smallest
-power of two of splits for an item such that the items beyond one a tile, and the workspace, stay
-within fixed bounds; a power of two and not an exact share, so that all candidates are weighed in
-one reduction. Every program of the kernel does that for itself: it costs less than a second launch,
-and it needs no barrier. (`tl.cdiv` and `tl.zeros` are avoided here: calls of other kernels'
-functions are what costs time in the interpreter.)
+Several items share the keys of a tile if tiles would otherwise leave much of the device idle, or if
+one tile would be walked long after all others are done. Each item then stores its result in a
+workspace, and the last one merges all in order of the keys. The kernel finds the smallest power of
+two of splits per item that keeps the extra items and the workspace within fixed bounds. It is a
+power of two and not an exact share, so that one reduction evaluates all candidates. Every program
+of the kernel repeats this reduction: it costs less than a second launch and needs no barrier.
+(`tl.cdiv` and `tl.zeros` are avoided here, because calls of other kernels' functions are slow in
+the interpreter.)
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false
@@ -32,18 +32,19 @@ from torch import Tensor
 
 from nano_inference.ops.batches import ForwardBatch
 
-FIELDS = tl.constexpr(16)  # numbers of an item, of which eleven are used; one line of the cache
-SIZES = tl.constexpr(16)  # candidates for the splits of an item: 1, 2, 4 … and, last, all of a tile
-CHUNKS = tl.constexpr(128)  # read at once
+FIELDS = tl.constexpr(16)  # numbers per item, of which eleven are used: one cache line
+# candidates for the splits per item: 1, 2, 4 … and, last, all splits of a tile
+SIZES = tl.constexpr(16)
+CHUNKS = tl.constexpr(128)  # chunks read together
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a plan may use beyond one item a tile.
+    """Limits of a plan for work shared between items.
 
     Attributes:
-        items: of one kv head, in sum.
-        row_parts: parts of rows in the workspace.
+        items: Most items beyond one per tile, over all tiles of one kv head.
+        row_parts: Most parts of rows in the workspace.
     """
 
     items: int
@@ -52,18 +53,19 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The work of one kind of chunks.
+    """Work of one kind of chunks.
 
     Attributes:
-        rows: of a tile, at most.
-        capacity: items that there can be.
-        items: int64 [capacity, FIELDS]: offset of the chunk's block table; first row of the tile in
-            the batch; rows; position of the first one; first split and the one after the last;
-            first place of the tile in the workspace, -1 where this item has all keys; this item's
-            first part; parts and items of the tile; the tile's counter.
-        count: int64 [1], of the items.
-        counters: int32 [Bounds.items, kv heads], of items that are done; all 0 before and after a
-            layer.
+        rows: Most rows per tile.
+        capacity: Most items.
+        items: int64 [capacity, FIELDS]: (0) offset of the chunk's block table, (1) first row of the
+            tile in the batch, (2) number of rows, (3) position of the first row, (4, 5) first split
+            and the one after the last, (6) first part of the tile in the workspace, or -1 if this
+            item has all keys, (7) this item's first part, (8, 9) parts and items of the tile, (10)
+            the tile's counter.
+        count: int64 [1], number of items.
+        counters: int32 [Bounds.items, kv heads], numbers of finished items, all 0 before and after
+            a layer.
     """
 
     rows: int
@@ -84,22 +86,21 @@ def plan_items(
     bounds: Bounds,
     part_is_split: bool,
 ) -> list[Items]:
-    """One launch, for one or two kinds.
+    """Plan the items of one or two kinds in one launch.
 
     Args:
-        batch: only its tensors on the device are read, and by the device.
-        window: keys that a row sees; 0: all.
-        split: keys of a split.
-        short: most rows of a chunk of the first kind, where there are two.
-        tile_rows: most rows of a tile, for each kind.
-        kv_heads: of the layers.
-        bounds: for each kind.
-        part_is_split: each split leaves a part of its own, however many an item has; else each item
-            leaves one.
+        batch: Batch. Only its tensors on the device are read, and only by the device.
+        window: Keys that a row sees. 0: all.
+        split: Keys per split.
+        short: Most rows of a chunk of the first kind, if there are two kinds.
+        tile_rows: Most rows per tile, for each kind.
+        kv_heads: Number of KV heads in the layers.
+        bounds: Limits of each kind.
+        part_is_split: If True, each split stores a separate part. Otherwise each item stores one.
     """
     device = batch.cu_seqlens_q.device
     num_rows, num_chunks = len(batch.positions), len(batch.seq_lens)
-    # A chunk has at most one tile that is not full, and no tile is empty.
+    # A chunk has at most one partial tile, and no tile is empty.
     most_tiles = [min(num_rows, num_rows // rows + num_chunks) for rows in tile_rows]
     if len(tile_rows) > 1:
         most_tiles[0] = min(num_rows, num_chunks)
@@ -153,19 +154,21 @@ def _measure(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Rows, tiles and the most splits of a tile, of chunks; all 0 for those of another kind."""
+    """Return rows, tiles and the most splits per tile of chunks, all 0 for chunks of another
+    kind.
+    """
     start = tl.load(cu_ptr + chunk, mask=present, other=0).to(tl.int32)
     rows = tl.load(cu_ptr + chunk + 1, mask=present, other=0).to(tl.int32) - start
     context = tl.load(lens_ptr + chunk, mask=present, other=0).to(tl.int32)
     rows = tl.where((rows >= least) & (rows <= most), rows, 0)
     splits = tl.where(rows > 0, (context + SPLIT - 1) // SPLIT, 0)
     if WINDOW > 0:
-        # The keys of a tile, wherever they begin in a split.
+        # the keys of a tile may begin anywhere in a split
         splits = tl.minimum(splits, (tile_rows + WINDOW + SPLIT - 3) // SPLIT + 1)
     return rows, (rows + tile_rows - 1) // tile_rows, splits
 
 
-@triton.jit(  # no batch has a kernel of its own
+@triton.jit(  # one kernel for all batches
     do_not_specialize=["stride", "num_chunks", "short", "first_capacity", "most_parts"],
     do_not_specialize_on_alignment=[
         "cu_ptr",
@@ -196,9 +199,7 @@ def _plan_kernel(
     MOST_ITEMS: tl.constexpr,
     PART_IS_SPLIT: tl.constexpr,
 ):
-    """Grid (chunks, kinds): a program writes the items of one chunk, if the chunk is of its
-    kind.
-    """
+    """Write the items of one chunk if it is of the program's kind. Grid (chunks, kinds)."""
     own = tl.program_id(0)
     kind = tl.program_id(1)
     # Two reductions over the chunks, then the items of one.
@@ -210,7 +211,7 @@ def _plan_kernel(
         least = tl.where(kind == 0, 1, short + 1)
         most = tl.where(kind == 0, short, 2147483647)
 
-    # How many splits an item has: the first candidate that fits.
+    # Number of splits per item: the first candidate that fits.
     index = tl.arange(0, SIZES)
     size = (1 << index)[None, :]
     extra = tl.full([SIZES], 0, tl.int64)
@@ -230,7 +231,7 @@ def _plan_kernel(
     chosen = tl.min(tl.where(fits, index, SIZES - 1), 0)
     per_item = 1 << tl.where(chosen == SIZES - 1, 30, chosen)
 
-    # What the chunks before this one have.
+    # Totals of the chunks before this one.
     first_item = tl.full([], 0, tl.int64)
     first_part = tl.full([], 0, tl.int64)
     first_counter = tl.full([], 0, tl.int64)
@@ -260,7 +261,7 @@ def _plan_kernel(
     for begin in range(0, tiles * shares, CHUNKS):
         item = begin + tl.arange(0, CHUNKS)
         present = item < tiles * shares
-        tile = tiles - 1 - item // shares  # the last rows have the most keys: they begin first
+        tile = tiles - 1 - item // shares  # the last rows have the most keys and start first
         share = item % shares
         row = tile * tile_rows
         count = tl.minimum(rows - row, tile_rows)

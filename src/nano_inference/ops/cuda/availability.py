@@ -1,5 +1,5 @@
-"""Whether the CUDA kernels can run here: device, driver, Triton and shapes. Nothing is imported
-that may be missing.
+"""Checks of the device, driver, Triton and shapes for the CUDA kernels. This module must not import
+packages that may be missing.
 """
 
 import importlib.util
@@ -10,35 +10,35 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-MIN_CAPABILITY = (8, 0)  # bfloat16 products, and shared memory enough for the tiles
+MIN_CAPABILITY = (8, 0)  # supports bfloat16 products, with enough shared memory for the tiles
 MIN_TRITON = (3, 4)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def problem_with(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
-    """Why the kernels cannot run on this device, for this dtype and these head dimensions; None:
-    they can.
+    """Return the reason why the kernels do not support this device, dtype or head dimensions. None:
+    they do.
     """
-    found = problem_with_triton(device) or (
+    problem = problem_with_triton(device) or (
         problem_with_gpu(device) if device.type == "cuda" else None
     )
-    if found is None and dtype not in DTYPES:
-        found = (
-            f"{str(dtype).removeprefix('torch.')} has no CUDA kernels; bfloat16, float16 and "
-            "float32 have."
+    if problem is None and dtype not in DTYPES:
+        problem = (
+            f"{str(dtype).removeprefix('torch.')} has no CUDA kernels; use bfloat16, float16 "
+            "or float32."
         )
     for head_dim in head_dims:
-        if found is None and (head_dim % 8 or head_dim > MAX_HEAD_DIM):
-            found = (
-                f"head_dim={head_dim} has no CUDA kernels; multiples of 8 up to "
-                f"{MAX_HEAD_DIM} have."
+        if problem is None and (head_dim % 8 or head_dim > MAX_HEAD_DIM):
+            problem = (
+                f"head_dim={head_dim} has no CUDA kernels; they support multiples of 8 up to "
+                f"{MAX_HEAD_DIM}."
             )
-    return found
+    return problem
 
 
 def problem_with_gpu(device: torch.device) -> str | None:
-    """Why a GPU is too old; None: it is not."""
+    """Return the reason why a GPU is too old. None: it is not."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return None
@@ -50,13 +50,15 @@ def problem_with_gpu(device: torch.device) -> str | None:
 
 
 def problem_with_triton(device: torch.device) -> str | None:
-    """Why Triton cannot compile for a device, or interpret on a CPU; None: it can."""
+    """Return the reason why Triton cannot compile for a device, or interpret on a CPU. None: it
+    can.
+    """
     needs = ".".join(map(str, MIN_TRITON))
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; pip install 'triton>={needs}'."
     try:
         has = version("triton")
-    except PackageNotFoundError:  # one that came another way
+    except PackageNotFoundError:  # Triton without package metadata
         has = ""
     numbers = tuple(int(part) for part in re.findall(r"\d+", has)[:2])
     if numbers and numbers < MIN_TRITON:
@@ -65,34 +67,34 @@ def problem_with_triton(device: torch.device) -> str | None:
         )
     interprets = _interprets()
     if device.type == "cpu" and not interprets:
-        told = (
-            "its kernels need a GPU; on a CPU Triton's interpreter runs them, for tests, if "
-            "TRITON_INTERPRET=1 is set."
+        message = (
+            "its kernels need a GPU. For tests, set TRITON_INTERPRET=1 to run them on a CPU in "
+            "Triton's interpreter."
         )
-        return told if torch.cuda.is_available() else f"{told} Here {why_no_cuda()}"
+        return message if torch.cuda.is_available() else f"{message} Here {why_no_cuda()}"
     if device.type == "cuda" and interprets:
         return "Triton's interpreter is on; unset TRITON_INTERPRET."
     return None
 
 
 def why_no_cuda() -> str:
-    """In torch's words, why it sees no CUDA device."""
+    """Return torch's reason for finding no CUDA device."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA."
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as problem:
-        told = " ".join(str(problem).split())
-        return f"torch {torch.__version__}: {told}" + ("" if told.endswith(".") else ".")
+        reason = " ".join(str(problem).split())
+        return f"torch {torch.__version__}: {reason}" + ("" if reason.endswith(".") else ".")
     return f"torch {torch.__version__} sees no CUDA device."
 
 
 def has_nvidia_device() -> bool:
-    """Whether the system has a GPU of NVIDIA's, whatever torch makes of it."""
+    """Return True if the system has an NVIDIA GPU, even if torch does not support it."""
     return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0")
 
 
 def _interprets() -> bool:
-    from triton import knobs  # as Triton itself reads it
+    from triton import knobs  # Triton's own reading of the variable
 
     return bool(knobs.runtime.interpret)

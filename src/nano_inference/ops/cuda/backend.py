@@ -1,4 +1,4 @@
-"""The CUDA backend as a value."""
+"""The CUDA backend as `Ops`."""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -18,16 +18,16 @@ from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch
 
-VERSION = 2  # counted up whenever any bit may change
-# rows whose logits are in memory at once where only one logprob of each is wanted
+VERSION = 2  # raised whenever any bit of the results may change
+# rows whose logits are in memory together if only one logprob per row is needed
 SCORE_TILE = 1024
 
 
 class CudaOps:
-    """The operations on tensors. See `Ops` for what they do.
+    """The operations of `Ops` on tensors.
 
     Args:
-        batch_invariant: a row's bits depend on nothing but its own context.
+        batch_invariant: If True, a row's bits depend only on its own context.
     """
 
     embed = staticmethod(embed)
@@ -53,8 +53,8 @@ class CudaOps:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """See `Ops.linear`. Columns are added up in one piece, with segments too: see
-        `Ops.in_segments`.
+        """Implement `Ops.linear`. Columns are added up in one piece even with segments, as
+        `Ops.in_segments` says.
         """
         if self.batch_invariant:
             return matmul.invariant_product(
@@ -66,7 +66,6 @@ class CudaOps:
         return matmul.product(x, weight, bias)
 
     def logits(self, hidden: Tensor, weight: Tensor, scale: LogitScale = UNSCALED) -> Tensor:
-        """See `Ops.logits`."""
         if self.batch_invariant:
             whole = matmul.invariant_product(hidden, weight, None, torch.float32)
         else:
@@ -76,7 +75,6 @@ class CudaOps:
     def sample(
         self, hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch
     ) -> Draw:
-        """See `Ops.sample`."""
         return sampling.draw(self.logits(hidden, weight, scale), batch)
 
     def gather_logprobs(
@@ -87,7 +85,6 @@ class CudaOps:
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
-        """See `Ops.gather_logprobs`."""
         tiles = zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
         return torch.cat(
             [sampling.score(self.logits(rows, weight, scale), ids, own) for rows, ids, own in tiles]
@@ -95,13 +92,13 @@ class CudaOps:
 
 
 def cuda_ops(*, batch_invariant: bool) -> Ops:
-    """The backend as a value.
+    """Return the backend as `Ops`.
 
     Args:
-        batch_invariant: on CUDA it is slower.
+        batch_invariant: If True, a row's bits depend only on its own context. This is slower.
     """
     ops = CudaOps(batch_invariant=batch_invariant)
     names = (field.name for field in fields(Ops))
-    found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
-    plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **found)
+    operations = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
+    plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **operations)
     return plain if batch_invariant else replace(plain, few_rows=partial(few_rows, plain))

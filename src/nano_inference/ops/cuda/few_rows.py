@@ -1,41 +1,41 @@
-"""`FewRows`: the operations of a trunk for a few rows, of which several become one kernel.
+"""`FewRows`: the operations of a trunk for a few rows, several of them fused into one kernel.
 
-A decode step of a small model is a chain of kernels that each take a few microseconds, and wait for
-each other about as long. A norm or a product is therefore not computed when it is asked
-for, but when it is known who reads it:
+A decode step of a small model is a chain of kernels that take a few microseconds each, and wait for
+each other about as long. Norms and products are therefore not computed at their call, but when
+their reader is known:
 
     norm, product                     one kernel (q, k and v)
     product, addition to the residual one kernel (o, down)
     norm, product, gate               one kernel (gate and up)
 
-So a layer is six kernels instead of nine. Other layers are computed by the kernels of every
-step: norms behind a block, norms in float32, and whatever has more rows than `FEW_ROWS`. As with
-`ops/cpu/recorder.py` the decoder knows nothing of it.
+A layer takes six kernels instead of nine. The plain kernels compute everything else: norms after a
+block, norms in float32, and more than `FEW_ROWS` rows. As with `ops/cpu/recorder.py`, the decoder's
+code is unaware of the fusion.
 
-The kernels are products of a few rows, with the norm before them and the gate or the addition to
-the residual stream behind them.
+The kernels are products of a few rows, preceded by the norm and followed by the gate or the
+addition to the residual stream.
 
-Reading the weight is all that such a product costs, if enough of it is on its way at any time:
-about 2.25 MB on an H100. So a program takes so few rows of the weight that there are two programs
-for each SM, and asks for the first of them before it reads anything that the kernel before has
-written. Every program computes the norm anew, from the float32 residual stream in the second cache:
-a row is a few kB, and a kernel less is a microsecond.
+The cost of such a product is reading the weight, provided that enough of it is in flight at any
+time: about 2.25 MB on an H100. A program therefore takes so few rows of the weight that there are
+two programs per SM. It requests its first tile before it reads anything that the previous kernel
+has written. Every program recomputes the norm from the float32 residual stream in the L2 cache: a
+row is a few kB, and one kernel less saves a microsecond.
 
-Two ways to multiply, by the number of rows:
+There are two ways to multiply, by the number of rows:
 
 - Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of
-  all the program's rows of the weight, so what it makes of x serves them all. A weight of bfloat16
-  costs its conversion, and a product and an addition for each row of x: for the 0.44 G weights of
-  Qwen3-0.6B's layers and 2 rows 2.2 G operations, 0.08 ms of an H100 beside the 0.29 ms of reading
-  them.
-- Up to 8: tensor cores, rows padded to 16. The first way would end in 8 sums across threads for
-  each row of a weight, five shuffles a warp: for gate and up of that model 1.0 M shuffles of warps,
-  one a cycle and SM, 4.4 µs beside the 4.2 of reading, and all registers. Tensor cores have none;
-  there one tile of the weight is on its way before the norm.
+  all the program's rows of the weight, so that each conversion of x serves all of them. A bfloat16
+  weight costs its conversion, and a multiplication and an addition for each row of x. For the 0.44
+  G weights of Qwen3-0.6B's layers and 2 rows that is 2.2 G operations: 0.08 ms of an H100, compared
+  to 0.29 ms for reading the weights.
+- Up to 8: tensor cores, with rows padded to 16. The first way would need 8 sums across threads for
+  each row of a weight, five shuffles per warp. For gate and up of that model that is 1.0 M warp
+  shuffles, at one per cycle and SM 4.4 µs, compared to 4.2 µs for reading, and all registers.
+  Tensor cores need none. One tile of the weight is in flight before the norm.
 
-Roundings are those of the plain operations: the normed row to the norm's dtype, the float32 sum of
-a product with its bias to the weight's dtype, then gate or addition. How a weight is cut depends on
-its shape and dtype alone.
+Rounding matches the plain operations: the normed row to the norm's dtype, the float32 sum of a
+product with its bias to the weight's dtype, then gate or addition. The cut of a weight depends only
+on its shape and dtype.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -73,18 +73,18 @@ from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normed:
-    """A norm of the residual stream that is not computed yet."""
+    """A deferred norm of the residual stream."""
 
-    residual: Tensor  # float32 [N, H]; it stays as it is
+    residual: Tensor  # float32 [N, H]; never modified
     norm: Norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A product that is not computed yet."""
+    """A deferred product."""
 
     x: Tensor
-    norm: Norm | None  # of x, where it is the residual stream
+    norm: Norm | None  # norm of x, if x is the residual stream
     weight: Tensor
     bias: Tensor | None
 
@@ -93,10 +93,10 @@ Value = Tensor | Normed | Product
 
 
 class FewRows:
-    """The calls of `Ops` that a trunk makes, on tensors and on values that are computed later.
+    """The calls of `Ops` that a trunk makes, on tensors and on deferred values.
 
     Args:
-        ops: the plain operations.
+        ops: The plain operations.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -105,7 +105,7 @@ class FewRows:
         self.latent = LatentOps[Value](self._meet, self._latent_values)
 
     def made(self, value: Value) -> Tensor:
-        """The value as a tensor."""
+        """Compute the value as a tensor."""
         if isinstance(value, Normed):
             return self._ops.rms_norm(None, value.residual, value.norm, 1.0)[0]
         if isinstance(value, Product):
@@ -115,8 +115,8 @@ class FewRows:
     def rms_norm(
         self, x: Value | None, residual: Value, norm: Norm, scale: float = 1.0
     ) -> tuple[Value, Tensor]:
-        """See `Ops.rms_norm`. The norm is computed by who reads it; a product is added as it is
-        computed.
+        """Implement `Ops.rms_norm`. The norm is deferred to its reader, and a deferred product is
+        added as it is computed.
         """
         stream = self.made(residual)
         if len(stream) > FEW_ROWS:
@@ -134,8 +134,8 @@ class FewRows:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Value:
-        """See `Ops.linear`."""
-        if segments is not None:  # a part of a sum over ranks is not rounded
+        """Implement `Ops.linear`, deferred if possible."""
+        if segments is not None:  # one rank's part of a sum is not rounded
             return self._ops.linear(self.made(x), weight, bias, segments)
         if isinstance(x, Normed) and x.norm.dtype == weight.dtype and len(x.residual) <= FEW_ROWS:
             return Product(x.residual, x.norm, weight, bias)
@@ -145,7 +145,6 @@ class FewRows:
         return Product(rows.to(weight.dtype), None, weight, bias)
 
     def gate(self, x: Value, activation: str = "silu") -> Tensor:
-        """See `Ops.gate`."""
         if isinstance(x, Product):
             return product_gated(x.x, x.norm, x.weight, x.bias, activation)
         return self._ops.gate(self.made(x), activation)
@@ -158,7 +157,6 @@ class FewRows:
         note: Note | None = None,
         routed: Value | None = None,
     ) -> Tensor:
-        """See `Ops.moe`."""
         read = None if routed is None else self.made(routed)
         return self._ops.moe(self.made(x), experts, exchange, note, read)
 
@@ -171,7 +169,6 @@ class FewRows:
         view: KvcacheView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.rope_and_store`."""
         rows = self.made(qkv)
         return self._ops.rope_and_store(rows, rope, positions, slot_mapping, view, layer)
 
@@ -183,18 +180,15 @@ class FewRows:
         columns: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """See `Ops.call`."""
         made = [self.made(value) for value in inputs]
         return self._ops.call(batch, function, made, columns, dtype)
 
     def columns(self, x: Value, start: int, stop: int) -> Tensor:
-        """See `Ops.columns`."""
         return self._ops.columns(self.made(x), start, stop)
 
     def attention(
         self, q: Value, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
     ) -> Tensor:
-        """See `Ops.attention`."""
         return self._ops.attention(self.made(q), view, layer, plan, scores)
 
     def short_conv(
@@ -205,7 +199,6 @@ class FewRows:
         view: StateView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.short_conv`."""
         return self._ops.short_conv(self.made(projected), weights, batch, view, layer)
 
     def delta_net(
@@ -216,15 +209,12 @@ class FewRows:
         view: StateView,
         layer: int,
     ) -> Tensor:
-        """See `Ops.delta_net`."""
         return self._ops.delta_net(self.made(projected), weights, batch, view, layer)
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Tensor:
-        """See `Ops.sigmoid_gate`."""
         return self._ops.sigmoid_gate(self.made(x), self.made(gate))
 
     def lora(self, y: Value, x: Value, name: str, batch: ForwardBatch) -> Tensor:
-        """See `Ops.lora`."""
         return self._ops.lora(self.made(y), self.made(x), name, batch)
 
     def _meet(self, q: Value, c: Value, kv: Weight, norm: Norm, sizes: Latent) -> Value:
@@ -235,23 +225,23 @@ class FewRows:
 
 
 def few_rows(ops: Ops, trunk: Trunk, batch: ForwardBatch, view: KvcacheView) -> Tensor:
-    """See `Ops.few_rows`: what `trunk(ops, batch, view)` gives, but for roundings."""
+    """Implement `Ops.few_rows`: return the result of `trunk(ops, batch, view)` up to rounding."""
     fused = FewRows(ops)
     return fused.made(trunk(cast("Operations[Value]", fused), batch, view))
 
 
-VECTOR_ROWS = 2  # the largest number of rows that are multiplied without tensor cores
-PROGRAMS = 256  # two for each of an H100's 132 SMs, nearly
-LEAST_BYTES = 8192  # of a weight that are worth a program
-VECTOR_TILE = 32 * 1024  # bytes of the weight that a program asks for at once
-SUMS_BYTES = 16 * 1024  # of shared memory that is left for sums across threads
+VECTOR_ROWS = 2  # most rows that are multiplied without tensor cores
+PROGRAMS = 256  # almost two for each of an H100's 132 SMs
+LEAST_BYTES = 8192  # least bytes of a weight per program
+VECTOR_TILE = 32 * 1024  # bytes of the weight that a program requests at a time
+SUMS_BYTES = 16 * 1024  # shared memory reserved for sums across threads
 _PADDED = tl.constexpr(16)  # rows of a product on tensor cores
 _STORE, _ADD, _GATE = (tl.constexpr(finish) for finish in range(3))
 
 
 def product(x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The rows x, normed where there is a norm, @ weight.T (+ bias) -> [N, M] in the weight's
-    dtype.
+    """Compute x @ weight.T (+ bias) -> [N, M] in the weight's dtype, with x normed first if there
+    is a norm.
     """
     out = torch.empty((len(x), len(weight)), dtype=weight.dtype, device=weight.device)
     _launch(x, norm, weight, bias, out, _STORE.value)
@@ -266,7 +256,7 @@ def product_added(
     residual: Tensor,
     scale: float,
 ) -> Tensor:
-    """The residual stream [N, M] with scale * `product` added, a new tensor."""
+    """Return the residual stream [N, M] plus scale * `product`, as a new tensor."""
     added = torch.empty(residual.shape, dtype=torch.float32, device=weight.device)
     _launch(x, norm, weight, bias, added, _ADD.value, residual=aligned(residual), scale=scale)
     return added
@@ -275,7 +265,7 @@ def product_added(
 def product_gated(
     x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    """What `gate` makes of `product`, [N, M / 2]."""
+    """Return `gate` of `product`, [N, M / 2]."""
     out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
     _launch(x, norm, weight, bias, out, _GATE.value, activation=ACTIVATIONS[activation])
     return out
@@ -293,7 +283,7 @@ def _launch(
     scale: float = 1.0,
     activation: int = 0,
 ) -> None:
-    """One kernel. `x` is what is read: without a norm in the weight's dtype, else the float32
+    """Launch one kernel. `x` is in the weight's dtype without a norm, otherwise the float32
     residual stream.
     """
     rows, (num_columns, depth) = len(x), weight.shape
@@ -315,17 +305,17 @@ def _launch(
         _tensor_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
             num_columns, weight.stride(0), depth, finish, activation, columns, width,
-            "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
+            "ieee" if weight.dtype == torch.float32 else "tf32",  # only used for float32
             num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight),
             enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def columns_of_vector(num_columns: int, row_bytes: int) -> int:
-    """How many rows of a weight a program takes: up to 16 where they are many, more where a row is
-    short.
+    """Return the number of a weight's rows per program: up to 16 for weights with many rows, more
+    if rows are short.
     """
-    columns = 2  # a gate's, and its row of the up half
+    columns = 2  # a gate row and its up row
     while columns < 16 and 2 * columns * PROGRAMS <= num_columns:
         columns *= 2
     while columns < 64 and columns * row_bytes < LEAST_BYTES:
@@ -334,8 +324,8 @@ def columns_of_vector(num_columns: int, row_bytes: int) -> int:
 
 
 def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
-    """As many tiles of x and of the weight on their way as leave room for a second program, or at
-    least fit.
+    """Return the number of tiles of x and of the weight in flight: as many as leave room for a
+    second program, or at least fit.
     """
     stage = width * (_PADDED.value * x.element_size() + columns * weight.element_size())
     memory = shared_memory(weight.device) - SUMS_BYTES
@@ -344,8 +334,8 @@ def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
 
 @triton.jit
 def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rows of the weight that this program multiplies; for a gate they alternate with their
-    rows of the up half.
+    """Return the weight's rows of this program. For a gate, gate rows alternate with their up
+    rows.
     """
     places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     columns = places
@@ -356,8 +346,8 @@ def _columns(num_columns, FINISH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
-    """A part of rows as the product reads them; `weight` points at the norm's for them, where it
-    has one.
+    """Norm and round a part of rows for the product. `weight` points at the norm's weight for this
+    part, or is None.
     """
     if weight is not None:
         x = x * factor * (tl.load(weight, mask=inside, other=0.0).to(tl.float32) + offset)
@@ -370,8 +360,8 @@ def _finish(
     FINISH: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Bias and the one rounding of sums [HEIGHT, COLUMNS], then what follows; every column is this
-    program's alone.
+    """Add the bias to sums [HEIGHT, COLUMNS], round them once, then gate, add or store. Every
+    column belongs to one program only.
     """
     if bias is not None:
         sums += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
@@ -394,7 +384,7 @@ def _finish(
 
 @triton.jit
 def _factor(x, eps, K: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / rms of a row."""
+    """Return 1 / rms of a row."""
     places = tl.arange(0, BLOCK)
     row = tl.load(x + places, mask=places < K, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)
@@ -407,8 +397,8 @@ def _vector_kernel(
     ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the weight's rows,). A tile of the weight is [COLUMNS, GROUPS, 8]: a thread
-    loads eights.
+    """Multiply without tensor cores. Grid (tiles of the weight's rows,). A tile of the weight is
+    [COLUMNS, GROUPS, 8]: a thread loads 8 numbers at a time.
     """
     DTYPE: tl.constexpr = weight.dtype.element_ty
     columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
@@ -416,7 +406,7 @@ def _vector_kernel(
     start = weight + columns.to(tl.int64)[:, None, None] * weight_stride + ks[None, :, :]
     ours = column_mask[:, None, None]
     tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
-    # on its way while the norm is computed: the assembler would ask for it when that is done
+    # keep the load in flight while the norm is computed: the assembler would move it after the norm
     tl.debug_barrier()
 
     first_factor, second_factor = 1.0, 1.0
@@ -468,7 +458,7 @@ def _tensor_kernel(
     num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the weight's rows,)."""
+    """Multiply on tensor cores. Grid (tiles of the weight's rows,)."""
     DTYPE: tl.constexpr = weight.dtype.element_ty
     columns, column_mask = _columns(num_columns, FINISH, COLUMNS)
     rows = tl.arange(0, _PADDED)

@@ -1,21 +1,22 @@
-"""top_k, top_p and min_p without a sort. See `sampling.filters` for what they mean.
+"""top_k, top_p and min_p without a sort, as specified in `sampling.filters`.
 
 A token's rank is decided by its *distance*: the bits of -(logit - maximum) / temperature, which
-rise as integers do. How probable it is, is counted in whole numbers of 2**-40 of the first, so sums
-are exact in any order. Four launches:
+rise like integers. Its probability is counted as an integer multiple of 2**-40 of the first
+token's, so sums are exact in any order. There are four launches:
 
-1. `_levels_kernel`: how many tokens, and how much mass, lie within 16 fixed distances, for every
-  block of a row.
-2. `_plan_kernel`: the first of these that no filter reaches beyond, and how many tokens within it
-  each block adds.
-3. `_gather_kernel`: these tokens, in the order of their ids.
-4. `_select_kernel`, one program a row: narrows the two thresholds down, eight parts of an interval
-  a pass, breaks ties
-   by id, and draws. It passes over the gathered tokens, a few hundred as a rule, which its own
-   cache holds; only where there are more than `CAPACITY` over the row itself.
+1. `_levels_kernel`: count the tokens and the mass within 16 fixed distances, for every block of a
+   row.
+2. `_plan_kernel`: find the first of these distances that no filter exceeds, and the number of
+   tokens within it in each block.
+3. `_gather_kernel`: gather these tokens in the order of their ids.
+4. `_select_kernel`, one program per row: narrow the two thresholds down, eight parts of an interval
+   per pass, break ties by id, and draw. It passes over the gathered tokens, typically a few
+   hundred, which fit in its own cache. If there are more than `CAPACITY`, it passes over the row
+   itself.
 
-One program a row from the start would read 151,936 logits some ten times at the pace of one
-multiprocessor, more than 50 µs a pass; this way the row is read twice, by all of them.
+A single program per row would read 151,936 logits about ten times at the speed of one
+multiprocessor, more than 50 µs per pass. With these launches, all multiprocessors read the row
+twice.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -32,37 +33,37 @@ from nano_inference.ops.cuda.noise import exponential, key_halves
 from nano_inference.ops.cuda.softmax import BLOCK, LOG2_E, divisor_of, finite_or_zero, num_blocks
 from nano_inference.sampling.tensors import SamplingBatch
 
-CAPACITY = 4096  # gathered tokens of a row
+CAPACITY = 4096  # gathered tokens per row
 LEVELS = tl.constexpr(16)
-CUT = tl.constexpr(0x7F800000)  # distance of -inf; that of NaN is greater
-_FIRST_LEVEL = tl.constexpr(0x3F000000)  # 0.5; then 0.75, 1, 1.5, 2, 3 … 64, and everything
+CUT = tl.constexpr(0x7F800000)  # distance of -inf, less than that of NaN
+_FIRST_LEVEL = tl.constexpr(0x3F000000)  # 0.5, then 0.75, 1, 1.5, 2, 3 … 64, and everything
 _LEVEL_STEP = tl.constexpr(0x00400000)
 UNIT = tl.constexpr(1099511627776.0)  # 2**40
 _WAYS = tl.constexpr(8)
 _MOST = tl.constexpr(2**62)
-# Read one number at a time: another alignment would be another kernel to compile.
+# Read one number at a time: specializing on their alignment would compile more kernels.
 _SCALARS = ["rows", "temperatures", "top_k", "top_p", "min_p"]
 
 
 class Filtered(NamedTuple):
-    """What the filters did to each sample."""
+    """Result of the filters for each sample."""
 
-    token_ids: Tensor  # int32 [R], drawn; -1 for a sample without filters
+    token_ids: Tensor  # int32 [R], drawn, or -1 for a sample without filters
     log_sums: Tensor  # float32 [R], log of the kept odds
-    mass: Tensor  # float32 [R], log of the part that was kept
-    # int32 [3, R]: all up to the first distance are kept, up to the second those to the id of the
-    # third
+    mass: Tensor  # float32 [R], log of the kept share
+    # int32 [3, R]: all tokens up to the first distance are kept, and those up to the second
+    # distance whose id is at most the third number
     bounds: Tensor
 
 
 def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -> Filtered:
-    """Filter and draw.
+    """Filter the logits and draw.
 
     Args:
-        logits: float32 [L, V], or [R, V] where `changed`.
+        logits: float32 [L, V], or [R, V] if `changed`.
         maxima: float32 [R, blocks] of the logits.
         batch: R samples.
-        changed: whether sample i has row i of the logits.
+        changed: True if row i of the logits belongs to sample i.
     """
     num, vocab, device = len(batch), logits.shape[1], logits.device
     blocks = num_blocks(vocab)
@@ -76,18 +77,18 @@ def apply(logits: Tensor, maxima: Tensor, batch: SamplingBatch, changed: bool) -
     log_sums, mass = torch.empty((2, num), device=device).unbind()
     filtered = Filtered(whole[0], log_sums, mass, whole[1:])
     asked = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    given = (logits, maxima, batch.rows, *asked)
+    inputs = (logits, maxima, batch.rows, *asked)
     width = {"BLOCKS": blocks, "WIDTH": triton.next_power_of_2(blocks)}
     sizes = {"V": vocab, "CHANGED": changed, **width}
     options = {"num_warps": 4, "enable_fp_fusion": False}
     wide = {"num_warps": 8, "enable_fp_fusion": False}
-    _levels_kernel[num, blocks](*given, counts, masses, **sizes, BLOCK=BLOCK, **options)
+    _levels_kernel[num, blocks](*inputs, counts, masses, **sizes, BLOCK=BLOCK, **options)
     _plan_kernel[num,](*asked, counts, masses, totals, starts, **width, ROOM=room, **options)
     _gather_kernel[num, blocks](
-        *given, starts, *gathered.unbind(), **sizes, ROOM=room, BLOCK=BLOCK, **options
+        *inputs, starts, *gathered.unbind(), **sizes, ROOM=room, BLOCK=BLOCK, **options
     )
     _select_kernel[num,](
-        *given, totals, starts, *gathered.unbind(), batch.noise_keys, *filtered, num,
+        *inputs, totals, starts, *gathered.unbind(), batch.noise_keys, *filtered, num,
         **sizes, ROOM=room, CHUNK=256, **wide,
     )  # fmt: skip
     return filtered
@@ -101,7 +102,9 @@ def write_mask(
     batch: SamplingBatch,
     changed: bool,
 ) -> None:
-    """Which tokens the filters kept: bool [R, V], written. Arguments as in `apply`."""
+    """Write the mask of the tokens that the filters kept: bool [R, V]. The other arguments are
+    those of `apply`.
+    """
     num, vocab = kept.shape
     blocks = num_blocks(vocab)
     _kept_kernel[num, blocks](
@@ -114,35 +117,37 @@ def write_mask(
 
 @triton.jit
 def distance_of(x, highest, divisor):
-    """Bits of -(x - highest) / divisor, int32: 0 for the first, `CUT` for -inf. Both zeros are
-    one.
+    """Return the bits of -(x - highest) / divisor, int32: 0 for the first token, `CUT` for -inf.
+    Both zeros are equal.
     """
     return tl.div_rn(x - highest, divisor).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def odds_of(distance):
-    """Probability relative to the first; 0 for what is cut."""
-    # 128, whose odds are 0 in float32; -inf and NaN are beyond it
+    """Return the probability relative to the first token, 0 for cut tokens."""
+    # 128, whose odds are 0 in float32: -inf and NaN exceed it
     near = tl.minimum(distance, 0x43000000)
     return tl.exp2(near.to(tl.float32, bitcast=True) * -LOG2_E)
 
 
 @triton.jit
 def mass_of(odds):
-    """Odds in whole numbers."""
+    """Convert odds to integers."""
     return (odds * UNIT).to(tl.int64)
 
 
 @triton.jit
 def level_end(index):
-    """The last distance of a level."""
+    """Return the last distance of a level."""
     return tl.where(index < LEVELS - 1, index * _LEVEL_STEP + _FIRST_LEVEL, CUT - 1)
 
 
 @triton.jit
 def target_of(p, mass):
-    """What a prefix must hold to reach p of some mass: at least 1, since the first stays."""
+    """Return the mass that a prefix must hold to reach a share p: at least 1, since the first token
+    stays.
+    """
     wanted = p.to(tl.float64) * mass.to(tl.float64)
     whole = wanted.to(tl.int64)
     whole += (whole.to(tl.float64) < wanted).to(tl.int64)
@@ -151,8 +156,8 @@ def target_of(p, mass):
 
 @triton.jit
 def row_levels(counts, masses, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens and mass within each level, of a whole row: two int64 [16]; with those of its
-    blocks.
+    """Return tokens and mass within each level over a whole row, two int64 [16], and the tokens of
+    its blocks.
     """
     blocks = tl.arange(0, WIDTH)[:, None]
     places = (sample * BLOCKS + blocks) * LEVELS + tl.arange(0, LEVELS)[None, :]
@@ -163,10 +168,10 @@ def row_levels(counts, masses, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def reach_of(count, mass, k, p, least):
-    """The first level that no filter reaches beyond.
+    """Return the first level that no filter exceeds.
 
-    top_p counts the mass of what top_k leaves, so where both are on all of that is needed, however
-    soon p is reached.
+    top_p counts the mass that top_k leaves. If both are active, all tokens within top_k are needed,
+    even if p is reached sooner.
     """
     alive, whole = tl.max(count, axis=0), tl.max(mass, axis=0)
     far = level_end(tl.arange(0, LEVELS))
@@ -183,8 +188,8 @@ def reach_of(count, mass, k, p, least):
 def load_chunk(
     start, num_gathered, num_whole, x, distances, token_ids, highest, divisor, CHUNK: tl.constexpr
 ):
-    """Distances and ids of the next tokens of a row: of the gathered, or of all; the other number
-    is 0.
+    """Return distances and ids of the next tokens of a row: of the gathered tokens, or of all. The
+    unused one of the two counts is 0.
     """
     places = start + tl.arange(0, CHUNK)
     gathered = places < num_gathered
@@ -198,8 +203,8 @@ def load_chunk(
 
 @triton.jit
 def bracket(reached, count, mass, high, count_high, mass_high):
-    """The level that holds a threshold, and not beyond `high`: its ends, and tokens and mass within
-    each of them.
+    """Return the level that contains a threshold, but not beyond `high`: its ends, and tokens and
+    mass within each end.
     """
     levels = tl.arange(0, LEVELS)
     index = tl.sum((reached == 0).to(tl.int32), axis=0)
@@ -227,8 +232,8 @@ def narrow(
     distances, token_ids,
     highest, divisor, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The threshold: the first distance within which the target is reached. (low, high] holds it
-    always, and in the end one token only or tokens of one distance.
+    """Narrow down the threshold: the first distance within which the target is reached. (low, high]
+    always contains it. In the end it contains a single token, or tokens of a single distance.
     """
     while (high - low > 1) & (count_high - count_low > 1):
         step = (high - low - 1) // _WAYS + 1
@@ -254,7 +259,7 @@ def narrow(
 
 @triton.jit
 def asks(sample, temperatures, top_k, top_p, min_p):
-    """A sample's divisor, its filters, and whether there are any. Greedy samples are exempt."""
+    """Return a sample's divisor, its filters, and whether it has any. Greedy samples are exempt."""
     divisor, greedy = divisor_of(tl.load(temperatures + sample))
     k, p, least = tl.load(top_k + sample), tl.load(top_p + sample), tl.load(min_p + sample)
     return divisor, k, p, least, ((k > 0) | (p < 1) | (least > 0)) & (greedy == 0)
@@ -262,7 +267,7 @@ def asks(sample, temperatures, top_k, top_p, min_p):
 
 @triton.jit
 def row_maximum(maxima, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a sample's logits; 0 where all are cut."""
+    """Return the maximum of a sample's logits, 0 if all are cut."""
     blocks = tl.arange(0, WIDTH)
     whole = tl.load(maxima + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-float("inf"))
     return finite_or_zero(tl.max(whole, axis=0))
@@ -270,7 +275,7 @@ def row_maximum(maxima, sample, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=_SCALARS)
 def _levels_kernel(
-    logits,  # float32 [L, V], or [R, V] where CHANGED
+    logits,  # float32 [L, V], or [R, V] if CHANGED
     maxima,  # float32 [R, BLOCKS]
     rows,  # int64 [R]
     temperatures,  # float64 [R]
@@ -281,11 +286,11 @@ def _levels_kernel(
     masses,  # int64 [R, BLOCKS, 16], written
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,  # BLOCKS, up to a power of 2
+    WIDTH: tl.constexpr,  # BLOCKS, rounded up to a power of 2
     CHANGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): how many tokens of a block, and how much mass, lie within each level."""
+    """Count the tokens and the mass of a block within each level. Grid (R, BLOCKS)."""
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor, _, _, _, filters = asks(sample, temperatures, top_k, top_p, min_p)
     if filters:
@@ -310,15 +315,15 @@ def _plan_kernel(
     min_p,
     counts,
     masses,
-    totals,  # int64 [R, 2, 16]: tokens and mass within each level of the whole row; written
-    # int32 [R, BLOCKS + 2]: where each block's tokens go, their number (all 0: too many), the
-    # level; written
+    totals,  # int64 [R, 2, 16]: tokens and mass within each level of the whole row, written
+    # int32 [R, BLOCKS + 2], written: start of each block's tokens, their number (all 0 if there are
+    # too many), the level
     starts,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Grid (R,): what is gathered of a row."""
+    """Plan which tokens of a row to gather. Grid (R,)."""
     sample = tl.program_id(0).to(tl.int64)
     _, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
     if filters:
@@ -346,7 +351,7 @@ def _gather_kernel(
     top_k,
     top_p,
     min_p,
-    starts,  # int32 [R, BLOCKS + 2]: of `_plan_kernel`
+    starts,  # int32 [R, BLOCKS + 2], from `_plan_kernel`
     distances,  # int32 [R, ROOM], written
     token_ids,  # int32 [R, ROOM], written
     V: tl.constexpr,
@@ -356,8 +361,8 @@ def _gather_kernel(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): the tokens of a block that lie within the row's reach, behind those of the
-    blocks before it.
+    """Gather the tokens of a block within the row's reach, after those of earlier blocks. Grid (R,
+    BLOCKS).
     """
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor, _, _, _, filters = asks(sample, temperatures, top_k, top_p, min_p)
@@ -394,7 +399,7 @@ def _select_kernel(
     distances,
     token_ids,
     keys,  # int64 [R, 2]
-    drawn,  # int32 [R], written as all below: see `Filtered`
+    drawn,  # int32 [R], written like all below, as in `Filtered`
     log_sums,  # float32 [R]
     log_mass,  # float32 [R]
     bounds,  # int32 [3, R]
@@ -406,7 +411,7 @@ def _select_kernel(
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (R,): the thresholds of a row, and the race among what is left."""
+    """Find the thresholds of a row, and race the remaining tokens. Grid (R,)."""
     sample = tl.program_id(0).to(tl.int64)
     divisor, k, p, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
     if filters == 0:
@@ -421,7 +426,7 @@ def _select_kernel(
         x = logits + (sample if CHANGED else tl.load(rows + sample)) * V
         distances += sample * ROOM
         token_ids += sample * ROOM
-        # Without top_k all that are alive are within its threshold.
+        # Without top_k, all tokens that are not cut are within its threshold.
         low, high, count_low, count_high, mass_low, mass_high = (
             CUT - 1,
             CUT - 1,
@@ -484,7 +489,7 @@ def _select_kernel(
 
 @triton.jit
 def keeps(distance, ids, bounds, sample, num, least):
-    """Whether the filters of a sample kept tokens. They cut -inf and NaN in any case."""
+    """Return whether the filters of a sample kept each token. -inf and NaN are always cut."""
     low, high = tl.load(bounds + sample), tl.load(bounds + num + sample)
     last = tl.load(bounds + 2 * num + sample)
     return (
@@ -512,7 +517,7 @@ def _kept_kernel(
     CHANGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): which tokens of a block were kept; of a greedy sample all."""
+    """Write which tokens of a block were kept, all for a greedy sample. Grid (R, BLOCKS)."""
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
     highest = row_maximum(maxima, sample, BLOCKS, WIDTH)

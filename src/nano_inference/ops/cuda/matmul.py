@@ -1,22 +1,21 @@
-"""Products of matrices: the vendor's, or our own where a row's bits must not depend on how many
-rows there are.
+"""Products of matrices: the vendor's, or our own if a row's bits must not depend on the number of
+rows.
 
-The order of additions of `invariant_product` is a function of the weight's shape [M, K] and dtype
-alone:
+The order of additions of `invariant_product` depends only on the weight's shape [M, K] and dtype:
 
-- K is cut into `segments` at fixed places (`tiling`). Within one, products are added to a float32
-  accumulator in the order of k, by the same instruction for any number of rows: on Hopper wgmma
-  m64n128k16, of which a tile of 64 rows issues one and a tile of 128 rows two for each sixteen k;
-  before it mma m16n8k16; in float32 one fma for each k.
-- The segments' sums are added in order, starting from zero, in float32; then the bias; then one
-  rounding.
+- K is cut into `segments` at fixed positions (`tiling`). Within a segment, products are added to a
+  float32 accumulator in the order of k, by the same instruction for any number of rows. On Hopper
+  it is wgmma m64n128k16: for every sixteen k, a tile of 64 rows issues one and a tile of 128 rows
+  two. Before Hopper it is mma m16n8k16, and in float32 one fma for each k.
+- The segments' sums are added in order, starting from zero, in float32. Then the bias is added, and
+  the result is rounded once.
 
-What the number of rows chooses is who does that. With few tiles, each segment is a program of its
-own, which leaves its sum in memory for a second kernel to add up: a decode step reads a weight with
-all of the card. With many, one program runs a tile's segments one after another and adds up in
-registers. Both add the same numbers in the same order.
+The number of rows only chooses the programs that do this. With few tiles, each segment is a
+separate program, which stores its sum for a second kernel to add up: a decode step reads a weight
+with the whole GPU. With many tiles, one program computes a tile's segments one after another and
+adds them up in registers. Both add the same numbers in the same order.
 
-Why it should be fast is in docs/performance.md, "CUDA: predictions".
+docs/performance.md, "CUDA: predictions", explains the expected speed.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -30,38 +29,41 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-COLUMNS = 128  # rows of the weight in a tile; n of the one wgmma
-SEGMENTED = ((32, 512), (128, 2048))  # K is halved below so many programs, if segments stay so long
+COLUMNS = 128  # rows of the weight per tile, n of the wgmma instruction
+SEGMENTED = ((32, 512), (128, 2048))  # (programs, least segment): halve K below this many programs
 MOST_SEGMENTS = 8  # each costs a float32 written and read for each output element
-MOST_SPLIT_TILES = 48  # with more tiles than that, the idle SMs cost less than sums left in memory
+MOST_SPLIT_TILES = 48  # with more tiles, idle SMs cost less than sums stored in memory
 GROUP = 8  # tiles of rows that share a tile of the weight before the next one is read
 SUMS = 512  # elements that a program of the second kernel adds up
-PROCESSORS = 132  # of an H100; a program that has one to itself may have all of its shared memory
-MOST_STAGES = 6  # tiles on their way; more would hide no more latency
+# SMs of an H100; a program that has an SM to itself may use all of its shared memory
+PROCESSORS = 132
+MOST_STAGES = 6  # tiles in flight: more would hide no more latency
 
 
 class WeightCut(NamedTuple):
-    """How a weight is cut. Only `segment` and `depth` are part of the arithmetic."""
+    """Division of a weight into tiles and segments. Only `segment` and `depth` affect the
+    arithmetic.
+    """
 
     columns: int  # rows of the weight, which are columns of the result
-    depth: int  # elements of k that are loaded at once
-    segment: int  # elements of k that are added up in one accumulator; a multiple of `depth`
+    depth: int  # elements of k that are loaded together
+    segment: int  # elements of k that share an accumulator, a multiple of `depth`
     num_segments: int
 
 
 class RowTile(NamedTuple):
-    """How many rows a program computes, and with how many warps."""
+    """Number of rows and warps of a program."""
 
     rows: int
     num_warps: int
 
 
-# By whether the weight is float32: the tile for few rows, and that for more rows than it has.
+# Key: True for float32 weights. Value: the tile for few rows, and the tile for more rows.
 _ROW_TILES = {False: (RowTile(64, 4), RowTile(128, 8)), True: (RowTile(16, 4), RowTile(64, 8))}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M] in the weight's dtype, by the vendor's
+    """Compute x [N, K] @ weight [M, K].T (+ bias) -> [N, M] in the weight's dtype, by the vendor's
     library.
     """
     if _would_round(weight):
@@ -70,9 +72,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """The same, not rounded: float32 [N, M]."""
+    """Compute the product without rounding: float32 [N, M]."""
     if x.is_cuda and weight.dtype != torch.float32:
-        # CUDA alone has `out_dtype`
+        # only CUDA has `out_dtype`
         return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)
     if _would_round(weight):
         return invariant_product(x, weight, None, torch.float32)
@@ -80,25 +82,25 @@ def product_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _would_round(weight: Tensor) -> bool:
-    """Whether the vendor's product would round float32 inputs to TF32, because someone in this
-    process allowed it.
+    """Return True if the vendor's product would round float32 inputs to TF32, because this process
+    allows it.
 
-    The setting is the process's and may be a trainer's, so it is read and never written; "none"
-    means IEEE here.
+    The setting belongs to the process, possibly to a trainer, so it is read and never written.
+    "none" means IEEE here.
     """
     exact = torch.backends.cuda.matmul.fp32_precision in ("none", "ieee")
     return weight.is_cuda and weight.dtype == torch.float32 and not exact
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """X [N, K] @ weight [M, K].T (+ bias) -> [N, M], where a row's bits depend on that row and the
-    weight alone.
+    """Compute x [N, K] @ weight [M, K].T (+ bias) -> [N, M]. A row's bits depend only on that row
+    and the weight.
 
     Args:
-        x: rows; rounded to the weight's dtype first.
-        weight: float32, bfloat16 or float16, elements of a row side by side.
-        bias: [M] or None; added before the result is rounded.
-        dtype: of the result; float32 is not rounded.
+        x: Rows, rounded to the weight's dtype first.
+        weight: float32, bfloat16 or float16, with adjacent elements in a row.
+        bias: [M] or None, added before the result is rounded.
+        dtype: Dtype of the result. float32 is not rounded.
     """
     (num_rows, depth), num_columns = x.shape, len(weight)
     x = x.to(weight.dtype).contiguous()
@@ -129,7 +131,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         cut.columns,
         cut.depth,
         GROUP,
-        "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
+        "ieee" if weight.dtype == torch.float32 else "tf32",  # only used for float32
         num_warps=tile.num_warps,
         num_stages=_num_stages(cut, tile, programs, weight.element_size(), weight.device),
         enable_fp_fusion=False,
@@ -150,7 +152,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 
 def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> WeightCut:
-    """How a weight [num_columns, depth] is cut, which the number of rows has no part in."""
+    """Return the cut of a weight [num_columns, depth]. It does not depend on the number of rows."""
     columns, step = (64, 32) if dtype == torch.float32 else (COLUMNS, 64)
     segments, tiles = 1, triton.cdiv(num_columns, columns)
     for programs, least in SEGMENTED:
@@ -165,39 +167,39 @@ def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> WeightCut:
 
 
 def is_split(cut: WeightCut, num_tiles: int) -> bool:
-    """Whether the segments of a tile are programs of their own; no bit depends on it."""
+    """Return True if the segments of a tile are separate programs. No bit depends on it."""
     return cut.num_segments > 1 and num_tiles <= MOST_SPLIT_TILES
 
 
 def kinds_of_rows(
     num_columns: int, depth: int, dtype: torch.dtype, most: int, device: torch.device
 ) -> list[int]:
-    """Numbers of rows up to `most`, one for each kernel that `invariant_product` is compiled to for
-    a weight [num_columns, depth].
+    """Return numbers of rows up to `most`, one for each kernel that `invariant_product` compiles
+    for a weight [num_columns, depth].
     """
     cut = tiling(num_columns, depth, dtype)
     few, many = _ROW_TILES[dtype == torch.float32]
-    found: dict[tuple[RowTile, bool, int], int] = {}
+    examples: dict[tuple[RowTile, bool, int], int] = {}
     rows = 1
     while rows <= most:
         tile = few if rows <= few.rows else many
         num_tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_columns, cut.columns)
         split = is_split(cut, num_tiles)
         programs = num_tiles * (cut.num_segments if split else 1)
-        found.setdefault(
+        examples.setdefault(
             (tile, split, _num_stages(cut, tile, programs, dtype.itemsize, device)), rows
         )
         if not split and programs > PROCESSORS and tile is many:
-            break  # nothing changes any more
+            break  # more rows use the same kernel
         rows = few.rows + 1 if tile is few else (rows - 1) // tile.rows * tile.rows + tile.rows + 1
-    return list(found.values())
+    return list(examples.values())
 
 
 def _num_stages(
     cut: WeightCut, tile: RowTile, programs: int, itemsize: int, device: torch.device
 ) -> int:
-    """As many tiles on their way as fit, where two programs share an SM or each has one to
-    itself.
+    """Return the number of tiles in flight: as many as fit if two programs share an SM, or each has
+    an SM to itself.
     """
     stage = (tile.rows + cut.columns) * cut.depth * itemsize
     memory = shared_memory(device) // (1 if programs <= PROCESSORS else 2)
@@ -206,7 +208,9 @@ def _num_stages(
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have. Where there is no device (the interpreter), an H100's."""
+    """Return the bytes of shared memory that one program may use. Without a device (the
+    interpreter), return those of an H100.
+    """
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -217,7 +221,7 @@ def _product_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    out_ptr,  # [N, M], or where SPLIT float32 [segments, N, M]
+    out_ptr,  # [N, M], or float32 [segments, N, M] if SPLIT
     num_rows,
     num_columns,
     weight_stride,
@@ -225,15 +229,15 @@ def _product_kernel(
     SEGMENT: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,  # the last tile of columns is not whole
+    RAGGED: tl.constexpr,  # the last tile of columns is partial
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, segments where SPLIT, else 1). Tiles go by groups of rows, then columns, then
-    rows of the group.
+    """Multiply one tile. Grid (tiles, segments if SPLIT, else 1). Tiles are ordered by groups of
+    rows, then columns, then rows of the group.
     """
     row_tiles = tl.cdiv(num_rows, ROWS)
     group_tiles = GROUP * tl.cdiv(num_columns, COLUMNS)
@@ -250,8 +254,8 @@ def _product_kernel(
     weight_ptrs = weight_ptr + columns[None, :] * weight_stride + ks[:, None]
     first = tl.program_id(1) * SEGMENT
     end = tl.minimum(first + SEGMENT, K) if SPLIT else K
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)  # of whole segments
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)  # of this segment
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)  # sum of whole segments
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)  # sum of this segment
     for k in range(first, end, DEPTH):
         x_mask = row_mask[:, None]
         if K % DEPTH != 0:
@@ -266,7 +270,7 @@ def _product_kernel(
         else:
             weight = tl.load(weight_ptrs + k)
         sums = tl.dot(x, weight, sums, input_precision=PRECISION)
-        if not SPLIT and SEGMENT < K:  # noqa: SIM102 (known when compiled, unlike the next one)
+        if not SPLIT and SEGMENT < K:  # noqa: SIM102 (known at compile time, the next one is not)
             if (k + DEPTH) % SEGMENT == 0:
                 total += sums
                 sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -289,12 +293,12 @@ def _add_segments_kernel(
     bias_ptr,
     out_ptr,  # [N, M]
     num_columns,
-    size,  # N * M; small, since few tiles are split
+    size,  # N * M, small since few tiles are split
     SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (blocks of N * M elements): adds the segments' sums in order."""
+    """Add the segments' sums in order. Grid (blocks of N * M elements)."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,10 +1,10 @@
 """Layers of experts on a GPU: routing, products grouped by expert, and the sum over a row's
 experts.
 
-Rows are sorted by expert and cut into tiles of `ROWS`, the last of each expert not whole; a program
-computes a tile by some columns, adding up in the order of k with the same instruction whatever the
-tile holds. So a row's bits know nothing of the other rows of its expert. Nothing is read on the
-host: how many tiles there are follows from the number of rows, and those that no expert needs do
+Rows are sorted by expert and cut into tiles of `ROWS`; the last tile of each expert may be partial.
+A program computes a tile by some columns, adding up in the order of k with the same instruction for
+any contents of the tile. A row's bits therefore do not depend on the other rows of its expert. The
+host reads nothing: the number of tiles follows from the number of rows, and unneeded tiles do
 nothing.
 """
 
@@ -23,19 +23,20 @@ from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
-ROWS = 16  # of a tile: few, since in a decode step an expert gets about one
+ROWS = 16  # rows per tile: few, since in a decode step an expert gets about one
 COLUMNS = 64
-ROW_BLOCK = 4096  # rows whose products with all of their experts are in memory at once
+ROW_BLOCK = 4096  # rows whose products with all of their experts are in memory together
 SUM_BLOCK = 1024
 
 
 class ExpertTiles(NamedTuple):
-    """Places, which are rows sorted by expert, cut into tiles."""
+    """Rows sorted by expert and cut into tiles. A place is an index into the sorted rows."""
 
-    order: Tensor  # int64 [P]: who stands at a place
-    experts: Tensor  # int64 [T]: of each tile; the number of experts where it is not needed
-    firsts: Tensor  # int64 [T]: its first place
-    ends: Tensor  # int64 [T]: the end of its expert's places
+    order: Tensor  # int64 [P]: the original index at each place
+    # int64 [T]: expert of each tile, or the number of experts if the tile is not needed
+    experts: Tensor
+    firsts: Tensor  # int64 [T]: first place of each tile
+    ends: Tensor  # int64 [T]: end of its expert's places
 
 
 def moe(
@@ -45,12 +46,12 @@ def moe(
     note: Note | None = None,
     routed: Tensor | None = None,
 ) -> Tensor:
-    """See `Ops.moe`."""
+    """Implement `Ops.moe` with the kernels below."""
     return mixture(STEPS, x, experts, exchange, ROW_BLOCK, note, routed)
 
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """See `MoeSteps`."""
+    """Implement `MoeSteps.route` with one program per row."""
     bias = None if experts.biases is None else experts.biases.router
     logits = invariant_product(x, experts.router, bias, torch.float32)
     routing, shared = experts.routing, experts.shared
@@ -82,7 +83,7 @@ def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
-    """See `MoeSteps`; float32."""
+    """Implement `MoeSteps.products` in float32."""
     hidden, inner = x.shape[1], experts.down.shape[1]
     x = aligned(x.to(experts.gate_up.dtype))
     out = torch.empty((len(rows), hidden), dtype=torch.float32, device=x.device)
@@ -111,7 +112,7 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
             ROWS,
             COLUMNS,
             depth,
-            "ieee" if x.dtype == torch.float32 else "tf32",  # no choice but for float32
+            "ieee" if x.dtype == torch.float32 else "tf32",  # only used for float32
             num_warps=4,
             num_stages=3,
             enable_fp_fusion=False,
@@ -120,7 +121,7 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
 
 
 def combine(products: Tensor, weights: Tensor) -> Tensor:
-    """See `MoeSteps`."""
+    """Implement `MoeSteps.combine` in float32."""
     num_rows, per_token, hidden = products.shape
     out = torch.empty((num_rows, hidden), dtype=torch.float32, device=products.device)
     if num_rows:
@@ -144,18 +145,19 @@ def _tiles(held: Tensor, num_experts: int) -> ExpertTiles:
     by_expert, order = held.sort(stable=True)
     # [E + 1]
     starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))
-    ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)  # tiles up to and with each expert's
+    # number of tiles up to and including each expert
+    ends = ((starts.diff() + ROWS - 1) // ROWS).cumsum(0)
     tiles = torch.arange(-(-len(held) // ROWS) + min(num_experts, len(held)), device=held.device)
     experts = torch.searchsorted(ends, tiles, right=True)
-    own = experts.clamp(max=num_experts - 1)
-    before = torch.where(own > 0, ends[(own - 1).clamp(min=0)], 0)
-    return ExpertTiles(order, experts, starts[own] + (tiles - before) * ROWS, starts[own + 1])
+    known = experts.clamp(max=num_experts - 1)
+    before = torch.where(known > 0, ends[(known - 1).clamp(min=0)], 0)
+    return ExpertTiles(order, experts, starts[known] + (tiles - before) * ROWS, starts[known + 1])
 
 
 @triton.jit
 def _highest(keys, taken, lanes, BLOCK: tl.constexpr):
-    """The lane of the highest key that is not taken: of equal ones the lowest; where none is equal
-    to the highest, which is then NaN, the lowest of all.
+    """Return the lane of the highest key that is not taken, the lowest lane of several equal ones.
+    If the maximum is NaN, no key equals it, and the lowest remaining lane is returned.
     """
     left = tl.where(taken, -float("inf"), keys)
     order = tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK)
@@ -172,8 +174,8 @@ def _of_best_groups(
     GROUP_BEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The keys; -inf where an expert is not of the best groups."""
-    worth = tl.full((BLOCK,), -float("inf"), tl.float32)  # one lane a group
+    """Return the keys, with -inf for experts outside the best groups."""
+    worth = tl.full((BLOCK,), -float("inf"), tl.float32)  # one lane per group
     groups = lanes // (EXPERTS // GROUPS)
     for group in tl.static_range(GROUPS):
         outside = (groups != group) | (lanes >= EXPERTS)
@@ -208,10 +210,11 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     GROUPS_KEPT: tl.constexpr,
     GROUP_BEST: tl.constexpr,
-    SHARED: tl.constexpr,  # 1: a last weight of 1, 2: of the sigmoid of the last logit
+    # shared expert: 0 none, 1 with weight 1, 2 with the sigmoid of the last logit
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (rows)."""
+    """Select and weigh the experts of one row. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < EXPERTS
@@ -247,12 +250,12 @@ def _route_kernel(
 
 @triton.jit
 def _products_kernel(
-    x_ptr,  # [M, K], or where not GATE sorted [P, K]
-    # [experts * rows, K]; of each expert COLUMNS_IN_ALL rows, with GATE as many up rows behind them
+    x_ptr,  # [M, K], or sorted [P, K] if not GATE
+    # [experts * rows, K]: COLUMNS_IN_ALL rows per expert, followed by as many up rows if GATE
     weight_ptr,
-    bias_ptr,  # a number for each row of the weight, or None
-    out_ptr,  # GATE: sorted [P, columns]; else [P, columns]
-    rows_ptr,  # row of x
+    bias_ptr,  # one number per row of the weight, or None
+    out_ptr,  # [P, columns], sorted by expert if GATE
+    rows_ptr,  # row of x for each product
     order_ptr,
     experts_ptr,
     firsts_ptr,
@@ -267,7 +270,7 @@ def _products_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, tiles of columns)."""
+    """Compute one tile of rows by one tile of columns. Grid (tiles, tiles of columns)."""
     expert = tl.load(experts_ptr + tl.program_id(0))
     if expert >= num_experts:
         return
@@ -318,7 +321,7 @@ def _combine_kernel(
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (rows, parts of a row)."""
+    """Add up a row's weighted products in order. Grid (rows, parts of a row)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

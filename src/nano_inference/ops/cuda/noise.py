@@ -1,4 +1,4 @@
-"""The noise of `sampling.noise` in Triton: the same bits of the hash, the same formula.
+"""The noise of `sampling.noise` in Triton: the same hash bits and the same formula.
 
 The noise of a launch is a pure function of a sample's key and a token id.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def mix32(x):
-    """The mixer of `sampling.noise`, of uint32."""
+    """Apply the mixer of `sampling.noise` to uint32."""
     x ^= x >> 16
     x *= 0x21F0AAAD
     x ^= x >> 15
@@ -21,11 +21,13 @@ def mix32(x):
 
 @triton.jit
 def exponential(ids, low, high):
-    """Standard exponential noise, float32, of token ids int32 under the halves of a key, uint32."""
+    """Return standard exponential noise, float32, for token ids int32 and the halves of a key,
+    uint32.
+    """
     bits = mix32(ids.to(tl.uint32))
     bits = mix32(bits ^ low)
     bits = mix32(bits ^ high)
-    # 2**31 - 128: see `exponential_noise`
+    # 2**31 - 128, as in `exponential_noise`
     whole = tl.minimum((bits & 0x7FFFFFFF).to(tl.int32), 2147483520)
     v = (whole.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2**-31
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
@@ -34,5 +36,5 @@ def exponential(ids, low, high):
 
 @triton.jit
 def key_halves(keys, sample):
-    """The halves of a sample's key: keys int64 [R, 2] -> two of uint32."""
+    """Load the halves of a sample's key: keys int64 [R, 2] -> two of uint32."""
     return tl.load(keys + sample * 2).to(tl.uint32), tl.load(keys + sample * 2 + 1).to(tl.uint32)

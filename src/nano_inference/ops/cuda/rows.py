@@ -1,13 +1,13 @@
-"""Row by row: embedding, RMS norm with the residual stream, rotary embedding with storing keys and
-values, the MLP's gate, and what a step's inputs become.
+"""Operations on single rows: embedding, RMS norm with the residual stream, rotary embedding with
+storage of keys and values, the MLP's gate, and updates of a step's inputs.
 
-A program owns a row or a part of one; what it does depends on the widths alone, so a row's bits
-know nothing of the others. Widths are constants of the kernels: whatever is divisible by eight is
-read 16 bytes a thread.
+A program owns a row or a part of one. Its work depends only on the widths, so a row's bits do not
+depend on other rows. Widths are compile-time constants: if they are divisible by eight, each thread
+reads 16 bytes at a time.
 
-The rotary kernel: a program owns a few heads of one row, all of them queries, keys or values. Where
-a norm is of single heads it is part of that kernel; one over all heads of a row asks for a pass
-before, that leaves one factor for each row.
+A program of the rotary kernel owns a few heads of one row, either queries, keys or values. Norms of
+single heads are part of that kernel. A norm over all heads of a row needs a preceding pass, which
+computes one factor per row.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -24,10 +24,10 @@ from torch import Tensor
 from nano_inference.ops.interface import KvcacheView, Norm, RopeArgs, embed_part
 from nano_inference.ops.settings import CLAMP, SLOPE
 
-_GATE_BLOCK = 1024  # columns of one program: 8 for each of 128 threads
-_ITEM_BLOCK = 256  # items of one program where an item is a number
+_GATE_BLOCK = 1024  # columns per program: 8 for each of 128 threads
+_ITEM_BLOCK = 256  # items per program, for kernels in which an item is a number
 _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # as `gated` knows them
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # codes for `gated`
 _SLOPE, _CLAMP = tl.constexpr(SLOPE), tl.constexpr(CLAMP)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
@@ -35,7 +35,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 def embed(
     input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None
 ) -> Tensor:
-    """See `Ops.embed`."""
+    """Implement `Ops.embed` with one program per row."""
     if part is not None:
         return embed_part(embed, input_ids, weight, scale, part)
     weight, width = aligned(weight), weight.shape[1]
@@ -50,15 +50,15 @@ def embed(
 def rms_norm(
     x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.rms_norm`. The residual that is returned is a new tensor, or the old one where
-    nothing is added.
+    """Implement `Ops.rms_norm`. The returned residual is a new tensor, or the old one if nothing is
+    added.
 
     Raises:
-        ValueError: the rows are wider than one program holds (65,536 numbers).
+        ValueError: The rows are wider than one program supports (65,536 numbers).
     """
     rows, width = residual.shape
     if width > 65_536:
-        raise ValueError(f"rms_norm: rows of {width:,} numbers; one program holds at most 65,536.")
+        raise ValueError(f"rms_norm: rows must have at most 65,536 numbers; got {width:,}.")
     residual, x = aligned(residual), None if x is None else aligned(x)
     normed = torch.empty((rows, width), dtype=norm.dtype, device=residual.device)
     added = (
@@ -84,7 +84,7 @@ def rms_norm(
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """See `Ops.gate`."""
+    """Implement `Ops.gate` with programs of 1,024 columns."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -101,19 +101,19 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def relay_tokens(input_ids: Tensor, sources: Tensor, tokens: Tensor) -> None:
-    """Rows whose token the step before has drawn: input_ids[i] = tokens[sources[i]] where
+    """Fill in tokens that the previous step has drawn: input_ids[i] = tokens[sources[i]] if
     sources[i] >= 0, in place.
 
     Args:
         input_ids: int64 [N].
-        sources: int64 [N], -1 where the host knew the token.
-        tokens: int64 [R], of the step before.
+        sources: int64 [N], -1 if the host knew the token.
+        tokens: int64 [R], of the previous step.
     """
     _each_item(_relay_kernel, len(input_ids), input_ids, sources, tokens)
 
 
 def make_noise_keys(streams: Tensor, positions: Tensor, keys: Tensor) -> None:
-    """`sampling.noise.stream_keys` on the device, in place.
+    """Compute `sampling.noise.stream_keys` on the device, in place.
 
     Args:
         streams: int64 [R], the bits of uint64.
@@ -130,16 +130,16 @@ def _each_item(kernel: Any, count: int, *tensors: Tensor) -> None:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor without gaps, at an address divisible by 16: Triton makes other code, with other
-    sums, of others.
+    """Return the tensor contiguous and at an address divisible by 16. For other tensors, Triton
+    compiles other code with other sums.
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def whole_row(width: int) -> dict[str, Any]:
-    """How a kernel is launched whose program holds a row: 8 columns a thread, more where rows are
-    wide.
+    """Return launch options for a kernel whose program holds a row: 8 columns per thread, more for
+    wide rows.
     """
     block = triton.next_power_of_2(width)
     return {
@@ -180,8 +180,8 @@ def _rms_norm_kernel(
 
 @triton.jit
 def gated(first, second, ACTIVATION: tl.constexpr):
-    """Activation(first) * second, float32, where all activations are x * sigmoid(y): SiLU, GELU
-    with tanh (arXiv:1606.08415), and that of gpt-oss, of which both sides are bounded.
+    """Return activation(first) * second, float32. All activations are x * sigmoid(y): SiLU, GELU
+    with tanh (arXiv:1606.08415), and that of gpt-oss, which clamps both sides.
     """
     if ACTIVATION == 2:
         first = tl.minimum(first, _CLAMP, propagate_nan=tl.PropagateNan.ALL)
@@ -192,7 +192,7 @@ def gated(first, second, ACTIVATION: tl.constexpr):
         y = _SLOPE * first
     if ACTIVATION == 1:
         y = _GELU * (first + 0.044715 * first * first * first)
-    small = tl.exp(-tl.abs(y))  # of what is not above 0: nothing overflows
+    small = tl.exp(-tl.abs(y))  # the argument is at most 0: no overflow
     return first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
 
 
@@ -223,7 +223,7 @@ def _relay_kernel(input_ids, sources, tokens, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _noise_keys_kernel(streams, positions, keys, count, BLOCK: tl.constexpr):
-    """SplitMix64 (Steele, Lea, Flood 2014) of stream ^ position, in halves."""
+    """Compute SplitMix64 (Steele, Lea, Flood 2014) of stream ^ position, in halves."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     stream = tl.load(streams + rows, mask=inside, other=0)
@@ -237,7 +237,7 @@ def _noise_keys_kernel(streams, positions, keys, count, BLOCK: tl.constexpr):
     tl.store(keys + 2 * rows + 1, (state >> 32).to(tl.int64), mask=inside)
 
 
-_MOST_HEADS = 8  # of one program
+_MOST_HEADS = 8  # heads per program
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _NO_NORM, _ROUNDED, _HEAD, _FULL = (tl.constexpr(kind) for kind in range(4))
 
@@ -250,10 +250,11 @@ def rope_and_store(
     view: KvcacheView,
     layer: int,
 ) -> Tensor:
-    """See `Ops.rope_and_store`. A row whose slot is negative is padding: nothing of it is stored.
+    """Implement `Ops.rope_and_store`. A row with a negative slot is padding, and none of it is
+    stored.
 
     Raises:
-        ValueError: a norm is neither of one head nor of all heads of a row.
+        ValueError: A norm's width is neither that of one head nor of all heads of a row.
     """
     num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
     rows, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -263,10 +264,10 @@ def rope_and_store(
     qkv = aligned(qkv)
     q_norm = _norm_arguments(qkv, rope.norms.queries, 0, num_heads, head_dim)
     k_norm = _norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
-    unit, place = view.places[layer]
+    unit, index = view.places[layer]
     unit_map = view.unit_map
     # [kv heads, units, block_size, D]
-    keys, values = view.keys[place], view.values[place]
+    keys, values = view.keys[index], view.values[index]
     half = triton.next_power_of_2(head_dim // 2)
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
@@ -284,9 +285,7 @@ def rope_and_store(
 def _norm_arguments(
     qkv: Tensor, norm: Norm | None, first: int, heads: int, head_dim: int
 ) -> tuple[Any, ...]:
-    """(weight, factor of each row, eps, offset, kind, dtype) of one norm, as the kernel takes
-    them.
-    """
+    """Return (weight, factor of each row, eps, offset, kind, dtype) of one norm for the kernel."""
     if norm is None:
         return None, None, 0.0, 0.0, _NO_NORM.value, tl.float32
     rounded = _DTYPES[norm.dtype]
@@ -297,8 +296,8 @@ def _norm_arguments(
         return weight, None, norm.eps, norm.offset, _HEAD.value, rounded
     if width != heads * head_dim:
         raise ValueError(
-            f"rope_and_store: a norm of {width} weights; a head has {head_dim}, all {heads} "
-            f"{heads * head_dim}."
+            f"rope_and_store: a norm of {width} weights; expected {head_dim} for one head or "
+            f"{heads * head_dim} for all {heads} heads."
         )
     factors = torch.empty(len(qkv), dtype=torch.float32, device=qkv.device)
     _factor_kernel[(len(qkv),)](
@@ -317,7 +316,7 @@ def _factor_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """1 / rms of columns FIRST .. FIRST + WIDTH of each row. Programs: (rows,)."""
+    """Compute 1 / rms of columns FIRST .. FIRST + WIDTH of each row. Programs: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(qkv + row * STRIDE + FIRST + columns, mask=columns < WIDTH, other=0.0).to(
@@ -331,7 +330,7 @@ def _normed(
     first, second, row, heads, columns, others, inside, weight, factors, eps, offset,
     KIND: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers each of heads [heads, D / 2], float32, of unit root mean square and rounded."""
+    """Norm and round heads, given as two numbers of each pair: [heads, D / 2] each, float32."""
     if weight is not None:
         if KIND == _HEAD:
             begin = tl.zeros_like(heads)
@@ -359,8 +358,8 @@ def _rope_kernel(
     head_stride, BLOCK_SIZE: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (rows, groups of queries, then of keys, then of values). TURNING pairs turn; the
-    numbers behind them are taken by twos as well.
+    """Rotate and store some heads of a row. Programs: (rows, groups of queries, then of keys, then
+    of values). The first TURNING pairs rotate; the remaining numbers are processed in twos as well.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -369,7 +368,7 @@ def _rope_kernel(
     is_query = part < Q_PARTS
     is_value = part >= Q_PARTS + KV_PARTS
 
-    # Which heads, counted among those of their kind, and where the row's begin.
+    # Heads of this program, counted within their kind, and the column where the kind begins.
     first_head = (
         tl.where(is_query, part, tl.where(is_value, part - Q_PARTS - KV_PARTS, part - Q_PARTS))
         * GROUP

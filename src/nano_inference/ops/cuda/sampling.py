@@ -1,9 +1,9 @@
 """The end of a step: draws and scores from logits.
 
-A draw is two launches: every block of the vocabulary is reduced to a few numbers
-(`_reduce_kernel`), and these to a token and its logprobs (`_finish_kernel`). Bias, penalties and
-masks come before them, filters (`filters`) between them, the best tokens after them. Nothing waits
-for the device, and all can be captured in a graph.
+A draw takes two launches. `_reduce_kernel` reduces every block of the vocabulary to a few numbers,
+and `_finish_kernel` turns these into a token and its logprobs. Bias, penalties and masks run before
+them, filters (`filters`) between them, and the best tokens after them. Nothing waits for the
+device, and all launches can be captured in a graph.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -35,10 +35,10 @@ from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, masked_samples
 
-# Of a block: of the logits that are drawn from, and of the model's own where they are others.
+# Numbers per block: of the logits that are drawn from, and of the model's own if they differ.
 _PARTS = 5
 _MAXIMUM, _SUM, _RACE, _OWN_MAXIMUM, _OWN_SUM = (tl.constexpr(i) for i in range(_PARTS))
-# Read one number at a time: another alignment would be another kernel to compile.
+# Read one number at a time: specializing on their alignment would compile more kernels.
 _SCALARS = [
     *("rows", "temperatures", "filter_tokens", "filter_log_sums", "filter_mass", "masked"),
     *("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "shown"),
@@ -46,15 +46,15 @@ _SCALARS = [
 
 
 def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
-    """Draw one token for each sample from float32 logits [L, V]; `Ops.sample_logits`.
+    """Draw one token for each sample from float32 logits [L, V], as `Ops.sample_logits`.
 
-    A row that holds NaN or +inf, or nothing but -inf, gives token 0 and a logprob that is NaN.
+    A row that contains NaN or +inf, or only -inf, yields token 0 and a logprob of NaN.
 
     Raises:
         ValueError: `logits` are not float32 [L, V].
     """
-    own = as_rows(logits)
-    num, vocab, device = len(batch), own.shape[1], own.device
+    model_logits = as_rows(logits)
+    num, vocab, device = len(batch), model_logits.shape[1], model_logits.device
     token_ids = torch.empty(num, dtype=torch.int64, device=device)
     logprobs, raw, mass = torch.empty((3, num), device=device).unbind()
     shown = torch.empty((2, num), device=device)
@@ -67,8 +67,8 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     )
     if num == 0:
         return result
-    changed = edited(own, batch)
-    source = own if changed is None else changed
+    changed = edited(model_logits, batch)
+    source = model_logits if changed is None else changed
     uncut = cut(source, batch) if batch.has_masks else None
     blocks = num_blocks(vocab)
     parts = torch.empty((_PARTS, num, blocks), device=device)
@@ -77,14 +77,14 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     sizes = {"V": vocab, "BLOCKS": blocks}
     options = {"num_warps": 4, "enable_fp_fusion": False}
     _reduce_kernel[num, blocks](
-        source, own, batch.rows, batch.temperature, batch.noise_keys, parts, winners, num,
+        source, model_logits, batch.rows, batch.temperature, batch.noise_keys, parts, winners, num,
         **sizes, **flags, BLOCK=BLOCK, RACE=True, GREEDY=batch.any_greedy, **options,
     )  # fmt: skip
     filtered = None
     if batch.any_filter:
         filtered = filters.apply(source, parts[_MAXIMUM.value], batch, changed is not None)
     _finish_kernel[num,](
-        source, own, batch.rows, batch.temperature, parts, winners,
+        source, model_logits, batch.rows, batch.temperature, parts, winners,
         *(
             (filtered.token_ids, filtered.log_sums, filtered.mass)
             if filtered
@@ -101,16 +101,23 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
         )
     if num_top:
         best_tokens(
-            result, shown, parts[_MAXIMUM.value], source, own, batch, filtered, changed is not None
+            result,
+            shown,
+            parts[_MAXIMUM.value],
+            source,
+            model_logits,
+            batch,
+            filtered,
+            changed is not None,
         )
     return result
 
 
 def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens [L] from logits [L, V], softmax(logits / temperature): to the bit
-    those of `draw`.
+    """Compute logprobs of the given tokens [L] from logits [L, V], softmax(logits / temperature),
+    with the bits of `draw`.
 
-    Temperatures are above 0. A token that is not in the vocabulary scores NaN.
+    Temperatures are above 0. A token outside the vocabulary scores NaN.
 
     Raises:
         ValueError: `logits` are not float32 [L, V].
@@ -137,23 +144,23 @@ def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
     do_not_specialize=["num"], do_not_specialize_on_alignment=["rows", "temperatures", "keys"]
 )
 def _reduce_kernel(
-    logits,  # float32 [L, V], or [R, V] of their own where CHANGED
+    logits,  # float32 [L, V], or edited [R, V] if CHANGED
     own,  # float32 [L, V], the model's
     rows,  # int64 [R]
     temperatures,  # float64 [R]
     keys,  # int64 [R, 2]
     parts,  # float32 [_PARTS, R, BLOCKS], written
-    winners,  # int32 [2, R, BLOCKS]: of the race, and the most probable; written
+    winners,  # int32 [2, R, BLOCKS]: winner of the race, and most probable token, written
     num,  # R
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHANGED: tl.constexpr,  # sample i has row i of the logits
-    RAW: tl.constexpr,  # what the model's own logprobs need
+    CHANGED: tl.constexpr,  # row i of the logits belongs to sample i
+    RAW: tl.constexpr,  # also reduce the model's own logits
     RACE: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): one block of the vocabulary for one sample."""
+    """Reduce one block of the vocabulary for one sample. Grid (R, BLOCKS)."""
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     row = sample if CHANGED else tl.load(rows + sample)
@@ -182,7 +189,7 @@ def _reduce_kernel(
 def _load_parts(
     parts, part: tl.constexpr, sample, num, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, nothing
 ):
-    """One number of every block of a sample, [WIDTH]."""
+    """Load one number of every block of a sample, [WIDTH]."""
     blocks = tl.arange(0, WIDTH)
     start = parts + (num.to(tl.int64) * part + sample) * BLOCKS
     return tl.load(start + blocks, mask=blocks < BLOCKS, other=nothing)
@@ -196,27 +203,27 @@ def _finish_kernel(
     temperatures,
     parts,
     winners,
-    filter_tokens,  # int32 [R]: of `filters.Filtered`; -1 where nothing filters
+    filter_tokens,  # int32 [R], from `filters.Filtered`, -1 for samples without filters
     filter_log_sums,  # float32 [R]
     filter_mass,  # float32 [R]
-    masked,  # uint8 [R]: of `Uncut`
+    masked,  # uint8 [R], from `Uncut`
     uncut,  # float32 [2, R, BLOCKS]
     token_ids,  # int64 [R], written as all below
     logprobs,  # float32 [R]
     raw_logprobs,  # float32 [R]
     log_kept_mass,  # float32 [R]
-    shown,  # float32 [2, R]: maximum and log of the sum of odds of what `best_tokens` shows
+    shown,  # float32 [2, R]: maximum and log of the sum of odds that `best_tokens` shows
     num,
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,  # BLOCKS, up to a power of 2
+    WIDTH: tl.constexpr,  # BLOCKS, rounded up to a power of 2
     CHANGED: tl.constexpr,
     RAW: tl.constexpr,
     GREEDY: tl.constexpr,
     FILTERED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Grid (R,): the blocks of one sample, merged; the token and what is said of it."""
+    """Merge the blocks of one sample into its token and logprobs. Grid (R,)."""
     sample = tl.program_id(0).to(tl.int64)
     divisor, greedy = divisor_of(tl.load(temperatures + sample))
     maxima = _load_parts(parts, _MAXIMUM, sample, num, BLOCKS, WIDTH, -float("inf"))
@@ -242,7 +249,7 @@ def _finish_kernel(
         part = _masked_part(uncut, sample, num, highest, log_sum_of_all, divisor, BLOCKS, WIDTH)
         mass = tl.where(cuts, tl.maximum(tl.minimum(mass + part, 0.0), -HIGHEST), mass)
         sound &= (part == part) | (cuts == 0)
-    token = tl.where(sound, token, 0)  # a broken row has no winner that could be trusted
+    token = tl.where(sound, token, 0)  # a broken row has no valid winner
     row = sample if CHANGED else tl.load(rows + sample)
     log_sum = tl.where(sound, log_sum, float("nan"))
     distance = tl.load(logits + row * V + token) - finite_or_zero(highest)
@@ -270,8 +277,9 @@ def _finish_kernel(
 def _masked_part(
     uncut, sample, num, highest, log_sum, divisor, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Log of the part of a row that masks left, from maximum and log of the sum of what is left;
-    NaN if the row was not sound. The maxima are subtracted apart: e**-300 is no float32.
+    """Return the log of the share of a row that masks keep, or NaN if the row was not sound.
+    `highest` and `log_sum` describe the kept part. Maxima are subtracted separately: e**-300 is not
+    representable in float32.
     """
     maxima = _load_parts(uncut, 0, sample, num, BLOCKS, WIDTH, -float("inf"))
     sums = _load_parts(uncut, 1, sample, num, BLOCKS, WIDTH, 0.0)
@@ -283,7 +291,7 @@ def _masked_part(
 
 @triton.jit
 def _raw_logprob(row, token, maxima, sums):
-    """Logprob of a token under the model's own logits, their maximum, and log of the sum of
+    """Return a token's logprob under the model's own logits, their maximum, and log of the sum of
     exp(logit - maximum).
     """
     highest, _, total = merge_blocks(maxima, sums, slope_of(1.0))
@@ -305,7 +313,7 @@ def _score_kernel(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid (L,): the blocks of one row, merged; the logprob of its token."""
+    """Merge the blocks of one row, and compute the logprob of its token. Grid (L,)."""
     sample = tl.program_id(0).to(tl.int64)
     divisor, _ = divisor_of(tl.load(temperatures + sample))
     maxima = _load_parts(parts, _MAXIMUM, sample, num, BLOCKS, WIDTH, -float("inf"))
@@ -318,16 +326,16 @@ def _score_kernel(
     tl.store(out + sample, tl.div_rn(distance, divisor) - tl.log(tl.where(sound, total, 1.0)))
 
 
-_ENTRIES = 256  # of one program
+_ENTRIES = 256  # entries per program
 _BIAS, _COUNT, _BAN = (tl.constexpr(i) for i in range(3))  # kinds of entries
-# Read here and there: another alignment would be another kernel to compile.
+# Read at scattered addresses: specializing on their alignment would compile more kernels.
 _ENTRY_SCALARS = ["entry_rows", "entry_ids", "entry_values", "repetition", "frequency", "presence"]
 
 
 def edited(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
-    """A row of its own for each sample, with bias and penalties: float32 [L, V] -> [R, V].
+    """Return a separate row for each sample, with bias and penalties: float32 [L, V] -> [R, V].
 
-    None: nothing changes any row, no mask either, and rows may be read where they are.
+    None: no row changes, not even by a mask, and rows can be read in place.
     """
     if not (batch.has_masks or len(batch.bias.ids) + len(batch.counts.ids)):
         return None
@@ -342,14 +350,14 @@ def edited(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
 
 
 class Uncut(NamedTuple):
-    """Rows before masks, of the samples that are masked; of others nothing is said."""
+    """Statistics of rows before masks, for masked samples only. Other entries are undefined."""
 
     masked: Tensor  # uint8 [R]
     parts: Tensor  # float32 [2, R, blocks]: maximum and sum of every block of the vocabulary
 
 
 def cut(logits: Tensor, batch: SamplingBatch) -> Uncut:
-    """Put -inf in the place of all that may not be drawn.
+    """Set the logits of all tokens that masks and bans exclude to -inf.
 
     Args:
         logits: float32 [R, V], written.
@@ -389,7 +397,7 @@ def _copy_kernel(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, blocks of the vocabulary): a sample's row."""
+    """Copy a sample's row. Grid (R, blocks of the vocabulary)."""
     sample = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + tl.load(rows + sample) * V + ids, mask=ids < V, other=0.0)
@@ -398,7 +406,7 @@ def _copy_kernel(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_ENTRY_SCALARS)
 def _edit_kernel(
-    changed,  # float32 [R, V], written where entries are, each at a place of its own
+    changed,  # float32 [R, V], written at the entries, which are distinct
     entry_rows,  # int64 [E]
     entry_ids,  # int64 [E]
     entry_values,  # float32 [E]
@@ -407,10 +415,10 @@ def _edit_kernel(
     presence,  # float32 [R]
     count,  # E
     V: tl.constexpr,
-    WHAT: tl.constexpr,  # _BIAS is added, of _COUNT penalties are subtracted, _BAN becomes -inf
+    WHAT: tl.constexpr,  # _BIAS adds the value, _COUNT subtracts penalties, _BAN sets -inf
     SIZE: tl.constexpr,
 ):
-    """Grid (parts of the entries,)."""
+    """Apply one part of the entries. Grid (parts of the entries,)."""
     places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = places < count
     sample = tl.load(entry_rows + places, mask=inside, other=0)
@@ -435,19 +443,21 @@ def _edit_kernel(
     do_not_specialize_on_alignment=["temperatures", "masked", "mask_rows", "mask_words"],
 )
 def _mask_kernel(
-    logits,  # float32 [R, V], written where a mask says so
+    logits,  # float32 [R, V], written where a mask excludes tokens
     temperatures,  # float64 [R]
     masked,  # uint8 [R]
     mask_rows,  # int64 [R]
     mask_words,  # int32 [M, W]
-    parts,  # float32 [2, R, BLOCKS], written where masked
+    parts,  # float32 [2, R, BLOCKS], written for masked samples
     num,  # R
     width,  # W
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (R, BLOCKS): maximum and sum of one block; then -inf where its mask's bits are 0."""
+    """Reduce one block to maximum and sum, then set -inf where its mask's bits are 0. Grid (R,
+    BLOCKS).
+    """
     sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(masked + sample) != 0:
         ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -465,8 +475,8 @@ def _mask_kernel(
             tl.store(logits + sample * V + ids, tl.where(may, x, -float("inf")), mask=ids < V)
 
 
-_TILE = 16  # samples ranked at once: bounds the memory of a large vocabulary, 8 bytes a token
-_SHOWN = 32  # best tokens of one kernel; more have kernels by powers of two
+_TILE = 16  # samples ranked together: bounds memory, 8 bytes per token of the vocabulary
+_SHOWN = 32  # best tokens in the smallest kernel: larger numbers are rounded up to powers of two
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -475,26 +485,27 @@ def best_tokens(
     shown: Tensor,
     maxima: Tensor,
     logits: Tensor,
-    own: Tensor,
+    model_logits: Tensor,
     batch: SamplingBatch,
     filtered: Filtered | None,
     changed: bool,
 ) -> None:
     """Fill in the best tokens of a draw.
 
-    Each token of a row becomes one number, its rank value above its id, so no two are equal and
-    `topk` has one answer.
+    Each token of a row becomes one number, its rank value above its id. No two are equal, so `topk`
+    is unambiguous.
 
     Args:
-        draw: its `top_ids` and `top_logprobs` are written.
-        shown: float32 [2, R], maximum and log of the sum of odds of what each sample shows: a
-            greedy one the model's own logits, another what it was drawn from.
+        draw: Draw. Its `top_ids` and `top_logprobs` are written.
+        shown: float32 [2, R], maximum and log of the sum of odds of the logits that each sample
+            shows. A greedy sample shows the model's own logits, any other sample the logits that it
+            was drawn from.
         maxima: float32 [R, blocks] of `logits`.
-        logits: float32 [L, V], or [R, V] where `changed`.
-        own: float32 [L, V], the model's.
+        logits: float32 [L, V], or [R, V] if `changed`.
+        model_logits: float32 [L, V], the model's.
         batch: R samples.
-        filtered: what the filters did, if there are any.
-        changed: whether sample i has row i of the logits.
+        filtered: Result of the filters, if there are any.
+        changed: True if row i of the logits belongs to sample i.
     """
     num, k = draw.top_ids.shape
     vocab, blocks = logits.shape[1], maxima.shape[1]
@@ -503,7 +514,7 @@ def best_tokens(
     for first in range(0, num, _TILE):
         count = min(_TILE, num - first)
         _rank_kernel[count, num_blocks(vocab)](
-            logits, own, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p,
+            logits, model_logits, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p,
             batch.min_p, bounds, ranks,
             num, first, V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks),
             CHANGED=changed,
@@ -529,10 +540,10 @@ def _rank_kernel(
     top_k,
     top_p,
     min_p,
-    bounds,  # int32 [3, R]: of `filters.Filtered`
+    bounds,  # int32 [3, R], from `filters.Filtered`
     ranks,  # int64 [samples of this tile, V], written
     num,  # R
-    first,  # sample of the tile
+    first,  # first sample of the tile
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -540,13 +551,13 @@ def _rank_kernel(
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (samples of the tile, BLOCKS): the rank values of a block of tokens."""
+    """Compute the rank values of a block of tokens. Grid (samples of the tile, BLOCKS)."""
     place = tl.program_id(0).to(tl.int64)
     sample = place + first
     divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = sample if CHANGED else tl.load(rows + sample)
-    if tl.load(temperatures + sample) == 0:  # bits of the logit, in an order of integers
+    if tl.load(temperatures + sample) == 0:  # bits of the logit as an integer in the same order
         x = tl.load(own + tl.load(rows + sample) * V + ids, mask=ids < V, other=-float("inf"))
         x = tl.where(x == x, x, -float("inf")) + 0.0  # a sum is never -0
         bits = x.to(tl.int32, bitcast=True)
@@ -562,7 +573,7 @@ def _rank_kernel(
     tl.store(ranks + place * V + ids, rank, mask=ids < V)
 
 
-@triton.jit(  # how many are shown has no kernel of its own
+@triton.jit(  # one kernel for all numbers of shown tokens
     do_not_specialize=["num", "first", "K"],
     do_not_specialize_on_alignment=["temperatures", "best", "shown", "top_ids", "top_logprobs"],
 )
@@ -575,9 +586,9 @@ def _show_kernel(
     num,
     first,
     K,
-    WIDTH: tl.constexpr,  # K at least
+    WIDTH: tl.constexpr,  # at least K
 ):
-    """Grid (samples of the tile,): ids and logprobs of rank values."""
+    """Turn rank values into ids and logprobs. Grid (samples of the tile,)."""
     place = tl.program_id(0).to(tl.int64)
     sample = place + first
     columns = tl.arange(0, WIDTH)

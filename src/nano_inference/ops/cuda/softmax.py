@@ -1,9 +1,8 @@
-"""Softmax over a vocabulary in blocks at fixed positions: what the kernels of the draw have in
-common.
+"""Softmax over a vocabulary in blocks at fixed positions, shared by the kernels of the draw.
 
-Every block of a row is reduced by one program to its maximum and its sum of exp((logit - maximum) /
-temperature); the blocks are merged in their order. How many there are depends on the vocabulary
-alone, so no bit depends on the batch.
+One program reduces each block of a row to its maximum and its sum of exp((logit - maximum) /
+temperature). The blocks are merged in order. Their number depends only on the vocabulary, so no bit
+depends on the batch.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -15,37 +14,36 @@ from torch import Tensor
 
 from nano_inference.ops.cuda.rows import aligned
 
-BLOCK = 2048  # of the vocabulary: 4 loads of 16 bytes for each of 128 threads
+BLOCK = 2048  # tokens per block: 4 loads of 16 bytes for each of 128 threads
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(1.1754943508222875e-38)  # the bounds of `pipeline.divide`
 HIGHEST = tl.constexpr(3.4028234663852886e38)
-# 2**126: its reciprocal is not denormal, which -inf needs
+# 2**126: its reciprocal is not denormal, otherwise -inf would become NaN
 LARGEST_DIVISOR = tl.constexpr(8.507059173023462e37)
 
 
 def num_blocks(vocab: int) -> int:
-    """In how many blocks a row is reduced."""
+    """Return the number of blocks per row."""
     return triton.cdiv(vocab, BLOCK)
 
 
 def as_rows(logits: Tensor) -> Tensor:
-    """Logits as the kernels read them: whole rows one after another, from an address that is a
+    """Return logits in the layout that the kernels read: contiguous rows at an address that is a
     multiple of 16 bytes.
 
-    What the compiler makes of the kernels, and with it the order of additions, depends on the
-    address.
+    The compiled code, and with it the order of additions, depends on the alignment of the address.
 
     Raises:
-        ValueError: they are not float32 [L, V].
+        ValueError: The logits are not float32 [L, V].
     """
     if logits.dtype != torch.float32 or logits.dim() != 2:
-        raise ValueError(f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}.")
+        raise ValueError(f"logits must be float32 [L, V]; got {logits.dtype} {list(logits.shape)}.")
     return aligned(logits)
 
 
 @triton.jit
 def divisor_of(temperature):
-    """Temperature in float32, and whether it is greedy, which divides by 1. See
+    """Return the temperature in float32, and a flag for greedy samples, which divide by 1, as in
     `pipeline.divide`.
     """
     greedy = temperature == 0
@@ -55,28 +53,28 @@ def divisor_of(temperature):
 
 @triton.jit
 def slope_of(divisor):
-    """What a logit's distance is multiplied with to be a power of 2."""
+    """Return the factor that turns a logit's distance into a power of 2."""
     return tl.div_rn(1.0, tl.minimum(divisor, LARGEST_DIVISOR)) * LOG2_E
 
 
 @triton.jit
 def finite_or_zero(highest):
-    """What may be subtracted from the logits of a row, or of a block, that is cut whole."""
+    """Return a maximum that can be subtracted from logits, also if all of them are -inf."""
     return tl.where(highest == -float("inf"), 0.0, highest)
 
 
 @triton.jit
 def block_odds(x, slope):
-    """Maximum of a block of logits, and exp((logit - maximum) / temperature)."""
+    """Return the maximum of a block of logits, and exp((logit - maximum) / temperature)."""
     highest = tl.max(x, axis=0)
     return highest, tl.exp2((x - finite_or_zero(highest)) * slope)
 
 
 @triton.jit
 def merge_blocks(maxima, sums, slope):
-    """The row's maximum, what each block's odds are multiplied with, and the sum over the row.
+    """Return the row's maximum, the factor of each block's odds, and the sum over the row.
 
-    The sum is a number above 0 unless the row holds NaN or +inf, or nothing but -inf.
+    The sum is a number above 0 unless the row contains NaN or +inf, or only -inf.
     """
     highest = tl.max(maxima, axis=0)
     factors = tl.exp2((maxima - finite_or_zero(highest)) * slope)
@@ -85,5 +83,5 @@ def merge_blocks(maxima, sums, slope):
 
 @triton.jit
 def is_sound(total):
-    """Whether a row can be drawn from."""
+    """Return True if a row can be drawn from."""
     return (total > 0) & (total < float("inf"))

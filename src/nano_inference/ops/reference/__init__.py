@@ -1,1 +1,1 @@
-"""The reference backend, one subject a file: plain torch, clear before fast."""
+"""The reference backend: plain torch, written for clarity, one subject per file."""

@@ -1,11 +1,11 @@
-"""Paged attention in plain torch: the specification. Row by row, in key tiles at fixed absolute
-positions.
+"""Paged attention in plain torch: the specification. It works row by row, in key tiles at fixed
+absolute positions.
 
 A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over tiles of `KEY_TILE`
-keys counted from position 0, whatever chunk, batch or block the row stands in; rows are only
-stacked, never mixed. The recurrence starts anew at every multiple of `SEGMENT` keys, and the states
-of such segments are merged in order. So segments may as well be computed apart, where their keys
-lie (`attention_states`), and merged later (`merge_states`).
+keys, counted from position 0. It does not depend on the row's chunk, batch or block, because rows
+are only stacked, never mixed. The recurrence restarts at every multiple of `SEGMENT` keys, and the
+states of these segments are merged in order. Segments can therefore be computed separately, on the
+rank that holds their keys (`attention_states`), and merged later (`merge_states`).
 """
 
 from collections.abc import Iterator
@@ -21,34 +21,34 @@ from nano_inference.ops.interface import AttentionArgs, KvcacheView
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 
 KEY_TILE = 64
-VECTOR = 16  # numbers
-ROW_GROUP = 128  # rows walked together: bounds the memory of a long chunk
+VECTOR = 16  # numbers per vector
+ROW_GROUP = 128  # rows processed together: bounds the memory of a long chunk
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """One tile of keys for the rows of a group that see some of it: neighbours, since rows stand by
-    falling context.
+    """One tile of keys for the rows of a group that see some of it. These rows are adjacent, since
+    rows are sorted by falling context.
     """
 
-    rows: slice  # of the group
-    # [rows, KEY_TILE]; a lane that the row does not see points at the last key that it sees
+    rows: slice  # rows within the group
+    # [rows, KEY_TILE]; lanes that the row does not see point at the last key that it sees
     slots: Tensor
     outside: Tensor  # bool [rows, KEY_TILE]
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows that are walked together."""
+    """Rows that are processed together."""
 
     rows: Tensor  # indices of rows in the batch
     segments: tuple[tuple[KeyTile, ...], ...]  # tiles by segment
-    firsts: tuple[int, ...]  # key of each segment
+    firsts: tuple[int, ...]  # first key of each segment
 
 
 @dataclass(frozen=True, slots=True)
 class StatesPlan:
-    """Where the states of rows go."""
+    """Inputs of `attention_states`: row groups, and the index of each row's states."""
 
     groups: tuple[RowGroup, ...]
     rows: SegmentRows
@@ -57,8 +57,8 @@ class StatesPlan:
 
 
 class SoftmaxState(NamedTuple):
-    """What rows know after some keys: their highest score, the sum of weights, and the output
-    before the division.
+    """State of rows after some keys: highest score, sum of weights, and output before the
+    division.
     """
 
     highest: Tensor  # float32 [..., 1]
@@ -67,14 +67,18 @@ class SoftmaxState(NamedTuple):
 
 
 def plan_attention(batch: ForwardBatch, block_size: int, window: int = 0) -> tuple[RowGroup, ...]:
-    """Which slots each row reads, tile by tile; the same for every layer of one window."""
+    """List the slots that each row reads, tile by tile. Layers with the same window share the
+    plan.
+    """
     positions = batch.positions
     begins = (positions - window + 1).clamp(min=0) if window else torch.zeros_like(positions)
     return _plan(SegmentRows(positions, begins, batch.row_chunks, batch.block_tables), block_size)
 
 
 def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
-    """The same for some rows of which only some keys lie here; serves every layer of one window."""
+    """Plan the rows' attention over the keys stored on this rank. Layers with the same window share
+    the plan.
+    """
     counts = rows.counts
     ends = counts.cumsum(0)
     return StatesPlan(_plan(rows, block_size), rows, ends - counts, int(counts.sum()))
@@ -100,13 +104,13 @@ def _group(rows: SegmentRows, group: Tensor, block_size: int) -> RowGroup:
 
 def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyTile:
     end = int((rows.positions[group] >= start).sum())
-    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # these rows are past the tile
+    begin = int((rows.begins[group] >= start + KEY_TILE).sum())  # the window starts after the tile
     group = group[begin:end]
     positions = rows.positions[group]
     keys = torch.arange(start, start + KEY_TILE, device=group.device)
     outside = keys[None, :] > positions[:, None]
     outside |= keys[None, :] < rows.begins[group][:, None]
-    # Lanes outside never touch memory of others: what lies there may be anything, and 0 * NaN is
+    # Lanes outside must not read memory of other sequences: it may contain anything, and 0 * NaN is
     # NaN.
     keys = torch.where(outside, positions[:, None], keys[None, :])
     blocks = rows.block_tables[rows.row_chunks[group]].gather(1, keys // block_size)
@@ -120,8 +124,8 @@ def attention(
     plan: object,
     scores: AttentionArgs,
 ) -> Tensor:
-    """Causal attention of q [N, heads, D] over each row's own context, see `Ops.attention`; returns
-    [N, heads * D] in q's dtype.
+    """Implement `Ops.attention`: q [N, heads, D] over each row's own context. Return [N, heads * D]
+    in q's dtype.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -129,9 +133,9 @@ def attention(
     for group in cast("tuple[RowGroup, ...]", plan):
         shape = (len(group.rows), num_heads)
         whole = _nothing(scaled.new_empty((*shape, head_dim)))
-        for rows, _, found in _walk(scaled[group.rows], group, view, layer, scores.cap):
+        for rows, _, segment in _walk(scaled[group.rows], group, view, layer, scores.cap):
             for tensor, merged in zip(
-                whole, _merge(SoftmaxState(*(t[rows] for t in whole)), found), strict=True
+                whole, _merge(SoftmaxState(*(t[rows] for t in whole)), segment), strict=True
             ):
                 tensor[rows] = merged
         out[group.rows] = _finish(whole, scores.sinks).to(q.dtype)
@@ -145,25 +149,25 @@ def attention_states(
     plan: object,
     scores: AttentionArgs,
 ) -> Tensor:
-    """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 +
-    D], row by row.
+    """Compute the states of rows q [M, heads, D] in each segment stored on this rank: float32
+    [states, heads, 2 + D], row by row.
     """
     plan = cast("StatesPlan", plan)
     states = torch.empty((plan.num_states, q.shape[1], 2 + q.shape[2]), device=q.device)
     scaled = q.float() * scores.scale
     for group in plan.groups:
-        for rows, first, found in _walk(scaled[group.rows], group, view, layer, scores.cap):
-            own = group.rows[rows]
-            nth = first // SEGMENT - plan.rows.begins[own] // SEGMENT
-            states[plan.first_states[own] + nth] = torch.cat(found, dim=-1)
+        for rows, first, state in _walk(scaled[group.rows], group, view, layer, scores.cap):
+            members = group.rows[rows]
+            nth = first // SEGMENT - plan.rows.begins[members] // SEGMENT
+            states[plan.first_states[members] + nth] = torch.cat(state, dim=-1)
     return states
 
 
 def merge_states(
     states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of N rows from all their states [states, heads, 2 + D], counts [N] of them each in
-    order of keys, and the sinks of their heads.
+    """Merge all states of N rows [states, heads, 2 + D], `counts` [N] per row in order of keys,
+    with the sinks of their heads.
     """
     firsts = counts.cumsum(0) - counts
 
@@ -184,17 +188,17 @@ def merge_states(
 
 
 def _finish(whole: SoftmaxState, sinks: Tensor | None) -> Tensor:
-    """The output [rows, heads, D] of what rows found in all their keys; sinks [heads] are the last
-    term of the sum.
+    """Return the output [rows, heads, D] of states over all keys. Sinks [heads] are the last term
+    of the sum.
     """
     if sinks is None:
         return whole.acc / whole.total
-    # infinite where a sink is far above all scores: then nothing of the values is left
+    # infinite if a sink is far above all scores: then the output is 0
     return whole.acc / (whole.total + torch.exp(sinks[:, None] - whole.highest))
 
 
 def _nothing(acc: Tensor) -> SoftmaxState:
-    """Rows that have seen no key."""
+    """Return the state of rows that have seen no key."""
     return SoftmaxState(
         acc.new_full((*acc.shape[:-1], 1), -torch.inf),
         acc.new_zeros((*acc.shape[:-1], 1)),
@@ -202,14 +206,14 @@ def _nothing(acc: Tensor) -> SoftmaxState:
     )
 
 
-def _merge(before: SoftmaxState, found: SoftmaxState) -> SoftmaxState:
-    """What a segment found, added to what was found before it. The first one is taken as it is."""
-    highest = torch.maximum(before.highest, found.highest)
-    a, b = torch.exp(before.highest - highest), torch.exp(found.highest - highest)
+def _merge(before: SoftmaxState, segment: SoftmaxState) -> SoftmaxState:
+    """Add a segment's state to the state before it. The first segment is taken unchanged."""
+    highest = torch.maximum(before.highest, segment.highest)
+    a, b = torch.exp(before.highest - highest), torch.exp(segment.highest - highest)
     first = before.highest == -torch.inf
     total, acc = (
         torch.where(first, new, old * a + new * b)
-        for old, new in zip(before[1:], found[1:], strict=True)
+        for old, new in zip(before[1:], segment[1:], strict=True)
     )
     return SoftmaxState(highest, total, acc)
 
@@ -217,19 +221,19 @@ def _merge(before: SoftmaxState, found: SoftmaxState) -> SoftmaxState:
 def _walk(
     q: Tensor, group: RowGroup, view: KvcacheView, layer: int, cap: float
 ) -> Iterator[tuple[slice, int, SoftmaxState]]:
-    """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key,
-    what they found.
+    """Yield for each segment the rows of float32 q [rows, heads, D] that see some of it, its first
+    key, and the rows' states.
     """
     num_heads, own_dim = q.shape[1:]
     q = functional.pad(q, (0, -own_dim % VECTOR))
     for first, tiles in zip(group.firsts, group.segments, strict=True):
         rows = slice(min(tile.rows.start for tile in tiles), max(tile.rows.stop for tile in tiles))
         highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer, cap)
-        own = SoftmaxState(highest[..., None], total[..., None], acc[..., :own_dim])
+        state = SoftmaxState(highest[..., None], total[..., None], acc[..., :own_dim])
         yield (
             rows,
             first,
-            SoftmaxState(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own)),
+            SoftmaxState(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in state)),
         )
 
 
@@ -241,14 +245,14 @@ def _segment(
     layer: int,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Online softmax of q [rows, heads, D] over the tiles of one segment; [kv heads, rows, group]
-    and [..., D].
+    """Compute online softmax of q [rows, heads, D] over the tiles of one segment. Return [kv heads,
+    rows, group], twice, and [..., D].
     """
     num_rows, _, head_dim = q.shape
     highest = total = acc = q.new_empty(0)
     for index, tile in enumerate(tiles):
-        # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: a remainder's bits depend on the
-        # number of threads
+        # [kv heads, rows, KEY_TILE, D], D padded to whole vectors: the bits of a remainder depend
+        # on the number of threads
         keys, values = (
             functional.pad(t, (0, head_dim - t.shape[-1])) for t in view.gather(layer, tile.slots)
         )
@@ -280,12 +284,12 @@ def _segment(
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), float32. Written out, as the activations are."""
+    """Compute cap * tanh(x / cap) in float32, written out like the activations."""
     return cap * (1 - 2 / (1 + torch.exp(x * (2 / cap))))
 
 
 def _several(matrices: Tensor) -> Tensor:
-    """At least two: a product of a single matrix would be split between threads, and its bits with
-    it.
+    """Return at least two matrices: the product of a single matrix would be split between threads,
+    which changes its bits.
     """
     return matrices.repeat(2, 1, 1) if len(matrices) == 1 else matrices

@@ -1,10 +1,10 @@
-"""The reference backend: plain torch on CPU and CUDA tensors. It is the specification; clear before
-fast.
+"""The reference backend: plain torch on CPU and CUDA tensors. It is the specification and prefers
+clarity to speed.
 
-Its law (docs/design.md, "Invariance"): every row is computed in an order of additions that depends
-neither on the number of other rows nor on its place among them. Products run on tiles of exactly 16
-rows, because a vendor's product may choose another order for another number of rows; everything
-else works along single rows.
+Its law (docs/design.md, "Invariance"): the order in which a row's numbers are added depends neither
+on the number of other rows nor on the row's index. Products run on tiles of exactly 16 rows,
+because a vendor's product may choose another order for another number of rows. All other operations
+work along single rows.
 """
 
 import functools
@@ -54,17 +54,17 @@ from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.tensors import SamplingBatch
 
 ROW_TILE = 16
-VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
-SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
-LONG_SUM = 2**15  # numbers from which on torch splits a single sum between threads
+VOCAB_TILE = 4096  # rows of the head that are cast to float32 together
+SCORE_TILE = 256  # rows whose logits are in memory together if only one logprob per row is needed
+LONG_SUM = 2**15  # sums of at least this many numbers are split between threads by torch
 
-EXPERT_TILE = 512  # rows whose products with all of their experts are in memory at once
+EXPERT_TILE = 512  # rows whose products with all of their experts are in memory together
 
 
 def embed(
     input_ids: Tensor, weight: Weight, scale: float = 1.0, part: tuple[int, int] | None = None
 ) -> Tensor:
-    """Rows of the embedding, scaled, as the float32 residual stream."""
+    """Return rows of the embedding, scaled, as the float32 residual stream."""
     if part is not None:
         return embed_part(embed, input_ids, weight, scale, part)
     if isinstance(weight, QuantisedWeight):
@@ -78,7 +78,7 @@ def embed(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
 ) -> Tensor:
-    """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
+    """Compute x @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
     if isinstance(weight, QuantisedWeight):
         return quantised_linear(x, weight, bias)
     assert isinstance(weight, Tensor)
@@ -96,9 +96,7 @@ def linear(
 def _linear_of_segments(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[int, ...]
 ) -> Tensor:
-    """The columns in segments, each a product of its own in float32; their sums are added in
-    pairs.
-    """
+    """Multiply the columns of each segment separately in float32, and add the sums in pairs."""
     check_segments(segments, weight.shape[1])
     columns, bounds = _whole_segments(segments)
     x, whole = x.float(), weight.float()
@@ -120,8 +118,8 @@ def _linear_of_segments(
 
 
 def _products(rows: Tensor, weight: Tensor, bounds: tuple[int, ...]) -> Sequence[Tensor] | Tensor:
-    """Products of 16 rows by segments: one call where these are of one width, with the bits of one
-    call each.
+    """Return the products of 16 rows, one per segment. Segments of equal width take a single call,
+    with the bits of separate calls.
     """
     count, width = len(bounds) - 1, bounds[1]
     if all(end - first == width for first, end in pairwise(bounds)):
@@ -135,10 +133,10 @@ def _products(rows: Tensor, weight: Tensor, bounds: tuple[int, ...]) -> Sequence
 
 @functools.cache
 def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Where each column goes so that all segments are whole vectors, and their bounds then; None:
-    where it is.
+    """Return the new index of each column if all segments are padded to whole vectors, and the new
+    bounds. None instead of indices: no column moves.
 
-    Segments that hold nothing become as wide as the others.
+    Empty segments become as wide as the widest one.
     """
     wide = [-(-(end - first) // ROW_TILE) * ROW_TILE for first, end in pairwise(segments)]
     bounds = (0, *accumulate(width or max(*wide, ROW_TILE) for width in wide))
@@ -150,7 +148,7 @@ def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int
 def rms_norm(
     x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Add scale * x to the residual stream, then bring it to unit root mean square
+    """Add scale * x to the residual stream, then normalise it to unit root mean square
     (arXiv:1910.07467), in float32.
     """
     if x is not None:
@@ -159,7 +157,7 @@ def rms_norm(
 
 
 def normed_rows(x: Tensor, norm: Norm) -> Tensor:
-    """X [..., width] normalised along its last axis."""
+    """Normalise x [..., width] along its last axis."""
     if norm.weight is None:
         return x.to(norm.dtype)
     x = x.float()
@@ -179,10 +177,10 @@ def rope_and_store(
     layer: int,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
-    dtype = view.format.dtype  # of a quantised weight qkv has more digits
+    dtype = view.format.dtype  # qkv of a quantised weight is float32
     num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
     count = num_heads + (1 if rope.joint else 2) * num_kv_heads
-    heads = qkv.unflatten(1, (count, -1))  # also of no rows
+    heads = qkv.unflatten(1, (count, -1))  # also works for zero rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, count - num_kv_heads :]
     of_queries, of_keys, of_values = rope.norms
     if of_queries is not None or of_keys is not None:
@@ -199,8 +197,8 @@ def rope_and_store(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn pairs of [N, heads, D] by angles [N, R / 2]; what lies behind the first R stays
-    (arXiv:2104.09864).
+    """Rotate pairs of numbers in [N, heads, D] by angles [N, R / 2]. The numbers after the first R
+    are unchanged (arXiv:2104.09864).
     """
     cos, sin = cos[:, None, :], sin[:, None, :]
     turning, rest = heads.split([2 * cos.shape[-1], heads.shape[-1] - 2 * cos.shape[-1]], dim=-1)
@@ -214,7 +212,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 
 def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
-    """[N, heads, D] normalised over D, or over all heads of a row where the norm is that wide."""
+    """Normalise [N, heads, D] over D, or over all heads of a row if the norm is that wide."""
     if norm is None or not heads.shape[1]:
         return heads
     width = heads.shape[-1] if norm.weight is None else len(norm.weight)
@@ -222,9 +220,10 @@ def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up in float32, where all activations are x * sigmoid(y).
+    """Compute activation(gate) * up in float32. All activations have the form x * sigmoid(y).
 
-    Written out, since a library's sigmoid rounds differently at the ends of an array.
+    The sigmoid is written out, since a library's sigmoid rounds differently at the ends of an
+    array.
     """
     first, second = gate_up.float().chunk(2, dim=-1)
     y = first
@@ -238,8 +237,8 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tensor:
-    """Hidden @ weight.T, scaled, in float32 whatever the weights' dtype: a rounded logit would be
-    a wrong logprob.
+    """Compute hidden @ weight.T, scaled, in float32 for any dtype of the weights: a rounded logit
+    would make the logprob wrong.
     """
     starts = range(0, weight.shape[0], VOCAB_TILE)
     if isinstance(weight, QuantisedWeight):
@@ -255,7 +254,7 @@ def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tens
 
 
 def scaled(products: Tensor, scale: LogitScale) -> Tensor:
-    """See `LogitScale`."""
+    """Apply a `LogitScale` to products: divide, then cap."""
     whole = products if scale.divisor == 1 else products / scale.divisor
     return capped(whole, scale.cap) if scale.cap else whole
 
@@ -268,9 +267,7 @@ def draw(hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch
 def score(
     hidden: Tensor, weight: Weight, scale: LogitScale, token_ids: Tensor, temperatures: Tensor
 ) -> Tensor:
-    """Logprobs of given tokens, few rows at a time: only one number of each row's logits is
-    wanted.
-    """
+    """Compute logprobs of the given tokens in tiles of rows, which bounds the memory of logits."""
     scores = [
         score_logits(logits(rows, weight, scale), targets, own)
         for rows, targets, own in zip(
@@ -281,14 +278,14 @@ def score(
 
 
 def score_logits(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-    """Logprobs of given tokens [L] from logits [L, V]."""
+    """Compute logprobs of the given tokens [L] from logits [L, V]."""
     return gather_logprobs(divide(logits, temperatures), token_ids)
 
 
 def draw_part(
     hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Draw]:
-    """See `HeadParts.sample`."""
+    """Implement `HeadParts.sample` in torch."""
     return sample_part(logits(hidden, weight, scale), batch, part)
 
 
@@ -300,12 +297,14 @@ def score_of_part(
     temperatures: Tensor,
     part: VocabPart,
 ) -> Generator[Tensor, list[Tensor], Tensor]:
-    """See `HeadParts.score`."""
+    """Implement `HeadParts.score` in torch."""
     scores = []
-    for rows, targets, own in zip(
+    for rows, targets, row_temperatures in zip(
         *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
     ):
-        scores.append((yield from score_part(logits(rows, weight, scale), targets, own, part)))
+        scores.append(
+            (yield from score_part(logits(rows, weight, scale), targets, row_temperatures, part))
+        )
     return torch.cat(scores)
 
 
@@ -317,22 +316,22 @@ def allocate(
     form: Format | None = None,
     segments: tuple[int, ...] | None = None,
 ) -> Weight:
-    """A weight is a plain tensor, or codes."""
+    """Allocate a weight: a plain tensor, or a `QuantisedWeight` if it has a format."""
     if form is not None:
         return QuantisedWeight(shape, dtype, device, form, segments)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _whole_vectors(weight: Tensor) -> Tensor:
-    """The weight with both sizes a multiple of 16. Real models have that; where a size has not, a
-    vendor's product treats the remainder differently by the number of threads.
+    """Pad both sizes of a weight to multiples of 16. Real models need no padding. For other sizes,
+    a vendor's product treats the remainder differently depending on the number of threads.
     """
     missing = (0, -weight.shape[1] % ROW_TILE, 0, -weight.shape[0] % ROW_TILE)
     return functional.pad(weight, missing) if any(missing) else weight
 
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """See `MoeSteps`."""
+    """Implement `MoeSteps.route` in float32."""
     routing, shared = experts.routing, experts.shared
     logits = linear(x.float(), experts.router.float())
     if routing.logit_scale != 1:
@@ -359,12 +358,14 @@ def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def _best(keys: Tensor, count: int) -> Tensor:
-    """Which of the columns have the highest keys [N, C], highest first; of equal ones the first."""
+    """Return the columns with the highest keys [N, C], highest first. The first of several equal
+    keys wins.
+    """
     return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _in_best_groups(keys: Tensor, routing: Routing) -> Tensor:
-    """Whether each expert is of a group that the row may choose of: [N, E]."""
+    """Return a mask [N, E] of the experts in groups that the row may select from."""
     groups = keys.unflatten(1, (routing.groups, -1))
     best = groups.sort(dim=-1, descending=True).values[:, :, : routing.group_best].sum(dim=-1)
     kept = torch.zeros_like(best, dtype=torch.bool)
@@ -373,8 +374,8 @@ def _in_best_groups(keys: Tensor, routing: Routing) -> Tensor:
 
 
 def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
-    """See `MoeSteps`. The rows of each expert are a product of their own, where a row's bits depend
-    on it alone.
+    """Implement `MoeSteps.products`. The rows of each expert are a separate product, in which a
+    row's bits depend on that row only.
     """
     dtype = torch.float32 if isinstance(experts.down, QuantisedWeight) else x.dtype
     out = torch.empty((len(rows), x.shape[1]), dtype=dtype, device=x.device)
@@ -385,15 +386,15 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
         up_biases = experts.biases.gate_up.chunk(experts.num_held)
         down_biases = experts.biases.down.chunk(experts.num_held)
     for expert in held.unique().tolist():
-        own = (held == expert).nonzero()[:, 0]
-        product = linear(x[rows[own]], gate_ups[expert], up_biases[expert])
+        members = (held == expert).nonzero()[:, 0]
+        product = linear(x[rows[members]], gate_ups[expert], up_biases[expert])
         inner = gate(product, experts.activation)
-        out[own] = linear(inner, downs[expert], down_biases[expert])
+        out[members] = linear(inner, downs[expert], down_biases[expert])
     return out
 
 
 def combine(products: Tensor, weights: Tensor) -> Tensor:
-    """See `MoeSteps`."""
+    """Implement `MoeSteps.combine` in rising order."""
     total = torch.zeros((len(products), products.shape[2]), device=products.device)
     for k in range(products.shape[1]):
         total += weights[:, k, None] * products[:, k].float()
@@ -410,14 +411,14 @@ def moe(
     note: Note | None = None,
     routed: Tensor | None = None,
 ) -> Tensor:
-    """A layer of experts: see `ops/moe.py`."""
+    """Compute a layer of experts as `ops/moe.py` defines it."""
     return mixture(MOE, x, experts, exchange, EXPERT_TILE, note, routed)
 
 
 def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
-    """See `LatentOps`. Each head's products are made by themselves."""
+    """Implement `LatentOps.meet` with a separate product for each head."""
     assert isinstance(kv, Tensor)
-    q = q.to(kv.dtype)  # of a quantised weight it has more digits
+    q = q.to(kv.dtype)  # q of a quantised weight is float32
     of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
     num_heads = of_heads.shape[1]
     out = q.new_empty((len(q), num_heads + 2, sizes.key))
@@ -431,21 +432,21 @@ def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
 
 
 def latent_values(attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
-    """See `LatentOps.values`."""
+    """Implement `LatentOps.values` with a separate product for each head."""
     assert isinstance(kv, Tensor)
     of_heads = attended.unflatten(1, (-1, sizes.key))[:, :, sizes.rotary :]
     by_head = kv.unflatten(0, (of_heads.shape[1], -1))
-    found = [linear(of_heads[:, head], rows[sizes.plain :]) for head, rows in enumerate(by_head)]
-    return torch.cat(found, dim=1)
+    values = [linear(of_heads[:, head], rows[sizes.plain :]) for head, rows in enumerate(by_head)]
+    return torch.cat(values, dim=1)
 
 
 def lora(y: Tensor, x: Tensor, name: str, rows: Adapted) -> Tensor:
-    """See `Ops.lora`."""
+    """Implement `Ops.lora` with the products of this backend."""
     return add_lora(y, x, name, rows, linear)
 
 
 def reference_ops() -> Ops:
-    """The backend as a value."""
+    """Return the reference backend as `Ops`."""
     return Ops(
         name="reference",
         version=5,

@@ -1,5 +1,5 @@
-"""`QuantisedWeight` of the reference backend: a row is its codes and its scales, and products are
-those of `ops.quantised`.
+"""`QuantisedWeight` of the reference backend: each row stores its codes and scales together.
+Products are those of `ops.quantised`.
 """
 
 import torch
@@ -13,19 +13,19 @@ ALIGNMENT = 4  # bytes: scales are read as float32
 
 
 class QuantisedWeight:
-    """A weight [rows, columns] in a format of `ops.quantised`.
+    """A weight [rows, columns] in a format of `ops.formats`.
 
     Args:
         shape: [rows, columns].
-        dtype: of what products read, and of what `read` gives.
-        device: where it lies.
-        form: its format.
-        segments: of its columns, as `Ops.linear` is told of them; see `bounds_of`.
+        dtype: Dtype that products read and `read` returns.
+        device: Device that holds the weight.
+        form: Format of the weight.
+        segments: Segments of the columns, as passed to `Ops.linear`. `bounds_of` may merge them.
 
     Attributes:
-        bounds: of its segments.
-        data: uint8 [rows, bytes of one]: its codes, two in a byte where they have 4 bits, then its
-            scales, then its minima. Not initialised.
+        bounds: Bounds of the segments.
+        data: uint8 [rows, bytes of one]: codes (two per byte if they have 4 bits), then scales,
+            then minima. Not initialised.
     """
 
     def __init__(
@@ -43,68 +43,68 @@ class QuantisedWeight:
 
     @property
     def rows(self) -> int:
-        """Of the weight."""
+        """Number of rows in the weight."""
         return len(self.data)
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device that holds the weight."""
         return self.data.device
 
     @property
     def shape(self) -> torch.Size:
-        """[rows, columns]."""
+        """Shape [rows, columns]."""
         return torch.Size((self.rows, self.columns))
 
     def numel(self) -> int:
-        """Numbers in it."""
+        """Return the number of weights."""
         return self.rows * self.columns
 
     def data_ptr(self) -> int:
-        """Where it lies; updates do not move it."""
+        """Return the address of the data. Updates do not move it."""
         return self.data.data_ptr()
 
     def write(self, start: int, tensor: Tensor) -> None:
-        """Rows [start, start + n) become `tensor` [n, columns], rounded to codes. Raises
-        `ValueError` where it does not fit.
+        """Replace rows [start, start + n) by `tensor` [n, columns], rounded to codes. Raise
+        `ValueError` if the shape does not fit.
         """
         require_rows(self.shape, start, tensor)
         self.write_codes(start, encode(tensor.detach().to(self.device), self.form, self.bounds))
 
-    def write_codes(self, start: int, given: Codes) -> None:
-        """Rows [start, start + n) become these codes, as they are; of a format that this one holds
-        (`Format.holds`).
+    def write_codes(self, start: int, weight: Codes) -> None:
+        """Replace rows [start, start + n) by these codes, unchanged. Their format must be one that
+        this weight's format holds (`Format.holds`).
         """
-        require_rows(self.shape, start, given.codes)
-        given = widened(given, self.form, self.bounds)
-        own = self.data[start : start + len(given.codes)]
-        parts = [packed(given.codes, self.form), given.scales.to(self._scale)]
-        parts += [] if given.mins is None else [given.mins]
+        require_rows(self.shape, start, weight.codes)
+        weight = widened(weight, self.form, self.bounds)
+        target = self.data[start : start + len(weight.codes)]
+        parts = [packed(weight.codes, self.form), weight.scales.to(self._scale)]
+        parts += [] if weight.mins is None else [weight.mins]
         for at, part in zip((0, *self._ends), parts, strict=False):
             stored = part.contiguous().view(torch.uint8)
-            own[:, at : at + stored.shape[1]] = stored
+            target[:, at : at + stored.shape[1]] = stored
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
-        """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
-        None: all that follow. Raises `ValueError` for rows that there are not.
+        """Decode rows [start, start + count), [count, columns] in `dtype`. None: all remaining
+        rows. Raise `ValueError` for rows outside the weight.
         """
         count = count_rows(self.rows, start, count)
         return self.part(slice(start, start + count)).codes().numbers().to(self.dtype)
 
     def clone(self) -> "QuantisedWeight":
-        """A copy of its own."""
+        """Return an independent copy."""
         return self._with(self.data.clone())
 
     def part(self, rows: slice | Tensor) -> "QuantisedWeight":
-        """Some rows: of a slice not copied, or a copy of those of these numbers [n]."""
+        """Return some rows: a view for a slice, a copy for row numbers [n]."""
         return self._with(self.data[rows])
 
     def chunk(self, count: int) -> list["QuantisedWeight"]:
-        """As many weights of equally many rows each, not copied."""
+        """Split into `count` weights with equal numbers of rows, not copied."""
         return [self._with(data) for data in self.data.chunk(count)]
 
     def codes(self) -> Codes:
-        """As plain tensors."""
+        """Return the weight as plain tensors."""
         groups = len(groups_of(self.bounds, self.form))
         first, second, end = self._ends
         scales = self.data[:, first:second].view(self._scale)[:, :groups].float()
@@ -118,7 +118,7 @@ class QuantisedWeight:
 
     @property
     def _ends(self) -> tuple[int, int, int]:
-        """Where, in a row, codes, scales and minima end."""
+        """Byte offsets in a row at which codes, scales and minima end."""
         groups = len(groups_of(self.bounds, self.form))
         codes = _aligned(-(-self.columns * self.form.bits // 8))
         scales = codes + _aligned(groups * self._scale.itemsize)
@@ -132,7 +132,7 @@ class QuantisedWeight:
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """`Ops.linear` in the segments that the weight has: float32 [N, rows]. Inputs and bias are
+    """Implement `Ops.linear` in the weight's own segments: float32 [N, rows]. Inputs and bias are
     rounded to the weight's dtype first.
     """
     sums = product(x.to(weight.dtype), weight.codes())

@@ -1,5 +1,5 @@
-"""Layers with a state in plain torch: the specification. A row reads what the rows before it left
-in the cache, also where these stand in the same chunk, so its bits do not depend on chunks.
+"""Layers with a state in plain torch: the specification. A row reads the cached values of earlier
+rows even if they are in the same chunk, so its bits do not depend on chunks.
 """
 
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from torch import Tensor
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
-L2_EPS = 1e-6  # of the norms of queries and keys
+L2_EPS = 1e-6  # epsilon in the norms of queries and keys
 
 
 def short_conv(
     projected: Tensor, weights: ShortConvWeights, batch: ForwardBatch, view: StateView, layer: int
 ) -> Tensor:
-    """See `Ops.short_conv`."""
+    """Implement `Ops.short_conv` in torch."""
     before, after, x = projected.float().chunk(3, dim=-1)
     mixed = causal_conv(before * x, weights.conv, weights.bias, batch, view, layer)
     return (after * mixed).to(projected.dtype)
@@ -30,10 +30,10 @@ def causal_conv(
     view: StateView,
     layer: int,
 ) -> Tensor:
-    """Each channel's last inputs times its taps [channels, 1, taps], oldest first: float32 [N,
-    channels].
+    """Multiply each channel's last inputs by its taps [channels, 1, taps], oldest first: float32
+    [N, channels].
 
-    Inputs are stored, rounded to what the cache holds, and read back.
+    Inputs are stored, rounded to the dtype of the cache, and read back.
     """
     view.write(layer, "inputs", batch.slot_mapping, inputs)
     taps = weight.float()[:, 0, :]
@@ -46,23 +46,25 @@ def causal_conv(
 
 
 def slots_of(batch: ForwardBatch, positions: Tensor, block_size: int) -> Tensor:
-    """Where a token of each row's sequence stands: positions [N] -> slots [N]."""
+    """Return the slots [N] of the given positions [N], each in its row's sequence."""
     blocks = batch.block_tables[batch.row_chunks, positions // block_size]
     return blocks * block_size + positions % block_size
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Written out, since a library's rounds differently at the ends of an array."""
+    """Compute the sigmoid, written out because a library's rounds differently at the ends of an
+    array.
+    """
     return 1 / (1 + torch.exp(-x))
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """See `Ops.sigmoid_gate`."""
+    """Implement `Ops.sigmoid_gate` in torch."""
     return (x.float() * sigmoid(gate.float())).to(x.dtype)
 
 
 class DeltaRows(NamedTuple):
-    """What the delta rule reads of N rows, float32; H heads of values, G of keys."""
+    """Float32 inputs of the delta rule for N rows, with H value heads and G key heads."""
 
     q: Tensor  # [N, G, key_dim]
     k: Tensor  # [N, G, key_dim]
@@ -71,21 +73,22 @@ class DeltaRows(NamedTuple):
     beta: Tensor  # [N, H]
 
     def of(self, rows: Tensor) -> "DeltaRows":
-        """Some of the rows."""
+        """Return the selected rows."""
         return DeltaRows(*(each[rows] for each in self))
 
 
 def delta_net(
     projected: Tensor, weights: DeltaWeights, batch: ForwardBatch, view: StateView, layer: int
 ) -> Tensor:
-    """See `Ops.delta_net`."""
+    """Implement `Ops.delta_net` in torch."""
     heads, value_width = weights.value_heads, weights.value_heads * weights.value_dim
     channels = 2 * weights.key_heads * weights.key_dim + value_width
     qkv, z, b, a = projected.float().split([channels, value_width, heads, heads], dim=-1)
     mixed = causal_conv(qkv, weights.conv, None, batch, view, layer)
     out = torch.empty((len(projected), heads, weights.value_dim), device=projected.device)
     rows = _delta_rows(mixed * sigmoid(mixed), b, a, weights)
-    # A row reads what the rows before it in its block left: the n-th rows of all chunks together.
+    # A row reads the results of earlier rows in its block, so iterate over the n-th rows of all
+    # chunks.
     nth = torch.arange(len(out), device=out.device) - batch.cu_seqlens_q[batch.row_chunks]
     for number in range(int(nth.max()) + 1 if len(nth) else 0):
         wave = (nth == number).nonzero()[:, 0]
@@ -114,16 +117,17 @@ def _delta_rows(mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> D
 def _delta_rule(
     rows: DeltaRows, wave: Tensor, batch: ForwardBatch, view: StateView, layer: int
 ) -> Tensor:
-    """The delta rule in rows of different sequences: outputs float32 [N, H, value_dim].
+    """Apply the delta rule to rows of different sequences: outputs float32 [N, H, value_dim].
 
-    With the state S at the end of the block before, A the decay since then, and A_j that since a
-    token j of the row's own block: u = beta (v - A S^T k - sum over j of A_j (k_j . k) u_j), and
-    the output is A S^T q + sum over j, itself included, of A_j (k_j . q) u_j. The block's last
-    row leaves A S + sum of A_j k_j u_j^T.
+    S is the state at the end of the previous block, A the decay since then, and A_j the decay since
+    token j of the row's own block. Then u = beta (v - A S^T k - sum over j of A_j (k_j . k) u_j).
+    The output is A S^T q + sum over j, the row itself included, of A_j (k_j . q) u_j. The block's
+    last row stores A S + sum of A_j k_j u_j^T.
     """
     size, slots, positions = view.block_size, batch.slot_mapping[wave], batch.positions[wave]
     group = rows.v.shape[1] // rows.k.shape[1]
-    offsets, firsts = positions % size, slots - positions % size  # in the block, and its first slot
+    # offset in the block, first slot of the block
+    offsets, firsts = positions % size, slots - positions % size
     lanes = torch.arange(size, device=slots.device)
     before = lanes < offsets[:, None]  # [N, lanes]
     places = firsts[:, None] + torch.where(before, lanes, offsets[:, None])
@@ -143,14 +147,16 @@ def _delta_rule(
     whole = torch.exp(decay)[:, :, None]  # [N, H, 1]
 
     def read(x: Tensor) -> Tensor:
-        """x [N, G, key_dim] from the block's tokens before and the state: [N, H, value_dim]."""
+        """Read x [N, G, key_dim] from the block's earlier tokens and the state: [N, H,
+        value_dim].
+        """
         scores = _times(x, keys.transpose(2, 3)).repeat_interleave(group, dim=1) * since
         return whole * _times(x.repeat_interleave(group, dim=1), state) + _times(scores, values)
 
     u = rows.beta[:, :, None] * (rows.v - read(rows.k))
     view.write(layer, "values", slots, u)
-    own = (rows.q * rows.k).sum(-1).repeat_interleave(group, dim=1)
-    out = read(rows.q) + own[:, :, None] * u
+    current = (rows.q * rows.k).sum(-1).repeat_interleave(group, dim=1)
+    out = read(rows.q) + current[:, :, None] * u
 
     ends = (offsets == size - 1).nonzero()[:, 0]
     if len(ends):
@@ -158,16 +164,16 @@ def _delta_rule(
         gained = torch.stack(
             [_times(spread[..., d], values[ends]) for d in range(keys.shape[3])], 2
         )
-        own = rows.k[ends].repeat_interleave(group, dim=1)[..., None] * u[ends][:, :, None]
-        kept = whole[ends][..., None] * state[ends] + gained + own
+        current = rows.k[ends].repeat_interleave(group, dim=1)[..., None] * u[ends][:, :, None]
+        kept = whole[ends][..., None] * state[ends] + gained + current
         view.write_state(layer, slots[ends] // size, kept)
     return out
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """[N, heads, a] times [N, heads, a, b]: [N, heads, b].
+    """Multiply [N, heads, a] by [N, heads, a, b]: [N, heads, b].
 
-    Sums along the last axis: a library's product of a single row may add up in another order where
-    there are more of them.
+    Sums run along the last axis, because a library's product of a single row may add up in another
+    order than a product of several rows.
     """
     return (matrices.transpose(2, 3) * rows[:, :, None]).contiguous().sum(dim=-1)

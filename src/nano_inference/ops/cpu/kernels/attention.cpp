@@ -5,7 +5,7 @@ namespace {
 
 using Plan = AttentionPlan;
 
-// Merge what a segment found into the total of those before it; the first one is the total.
+// Merge the state of a segment into the total of the segments before it. The first segment becomes the total.
 void merge(State total, State segment, int64_t state_size) {
   if (!segment.seen()) return;
   if (!total.seen()) {
@@ -50,7 +50,7 @@ Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<
   return tile;
 }
 
-// Codes are widened, and their scales stand beside them.
+// Codes are widened, and the tile points to their scales.
 template <class T>
 Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<T>& walk, const KvLayer<int8_t>& layer) {
   const int64_t head_dim = plan.shape().head_dim, size = plan.shape().block_size, group_size = LANES * head_dim;
@@ -86,13 +86,13 @@ Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<
   return tile;
 }
 
-// Whether products read keys where they are stored.
+// True if products read keys directly from the cache.
 template <class T, class S>
 bool in_place(int64_t block_size) {
   return std::is_same_v<T, S> && is_packed(block_size);
 }
 
-// Where keys are the values: the tile with values of its own, made of them.
+// If keys are the values: return the tile with its own copy of the values, made from the keys.
 template <class T>
 Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
   for (int j = 0; j < GROUPS; j++) {
@@ -103,7 +103,7 @@ Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
   return tile;
 }
 
-// The rows of a task that lines stand for, one call of use(row, first line) each.
+// Call use(row, first line) for each row of a task.
 template <class F>
 void each_row(const Plan& plan, const Plan::Task& task, F use) {
   int64_t line = 0;
@@ -114,7 +114,7 @@ void each_row(const Plan& plan, const Plan::Task& task, F use) {
   }
 }
 
-// The jobs of an item in order; `end_segment(its number)` is called after each segment but the last.
+// Run the jobs of an item in order. Call end_segment(segment number) after each segment but the last.
 template <class T, class S, class F>
 void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<S>& layer,
                F end_segment) {
@@ -125,7 +125,7 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
   for (int32_t number = item.first_job; number < item.last_job; number++) {
     const Plan::Job& job = plan.job(number);
     bool last = number + 1 == item.last_job;
-    Tile<T> next = tile;  // what is fetched ahead
+    Tile<T> next = tile;  // prefetched tile
     if (packed && !last) next = locate(plan, plan.job(number + 1), item.head, walk, layer);
     if (packed && last && next_index < plan.num_items()) {
       const Plan::Item& other = plan.item(next_index);
@@ -144,8 +144,9 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
   }
 }
 
-// Lay out the scratch of an item (totals, states, q, a gathered tile, its scales, what lines see; each part but the last
-// is a multiple of 32 bytes), bring its lines' queries and what they see there, and clear the states.
+// Lay out the scratch memory of an item: totals, states, q, a gathered tile, its scales, and the visible range of
+// lines. Each part but the last is a multiple of 32 bytes. Copy the lines' queries and visible ranges, and clear the
+// states.
 template <class T, class S>
 Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, const KvLayer<S>& layer,
               float* own_states, AttentionScratch& scratch) {
@@ -181,11 +182,11 @@ Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq,
   return walk;
 }
 
-// A row's output from its total, whose sum has the sink's term as its last.
+// Compute a row's output from its total. The sink is the last term of the sum.
 template <class T>
 void finish(State total, const float* sink, T* to, int64_t head_dim) {
   float sum = vsum(vload(total.total()));
-  // bounded, so that 2^x is a number: far above all scores nothing of the values is left
+  // bounded, so that 2^x is finite: if the sink is far above all scores, the output vanishes
   if (sink) sum += exp2_1(std::min(*sink * LOG2E - total.highest(), 126.f));
   Vec inverse = vdiv(vset(1), vset(sum));
   for (int64_t d = 0; d < head_dim; d += LANES) store_one(to + d, vmul(vload(total.out() + d), inverse));
@@ -238,7 +239,7 @@ void run_item_states(const AttentionPlan& plan, int64_t index, int64_t next, con
       float* to = states + (state * shape.num_heads + item.head * group) * width;
       for (int64_t i = 0; i < group; i++, to += width) {
         State found = walk.state(first_line + i);
-        if (!found.seen()) continue;  // the row sees none of this segment
+        if (!found.seen()) continue;  // the row sees no key of this segment
         to[0] = found.highest();
         memcpy(to + 1, found.total(), size_t(width - 1) * sizeof(float));
         clear(found, walk.state_size);

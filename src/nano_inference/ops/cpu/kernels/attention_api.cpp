@@ -1,5 +1,5 @@
-// C entries to attention and the KV store on their own: of parts of a context, and for tests. Other steps of the engine
-// call the functions directly.
+// C entry points to attention and the KV store: for partial contexts and for tests. Other code of the engine calls the
+// functions directly.
 #include "attention.h"
 #include "pool.h"
 
@@ -7,16 +7,16 @@ namespace {
 
 using namespace nano;
 
-// What Python fills in, in this order; all numbers are int64 and all arrays their addresses.
+// Filled in by Python, in this order. Numbers are int64, and arrays are addresses.
 struct Problem {
-  AttentionShape shape;  // its scale and cap, the last, as floats
+  AttentionShape shape;  // its last fields, scale and cap, are floats
   int64_t is_bf16, kv_codes, num_units;
   const int64_t* units;
   void *keys, *values;
   BatchRows batch;
 };
 
-// use(layer), which is of T or of codes; stored as [kv heads][num_units][numbers of a unit].
+// Call use(layer) with a layer of T or of codes, stored as [kv heads][num_units][numbers of a unit].
 template <class T, class F>
 void with_layer(const Problem& problem, F use) {
   const AttentionShape& shape = problem.shape;
@@ -64,7 +64,7 @@ void read(const Problem& problem, float* keys, float* values) {
 template <class T>
 void attend(const Problem& problem, const void* q, const float* sinks, void* out, int num_threads,
             const int64_t* row_cuts) {
-  static AttentionPlan plan;  // the tests call from one thread
+  static AttentionPlan plan;  // not reentrant: tests call it from one thread
   plan.build(problem.batch, shape_of(problem), num_threads, row_cuts);
   int64_t stride = problem.shape.num_heads * problem.shape.head_dim;
   std::atomic<int64_t> next{0};
@@ -91,7 +91,7 @@ void find_states(const Problem& problem, const int64_t* begins, const void* q, c
   static thread_local AttentionPlan plan;
   plan.build(problem.batch, shape_of(problem), num_threads, nullptr, begins);
   std::atomic<int64_t> next{0};
-  const AttentionPlan& shared = plan;  // the caller's, for all threads
+  const AttentionPlan& shared = plan;  // the caller's plan, shared by all threads
   auto work = [&](Team& team) {
     static thread_local AttentionScratch scratch;
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < shared.num_items();)
@@ -123,13 +123,13 @@ extern "C" void nano_store(const Problem* problem, const void* keys, const void*
   problem->is_bf16 ? store<bf16>(*problem, keys, values) : store<float>(*problem, keys, values);
 }
 
-// Read them back, as floats.
+// Read keys and values of the batch's rows, as floats.
 extern "C" void nano_read_kv(const Problem* problem, float* keys, float* values) {
   problem->is_bf16 ? read<bf16>(*problem, keys, values) : read<float>(*problem, keys, values);
 }
 
-// Attention of q [num_rows, heads, head_dim] into out, which is alike; `sinks` [heads] or null. 0, or 1 for a shape that
-// cannot be had.
+// Compute attention of q [num_rows, heads, head_dim] into `out` of the same shape. `sinks`: [heads] or null. Return 0,
+// or 1 for an unsupported shape.
 extern "C" int nano_attention(const Problem* problem, const void* q, const float* sinks, void* out, int num_threads,
                               const int64_t* row_cuts) {
   const AttentionShape& shape = problem->shape;
@@ -139,8 +139,8 @@ extern "C" int nano_attention(const Problem* problem, const void* q, const float
   return 0;
 }
 
-// What each row of q finds in each segment of the keys that lie here (run_item_states); `begins`: the first key that each
-// row sees, or null. 0, or 1 for a shape that cannot be had.
+// Compute the states of each row of q in each segment of the keys stored on this rank (run_item_states). `begins`:
+// first key that each row sees, or null. Return 0, or 1 for an unsupported shape.
 extern "C" int nano_attention_states(const Problem* problem, const int64_t* begins, const void* q,
                                      const int64_t* first_states, float* states, int num_threads) {
   const AttentionShape& shape = problem->shape;
@@ -150,8 +150,8 @@ extern "C" int nano_attention_states(const Problem* problem, const int64_t* begi
   return 0;
 }
 
-// Attention [num_rows, heads, head_dim] from states [..][heads][1 + 16 + head_dim], of row r [first_states[r],
-// first_states[r + 1]) in order of keys, and the sinks [heads], or null.
+// Compute attention [num_rows, heads, head_dim] from states [..][heads][1 + 16 + head_dim]. Row r has states
+// [first_states[r], first_states[r + 1]), in order of keys. `sinks`: [heads] or null.
 extern "C" void nano_merge_states(const float* states, const int64_t* first_states, int64_t num_rows, int64_t num_heads,
                                   int64_t head_dim, int64_t is_bf16, const float* sinks, void* out,
                                   int num_threads) {

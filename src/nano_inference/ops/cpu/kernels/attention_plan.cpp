@@ -6,13 +6,13 @@
 namespace nano {
 namespace {
 
-// Lines of a task: their state (a few hundred bytes each) stays in the second cache beside the tiles.
+// Most lines per task: their states (a few hundred bytes each) stay in the L2 cache together with the tiles.
 constexpr int64_t MOST_LINES = 96;
-// Enough items for each thread that the last ones end together.
+// Items per thread: enough that all threads finish at about the same time.
 constexpr int64_t ITEMS_A_THREAD = 4;
-// A tile's cost besides its lines, in lines.
+// Fixed cost of a tile, in lines.
 constexpr int64_t TILE_COST = 3;
-// Results of segments that wait for their merge: beyond so many floats, tasks stay whole.
+// Most floats for results of segments that wait for their merge. Beyond this, tasks are not split.
 constexpr int64_t MOST_PARTIALS = int64_t(4) << 20;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,7 +40,7 @@ void AttentionPlan::build(const BatchRows& batch, const AttentionShape& shape, i
   const int64_t* cuts = row_cuts ? row_cuts : whole;
   for (int cut = 0; cut < num_cuts; cut++) {
     int64_t begin = cuts[cut], end = cuts[cut + 1], first_task = int64_t(tasks_.size()), cost = 0;
-    // Small batches make small tasks, so that every thread gets some.
+    // Small batches get small tasks, so that every thread gets some.
     int64_t wanted = sharers == 1 ? 1 : ceil_div(ITEMS_A_THREAD * sharers, shape.num_kv_heads);
     most_rows_ = std::max<int64_t>(1, std::min(MOST_LINES / group, ceil_div(end - begin, wanted)));
     most_members_ = std::max<int64_t>(1, std::min(MOST_LINES / group, batch.num_chunks / wanted));
@@ -69,13 +69,14 @@ void AttentionPlan::add_range(int64_t begin, int64_t end) {
     if (num_rows > 0) add_chunk(chunk, row, stop);
     chunk++, row = stop;
     if (num_rows == 0) continue;
-    // Take the next chunks along as long as they share about as much; one that shares more with its own next may begin
-    // a task of its own.
+    // Add the following chunks to the task as long as they share about as many tiles. A chunk that shares more with its
+    // own successor may start a new task.
     int64_t rows = num_rows, link = shared_with_next(chunk - 1, stop - num_rows, end);
     for (int64_t members = 1; link > 0 && 2 * link >= shared; members++) {
       int64_t next_stop = std::min(end, batch_.cu_seqlens_q[chunk + 1]);
       rows += next_stop - row;
-      bool long_enough = std::min(link, members == 1 ? link : shared) * KEY_TILE >= SEGMENT;  // segments can be shared out
+      // segments can be distributed
+      bool long_enough = std::min(link, members == 1 ? link : shared) * KEY_TILE >= SEGMENT;
       if (rows * shape_.group() > MOST_LINES || (members >= most_members_ && !long_enough)) break;
       int64_t next_link = shared_with_next(chunk, row, end);
       if (2 * link < next_link) break;
@@ -87,7 +88,7 @@ void AttentionPlan::add_range(int64_t begin, int64_t end) {
   }
 }
 
-// Leading tiles that a chunk and the next one read from the same blocks, all of them before either's rows.
+// Count leading tiles that a chunk and the next one read from the same blocks, all before the rows of either chunk.
 int64_t AttentionPlan::shared_with_next(int64_t chunk, int64_t row, int64_t end) const {
   int64_t next_row = batch_.cu_seqlens_q[chunk + 1];
   if (has_windows() || next_row >= end || batch_.cu_seqlens_q[chunk + 2] == next_row) return 0;
@@ -102,7 +103,7 @@ void AttentionPlan::add_chunk(int64_t chunk, int64_t begin, int64_t end) {
   members_.push_back({chunk, begin, end - begin, first_key(begin) / KEY_TILE, batch_.positions[end - 1] / KEY_TILE});
 }
 
-// A task of the members from `first_member` on; jobs in order of segments, shared tiles first in each.
+// Add a task with the members from `first_member` on. Jobs are in order of segments, with shared tiles first in each.
 void AttentionPlan::add_task(int64_t first_member, int64_t shared_tiles) {
   Task task{};
   task.first_member = first_member, task.last_member = shared_tiles ? int64_t(members_.size()) : first_member + 1;
@@ -133,7 +134,7 @@ void AttentionPlan::add_jobs(Task& task, int64_t shared_tiles) {
         int64_t first_row = std::max<int64_t>(0, start - position), last_row = one.num_rows;
         if (has_windows()) {
           begin = std::max(start, first_key(one.row + first_row));
-          while (first_key(one.row + last_row - 1) >= start + KEY_TILE) last_row--;  // these are past the tile
+          while (first_key(one.row + last_row - 1) >= start + KEY_TILE) last_row--;  // the window starts after the tile
         }
         add_job(one, tile, line + first_row * group, line + last_row * group, begin, end);
       }
@@ -152,7 +153,7 @@ void AttentionPlan::add_job(const Member& member, int64_t tile, int64_t first, i
   if (is_packed(size)) {
     const int64_t* table = batch_.block_tables + member.chunk * batch_.table_stride;
     for (int j = 0; j < GROUPS; j++) {
-      // A group that no line sees may have no block: read another one's keys instead, their scores are masked.
+      // A group that no line sees may have no block. Read the keys of another group instead; their scores are masked.
       int64_t key = start + j * LANES;
       if (key >= end || key + LANES <= begin) key = begin / LANES * LANES;
       job.blocks[j] = int32_t(table[key / size]), job.groups[j] = int32_t(key % size / LANES);
@@ -161,7 +162,7 @@ void AttentionPlan::add_job(const Member& member, int64_t tile, int64_t first, i
   jobs_.push_back(job);
 }
 
-// Items of the tasks from `first_task` on, the longest first.
+// Add items of the tasks from `first_task` on, longest first.
 void AttentionPlan::add_items(int64_t first_task, int64_t total_cost, int num_threads, bool may_split) {
   order_.clear();
   int64_t num_split = 0, num_partials = 0;

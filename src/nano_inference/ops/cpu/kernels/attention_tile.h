@@ -1,4 +1,5 @@
-// The inner part of attention: a few lines over one tile of 64 keys, in registers. For attention.cpp alone.
+// The inner part of attention: a few lines over one tile of 64 keys, in registers. Only attention.cpp includes this
+// file.
 #pragma once
 #include <algorithm>
 
@@ -10,20 +11,21 @@ namespace {
 
 #if defined(NANO_TILES)
 template <class T>
-constexpr bool BY_TILES = sizeof(T) == 2;  // the law of sums
+constexpr bool BY_TILES = sizeof(T) == 2;  // under the law of tiles
 #else
 template <class T>
 constexpr bool BY_TILES = false;
 #endif
-// Keys that are weighed together: a pair of bfloat16, or a group, whose 8 pairs are a chunk.
+// Number of keys weighed together: a pair of bfloat16, or under the law of tiles a group, whose 8 pairs form a chunk.
 template <class T>
 constexpr int UNIT = BY_TILES<T> ? LANES : DEPTH<T>;
 
-// Lines of q lie so far apart: a constant, and no power of two, which would crowd into few places of the cache.
+// Distance between lines of q: a constant, and not a power of two, which would map lines to few cache sets.
 constexpr int NARROW = 256, Q_STRIDE = NARROW + 32, WIDE_STRIDE = MAX_HEAD_DIM + 32;
-constexpr float MASKED = -1e30f;  // a score that weighs nothing; finite, since exp2 subtracts it from itself
+// score of a masked key, whose weight is 0; finite, since exp2 subtracts it from itself
+constexpr float MASKED = -1e30f;
 
-// Lines by vectors of a product: as many sums as there are registers for.
+// Lines and vectors per product: as many sums as registers hold.
 #if defined(NANO_AVX512)
 template <class T>
 constexpr int MOST_LINES = BY_TILES<T> ? 2 : 6;
@@ -40,11 +42,11 @@ constexpr int MOST_VECS = 1;
 static_assert(GROUPS % MOST_VECS == 0);
 #if defined(NANO_AMX)
 template <>
-constexpr int MOST_LINES<bf16> = 16;  // rows of a tile
+constexpr int MOST_LINES<bf16> = 16;  // rows of an AMX tile
 #endif
 
 #define NANO_INLINE inline __attribute__((always_inline))
-#define NANO_APART __attribute__((noinline))  // so that its registers are its own
+#define NANO_APART __attribute__((noinline))  // so that a function has all registers to itself
 
 NANO_INLINE Pairs load_lanes(const bf16* p) { return bload(p); }
 NANO_INLINE Vec load_lanes(const float* p) { return vload(p); }
@@ -58,8 +60,9 @@ NANO_INLINE void store_two(float* p, Vec a, Vec b) { vstore(p, a), vstore(p + LA
 NANO_INLINE void store_one(bf16* p, Vec a) { vnarrow(p, a); }
 NANO_INLINE void store_one(float* p, Vec a) { vstore(p, a); }
 
-// acc[i][j] += a[i][k] * b[j][k] for each k in order; a step of k is a pair of bf16, or one float. What lies at `ahead`
-// is fetched on the way, into the second cache: the first one has too few requests in flight to wait for memory. LDA is a constant, so that one register finds all rows of a.
+// acc[i][j] += a[i][k] * b[j][k] for each k in order. A step of k is a pair of bf16, or one float. Memory at `ahead` is
+// prefetched into the L2 cache, because L1 has too few outstanding requests to wait for memory. LDA is a constant, so
+// that one register addresses all rows of a.
 template <int LDA, class T, int R, int C>
 NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], int64_t ldb, int64_t num_steps,
                           const T* const (&ahead)[C]) {
@@ -74,7 +77,7 @@ NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], 
 }
 
 #if defined(NANO_TILES)
-// The same in chunks.
+// Multiply in chunks, under the law of tiles.
 template <int LDA, int R, int C>
 NANO_INLINE void multiply(Vec (&acc)[R][C], const bf16* a, const bf16* const (&b)[C], int64_t ldb, int64_t num_steps,
                           const bf16* const (&ahead)[C]) {
@@ -101,36 +104,36 @@ NANO_INLINE void multiply(Vec (&acc)[R][C], const bf16* a, const bf16* const (&b
 template <class T>
 struct Tile {
   const T *keys[GROUPS], *values[GROUPS];
-  const float *key_scales = nullptr, *value_scales = nullptr;  // [KEY_TILE] of codes
+  const float *key_scales = nullptr, *value_scales = nullptr;  // [KEY_TILE] scales of codes, or null
 };
 
-// The state of a line; its place in memory is a row of floats (AttentionPlan::state_size).
+// State of a line, stored as a row of floats (AttentionPlan::state_size).
 struct State {
   float* at;
 
   float& highest() const { return at[0]; }
-  float& seen() const { return at[1]; }  // 0: no key yet, and the rest says nothing
+  float& seen() const { return at[1]; }  // 0: no key seen yet, and the other numbers are undefined
   float* total() const { return at + LANES; }
   float* out() const { return at + 2 * LANES; }
 };
 
-// A task for one head while it runs.
+// A task for one head during its run.
 template <class T>
 struct Walk {
   int64_t head_dim, state_size;
-  float scale, cap;    // of scores in base 2: scale * s, or cap * tanh(scale * s)
+  float scale, cap;    // scores in base 2: scale * s, or cap * tanh(scale * s)
   T* q;                // [lines][q_stride()]
-  float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
-  int32_t *begins, *positions;  // [lines] the first key and the last
-  T* gathered;         // where a tile is packed, if blocks are not; or codes are widened; or values made of keys
-  float* scales;       // [2][KEY_TILE] of codes: of keys, of values
+  float *states, *totals;  // [lines][state_size]: of the current segment, and of the segments before it
+  int32_t *begins, *positions;  // [lines] first and last key that a line sees
+  T* gathered;         // memory for a tile: packed from plain rows, widened from codes, or values made from keys
+  float* scales;       // [2][KEY_TILE] scales of codes: keys, then values
 
   int64_t q_stride() const { return head_dim <= NARROW ? Q_STRIDE : WIDE_STRIDE; }
   State state(int64_t line) const { return {states + line * state_size}; }
   State total(int64_t line) const { return {totals + line * state_size}; }
 };
 
-// The keys of a tile that a line sees: [begin, end) of 64.
+// Range of keys of a tile that a line sees: [begin, end) of 64.
 struct Sight {
   int begin, end;
 };
@@ -139,15 +142,15 @@ NANO_INLINE Sight sight(const Walk<T>& walk, int64_t line, int32_t start) {
   return {std::max(0, walk.begins[line] - start), std::min(walk.positions[line] - start + 1, int32_t(KEY_TILE))};
 }
 
-// What lines of a register tile hand from scores to values.
+// Results of the scores of a register tile's lines, which the values need.
 template <class T, int R>
 struct Weights {
   alignas(64) T p[R][KEY_TILE];
-  alignas(64) float rescale[LANES] = {};  // of each line, what it had before
+  alignas(64) float rescale[LANES] = {};  // per line, the factor of its earlier sums
   Sight sights[R];
 };
 
-// Scores of one line times the scale, capped, without what it does not see; returns the highest.
+// Scale and cap the scores of one line, and mask the keys that it does not see. Return the highest score.
 NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
   for (int j = 0; j < GROUPS; j++) s[j] = vmul(s[j], scale);
   if (cap)
@@ -159,7 +162,7 @@ NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
   return vhighest(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
 }
 
-// Of scores q * k of `num_lines` lines the weights of values; their states go on.
+// Turn scores q * k of `num_lines` lines into weights of values, and update the lines' states.
 template <class T, int R>
 NANO_INLINE void soften(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, const Tile<T>& tile,
                         Vec (&s)[R][GROUPS], Weights<T, R>& weights) {
@@ -236,7 +239,8 @@ void weigh_all(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Til
                const Weights<T, R>& weights, int begin, int end) {
   for (int64_t column = 0; column < walk.head_dim;) {
     int64_t left = (walk.head_dim - column) / LANES, vecs = std::min<int64_t>(left, MOST_VECS);
-    if (MOST_VECS == 4 && (left == 5 || left == 6)) vecs = 3;  // 3 + 2 and 3 + 3 keep more sums busy than 4 + 1, 4 + 2
+    // 3 + 2 and 3 + 3 keep more sums busy than 4 + 1 and 4 + 2
+    if (MOST_VECS == 4 && (left == 5 || left == 6)) vecs = 3;
     auto run = [&](auto width) {
       if constexpr (decltype(width)::value <= MOST_VECS)
         weigh<T, R, decltype(width)::value>(walk, line, tile, next, weights, column, begin, end);
@@ -249,8 +253,8 @@ void weigh_all(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Til
   }
 }
 
-// One step of a line on its own, a pair of which it sees keys [begin, end) of 2, or a group of 16. Where it sees one number
-// of a pair and not the other, that one's value, which may be anything, counts as zero.
+// One step of a single line: keys [begin, end) of a pair or of a group of 16. The value of a key of the pair that the
+// line does not see counts as zero, because its memory may contain anything.
 NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, [[maybe_unused]] int64_t head_dim, int begin, int end) {
 #if defined(NANO_TILES)
   Vec firsts = vset(0), seconds = vset(0);
@@ -269,7 +273,7 @@ NANO_INLINE Vec add_edge(Vec acc, const float* p, const float* values, int64_t, 
   return vfma(vset(*p), vload(values), acc);
 }
 
-// Keys [begin, end) for one line.
+// Weigh keys [begin, end) for one line.
 template <class T>
 void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const T* p, int begin, int end) {
   constexpr int unit = UNIT<T>;
@@ -285,8 +289,8 @@ void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const T*
 }
 
 #if defined(NANO_AMX)
-// The tiles of up to 16 lines: 0 to 3 are sums; 4 and 5 a chunk of q and of keys; 6 and 7 half a chunk: the last of a head
-// whose size is no multiple of 32, or weights and 16 values.
+// AMX tiles for up to 16 lines. Tiles 0 to 3 are sums, 4 and 5 a chunk of q and of keys. Tiles 6 and 7 are half a
+// chunk: the last one of a head whose size is not a multiple of 32, or weights and 16 values.
 class LineTiles {
  public:
   void shape(int num_lines) {
@@ -346,7 +350,7 @@ NANO_APART inline void score_in_tiles(const Walk<bf16>& walk, int64_t line, int 
   soften(walk, line, num_lines, start, tile, s, weights);
 }
 
-// As `weigh`, of all columns; `begin` and `end` are multiples of 16.
+// Weigh values like `weigh`, for all columns. `begin` and `end` are multiples of 16.
 NANO_APART inline void weigh_in_tiles(const Walk<bf16>& walk, int64_t line, int num_lines, const Tile<bf16>& tile,
                                const Weights<bf16, 16>& weights, int begin, int end) {
   const int64_t head_dim = walk.head_dim, a_row = walk.state_size * int64_t(sizeof(float)), pair_row = head_dim * 4;
@@ -389,7 +393,7 @@ NANO_APART inline void weigh_in_tiles(const Walk<bf16>& walk, int64_t line, int 
 struct LineTiles {};
 #endif
 
-// `num_lines` lines from `line` on over one tile, each in the same order of keys as if it were alone.
+// Attend `num_lines` lines from `line` on to one tile. The order of keys of each line does not depend on the others.
 template <class T, int R>
 void attend(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, const Tile<T>& tile, const Tile<T>& next) {
   constexpr int unit = UNIT<T>;
@@ -400,7 +404,8 @@ void attend(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, con
     walk.head_dim <= NARROW ? score<Q_STRIDE>(walk, line, start, tile, next, weights)
                             : score<WIDE_STRIDE>(walk, line, start, tile, next, weights);
   }
-  int begin = 0, end = KEY_TILE, first = KEY_TILE;  // what all lines see, in whole units; the first key that any sees
+  // keys that all lines see, in whole units; first key that any line sees
+  int begin = 0, end = KEY_TILE, first = KEY_TILE;
   for (int i = 0; i < num_lines; i++) {
     const Sight sight = weights.sights[i];
     begin = std::max(begin, (sight.begin + unit - 1) / unit * unit);
@@ -408,7 +413,7 @@ void attend(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, con
     first = std::min(first, sight.begin);
   }
   if (begin > end) begin = end = KEY_TILE;
-  if (first < begin) {  // some begin earlier
+  if (first < begin) {  // some lines begin earlier
     for (int i = 0; i < num_lines; i++) {
       float* out = walk.state(line + i).out();
       for (int64_t d = 0; d < walk.head_dim; d += LANES) vstore(out + d, vmul(vload(out + d), vset(weights.rescale[i])));

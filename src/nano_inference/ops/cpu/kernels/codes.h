@@ -1,10 +1,11 @@
-// Whole numbers: sixteen sums of products of codes. Exact, so every machine has its own way to the same numbers.
+// Integers: sixteen sums of products of codes. The sums are exact, so each machine uses its own instructions for the
+// same numbers.
 //
 //   Sums   sadd(a, b)   sdot8(sums, w, b, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits, where b
-//          is lbytes(w); such sums begin at sstart(total of all codes x that come)
-//   Line   lload(p): 64 codes   lbytes(w): bytes without a sign   llow(w), lhigh(w): the halves of their bytes, 0 to 15
-//   Quad   qdup(x): four input codes, -127 to 127, for all lanes
-//   Halves hzero()   hdot4(halves, w, x): as sdot8, w of 0 to 15, at most 8 times; then hsums(halves)
+//          is lbytes(w); the sums must start at sstart(total of all codes x)
+//   Line   lload(p): 64 codes   lbytes(w): unsigned bytes   llow(w), lhigh(w): the halves of their bytes, 0 to 15
+//   Quad   qdup(x): four input codes, -127 to 127, in all lanes
+//   Halves hzero()   hdot4(halves, w, x): like sdot8 with w of 0 to 15, at most 8 times; then hsums(halves)
 //   Vec    vof(sums)   vof_half(p): 16 float16
 #pragma once
 #include "simd.h"
@@ -25,15 +26,15 @@ inline float of_half(uint16_t h) {
   return value;
 }
 
-// To nearest even.
+// Round to nearest even.
 inline uint16_t to_half(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
   if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and more
-  if (size < 0x33000001) return uint16_t(sign);            // 2^-25 and less
-  if (size < 0x38800000) {                                 // a number of 2^-24
+  if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above: infinity
+  if (size < 0x33000001) return uint16_t(sign);            // at most 2^-25: zero
+  if (size < 0x38800000) {                                 // denormal: a multiple of 2^-24
     const uint32_t shift = 126 - (size >> 23), fraction = (size & 0x7fffff) | 0x800000;
     const uint32_t whole = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
     return uint16_t(sign | (whole + (rest > half || (rest == half && (whole & 1)))));
@@ -45,10 +46,10 @@ inline uint16_t to_half(float x) {
 
 using Sums = __m512i;
 using Line = __m512i;
-using Halves = __m512i;  // of 32 bits at once
+using Halves = __m512i;  // sums of 32 bits directly
 using Quad = __m512i;
 
-// One factor has no sign, so codes are taken 128 higher; what that adds is taken off at the start.
+// The instruction needs one unsigned factor, so 128 is added to the weight's codes; sstart subtracts the excess.
 inline Sums sstart(int32_t total) { return _mm512_set1_epi32(-128 * total); }
 inline Sums sadd(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
 inline Halves hzero() { return _mm512_setzero_si512(); }
@@ -96,7 +97,7 @@ inline Quad qdup(const int8_t* x) {
 }
 inline __m256i widened(__m256i halves) { return _mm256_madd_epi16(halves, _mm256_set1_epi16(1)); }
 
-// Bytes without a sign times bytes with one, in fours. Both products of a pair fit into 16 bits: 2 * 128 * 127.
+// Multiply unsigned by signed bytes, and add in fours. Both products of a pair fit into 16 bits: 2 * 128 * 127.
 inline __m256i fours(__m256i sums, __m256i bytes, __m256i x) {
 #if defined(NANO_VNNI)
   return _mm256_dpbusd_epi32(sums, bytes, x);
@@ -107,7 +108,7 @@ inline __m256i fours(__m256i sums, __m256i bytes, __m256i x) {
 inline Sums sdot8(Sums sums, Line w, Line bytes, Quad x) {
   return {fours(sums.lo, bytes.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, bytes.hi, _mm256_sign_epi8(x, w.hi))};
 }
-#if defined(NANO_VNNI)  // sums of 32 bits at once
+#if defined(NANO_VNNI)  // sums of 32 bits directly
 inline Halves hdot4(Halves sums, Line w, Quad x) { return {fours(sums.lo, w.lo, x), fours(sums.hi, w.hi, x)}; }
 inline Sums hsums(Halves sums) { return sums; }
 #else

@@ -1,4 +1,4 @@
-// top_k, top_p, min_p and the best tokens of one row, without sorting more of the vocabulary than stays.
+// top_k, top_p, min_p and the best tokens of one row, without sorting many more tokens than remain.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace nano::head {
 
 constexpr int VOCAB_BLOCK = 384;
 
-// `FilterColumns` of sampling/filters.py: a number for each sample; 0, 1 and 0 are off.
+// `FilterColumns` of sampling/filters.py: one number per sample. top_k = 0, top_p = 1 and min_p = 0 disable a filter.
 struct Filters {
   const int64_t* top_k;
   const float *top_p, *min_p;
@@ -23,30 +23,30 @@ inline bool is_filtered(const Filters& f, int64_t sample, int64_t vocab) {
   return (f.top_k[sample] > 0 && f.top_k[sample] < vocab) || f.top_p[sample] < 1 || f.min_p[sample] > 0;
 }
 
-// A row whose logits are kept, after edits, padded with -inf to whole vectors.
+// A row whose logits are stored after edits, padded with -inf to whole vectors.
 struct KeptRow {
   const float* logits;
-  const float* maxima;  // of each block
+  const float* maxima;  // maximum of each block
   int64_t vocab, num_blocks;
   float highest, inv_t;
   float total;  // sum of exp((z - highest) * inv_t)
 };
 
-// Tokens by (logit descending, id ascending). Owned by one thread; `reserve` once, nothing else allocates.
+// Tokens by (logit descending, id ascending). Owned by one thread; only `reserve` allocates.
 class Ranking {
  public:
   void reserve(int64_t vocab, int64_t num_blocks);
 
-  // The tokens that the filters of a sample keep.
+  // Rank the tokens that the filters of a sample keep.
   void filter(const KeptRow& row, const Filters& filters, int64_t sample);
-  // The k best tokens, or as many as are not masked.
+  // Rank the k best tokens, or all unmasked tokens if there are fewer.
   void best(const KeptRow& row, int64_t k);
 
   int64_t size() const { return size_; }
-  float total() const { return total_; }  // of the odds of those kept; of the row itself where nothing was cut
+  float total() const { return total_; }  // odds of the kept tokens; of the whole row if nothing was cut
   const int32_t* ids() const { return ids_.data(); }
   const float* logits() const { return logits_.data(); }
-  const float* odds() const { return odds_.data(); }  // zeros up to a whole vector
+  const float* odds() const { return odds_.data(); }  // padded with zeros to a whole vector
 
  private:
   float kth_bound(const KeptRow& row, int64_t k);
@@ -60,14 +60,14 @@ class Ranking {
   std::vector<uint64_t> keys_, other_;  // falling logit in the high half, id in the low one
   std::vector<float> maxima_, logits_, odds_;
   std::vector<int32_t> ids_;
-  int64_t size_ = 0, alive_ = -1;  // alive: number of tokens that are not masked, where it was counted
+  int64_t size_ = 0, alive_ = -1;  // alive: number of unmasked tokens, -1 if not counted
   float total_ = 0;
 };
 
-constexpr float LOWEST = -std::numeric_limits<float>::max();  // below every token that is not masked
-constexpr int64_t RADIX_FROM = 1024;                          // where counting beats comparing
+constexpr float LOWEST = -std::numeric_limits<float>::max();  // below every unmasked token
+constexpr int64_t RADIX_FROM = 1024;                          // from here on counting is faster than comparing
 
-// Rises as the logit falls; -0 and +0 are equal.
+// Return a key that rises as the logit falls. -0 and +0 are equal.
 inline uint64_t key_of(float logit, int64_t id) {
   logit += 0.f;
   uint32_t bits;
@@ -87,13 +87,13 @@ inline Vec odds_in(const KeptRow& row, Vec logits) {
   return odds_of(logits, vset(row.highest), vset(row.inv_t * LOG2E));
 }
 
-// The logit below which odds are less than these. To nearest: rounding keeps the order of logits.
+// Return the logit below which odds are lower than `odds`. Rounding to nearest preserves the order of logits.
 inline float logit_at(const KeptRow& row, double odds, double slack) {
   double logit = row.highest + (log1(odds) - slack) / row.inv_t;
   return logit > LOWEST ? float(logit) : LOWEST;
 }
 
-// The k-th largest; the array is put out of order.
+// Return the k-th largest number. Reorders the array.
 inline float kth_largest(std::vector<float>& values, int64_t count, int64_t k) {
   std::nth_element(values.begin(), values.begin() + (k - 1), values.begin() + count, std::greater<float>());
   return std::max(values[size_t(k - 1)], LOWEST);
@@ -106,7 +106,7 @@ inline void Ranking::reserve(int64_t vocab, int64_t num_blocks) {
   maxima_.resize(size_t(num_blocks * LANES));
 }
 
-// A logit that at least k tokens reach, and seldom many more: of disjoint sets of tokens, the k-th largest maximum.
+// Return a logit that at least k tokens reach, and rarely many more: the k-th largest maximum of disjoint token sets.
 inline float Ranking::kth_bound(const KeptRow& row, int64_t k) {
   if (k <= row.num_blocks) {
     std::copy(row.maxima, row.maxima + row.num_blocks, maxima_.begin());
@@ -123,7 +123,7 @@ inline float Ranking::kth_bound(const KeptRow& row, int64_t k) {
   return kth_largest(maxima_, row.num_blocks * LANES, k);
 }
 
-// All tokens whose logit is at least this, by rising id.
+// Collect all tokens whose logit is at least this, by rising id.
 inline void Ranking::collect(const KeptRow& row, float least) {
   uint64_t* out = keys_.data();
   for (int64_t block = 0; block < row.num_blocks; block++) {
@@ -144,7 +144,7 @@ inline void Ranking::sort() {
     std::sort(keys_.begin(), keys_.begin() + size_);
     return;
   }
-  // Ids rise already and counting keeps the order of equals: three digits of the logit are enough.
+  // Ids rise already, and counting preserves the order of equals: three digits of the logit are enough.
   constexpr int BITS = 11, DIGITS = 1 << BITS;
   static_assert(3 * BITS >= 32, "three digits");
   uint32_t counts[3][DIGITS] = {};
@@ -161,7 +161,7 @@ inline void Ranking::sort() {
   }
 }
 
-// Ids, logits and odds of the tokens, in order.
+// Fill in ids, logits and odds of the tokens, in order.
 inline void Ranking::expand(const KeptRow& row) {
   for (int64_t j = 0; j < size_; j++) ids_[size_t(j)] = int32_t(keys_[size_t(j)]), logits_[size_t(j)] = logit_of(keys_[size_t(j)]);
   for (int64_t j = 0; j < size_; j += LANES)
@@ -179,7 +179,7 @@ inline float Ranking::collected_mass(const KeptRow& row) const {
   return vsum(sum);
 }
 
-// Cut behind the shortest prefix that reaches the mass; false where all together do not.
+// Cut after the shortest prefix that reaches the mass. Return false if all tokens together do not reach it.
 inline bool Ranking::cut_top_p(float top_p, float mass) {
   float need = top_p * mass, before = 0;
   for (int64_t j = 0; j < size_; j++) {
@@ -192,8 +192,8 @@ inline bool Ranking::cut_top_p(float top_p, float mass) {
   return false;
 }
 
-// Without top_k, how many tokens top_p needs shows when their mass is added up: look further and further down. The tail
-// below (1 - top_p) / vocab is never needed but for rounding; min_p may end it sooner.
+// Without top_k, the number of tokens that top_p needs is unknown until their mass is added up, so the bound is lowered
+// step by step. The tail below (1 - top_p) / vocab is only needed because of rounding. min_p may end the search sooner.
 inline void Ranking::rank_all(const KeptRow& row, float top_p, float min_p) {
   float least = min_p > 0 ? logit_at(row, min_p, 1e-3) : LOWEST;
   if (top_p < 1) {

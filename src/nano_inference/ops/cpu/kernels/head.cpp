@@ -13,14 +13,14 @@
 namespace nano::head {
 namespace {
 
-constexpr int64_t ROW_TILE = 64;  // rows whose logits lie side by side in a thread's buffer
+constexpr int64_t ROW_TILE = 64;  // rows whose logits are adjacent in a thread's buffer
 constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
-// What a thread writes to alone.
+// Memory that only one thread writes.
 struct alignas(64) Scratch {
   float tile[ROW_TILE * VOCAB_BLOCK], edited[VOCAB_BLOCK], odds[VOCAB_BLOCK];
   uint32_t stirred[VOCAB_BLOCK];
-  std::vector<Best> best;  // of each sample
+  std::vector<Best> best;  // per sample
   Ranking ranking;
 };
 
@@ -33,7 +33,7 @@ struct Total {
   float logprob(float logit, float inv_t, double log_of_sum) const {
     return float((double(logit) - double(highest)) * inv_t - log_of_sum);
   }
-  // Log of the part of `uncut` that is left here once the log of the sum is this: maxima apart, since e^-300 is no float.
+  // Log of the share of `uncut` that remains, given the log of the sum. Maxima are separate, since e^-300 is no float.
   double log_mass(double log_of_sum, const Total& uncut, float inv_t) const {
     constexpr double least = -std::numeric_limits<float>::max();
     double mass = (double(highest) - double(uncut.highest)) * inv_t + (log_of_sum - uncut.log_sum);
@@ -75,7 +75,7 @@ class Head {
     return HEAD_OK;
   }
 
-  // What is known of a part of the vocabulary. Batch: without filters, masks and best tokens, or a score.
+  // Compute statistics of a part of the vocabulary. Batch: a score, or draws without filters, masks and best tokens.
   template <class Batch>
   int part(const HeadInput& input, const Batch& batch, HeadPart& out) {
     if (HeadError error = plan_.make(input, batch)) return error;
@@ -97,7 +97,7 @@ class Head {
     return HEAD_OK;
   }
 
-  // The parts of all ranks together: what one rank with the whole vocabulary would have found.
+  // Combine the parts of all ranks into the result of one rank with the whole vocabulary.
   template <class Batch>
   int whole(const HeadInput& input, const Batch& batch, const HeadPart& parts, int64_t num_parts) {
     if (HeadError error = plan_.make(input, batch)) return error;
@@ -135,7 +135,7 @@ class Head {
     return all;
   }
 
-  // Everything that is written later: nothing may throw inside the team.
+  // Reserve all memory that is written later: nothing may throw inside the team.
   void reserve(const HeadInput& input) {
     while (int64_t(scratch_.size()) < input.num_threads) scratch_.push_back(std::make_unique<Scratch>());
     num_threads_ = input.num_threads;
@@ -151,14 +151,14 @@ class Head {
   static const DrawBatch* draws_of(const DrawBatch& batch) { return &batch; }
   static const DrawBatch* draws_of(const ScoreBatch&) { return nullptr; }
 
-  // The statistics of each view, and where they stand among [views, blocks].
+  // Visit the statistics of each view, with their indices in [views, blocks].
   template <class F>
   void each_view(const F& visit) {
     for (size_t v = 0; v < plan_.views.size(); v++)
       visit(&maxima_[v * size_t(stats_stride_)], &sums_[v * size_t(stats_stride_)], int64_t(v) * plan_.num_blocks);
   }
 
-  // Threads take whole blocks of the vocabulary, for all rows: a weight is read once.
+  // Threads take whole blocks of the vocabulary for all rows, so that each weight is read once.
   template <class F>
   void each_block(Team& team, const HeadInput& input, std::atomic<int64_t>& blocks, const F& consume) {
     Source source(input);
@@ -181,12 +181,12 @@ class Head {
     Scratch& s = *scratch_[size_t(team.thread)];
     each_block(team, input, blocks, [&](int64_t row, int64_t block, const float* raw, int count) {
       if (plan_.row_slot[size_t(row)] >= 0) keep(plan_.row_slot[size_t(row)], block, raw, count);
-      int64_t newest = -1;  // the view whose odds the scratch holds
+      int64_t newest = -1;  // view whose odds are in the scratch
       for (int64_t v = plan_.first_plain[size_t(row)]; v >= 0; newest = v, v = plan_.views[size_t(v)].next)
         run_block(v, input.first, block, raw, raw, count, s);
       for (int64_t v = plan_.first_edited[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next) {
         const View& view = plan_.views[size_t(v)];
-        if (view.slot < 0 && plan_.cuts_all(*batch, view, block)) continue;  // its statistics are those of nothing
+        if (view.slot < 0 && plan_.cuts_all(*batch, view, block)) continue;  // has the statistics of an empty block
         plan_.edit(*batch, view, block, raw, (count + LANES - 1) / LANES * LANES, s.edited);
         if (view.slot >= 0) keep(view.slot, block, s.edited, count);
         const int64_t same = plan_.unmasked(view, block);
@@ -202,8 +202,8 @@ class Head {
     for (int j = 0; j < count; j += LANES) vstore(out + j, vload(z + j));
   }
 
-  // One block of a view: its statistics, and how its samples fare. The sum is NaN if some logit is NaN or +inf.
-  // `unmasked`: the view that this is without its mask, if the scratch holds its odds.
+  // Compute one block of a view: its statistics, and the races of its samples. The sum is NaN if a logit is NaN or
+  // +inf. `unmasked`: this view without its mask, if the scratch holds its odds; otherwise -1.
   void run_block(int64_t v, int64_t first, int64_t block, const float* raw, const float* z, int count, Scratch& s,
                  int64_t unmasked = -1) {
     const View& view = plan_.views[size_t(v)];
@@ -211,7 +211,7 @@ class Head {
     if (!(highest > -INF)) highest = -INF;
     float base = highest > -INF ? highest : 0.f;
     maxima_[size_t(v * stats_stride_ + block)] = highest;
-#if defined(NANO_NO_LOGPROBS)  // a build for one benchmark: what a step costs without logprobs (they are wrong then)
+#if defined(NANO_NO_LOGPROBS)  // build for one benchmark: a step without logprobs (which are wrong in it)
     sums_[size_t(v * stats_stride_ + block)] = 1;
     if (plan_.samples[size_t(view.first)].choice == Choice::draw) exponentials(z, count, base, view.inv_t, s.odds);
 #else
@@ -235,7 +235,7 @@ class Head {
     }
   }
 
-  // The blocks of a view together, always in the same order.
+  // Add up the blocks of a view, always in the same order.
   Total total(int64_t v) const {
     const float *maxima = &maxima_[size_t(v * stats_stride_)], *sums = &sums_[size_t(v * stats_stride_)];
     float inv_t = plan_.views[size_t(v)].inv_t, highest = highest_of(maxima, int(stats_stride_));
@@ -254,7 +254,7 @@ class Head {
     return best;
   }
 
-  // The race of those that the filters kept.
+  // Run the race of the tokens that the filters kept.
   Best race_kept(const Sample& sample, const KeptRow& row, const float* raw, Scratch& s) {
     Best best;
     const Ranking& r = s.ranking;
@@ -268,7 +268,7 @@ class Head {
     return best;
   }
 
-  // Token, logprobs, mass, mask and best tokens of one sample, after all blocks.
+  // Compute token, logprobs, mass, mask and best tokens of one sample, after all blocks.
   void finish(const HeadInput& input, const DrawBatch& b, int64_t i, Scratch& s) {
     const Sample& sample = plan_.samples[size_t(i)];
     const View& view = plan_.views[size_t(sample.view)];
@@ -332,7 +332,8 @@ class Head {
     }
   }
 
-  // Where fewer are left than are shown, the lowest of the other ids follow, with the logprob of what cannot be drawn.
+  // If fewer tokens remain than are shown, the lowest other ids follow, with the logprob of a token that cannot be
+  // drawn.
   void show_best(const DrawBatch& b, int64_t i, const Total& all, float inv_t, double log_sum, const Ranking& r) {
     int64_t* ids = b.top_ids + i * b.num_top;
     float* logprobs = b.top_logprobs + i * b.num_top;
@@ -353,7 +354,7 @@ class Head {
   int64_t stats_stride_ = 0, slot_stride_ = 0, num_threads_ = 0;
 };
 
-// Kept from call to call for its memory; each calling thread has its own.
+// Reused by later calls for its memory; one per calling thread.
 thread_local Head own_head;
 
 template <class F>

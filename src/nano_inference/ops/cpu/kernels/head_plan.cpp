@@ -6,18 +6,18 @@
 namespace nano::head {
 namespace {
 
-// 1 / temperature as float32 can hold it, with room for log2(e): 0 times -inf and infinity times 0 would be NaN.
+// 1 / temperature, limited to float32 with room for log2(e): 0 times -inf and infinity times 0 would be NaN.
 float inverse(double temperature) {
   double inverse = 1 / temperature;
   constexpr double low = std::numeric_limits<float>::min(), high = std::numeric_limits<float>::max() / 2;
   return float(inverse > low ? inverse < high ? inverse : high : low);
 }
 
-// In the order of `Edit::Type`.
+// Entries in the order of `Edit::Type`.
 constexpr int KINDS = 3;
 std::array<const Entries*, KINDS> kinds_of(const DrawBatch& b) { return {&b.bias, &b.counts, &b.banned}; }
 
-constexpr int WORD = 32;  // tokens that a word of a mask tells of
+constexpr int WORD = 32;  // tokens per word of a mask
 
 }  // namespace
 
@@ -37,7 +37,7 @@ int64_t Plan::view_of(int64_t row, float inv_t) {
   return first_plain[row] = int64_t(views.size()) - 1;
 }
 
-// Of the sample whose edits come next.
+// Add a view of the sample whose edits come next.
 int64_t Plan::edited_view(int64_t row, float inv_t, bool masked) {
   views.push_back({row, inv_t, num_edited(), masked, -1, first_edited[row], -1});
   return first_edited[row] = int64_t(views.size()) - 1;
@@ -55,7 +55,7 @@ HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int
   return HEAD_OK;
 }
 
-// Masks exist, and allow no token beyond the vocabulary.
+// Check that masks exist and allow no token outside the vocabulary.
 HeadError Plan::check_masks(const HeadInput& input, const DrawBatch& b) const {
   for (int64_t i = 0; i < b.num_samples; i++)
     if (b.mask_rows[i] >= b.num_masks) return HEAD_BAD_ROW;
@@ -91,7 +91,7 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
     if (count > 0 || b.mask_of(i)) {
       const bool masked = b.mask_of(i) || number(Edit::ban) > 0;
       s.view = edited_view(row, inv_t, masked);
-      if (masked && !greedy)  // samples of a row share what has no edits
+      if (masked && !greedy)  // samples of a row share the view without edits
         s.uncut = number(Edit::bias) + number(Edit::penalty) ? edited_view(row, inv_t, false) : view_of(row, inv_t);
       edited_.push_back(i);
       first_edit_.push_back(num_edits);
@@ -121,7 +121,7 @@ HeadError Plan::make(const HeadInput& input, const ScoreBatch& b) {
   return HEAD_OK;
 }
 
-// Logits are kept only where filters, best tokens or masks look at all of them together.
+// Store logits only if filters, best tokens or masks need all of them together.
 void Plan::keep_rows(const DrawBatch& b) {
   auto keep = [&](int64_t view) {
     int64_t& slot = views[view].edits < 0 ? row_slot[views[view].row] : views[view].slot;
@@ -146,7 +146,7 @@ void Plan::sort_edits(const DrawBatch& b, int64_t index) {
   int64_t end = first_edit_[index];
   for (int64_t block = 0; block < num_blocks; block++) bounds[block] = end += bounds[block];
   bounds[num_blocks] = end;
-  // Filled from the back, the bounds end where their blocks begin.
+  // Filled from the back: afterwards each bound is the start of its block.
   for (int kind = KINDS - 1; kind >= 0; kind--)
     for (int64_t e = starts_[kind][sample + 1] - 1; e >= starts_[kind][sample]; e--) {
       const int64_t id = all[kind]->ids[e] - first_;
@@ -173,7 +173,7 @@ void Plan::edit(const DrawBatch& b, const View& view, int64_t block, const float
   std::copy(raw, raw + num_columns, out);
   constexpr float nothing = -std::numeric_limits<float>::infinity();
   if (const int32_t* words = view.masked ? b.mask_of(i) : nullptr)
-    for (int column = 0; column < num_columns; column += WORD) {  // a block begins with a word
+    for (int column = 0; column < num_columns; column += WORD) {  // a block begins at a word
       const int64_t at = (first + column) / WORD;
       const uint32_t word = at < b.mask_width ? uint32_t(words[at]) : 0;
       const int count = std::min(WORD, num_columns - column);

@@ -1,4 +1,4 @@
-// Logits of some rows, block by block of the vocabulary, and what is known of a block.
+// Logits of some rows, block by block of the vocabulary, and statistics of a block.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -20,7 +20,7 @@ class Source {
     return int(std::min<int64_t>(in.vocab - block * VOCAB_BLOCK, VOCAB_BLOCK));
   }
 
-  // out: [num_rows, VOCAB_BLOCK], -inf from num_columns to the end of its vector. `next`: the block that follows.
+  // out: [num_rows, VOCAB_BLOCK], -inf from num_columns to the end of the last vector. `next`: the following block.
   void fill(int64_t row, int64_t num_rows, int64_t block, int64_t next, float* out) const {
     if (in_.logits) {
       copy(row, num_rows, block, out);
@@ -67,7 +67,7 @@ float highest_of(const float* z, int count) {
   return vhighest(highest);
 }
 
-// Odds with zeros where z is -inf, and their sum: what `exponentials` gives where the odds are of the same base.
+// Zero the odds where z is -inf, and return their sum. It equals that of `exponentials` for odds of the same base.
 float odds_left(const float* z, int count, float* odds) {
   Vec sum = vset(0.f), nothing = vset(-INF);
   for (int j = 0; j < count; j += LANES) {
@@ -78,7 +78,7 @@ float odds_left(const float* z, int count, float* odds) {
   return vsum(sum);
 }
 
-// exp((z - base) * inv_t) and its sum, which is NaN where some z is NaN or +inf.
+// Compute exp((z - base) * inv_t), and return the sum, which is NaN if any z is NaN or +inf.
 float exponentials(const float* z, int count, float base, float inv_t, float* odds) {
   Vec sum = vset(0.f), from = vset(base), scale = vset(inv_t * LOG2E);
   for (int j = 0; j < count; j += LANES) {

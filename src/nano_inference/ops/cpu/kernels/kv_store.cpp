@@ -41,7 +41,7 @@ void get(const KvLayer<S>& layer, int64_t block_size, int64_t head_dim, int64_t 
 inline float as_float(float x) { return x; }
 inline float as_float(bf16 x) { return widen1(x); }
 
-// Round a row to codes; its scale goes to `scale`.
+// Round a row to codes, and store its scale at `scale`.
 template <class T>
 void encode_row(const T* row, int64_t head_dim, int8_t* codes, int8_t* scale) {
   float numbers[MAX_HEAD_DIM];
@@ -86,7 +86,7 @@ void read_kv(const KvLayer<S>& layer, int64_t block_size, int64_t head_dim, int6
 
 template <class T>
 void values_of_keys(const T* keys, int64_t head_dim, T* values) {
-  constexpr int depth = DEPTH<T>, width = LANES * depth;  // numbers of a token that are turned at once
+  constexpr int depth = DEPTH<T>, width = LANES * depth;  // numbers of a token that are transposed together
   for (int64_t d = 0; d < head_dim; d += width) {
     const int64_t count = head_dim - d < width ? head_dim - d : width;
     IVec words[LANES];

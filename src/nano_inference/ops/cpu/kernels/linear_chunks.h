@@ -6,11 +6,11 @@
 namespace nano {
 namespace {
 
-constexpr int64_t HALF = 16, BLOCK = 2 * HALF;  // rows of a tile, and of two
-constexpr int64_t BLOCKS_AT_ONCE = 8;           // their inputs stay in the second cache while panels pass
-constexpr int64_t PAIRS_AHEAD = 48;             // of a panel that few rows wait for
+constexpr int64_t HALF = 16, BLOCK = 2 * HALF;  // rows of one AMX tile, and of two
+constexpr int64_t BLOCKS_AT_ONCE = 8;           // their inputs stay in the L2 cache while panels pass
+constexpr int64_t PAIRS_AHEAD = 48;             // prefetch distance for few rows, which wait for memory
 
-// Rows that go through panels together: `x` of the first 16, then `lower`, each ldx apart.
+// Rows processed together: `x` is the first 16, `lower` the rest, each ldx apart.
 struct Rows {
   const bf16 *x, *lower;
   int64_t ldx;
@@ -18,7 +18,7 @@ struct Rows {
   const bf16* row(int64_t i) const { return i < HALF ? x + i * ldx : lower + (i - HALF) * ldx; }
 };
 
-// acc[i] += x[i] . panel over the pairs [from, to) of one chunk; the second number of an odd last pair counts as nothing.
+// acc[i] += x[i] . panel over the pairs [from, to) of one chunk. An odd last pair has a second number of zero.
 template <int HEIGHT>
 INLINE inline void add_chunk(Vec (&acc)[HEIGHT], const bf16* x, int64_t ldx, const bf16* panel, int64_t from, int64_t to,
                              int64_t columns) {
@@ -34,7 +34,7 @@ INLINE inline void add_chunk(Vec (&acc)[HEIGHT], const bf16* x, int64_t ldx, con
   UNROLL for (int i = 0; i < HEIGHT; i++) acc[i] = vadd(acc[i], vadd(firsts[i], seconds[i]));
 }
 
-// The same for all rows and panels; sums are [height][WIDTH][16].
+// Call add_chunk for all rows and panels. Sums are [height][WIDTH][16].
 template <int WIDTH>
 void add_chunks(const Rows& rows, const Panels<bf16>& w, int64_t from, int64_t to, int64_t columns, float* sums) {
   for (int64_t k = from; k < to; k += CHUNK)
@@ -54,7 +54,7 @@ void add_chunks(const Rows& rows, const Panels<bf16>& w, int64_t from, int64_t t
 }
 
 #if defined(NANO_AMX)
-// Whole chunks of one row, for which vectors read memory faster than tiles.
+// Add up whole chunks of one row, for which vectors read memory faster than AMX tiles.
 template <int WIDTH>
 int64_t whole_chunks_of_one(const bf16* x, const Panels<bf16>& w, const Panels<bf16>& next, int64_t from, int64_t to, float* sums) {
   const int64_t size = 2 * LANES, turn = w.size / size - PAIRS_AHEAD;
@@ -82,8 +82,8 @@ int64_t whole_chunks_of_one(const bf16* x, const Panels<bf16>& w, const Panels<b
   return k;
 }
 
-// Sums of whole chunks, from pair `from` on; returns the pair behind them. Tiles 0 to 3 are sums, of one half of the rows
-// by four panels or of two by two; 4 and 5 inputs, 6 and 7 weights.
+// Add up whole chunks from pair `from` on, and return the pair after them. Tiles 0 to 3 are sums: one half of the rows
+// by four panels, or two halves by two panels. Tiles 4 and 5 are inputs, 6 and 7 weights.
 template <int HALVES, int WIDTH>
 int64_t whole_chunks(const Rows& rows, const Panels<bf16>& w, const Panels<bf16>& next, int64_t from, int64_t to, bool wait,
                      float* sums) {
@@ -131,12 +131,13 @@ int64_t whole_chunks(const Rows& rows, const Panels<bf16>& w, const Panels<bf16>
 }
 #endif
 
-// Some rows by the panels of one tile. `wait`: for memory, as the first rows that read these panels.
+// Multiply some rows by the panels of one tile. `wait`: these rows are the first to read the panels, and wait for
+// memory.
 template <int HALVES, int WIDTH>
 void block_of(const Linear<bf16>& job, const Rows& rows, int64_t row, int64_t panel, const Panels<bf16>& w,
               const Panels<bf16>& next, bool wait) {
   constexpr int64_t SIZE = HALVES * HALF * WIDTH * LANES;
-  alignas(64) float sums[SIZE], waiting[Segments::DEPTH][SIZE];  // of finished pieces, for their partners
+  alignas(64) float sums[SIZE], waiting[Segments::DEPTH][SIZE];  // of finished segments, for their partners
   const Segments segments = job.segments.count ? job.segments : Segments{1, {0, job.w.columns}};
   const int64_t used = rows.height * WIDTH * LANES, columns = job.w.columns;
   int depth = 0;
@@ -161,7 +162,7 @@ void block_of(const Linear<bf16>& job, const Rows& rows, int64_t row, int64_t pa
   finish_tile(job, row, rows.height, panel, WIDTH, sums);
 }
 
-// Rows [row, end_row) in blocks. What is left of many rows is copied beside zeros, so that all tiles have one shape.
+// Rows [row, end_row) in blocks. A partial block is copied and padded with zeros, so that all tiles have one shape.
 class Blocks {
  public:
   Blocks(const Linear<bf16>& job, int64_t row, int64_t end_row) : job_(job), row_(row), num_rows_(end_row - row) {

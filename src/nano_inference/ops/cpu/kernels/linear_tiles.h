@@ -1,4 +1,4 @@
-// The register tiles of `linear`, for both kinds of numbers.
+// Register tiles of `linear`, for both types.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -9,7 +9,7 @@
 namespace nano {
 namespace {
 
-// Steps of k that a panel is fetched before it is used. 48 of two panels are more lines than a Zen 3 has on their way.
+// Prefetch distance in steps of k. With two panels, 48 steps are more lines than a Zen 3 can have in flight.
 #if defined(NANO_AVX2)
 template <int WIDTH>
 constexpr int64_t AHEAD = WIDTH == 1 ? 48 : 16;
@@ -24,8 +24,8 @@ inline const T* panel_of(const Panels<T>& w, int j) {
   return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
 }
 
-// How tiles read rows of x. Where bfloat16 is multiplied as floats, rows are widened before, once for all panels, so that
-// a tile broadcasts their numbers out of memory and needs no more instructions for them.
+// Input type of tiles. If bfloat16 is multiplied as floats, rows are widened once for all panels. A tile then
+// broadcasts their numbers from memory without extra instructions.
 template <class T>
 struct InputOf {
   using Type = T;
@@ -39,7 +39,7 @@ struct InputOf<bf16> {
 #endif
 template <class T>
 using Input = typename InputOf<T>::Type;
-constexpr int64_t WIDENED_ROWS = 64;  // at once: they stay in the second cache while panels pass
+constexpr int64_t WIDENED_ROWS = 64;  // widened together: they stay in the L2 cache while panels pass
 
 // Rows of x from row `first` on, `stride` apart.
 template <class T>
@@ -49,11 +49,11 @@ struct InputRows {
   const Input<T>* row(int64_t index) const { return x + (index - first) * stride; }
 };
 
-// Sums that a variable looks up, or that a function gets by their address, would lie in memory.
+// Sums that are indexed by a variable, or passed to a function by address, would be stored in memory.
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
 
-// sum += a * b in the sum's own register: left to itself, a compiler puts sums into those of a or b, and has none left.
+// sum += a * b in the sum's own register. Compilers put sums into the registers of a or b and run out of registers.
 #if defined(NANO_AVX512) && defined(NANO_WIDENED)
 INLINE inline void add_product(__m512& sum, __m512 a, __m512 b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 #elif defined(NANO_AVX2)
@@ -62,7 +62,7 @@ INLINE inline void add_product(__m256& sum, __m256 a, __m256 b) { asm("vfmadd231
 alignas(32) constexpr uint32_t UPPER[] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                           0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 
-// The second numbers of eight pairs. Beside three rows of two panels there is no register for the mask.
+// The second numbers of eight pairs. Three rows of two panels leave no register for the mask.
 template <bool MASK_IN_MEMORY>
 INLINE inline __m256i seconds(__m256i pairs) {
   if constexpr (!MASK_IN_MEMORY) return _mm256_and_si256(pairs, _mm256_set1_epi32(int(UPPER[0])));
@@ -70,8 +70,9 @@ INLINE inline __m256i seconds(__m256i pairs) {
   return pairs;
 }
 
-// acc[i][j] += x[i * ldx] * b for all i, where load(0) and load(1) are the halves of b. Up to four rows take one half after
-// the other: with so few sums, no sum may wait for its row's number. More rows have no registers for all these numbers.
+// acc[i][j] += x[i * ldx] * b for all i, where load(0) and load(1) are the halves of b. Up to four rows process one
+// half after the other, because with so few sums no sum may wait for its row's number. More rows leave no registers for
+// all these numbers.
 template <int HEIGHT, int WIDTH, class F>
 INLINE inline void by_halves(Vec (&acc)[HEIGHT][WIDTH], int j, const float* x, int64_t ldx, F load) {
   if constexpr (HEIGHT <= 4) {
@@ -92,9 +93,9 @@ INLINE inline void by_halves(Vec (&acc)[HEIGHT][WIDTH], int j, const float* x, i
 }
 #endif
 #if defined(NANO_NEON)
-// acc[i][j] += a[i] * b for all i, where load(p) is a quarter of b; two quarters at a time. Beside 24 sums there is no
-// room for more, and a compiler that loads as early as it can would put sums into memory for it: so the next address
-// waits, in its eyes, for the sums before it. The processor itself sees no such thing.
+// acc[i][j] += a[i] * b for all i, where load(p) is a quarter of b, two quarters at a time: 24 sums leave no room for
+// more. A compiler that loads as early as possible would spill sums to memory. The asm statement makes the next address
+// depend on the sums before it, for the compiler only: the processor sees no such dependency.
 template <class T, int HEIGHT, int WIDTH, class F>
 INLINE inline void by_quarters(Vec (&acc)[HEIGHT][WIDTH], int j, const Vec (&a)[HEIGHT], const T* panel, int64_t size,
                                int64_t& k, F load) {
@@ -120,7 +121,7 @@ struct Steps;
 template <>
 struct Steps<bf16> {  // a step is a pair of columns
   static constexpr int SIZE = 2 * LANES;
-  // Of widened rows the last column may have a zero beside it.
+  // Widened rows may have a zero after the last column.
   static int64_t count(int64_t columns) { return (columns + (sizeof(Input<bf16>) == 4)) / 2; }
 
   template <int HEIGHT, int WIDTH>
@@ -128,7 +129,7 @@ struct Steps<bf16> {  // a step is a pair of columns
 #if defined(NANO_AVX2) || defined(NANO_NEON)
     half<0>(acc, x + 2 * k + 1, ldx, w, k);
 #if defined(NANO_AVX2)
-    // The second half loads when the first one is done, in the eyes of the compiler: it has no registers left before.
+    // For the compiler, the loads of the second half depend on the first: it has no free registers before that.
     UNROLL for (int i = 0; i < HEIGHT; i++)
       UNROLL for (int j = 0; j < WIDTH; j++) asm("" : "+r"(k), "+x"(acc[i][j].lo), "+x"(acc[i][j].hi));
 #endif
@@ -148,7 +149,8 @@ struct Steps<bf16> {  // a step is a pair of columns
 
 #if defined(NANO_WIDENED)
  private:
-  // `vdot` in two halves, the second of each pair first. The registers hold the sums, and the numbers of one half only.
+  // `vdot` in two halves, the second number of each pair first. Registers hold the sums and the numbers of one half
+  // only.
   template <int HALF, int HEIGHT, int WIDTH>
   INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const Panels<bf16>& w, int64_t& k) {
 #if defined(NANO_AVX512)
@@ -206,10 +208,11 @@ struct Steps<float> {
   }
 };
 
-// Nothing; ahead in every panel of this tile; a panel of the next tile; half of one, a line in every second step.
+// Prefetch nothing; ahead in every panel of this tile; a panel of the next tile; half of one, a line in every second
+// step.
 enum class Fetch { NONE, STREAMS, PANEL, HALF };
 
-// `stride`: sums of a row. Never inlined: its registers are its own.
+// `stride`: sums per row. Never inlined, so that it has all registers to itself.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
 __attribute__((noinline)) void tile(const Input<T>* x, int64_t ldx, Panels<T> w, const Segments& segments,
                                     Panels<T> next, int next_panel, float* sums, int stride) {
@@ -226,7 +229,7 @@ __attribute__((noinline)) void tile(const Input<T>* x, int64_t ldx, Panels<T> w,
   };
   const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
   const int64_t distance = AHEAD<WIDTH> < count ? AHEAD<WIDTH> : count, turn = count - distance;  // from there on the next panels come
-  alignas(64) float waiting[Segments::DEPTH][HEIGHT * WIDTH * LANES];  // sums of finished pieces, for their partners
+  alignas(64) float waiting[Segments::DEPTH][HEIGHT * WIDTH * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < segments.count; s++) {
     const int64_t from = S::count(segments.bounds[s]), to = S::count(segments.bounds[s + 1]);
@@ -304,7 +307,7 @@ inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t p
     }
 }
 
-// The panels of a tile after each other. Each fetches what comes behind it, or its part of the next tile's panel.
+// Process the panels of a tile one by one. Each prefetches the following panel, or its part of the next tile's panel.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
 inline void one_by_one(const Input<T>* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
                        float* sums) {
@@ -329,7 +332,7 @@ inline void tile_of(const Linear<T>& job, const InputRows<T>& inputs, int64_t ro
     case 1: tile<T, 1, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
     case 2: tile<T, 2, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
     case 3: tile<T, 3, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
-#if defined(NANO_AVX2)  // more rows leave registers for the sums of one panel
+#if defined(NANO_AVX2)  // more rows leave registers for the sums of one panel only
     case 4: one_by_one<T, 4, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
     case 5: one_by_one<T, 5, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
     case 6: one_by_one<T, 6, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
@@ -344,7 +347,8 @@ inline void tile_of(const Linear<T>& job, const InputRows<T>& inputs, int64_t ro
   finish_tile(job, row, height, panel, WIDTH, sums);
 }
 
-// All rows of one tile's panels. Few rows wait for memory, so they fetch ahead; the last of many rows fetch what comes.
+// Process all rows of one tile's panels. Few rows wait for memory, so they prefetch. The last of many rows prefetch
+// `next`.
 template <class T, int WIDTH>
 inline void column_of_tiles(const Linear<T>& job, const InputRows<T>& inputs, int64_t row, int64_t end_row, int64_t panel, Panels<T> w,
                             Panels<T> next, bool more) {
@@ -369,7 +373,7 @@ class Walk {
       : job_(job), inputs_(inputs), end_row_(end_row), panel_(panel), end_(end_panel), after_(after) {}
 
   template <int WIDTH>
-  void run() {  // panels in tiles of this width, as many as there are
+  void run() {  // process as many tiles of this width as possible
     const int step = job_.gated() ? WIDTH / 2 : WIDTH;
     for (; panel_ + step <= end_; panel_ += step) {
       const bool more = panel_ + 2 * step <= end_;
@@ -407,13 +411,13 @@ void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int
     walk_panels<T>(job, {job.x + row * job.ldx, job.ldx, row}, end_row, panel, end_panel, next);
   } else {
     static thread_local std::vector<float> wide;
-    // Rows a power of two apart would crowd into few places of the cache.
+    // Rows a power of two apart would map to few cache sets.
     const int64_t columns = job.w.columns, stride = (columns / LANES + 2) * LANES;
     for (int64_t from = row, to; from < end_row; from = to) {
       to = std::min(from + WIDENED_ROWS, end_row);
       wide.resize(size_t((to - from) * stride));
       for (int64_t i = from; i < to; i++)
-        for (int64_t k = 0; k < columns; k += LANES)  // zeros behind the last column
+        for (int64_t k = 0; k < columns; k += LANES)  // zeros after the last column
           vstore(wide.data() + (i - from) * stride + k,
                  load_as_float(job.x + i * job.ldx + k, int(std::min<int64_t>(LANES, columns - k))));
       walk_panels<T>(job, {wide.data(), stride, from}, to, panel, end_panel, next);

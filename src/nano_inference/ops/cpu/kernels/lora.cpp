@@ -6,7 +6,7 @@
 namespace nano {
 namespace {
 
-constexpr int64_t TOGETHER = 4;  // sums at once, so that one does not wait for another
+constexpr int64_t TOGETHER = 4;  // sums computed together, so that none waits for another
 
 inline Vec widened(const float* x, int n) { return vload_n(x, n); }
 inline Vec widened(const bf16* x, int n) {

@@ -6,21 +6,21 @@
 
 namespace nano {
 
-// What an adapter adds to columns [first, first + columns) of a product of `in` columns.
+// An adapter's addition to columns [first, first + columns) of a product with `in` input columns.
 struct LoraPart {
   const float *a, *b;  // [rank][in], [rank][columns]
   int64_t rank, first, columns;
   float scale;
 };
 
-// All that it adds to one product.
+// All additions of an adapter to one product.
 struct LoraParts {
   const LoraPart* parts;
   int64_t count;
 };
 
-// Columns [from, to) of a row y of a product, of which x [in] is the input. A column's sum goes over the ranks in
-// rising order; one of A x lane by lane over `in`, and then vsum.
+// Add to columns [from, to) of a row y of a product with input x [in]. A column's sum runs over the ranks in rising
+// order. A sum of A x runs lane by lane over `in`, then through vsum.
 template <class T>
 void lora(const T* x, int64_t in, const LoraParts& own, int64_t from, int64_t to, float* y);
 

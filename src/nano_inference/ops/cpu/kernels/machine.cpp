@@ -1,4 +1,4 @@
-// What the library says about itself and the machine: sizes of its structures, and the rates of benchmarks.
+// Facts about the library and the machine: sizes of structures, and rates for benchmarks.
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -14,12 +14,12 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 extern "C" {
 
-// Sizes of Op, ProgramSpec and Step, so that a mirror out of step is noticed when the library is loaded.
+// Sizes of Op, ProgramSpec and Step, so that Python notices a mismatch when it loads the library.
 void nano_sizes(int64_t* out) {
   out[0] = sizeof(nano::Op), out[1] = sizeof(nano::ProgramSpec), out[2] = sizeof(nano::Step);
 }
 
-// Seconds for one barrier of two threads: tells how far apart their cores are.
+// Seconds per barrier of two threads, a measure of the distance between their cores.
 double nano_ping(int64_t rounds) {
   double start = 0, end = 0;
   auto work = [&](nano::Team& team) {
@@ -32,7 +32,7 @@ double nano_ping(int64_t rounds) {
   return (end - start) / double(rounds);
 }
 
-// Bytes a second that threads read from `data` of so many floats, each its own part.
+// Bytes per second that threads read from `data` [count], each its own part.
 double nano_read_rate(const float* data, int64_t count, int64_t num_threads) {
   static std::atomic<float> sink;
   double start = 0, end = 0;
@@ -55,7 +55,7 @@ double nano_read_rate(const float* data, int64_t count, int64_t num_threads) {
   return double(count / 128 * 512) / (end - start);
 }
 
-// bf16 operations a second of products whose weights and rows stay in cache.
+// bf16 operations per second of products whose weights and rows stay in the cache.
 double nano_product_rate(int64_t num_threads) {
   constexpr int64_t ROWS_OF_ONE = 256, N = 576, K = 1536, ROUNDS = 40;
   using nano::bf16;
@@ -82,7 +82,7 @@ int nano_pack(const void* source, int64_t source_is_bf16, void* packed, int64_t 
               int64_t columns, int64_t num_threads) {
   using nano::bf16;
   auto work = [&](nano::Team& team) {
-    // Cut at whole panels, so that no two threads write to one.
+    // Cut at whole panels, so that no two threads write to the same panel.
     auto cut = [&](int64_t part) {
       const int64_t row = start + count * part / team.size;
       return part == team.size ? count : part == 0 ? 0 : std::max<int64_t>(0, row / 16 * 16 - start);

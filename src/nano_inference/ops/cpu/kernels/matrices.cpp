@@ -7,7 +7,7 @@
 namespace nano {
 namespace {
 
-// The first bit of a lane is set where a number is not finite: its exponent has no zero.
+// The highest bit of a lane is set if a number is not finite: its exponent has no zero bit.
 inline IVec look(IVec seen, IVec bits) {
   return ior(seen, iadd(iand(bits, iset(0x7fffffff)), iset(0x00800000)));
 }
@@ -33,9 +33,10 @@ IVec copy(const float* source, float* out, int64_t size) {
   return look(seen, ibits(rest));
 }
 
-constexpr int SQUARES = 4;  // one below the other: a row of `out` gets four lines at once, not sixteen rows one each
+// processed together, one below the other: a row of `out` gets four lines at once, not sixteen rows one each
+constexpr int SQUARES = 4;
 
-// By squares of 16, of which those at the edges are not whole.
+// Transpose in squares of 16, of which those at the edges may be partial.
 template <bool streaming>
 IVec turn(const float* source, float* out, int64_t rows, int64_t columns) {
   IVec seen = iset(0), words[SQUARES][LANES];
@@ -65,7 +66,7 @@ IVec turn(const float* source, float* out, int64_t rows, int64_t columns) {
 
 IVec place(const MatrixPlace& own, const float* source) {
   const int64_t size = own.rows * own.columns;
-  // past the caches where whole lines are written, which would be read for nothing
+  // bypass the caches when whole lines are written, which would otherwise be read first
   const bool aligned = reinterpret_cast<uintptr_t>(own.out) % 64 == 0;
   if (!own.turned) return aligned ? copy<true>(source, own.out, size) : copy<false>(source, own.out, size);
   return aligned && own.rows % LANES == 0 ? turn<true>(source, own.out, own.rows, own.columns)

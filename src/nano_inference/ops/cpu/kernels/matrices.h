@@ -1,11 +1,11 @@
-// Matrices that are copied into place, as they are or turned, and looked at on the way: an adapter's new version
-// (`Ops.placed` of ops/lora.py).
+// Copies of matrices, optionally transposed and with a check for non-finite numbers: an adapter's new version
+// (`Ops.placed`, ops/lora.py).
 #pragma once
 #include <cstdint>
 
 namespace nano {
 
-// Where a matrix [rows][columns] goes: [rows][columns], or turned, [columns][rows].
+// Destination of a matrix [rows][columns]: [rows][columns], or [columns][rows] if it is turned.
 struct MatrixPlace {
   float* out;
   int64_t rows, columns, turned;
@@ -15,7 +15,7 @@ struct MatrixPlace {
 
 extern "C" {
 
-// Copy each matrix to its place, bit by bit, on the thread that calls: the pool's may be in the middle of a step, which it
-// need not wait for. Returns the first matrix with a number that is not finite, -1 if there is none.
+// Copy each matrix to its place, bit for bit, on the calling thread, since the pool may be busy with a step. Return the
+// index of the first matrix with a number that is not finite, -1 if there is none.
 int64_t nano_place(const nano::MatrixPlace* places, const float* const* sources, int64_t count);
 }

@@ -1,4 +1,4 @@
-// Layers of experts: which experts a row goes through, their products, and the sum over a row's experts.
+// Layers of experts: the selection of a row's experts, their products, and the sum over a row's experts.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,13 +14,13 @@ namespace {
 
 enum Problem { NONE = 0, BAD_ROW = 1, BAD_EXPERT = 2 };
 
-constexpr int64_t ROW_CHUNK = 64;       // rows of an expert that a thread takes at once
+constexpr int64_t ROW_CHUNK = 64;       // rows of an expert that a thread takes at a time
 constexpr int64_t PANELS_OF_GATE = 12;  // and panels of its outputs
 constexpr int64_t PANELS_OF_DOWN = 24;
 
 int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// What the choice of a row needs; with room for whole panels of experts.
+// Memory for the selection of a row's experts, with room for whole panels of experts.
 struct Choice {
   std::vector<float> sizes, keys, groups;
   std::vector<uint8_t> taken, kept;
@@ -30,7 +30,7 @@ Vec vsigmoid(Vec x) {
   return vdiv(vset(1.f), vadd(vset(1.f), vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), x))))));
 }
 
-// The scores of a row's experts, each still to be divided by what is returned.
+// Compute the scores of a row's experts. Each must still be divided by the result.
 float score(const float* z, const Routing& r, std::vector<float>& sizes) {
   float highest = z[0];
   for (int64_t e = 1; e < r.num_experts; e++) highest = z[e] > highest ? z[e] : highest;
@@ -44,8 +44,7 @@ float score(const float* z, const Routing& r, std::vector<float>& sizes) {
   return r.sigmoid ? 1.f : vsum(lanes);
 }
 
-// Marks `count` more of those in [first, last) that are not marked, highest first; of equal ones the first. The sum of
-// their keys.
+// Mark the `count` highest unmarked keys in [first, last), the first of equal keys first. Return the sum of these keys.
 float take(const float* keys, int64_t first, int64_t last, int64_t count, std::vector<uint8_t>& taken) {
   float sum = 0.f;
   for (int64_t k = 0; k < count; k++) {
@@ -58,7 +57,7 @@ float take(const float* keys, int64_t first, int64_t last, int64_t count, std::v
   return sum;
 }
 
-// The keys of experts that are not of the row's best groups become -inf.
+// Set the keys of experts outside the row's best groups to -inf.
 void keep_best_groups(const Routing& r, Choice& c) {
   const int64_t size = r.num_experts / r.groups;
   c.groups.resize(size_t(r.groups));
@@ -71,7 +70,7 @@ void keep_best_groups(const Routing& r, Choice& c) {
     if (!c.kept[size_t(e / size)]) c.keys[size_t(e)] = -INFINITY;
 }
 
-// The experts of one row and their weights, from its logits.
+// Select the experts of one row, with their weights, from its logits.
 void choose(const float* z, const Routing& r, Choice& c, int64_t* ids, float* weights) {
   c.sizes.resize(size_t(up_to_lanes(r.num_experts)));
   const float whole = score(z, r, c.sizes);
@@ -121,7 +120,7 @@ struct Item {
   int64_t expert, row, end_row, panel, end_panel;
 };
 
-// Weights stay in the cache while the rows of their expert pass.
+// Cut the work into items. Weights stay in the cache while the rows of their expert pass.
 void cut(const std::vector<int64_t>& starts, int64_t num_panels, int64_t chunk, std::vector<Item>& items) {
   items.clear();
   for (int64_t e = 0; e + 1 < int64_t(starts.size()); e++)
@@ -130,7 +129,7 @@ void cut(const std::vector<int64_t>& starts, int64_t num_panels, int64_t chunk, 
         items.push_back({e, row, std::min(row + ROW_CHUNK, starts[e + 1]), panel, std::min(panel + chunk, num_panels)});
 }
 
-// Rows of x with the experts that they go through.
+// Rows of x, each with an expert.
 struct Chosen {
   const int64_t *rows, *experts;  // [count]
   int64_t count;
@@ -138,13 +137,13 @@ struct Chosen {
 
 template <class T>
 struct Scratch {
-  std::vector<int64_t> starts, order;  // first place of each expert; who stands at a place
+  std::vector<int64_t> starts, order;  // first index of each expert in `order`; entries sorted by expert
   std::vector<Item> ups, downs;
   std::vector<T> inputs, gated;  // rows by expert
   std::vector<float> sums;
 };
 
-// Rows by expert, and within one as they came.
+// Sort the rows by expert, in their original order within an expert.
 template <class T>
 void sort(const Chosen& chosen, int64_t num_experts, Scratch<T>& s) {
   s.starts.assign(size_t(num_experts) + 1, 0);
@@ -164,7 +163,7 @@ void product(const Item& item, const T* x, Matrix<T> all, const T* biases, Finis
          item.end_panel, {nullptr, nullptr, 0});
 }
 
-// Weights, and biases or null, of the first expert; the others follow.
+// Weights, and biases or null, of the first expert, followed by the other experts.
 template <class T>
 struct Stack {
   Matrix<T> weight;
@@ -176,7 +175,7 @@ template <class T>
 void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, Stack<T> gate_up, Stack<T> down, Finish gate,
                  float* out, int num_threads) {
   static thread_local Scratch<T> of_this_thread;
-  Scratch<T>& s = of_this_thread;  // which others work on too
+  Scratch<T>& s = of_this_thread;  // the other threads use it too
   sort(chosen, num_experts, s);
   const int64_t count = chosen.count, hidden = down.weight.rows, inner = down.weight.columns;
   s.inputs.resize(size_t(count * hidden));
@@ -208,7 +207,8 @@ using namespace nano;
 
 extern "C" {
 
-// The experts [num_rows, per_token] of rows x [num_rows, hidden], rising, and their weights; of a router [rows, hidden].
+// Compute the experts [num_rows, per_token] of rows x [num_rows, hidden], rising, and their weights, with a router
+// [rows, hidden].
 void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void* router, int64_t rows, int64_t is_bf16,
                     const Routing* routing, int64_t* ids, float* weights, int64_t num_threads) {
   auto work = [&](Team& team) {
@@ -222,8 +222,8 @@ void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void*
   run_team(int(num_threads), work);
 }
 
-// See run_experts. gate_up and down are packed, all experts one below the other; hidden and inner are multiples of 16.
-// Biases are of the same kind of numbers, or null. `activation`: a Finish.
+// Call run_experts. gate_up and down are packed, with all experts one below the other. hidden and inner are multiples
+// of 16. Biases have the weights' type or are null. `activation`: a Finish.
 int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
                       int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
                       const void* down, const void* down_bias, const Quantised* gate_up_codes,

@@ -1,13 +1,13 @@
-// What the kernels of experts are told: see moe.cpp.
+// Arguments of the kernels of experts (moe.cpp).
 #pragma once
 #include <cstdint>
 
 namespace nano {
 
-// How a row's experts are chosen and weighed: see `Routing` of ops/moe.py.
+// Selection and weights of a row's experts, as defined by `Routing` of ops/settings.py.
 struct Routing {
   int64_t num_experts, per_token, sigmoid, renormalized, groups, groups_kept, group_best;
-  int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
+  int64_t shared;     // 0: no shared expert; 1: its weight is 1; 2: its weight is the sigmoid of the last logit
   const float* bias;    // [num_experts], or null
   const float* logits;  // [num_experts], added to the logits, or null
   float scale, floor, logit_scale;

@@ -11,16 +11,16 @@ namespace nano::head {
 template <int n>
 inline IVec xorshift(IVec x) { return ixor(x, ishr<n>(x)); }
 
-// The 32-bit mixer after its first step, which is xorshift<16>.
+// The 32-bit mixer after its first step, xorshift<16>.
 inline IVec mix_rest(IVec x) {
   x = xorshift<15>(imul(x, iset(0x21F0AAAD)));
   return xorshift<15>(imul(x, iset(0xD35A2D97)));
 }
 
-// What all samples share of the hash: the ids mixed, and the first step of the next mixing.
+// The part of the hash that all samples share: the mixed ids, and the first step of the next mixing.
 inline IVec stir(IVec ids) { return xorshift<16>(mix_rest(xorshift<16>(ids))); }
 
-// exp((z - base) / T) with scale = log2(e) / T: the difference first, so that nothing is lost near the base. NaN stays.
+// exp((z - base) / T) with scale = log2(e) / T. Subtracting first loses no digits near the base. NaN stays NaN.
 inline Vec odds_of(Vec logits, Vec base, Vec scale) {
   return vexp2(vmax(vset(-160.f), vmul(vsub(logits, base), scale)));
 }
@@ -28,7 +28,7 @@ inline Vec odds_of(Vec logits, Vec base, Vec scale) {
 struct NoiseKey {
   NoiseKey() = default;
   NoiseKey(uint32_t first, uint32_t second) : first(first ^ first >> 16), second(second) {}
-  uint32_t first = 0, second = 0;  // `first` has gone through the step that `stir` ends with
+  uint32_t first = 0, second = 0;  // `first` already includes the step that `stir` ends with
 };
 
 // 31 bits for each of 16 stirred ids.
@@ -37,7 +37,7 @@ inline IVec noise_bits(IVec stirred, NoiseKey key) {
   return iand(mix_rest(xorshift<16>(x)), iset(0x7fffffff));
 }
 
-// log of the exponential noise that these bits stand for. -log(1 - v) is 2 atanh(v / (2 - v)): no digits lost for small v.
+// Log of the exponential noise of these bits. -log(1 - v) is 2 atanh(v / (2 - v)), which loses no digits for small v.
 inline double log_noise(uint32_t bits) {
   float v = (float(bits < 0x7fffff80u ? bits : 0x7fffff80u) + 0.5f) * 0x1p-31f;
   if (v > 0.25f) return log1(-log1(1.0 - double(v)));
@@ -46,8 +46,8 @@ inline double log_noise(uint32_t bits) {
   return log1(2 * s * p);
 }
 
-// A token that leads. Tokens are compared by logit / temperature - log(noise), kept exactly as the sum high + low, then
-// by the lower id: the winner depends neither on the order in which tokens come nor on who compares them.
+// The leading token. Tokens are compared by logit / temperature - log(noise), stored exactly as the sum high + low,
+// then by the lower id. The winner depends neither on the order of tokens nor on the thread that compares them.
 struct Best {
   double high = -std::numeric_limits<double>::infinity(), low = 0;
   float logit = 0, raw = 0;
@@ -61,18 +61,18 @@ struct Best {
   }
 };
 
-// Tokens that race together: exp((logit - base) * inv_t), 0 beyond the last one, in whole vectors.
+// Tokens of a race: exp((logit - base) * inv_t), 0 after the last one, in whole vectors.
 struct Runners {
   const float *odds, *logits, *raw;  // raw: before bias and penalties
   const uint32_t* stirred;
-  const int32_t* ids;  // null: they count from `first`
+  const int32_t* ids;  // null: ids count from `first`
   int64_t first;
   int count;
   float base, inv_t;
 };
 
-// Tokens win where noise < odds * this / 2^31, at the most: noise >= v, v = (bits + 1/2) / 2^31, and the odds are good to
-// 2e-5. Too generous costs time; what counts is decided by `offer`.
+// A token can only win if noise < odds * this / 2^31: noise >= v, v = (bits + 1/2) / 2^31, and the odds are accurate to
+// 2e-5. A bound that is too generous only costs time, because `offer` decides.
 inline float reach_of(const Best& best, const Runners& r) {
   if (best.id < 0) return std::numeric_limits<float>::infinity();
   double x = double(r.base) * r.inv_t - best.high;
@@ -103,7 +103,7 @@ inline float run_hopeful(const Runners& r, int j, Mask hopeful, IVec bits, float
 
 inline void race(const Runners& r, NoiseKey key, Best& best) {
   float reach = reach_of(best, r);
-  if (reach <= 0.5f) return;  // not even the best odds with the smallest noise
+  if (reach <= 0.5f) return;  // even the best odds lose with the smallest noise
   auto hopeful = [&](int j, IVec bits) { return vgt(vmul(vload(r.odds + j), vset(reach)), vfrom_int(bits)); };
   int j = 0;
   for (; j + LANES < r.count; j += 2 * LANES) {

@@ -1,4 +1,4 @@
-// Weights into panels and back, in place. The bits are those of a cast to nearest even; denormals stay.
+// Weights into panels and back, in place. The bits are those of a cast to nearest even; denormals are kept.
 #include "linear.h"
 #include "transpose.h"
 
@@ -25,7 +25,7 @@ inline IVec round16(IVec bits) {
   return ibits(vselect(vnan(vbits(bits)), vbits(ior(bits, iset(0x400000))), vbits(rounded)));
 }
 
-// Where [row, column] lies.
+// Index of [row, column] in the packed weight.
 template <class T>
 inline int64_t place(int64_t row, int64_t column, int64_t columns) {
   const int64_t panel = row / LANES, lane = row % LANES;
@@ -37,7 +37,7 @@ inline int64_t place(int64_t row, int64_t column, int64_t columns) {
   }
 }
 
-// Columns of 16 whole rows that are moved at once: a word a row and column, or a pair of columns where both are bf16.
+// Columns of 16 whole rows that are moved together: a word per row and column, or per pair of columns if both are bf16.
 template <class T, class S>
 constexpr int64_t WIDTH = sizeof(T) == 2 || sizeof(S) == 2 ? 32 : 16;
 
@@ -53,7 +53,7 @@ inline void put(void* p, IVec v) {
   else istore(p, v);
 }
 
-// Columns [0, WIDTH) of 16 rows into a panel.
+// Move columns [0, WIDTH) of 16 rows into a panel.
 template <bool streaming, class T, class S>
 inline void move(const S* source, int64_t columns, T* out) {
   const IVec upper = iset(0xffff0000);
@@ -76,8 +76,8 @@ inline void move(const S* source, int64_t columns, T* out) {
   }
 }
 
-// One panel: 16 whole rows, contiguous. The next panel's are fetched meanwhile: they are 16 streams to the processor,
-// which does not foresee so many.
+// Pack one panel: 16 whole, contiguous rows. The rows of the next panel are prefetched, because 16 streams are too many
+// for the processor's own prefetcher.
 template <bool streaming, class T, class S>
 void pack_panel(const S* source, T* out, int64_t columns, bool more) {
   constexpr int64_t width = WIDTH<T, S>, line = 64 / sizeof(S);

@@ -14,8 +14,8 @@
 namespace nano {
 namespace {
 
-// How long a waiting thread looks before it lets others have its core. Waking one that sleeps takes a tenth of a
-// millisecond and more, so what is looked for is the next call of the same step, or the next step.
+// How long a waiting thread spins before it yields its core. Waking a sleeping thread takes 0.1 ms or more, so threads
+// spin for the next call of the same step, and for the next step.
 constexpr int LOOKS_IN_TEAM = 4000;
 constexpr double SECONDS_FOR_WORK = 2e-3;
 
@@ -85,7 +85,7 @@ class Pool {
 
   std::mutex running_, mutex_;
   std::condition_variable wake_;
-  std::vector<std::thread> threads_;  // they live as long as the process
+  std::vector<std::thread> threads_;  // live as long as the process
   alignas(64) std::atomic<int> job_{0};
   alignas(64) std::atomic<int> left_{0};
   alignas(64) std::atomic<int> arrived_{0};
@@ -111,7 +111,7 @@ void Team::wait() {
 }
 
 void run_team(int num_threads, Work work, void* context) {
-  // Threads do not survive a fork: the child gets a pool of its own. A pool is never destroyed, since its threads may
+  // Threads do not survive a fork: the child gets its own pool. A pool is never destroyed, since its threads may
   // outlive static objects at exit.
   static std::mutex choosing;
   static Pool* pool = nullptr;

@@ -1,4 +1,4 @@
-// A pool of threads that all kernels share, with a barrier for those who work together.
+// A pool of threads that all kernels share, with a barrier for the threads of a team.
 #pragma once
 #include <atomic>
 
@@ -11,7 +11,7 @@ class Team {
       : thread(thread), size(size), arrived_(arrived), round_(round) {}
   const int thread, size;
 
-  // Wait until all threads of the team have come here. What they wrote before is seen after.
+  // Wait until all threads of the team have arrived. Their earlier writes are visible afterwards.
   void wait();
 
   // This thread's share of n things: [begin(n), end(n)).
@@ -26,11 +26,11 @@ class Team {
 
 using Work = void (*)(Team& team, void* context);
 
-// Run `work` on so many threads, the caller's among them, with denormals flushed; returns when all are done. Calls from
+// Run `work` on num_threads threads, the caller included, with denormals flushed. Return when all are done. Calls from
 // several threads wait for each other. Exceptions must not leave `work`.
 void run_team(int num_threads, Work work, void* context);
 
-// The same for a callable.
+// Run a callable.
 template <class F>
 void run_team(int num_threads, F& work) {
   run_team(num_threads, [](Team& team, void* context) { (*static_cast<F*>(context))(team); }, &work);

@@ -11,16 +11,19 @@
 namespace nano {
 namespace {
 
-constexpr int64_t ROWS_OF_A_THREAD = 32;  // from here on a thread keeps its rows from operation to operation
-constexpr int64_t BLOCK_OF_ROWS = 256;    // rows that go through a layer together: what lies between stays in cache
-constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them rather than wait
-constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
+constexpr int64_t ROWS_OF_A_THREAD = 32;  // with this many rows per thread, a thread keeps its rows across operations
+// rows that pass through a layer together: intermediate results stay in the cache
+constexpr int64_t BLOCK_OF_ROWS = 256;
+constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them instead of waiting
+constexpr double UNEVEN = 1.08;           // most rows of a thread, relative to an equal share, to own whole sequences
 
-enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5, BAD_ADAPTER = 6 };
+enum Problem {
+  NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5, BAD_ADAPTER = 6, BAD_KIND = 7
+};
 
-// How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: a
-// thread has the same rows in every operation, with barriers around attention. SEQUENCES: rows of whole sequences, so
-// that no thread waits for another.
+// How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: each
+// thread has the same rows in every operation, with barriers around attention. SEQUENCES: each thread has the rows of
+// whole sequences, so that no thread waits for another.
 enum class Sharing { COLUMNS, ROWS, SEQUENCES };
 
 }  // namespace
@@ -41,12 +44,13 @@ class Program {
       if (int problem = begin(step)) return problem;
     step_ = &step;
     auto work = [this](Team& team) { spec_.is_bf16 ? perform<bf16>(team) : perform<float>(team); };
+    has_bad_kind_.store(false, std::memory_order_relaxed);
     run_team(int(step.num_threads), work);
-    return NONE;
+    return has_bad_kind_.load(std::memory_order_relaxed) ? BAD_KIND : NONE;
   }
 
  private:
-  // What all runs of a step share.
+  // Prepare the state that all runs of a step share.
   int begin(const Step& step) {
     if (int problem = check(step)) return problem;
     step_ = &step;
@@ -101,7 +105,7 @@ class Program {
       sharing_ = Sharing::COLUMNS;
       return;
     }
-    // Cut where sequences begin, each cut next to its share of the rows.
+    // Cut where sequences begin, each cut as close as possible to an equal share.
     const int64_t* starts = step_->rows.cu_seqlens_q;
     const int64_t chunks = spec_.num_windows ? step_->rows.num_chunks : 0;
     bool even = chunks > 0;
@@ -189,7 +193,7 @@ class Program {
     const int64_t panels = job.num_panels(), first = panels * part / parts, last = panels * (part + 1) / parts;
     const Panels<T> next = next_weights<T>(index, part, parts);
     if (!op.heads) return linear(job, row, end_row, first, last, next);
-    const int64_t size = panels / op.heads;  // of a head
+    const int64_t size = panels / op.heads;  // panels per head
     for (int64_t from = first, to; from < last; from = to) {
       const int64_t head = from / size;
       to = std::min(last, (head + 1) * size);
@@ -201,7 +205,7 @@ class Program {
     }
   }
 
-  // What the adapters of rows add to a product, a part of its columns.
+  // Add the adapters of rows to a product, for a part of its columns.
   template <class T>
   void adapt(const Op& op, int64_t row, int64_t end_row, int part, int parts) const {
     if (!step_->row_adapters) return;
@@ -212,7 +216,7 @@ class Program {
              at<float>(op.output, i));
   }
 
-  // What this thread reads after operation `index`: its first panels of the next product.
+  // Return this thread's next weights after operation `index`: its first panels of the next product.
   template <class T>
   Panels<T> next_weights(size_t index, int part, int parts) const {
     for (size_t k = index + 1; k < ops_.size(); k++)
@@ -257,7 +261,7 @@ class Program {
   }
   bool keys_are_values() const { return !layers_.empty() && layers_[0].keys == layers_[0].values; }
 
-  // Operations that take one row after another.
+  // Run an operation that processes one row after another.
   template <class T>
   void by_rows(const Op& op, int64_t row, int64_t end_row) const {
     for (int64_t i = row; i < end_row; i++) {
@@ -277,7 +281,7 @@ class Program {
                   {op.heads, op.input_step, op.output_step, op.turning, op.columns}, op.norm, at<float>(op.output, i));
           break;
         case Kind::GATE: gate<T>(in, op.rows, op.finish, at<T>(op.output, i)); break;
-        default: break;
+        default: has_bad_kind_.store(true, std::memory_order_relaxed);
       }
     }
   }
@@ -286,7 +290,7 @@ class Program {
     return op.kv_heads && !op.norm.data && !op.key_norm.data && !op.value_norm.data;
   }
 
-  // Each key head with its queries for itself: where rows are few, all threads have some.
+  // Process each key head with its queries separately, so that all threads have work if rows are few.
   template <class T>
   void rope_by_heads(const Op& op, Team& team) const {
     const int64_t kv_heads = op.kv_heads, group = op.query_heads / kv_heads, items = step_->rows.num_rows * kv_heads;
@@ -307,7 +311,7 @@ class Program {
     float* query = at<float>(op.input, row) + op.first_column;
     const float* values = values_of(op, row);
     static thread_local std::vector<float> own;
-    if (kv_heads && (op.joint || op.value_norm.data)) {  // before the norm of keys changes them
+    if (kv_heads && (op.joint || op.value_norm.data)) {  // copied before the norm of keys changes them
       own.assign(values, values + kv_heads * size);
       if (op.value_norm.data) norm_heads<T>(own.data(), kv_heads, op.value_norm);
       values = own.data();
@@ -348,6 +352,7 @@ class Program {
   std::vector<int64_t> cuts_;                      // first row of each thread, and N
   Sharing sharing_ = Sharing::COLUMNS;
   const Step* step_ = nullptr;
+  mutable std::atomic<bool> has_bad_kind_{false};  // an operation's kind has no kernel
 };
 
 }  // namespace nano

@@ -1,5 +1,5 @@
-// A decoder step as a list of operations on numbered buffers, run in one call. Python records the list once (see
-// ops/cpu/recorder.py) and runs it with every batch.
+// A decoder step as a list of operations on numbered buffers, run in one call. Python records the list once
+// (ops/cpu/recorder.py) and runs it with every batch.
 #pragma once
 #include <cstdint>
 
@@ -18,37 +18,39 @@ struct Op {
   Finish finish;        // LINEAR, GATE
   int32_t input, output;  // buffers, -1 for none
   int32_t residual;     // buffer: NORM; MEET: queries
-  int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION; LORA: plan is the product's place among those of an adapter
+  int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION; LORA: plan is the product's index within an adapter
   int32_t wide;         // NORM: out is float32
-  float scale;          // EMBED; NORM and ADD: of what is added
-  int32_t read_once;    // NORM: nothing but the product that follows reads its output
-  int64_t first_column;  // LINEAR, ROPE_AND_STORE: where in a row of `in` what it reads begins
-  int64_t heads;         // LINEAR: products by so many equal parts of the weight's rows, 0: one; MEET
-  int64_t input_step, output_step, first_output;  // LINEAR by heads: from one to the next in a row of `in` and of the
-                                                  // output, and where the first begins there; MEET: of a query
+  float scale;          // EMBED; NORM and ADD: factor of the addend
+  int32_t read_once;    // NORM: only the following product reads the output
+  int64_t first_column;  // LINEAR, ROPE_AND_STORE: first column to read in a row of `in`
+  // LINEAR: number of products, each with an equal share of the weight's rows; 0: one product. MEET
+  int64_t heads;
+  int64_t input_step, output_step, first_output;  // LINEAR by heads: distance between heads in a row of `in` and of the
+                                                  // output, and the first column of the output; MEET: of a query
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
-  int64_t rows, columns;      // of the weight; NORM, LORA: columns of the row; GATE: rows is the width of the output; MEET: columns are the latent's
-  NormWeight norm, key_norm, value_norm;  // NORM; MEET; ROPE_AND_STORE: of queries, keys, values, data null for none
+  int64_t rows, columns;      // of the weight; NORM, LORA: columns of the row; GATE: rows is the output's width; MEET: columns is the latent's
+  NormWeight norm, key_norm, value_norm;  // NORM; MEET; ROPE_AND_STORE: of queries, keys, values; data is null for none
   const float *cos, *sin;     // ROPE_AND_STORE: [positions, turning / 2]
   const float* query_scales;  // ROPE_AND_STORE: [positions], or null
-  int64_t turning;            // ROPE_AND_STORE, MEET: numbers of a head that turn
-  int64_t interleaved;        // ROPE_AND_STORE: neighbours are pairs
+  int64_t turning;            // ROPE_AND_STORE, MEET: rotated numbers per head
+  int64_t interleaved;        // ROPE_AND_STORE: rotated pairs are adjacent
   int64_t query_heads, kv_heads, head_dim;  // ROPE_AND_STORE; without KV heads nothing is stored
-  int64_t joint;              // ROPE_AND_STORE: values are the keys as they come, and stand in a row once
+  int64_t joint;              // ROPE_AND_STORE: values are the unrotated keys, and a row contains them once
   Segments segments;          // LINEAR
-  const Quantised* codes;     // EMBED, LINEAR: how the weight is stored instead; or null
-  int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows
+  const Quantised* codes;     // EMBED, LINEAR: the weight in codes, instead of `weight`; or null
+  // EMBED: first token of the weight; number of tokens over all ranks, 0: the weight's rows
+  int64_t first_token, vocab;
 };
 
 struct Layer {
-  void *keys, *values;   // [kv heads][units], with strides in numbers: see kv_store.h
+  void *keys, *values;   // [kv heads][units], with strides in numbers (kv_store.h)
   const int64_t* units;  // block -> unit, or null
   int64_t head_stride, unit_stride;
 };
 
 struct Window {
   int64_t size;  // 0: none
-  float scale, cap;  // as of AttentionShape
+  float scale, cap;  // as in AttentionShape
   int64_t num_heads, num_kv_heads, head_dim;
 };
 
@@ -67,8 +69,8 @@ struct Step {
   const int64_t* input_ids;  // [N]
   void* const* buffers;      // each with room for N rows
   const int64_t* row_bytes;  // of each buffer
-  const int64_t* row_adapters;        // [N] -1 for none; null where no row has one
-  const LoraParts* const* adapters;  // [num_adapters], each by the places of products
+  const int64_t* row_adapters;        // [N], -1 for none; null if no row has one
+  const LoraParts* const* adapters;  // [num_adapters], each indexed by product
   int64_t num_adapters;
   int64_t num_threads;
   int64_t first, last;  // operations to run; a step begins with a run from operation 0

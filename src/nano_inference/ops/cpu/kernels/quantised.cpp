@@ -1,6 +1,7 @@
 #include "quantised.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "codes.h"
@@ -18,8 +19,8 @@ constexpr int64_t PADDED = 32;  // rows of two tiles
 #else
 constexpr int64_t PADDED = 1;
 #endif
-constexpr int LINES_AHEAD = 24;  // of codes, which are fetched before they are used
-// Rows of a tile: their sums fit into registers.
+constexpr int LINES_AHEAD = 24;  // prefetch distance in lines of codes
+// Rows per tile: their sums fit into registers.
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
 constexpr int MOST_ROWS = 8;
 #elif defined(NANO_AVX2) || defined(NANO_AVX512)
@@ -66,7 +67,7 @@ class Inputs {
 
   const int8_t* codes(int64_t row) const { return codes_.data() + row * quads_ * QUAD; }
   float scale(int64_t row, int64_t group) const { return scales_[size_t(row * groups_ + group)]; }
-  int32_t total(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // of codes
+  int32_t total(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // sum of codes
   int64_t num_quads() const { return quads_; }
   int64_t num_groups() const { return groups_; }
 
@@ -85,7 +86,7 @@ class Inputs {
   std::vector<int32_t> totals_;
 };
 
-// Adds to sums of HEIGHT rows by one panel what `count` quads give: codes of 8 bits.
+// Add the products of HEIGHT rows and `count` quads of one panel to sums: codes of 8 bits.
 template <int HEIGHT>
 INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t count) {
   UNROLL for (int64_t k = 0; k < count; k++) {
@@ -95,7 +96,7 @@ INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   }
 }
 
-// The same over 32 columns: codes of 4 bits.
+// Compute the products over 32 columns: codes of 4 bits.
 template <int HEIGHT>
 INLINE inline void add_32(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
   Halves halves[HEIGHT];
@@ -121,7 +122,7 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   }
 }
 
-// How a weight is stored, where the compiler has to know.
+// Storage format of a weight as compile-time constants.
 template <int BITS_, int64_t GROUP_, bool WIDE_, bool MINS_>
 struct Format {
   static constexpr int BITS = BITS_;
@@ -129,7 +130,7 @@ struct Format {
   static constexpr bool WIDE = WIDE_, MINS = MINS_;
 };
 
-// total + what the whole numbers of a row and group stand for.
+// Return total + the scaled value of the integers of a row and group.
 template <class F>
 INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t row, int64_t g, Vec scales, const float* mins) {
   const float sum = float(inputs.total(row, g));
@@ -139,7 +140,7 @@ INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t
   return F::MINS ? vsub(total, vmul(vset(sum), vmul(own, vload(mins)))) : total;
 }
 
-// HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart.
+// Multiply HEIGHT rows from `row` on by one panel. The sums of a row are `stride` apart.
 template <int HEIGHT, class F>
 void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
   constexpr int64_t GROUP = F::GROUP;
@@ -199,24 +200,34 @@ void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs
   }
 }
 
-// use(its format)
+template <class F>
+bool has_format(const Quantised& w) {
+  return w.bits == F::BITS && w.group == F::GROUP && (w.wide != 0) == F::WIDE && (w.mins != nullptr) == F::MINS;
+}
+
+// Call use(format) with the weight's format, one of these. Return false for any other format.
+template <class... F>
+struct Formats {
+  template <class Use>
+  static bool with(const Quantised& w, Use use) {
+    return ((has_format<F>(w) && (use(F()), true)) || ...);
+  }
+};
 template <class Use>
-auto with_format(const Quantised& w, Use use) {
-  if (w.bits == 4 && w.group == 128) return w.mins ? use(Format<4, 128, true, true>()) : use(Format<4, 128, true, false>());
-  if (w.bits == 4 && w.group == 64) return w.mins ? use(Format<4, 64, true, true>()) : use(Format<4, 64, true, false>());
-  if (w.bits == 4 && w.mins) return use(Format<4, 32, true, true>());
-  if (w.bits == 4) return w.wide ? use(Format<4, 32, true, false>()) : use(Format<4, 32, false, false>());
-  if (w.group == 128) return use(Format<8, 128, true, false>());
-  if (w.group == 16) return w.mins ? use(Format<8, 16, true, true>()) : use(Format<8, 16, true, false>());
-  if (w.group == 32) return w.mins ? use(Format<8, 32, true, true>()) : use(Format<8, 32, false, false>());
-  return use(Format<8, 0, true, false>());
+bool with_format(const Quantised& w, Use use) {
+  using Known = Formats<Format<4, 128, true, true>, Format<4, 128, true, false>, Format<4, 64, true, true>,
+                        Format<4, 64, true, false>, Format<4, 32, true, true>, Format<4, 32, true, false>,
+                        Format<4, 32, false, false>, Format<8, 128, true, false>, Format<8, 16, true, true>,
+                        Format<8, 16, true, false>, Format<8, 32, true, true>, Format<8, 32, false, false>,
+                        Format<8, 0, true, false>>;
+  return Known::with(w, use);
 }
 
 using Tile = void (*)(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride);
 
 #if defined(NANO_AMX)
-// As `tile`, of up to 16 rows by a panel of groups, whose codes are bytes. Tiles 0 and 1 are sums of a group, of every
-// other one; 2 and 3 its inputs, 4 and 5 its weights.
+// Like `tile`, for up to 16 rows and a panel with groups, whose codes are bytes. Tiles 0 and 1 are the sums of
+// alternate groups, 2 and 3 their inputs, 4 and 5 their weights.
 template <class F>
 void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, int height,
                    float* out, int stride) {
@@ -277,7 +288,8 @@ template <class T>
 void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   const int64_t num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   const int width = job.gated() ? 2 : 1;
-  const Tile compute = with_format(*job.w.codes, [](auto format) -> Tile { return tile_of<decltype(format)>; });
+  Tile compute = nullptr;
+  if (!with_format(*job.w.codes, [&](auto format) { compute = tile_of<decltype(format)>; })) std::abort();
   alignas(64) float sums[MOST_ROWS * 2 * LANES];
   for (; panel < end_panel; panel++)
     for (int64_t t = 0; t < num_tiles; t++) {
@@ -291,10 +303,10 @@ void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
 }
 
 #if defined(NANO_AMX)
-constexpr int64_t VECTOR_ROWS = 4;  // so many and fewer read weights as fast without tiles
+constexpr int64_t VECTOR_ROWS = 4;  // up to this many rows, vectors read weights as fast as AMX tiles
 
-// Sums over `quads` of 32 rows by two panels, [32][2][16] whole numbers: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7
-// weights. What is no whole tile of 16 quads is added up in lines.
+// Sums over `quads` of 32 rows by two panels, [32][2][16] integers. Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7
+// weights. Quads after the last whole tile of 16 are added up in lines.
 void code_sums(const int8_t* x, int64_t ldx, int height, const int8_t* const (&w)[2], int64_t quads, bool wait, int32_t* sums) {
   constexpr int64_t AT_ONCE = 16, A_ROW = 2 * LANES * sizeof(int32_t);
   TILE_ZERO(0);
@@ -336,7 +348,7 @@ void code_sums(const int8_t* x, int64_t ldx, int height, const int8_t* const (&w
   }
 }
 
-// The codes of a panel as bytes: those of 4 bits, if they are, in `memory`.
+// Return the codes of a panel as bytes. Codes of 4 bits are unpacked to `memory`.
 inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int8_t>& memory) {
   const int64_t quads = w.num_quads();
   const auto* codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * w.bits / 8;
@@ -351,7 +363,7 @@ inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int
   return memory.data();
 }
 
-// As `walk_codes`, of groups.
+// Like `walk_codes`, for formats with groups.
 template <class T>
 void walk_groups(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   const Quantised& w = *job.w.codes;
@@ -373,16 +385,17 @@ void walk_groups(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_
     for (int64_t from = 0; from < num_rows; from += LANES) {
       const int height = int(std::min<int64_t>(LANES, num_rows - from));
       for (int j = 0; j < width; j++)
-        with_format(w, [&](auto format) {
-          if constexpr (decltype(format)::GROUP > 0)
-            tile_in_tiles<decltype(format)>(w, at[j], codes[j], inputs, from, height, sums + j * LANES, width * LANES);
-        });
+        if (!with_format(w, [&](auto format) {
+              if constexpr (decltype(format)::GROUP > 0)
+                tile_in_tiles<decltype(format)>(w, at[j], codes[j], inputs, from, height, sums + j * LANES, width * LANES);
+            }))
+          std::abort();
       finish_tile(job, row + from, height, panel, width, sums);
     }
   }
 }
 
-// As `walk_codes`, of codes of 8 bits with a scale a segment.
+// Like `walk_codes`, for codes of 8 bits with one scale per segment.
 template <class T>
 void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   TileShapes shapes;
@@ -441,7 +454,7 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);
 
-// Returns the scale as it is stored, which may be of 16 bits.
+// Store a scale, and return it as stored, possibly rounded to 16 bits.
 static float store_scale(const Quantised& weight, int64_t place, float scale) {
   if (weight.wide) return static_cast<float*>(const_cast<void*>(weight.scales))[place] = scale;
   const uint16_t half = to_half(scale);
@@ -449,7 +462,7 @@ static float store_scale(const Quantised& weight, int64_t place, float scale) {
   return of_half(half);
 }
 
-// Row n in the panel that holds it; `codes` are whole quads, and those of 4 bits are stored with `base` added.
+// Store row n in the panel that holds it. `codes` are whole quads; `base` is added to codes of 4 bits.
 static void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
   const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES;
   auto* out = static_cast<uint8_t*>(const_cast<void*>(weight.codes));
@@ -480,7 +493,7 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
       const Range range = range_of(part, size);
       float scale = range.largest > TINY ? range.largest / MOST : 0.f, low = -MOST, high = MOST;
       if (weight.bits == 4) {
-        float largest = 0.f;  // with its sign, of the first of equal ones
+        float largest = 0.f;  // with its sign; the first of several equal ones
         for (int64_t k = 0; k < size && largest == 0.f; k++)
           if (std::fabs(part[k]) == range.largest) largest = part[k];
         scale = range.largest > TINY ? largest / -8.f : 0.f, low = -8.f, high = 7.f;
@@ -527,6 +540,9 @@ using namespace nano;
 
 extern "C" {
 
+// 1 if products support the weight's format, otherwise 0. Products of any other format end the process.
+int nano_has_format(const Quantised* weight) { return with_format(*weight, [](auto) {}); }
+
 void nano_quantise(const void* source, int64_t source_is_bf16, const Quantised* weight, int64_t start, int64_t count,
                    int64_t columns, int64_t num_threads) {
   auto work = [&](Team& team) {
@@ -537,7 +553,7 @@ void nano_quantise(const void* source, int64_t source_is_bf16, const Quantised* 
   run_team(int(num_threads), work);
 }
 
-// Codes [count, columns] as they are, with scales and minima [count, groups]; rows of codes `stride` apart.
+// Store codes [count, columns] unchanged, with scales and minima [count, groups]. Rows of codes are `stride` apart.
 void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins, const Quantised* weight,
                       int64_t start, int64_t count, int64_t columns, int64_t num_threads) {
   auto work = [&](Team& team) {

@@ -1,13 +1,14 @@
-// Numbers as codes of 8 bits with a scale: inputs of products, and rows of keys and values (ops/quantised.py).
+// Rounding of numbers to codes of 8 bits with a scale: inputs of products, and rows of keys and values
+// (ops/quantised.py).
 #pragma once
 #include "simd.h"
 
 namespace nano {
 
-constexpr float MOST = 127.f;   // of a code of 8 bits
-constexpr float TINY = 1e-30f;  // a group whose largest number is no larger counts as zeros
+constexpr float MOST = 127.f;   // largest code of 8 bits
+constexpr float TINY = 1e-30f;  // groups whose largest magnitude is at most this count as zeros
 
-// The largest magnitude, and 0, or NaN where something is not finite.
+// Largest magnitude, and 0, or NaN if a number is not finite.
 struct Range {
   float largest, known;
 };
@@ -23,7 +24,7 @@ inline Range range_of(const float* x, int64_t count) {
   return {vhighest(largest), vsum(known)};
 }
 
-// Codes of x / scale, nearest, ties to even.
+// Compute codes of x / scale, rounded to nearest, ties to even.
 inline void round_codes(const float* x, int64_t count, float inverse, float low, float high, int8_t* codes) {
   const Vec factor = vset(inverse), least = vset(low), most = vset(high);
   for (int64_t k = 0; k < count; k += LANES) {
@@ -39,7 +40,7 @@ inline void round_codes(const float* x, int64_t count, float inverse, float low,
   }
 }
 
-// A group of numbers as codes; returns its scale, which is NaN where something is not finite.
+// Encode a group of numbers. Return its scale, which is NaN if a number is not finite.
 inline float encode(const float* x, int64_t count, int8_t* codes) {
   const Range range = range_of(x, count);
   if (range.known == 0.f && range.largest > TINY) {
@@ -47,7 +48,7 @@ inline float encode(const float* x, int64_t count, int8_t* codes) {
     return range.largest / MOST;
   }
   memset(codes, 0, size_t(count));
-  return range.known == 0.f ? 0.f : NAN;  // one NaN on all machines
+  return range.known == 0.f ? 0.f : NAN;  // the same NaN on all machines
 }
 
 }  // namespace nano

@@ -27,8 +27,8 @@ inline Vec weight_at(const NormWeight& norm, int64_t i, int n) {
   return vadd(vset(norm.offset), w);
 }
 
-// 1 / rms of a row: sixteen lanes of squares, folded once; the root in double, so that the norm stays within 2 ulp and
-// half the error of that sum.
+// 1 / rms of a row: sixteen lanes of squares, folded once. The root is computed in double, so that the norm stays
+// within 2 ulp plus half the error of that sum.
 inline float inverse_rms(const float* x, int64_t size, float eps) {
   Vec even = vset(0.f), odd = even;
   int64_t i = 0;
@@ -46,8 +46,8 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
 }  // namespace
 
 Vec gated(Vec gate, Vec up, Finish activation) {
-  // All activations are x * sigmoid(y); GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3),
-  // that of gpt-oss y = 1.702 x, with both sides bounded. A minimum of NaN, as the second, is NaN.
+  // All activations are x * sigmoid(y). GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+  // gpt-oss has y = 1.702 x and clamps both sides. A minimum whose second operand is NaN is NaN.
   Vec y = gate;
   if (activation == Finish::GELU) {
     Vec cubic = vfma(vmul(vmul(gate, gate), vset(0.044715f)), gate, gate);

@@ -1,14 +1,15 @@
-// In which pieces a sum over columns is added up.
+// Segments of a sum over columns.
 #pragma once
 #include <cstdint>
 
 namespace nano {
 
-// A sum over k in up to eight pieces, which start at bounds[i] from zero, each in rising order of k; the pieces are added
-// in pairs: ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)). So ranks that hold some of them agree to the bit with one
-// that holds all. Bounds rise; the last one is the number of columns; all others are even. count 0: one piece.
+// A sum over k in up to eight segments, which start at bounds[i] from zero, each in rising order of k. The segments are
+// added in pairs: ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)). Ranks that hold some of them therefore agree bit
+// for bit with a rank that holds all. Bounds rise. The last one is the number of columns, and all others are even.
+// count 0: one segment.
 struct Segments {
-  static constexpr int MOST = 8, DEPTH = 3;  // DEPTH: sums that wait for their partner, at the most
+  static constexpr int MOST = 8, DEPTH = 3;  // DEPTH: most sums that wait for their partner
   int64_t count, bounds[MOST + 1];
 };
 

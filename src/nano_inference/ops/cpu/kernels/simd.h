@@ -1,8 +1,8 @@
-// Sixteen float lanes, the same bits on every machine: the vocabulary that all kernels are written in.
+// Sixteen float lanes with the same bits on every machine: the functions that all kernels are written in.
 //
-// A build flag picks one of four implementations: NANO_AVX512 (with NANO_BF16 where the machine multiplies bf16
-// itself), NANO_AVX2, NANO_NEON, or none of them: portable C++. Each function below rounds once per operation named, to nearest even,
-// and flushes denormals (FlushDenormals), so all give the same bits. Compile with -ffp-contract=off.
+// A build flag selects one of four implementations: NANO_AVX512 (with NANO_BF16 if the machine multiplies bf16 itself),
+// NANO_AVX2, NANO_NEON, or portable C++ without a flag. Each function below rounds once per named operation, to nearest
+// even, and flushes denormals (FlushDenormals), so all give the same bits. Compile with -ffp-contract=off.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,7 +21,7 @@ inline float widen1(bf16 x) {
   return value;
 }
 
-// To nearest even; denormals become zero and a NaN stays one, as vcvtneps2bf16 does it.
+// Round to nearest even. Denormals become zero and NaN stays NaN, as in vcvtneps2bf16.
 inline bf16 narrow1(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -37,7 +37,7 @@ inline Mask first_lanes(int n) { return n >= LANES ? 0xffffu : n <= 0 ? 0u : (1u
 // Vec: 16 floats.  IVec: 16 32-bit integers.  Pairs: 16 pairs of bf16.
 //
 //   Vec   vset(x)  vload(p)  vload_n(p, n)  vstore(p, v)  vstore_n(p, v, n)      _n: first n lanes only, the rest is
-//         0 and its memory is not touched; pointers need no alignment
+//         0 and its memory is not accessed; pointers need no alignment
 //   Vec   vadd vsub vmul vdiv  vfma(a, b, c) = a * b + c  vmax(a, b) = a > b ? a : b  vmin likewise
 //   Vec   vround(a) to the nearest integer  vscale(a, n) = a * 2^n  vsqrt
 //   float vsum(a)  halves added to halves: lane i + lane i + 8, then + 4, + 2, + 1    vhighest(a) likewise, by vmax
@@ -63,7 +63,7 @@ namespace nano {
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Denormals count as zero while one of these lives, in this thread, as vdpbf16ps has it; the old mode comes back after.
+// Flushes denormals to zero in this thread during its lifetime, like vdpbf16ps. Then the old mode is restored.
 class FlushDenormals {
  public:
 #if defined(__x86_64__)
@@ -100,7 +100,7 @@ inline Vec vexp2(Vec x) {
 }
 constexpr float LOG2E = 1.44269504f;
 
-// e^x in two steps of reduction, so that a large |x| costs no digits. Error below 1 ulp.
+// e^x with a reduction in two steps, so that a large |x| loses no digits. The error is below 1 ulp.
 inline Vec vexp(Vec x) {
   Vec whole = vround(vmul(x, vset(LOG2E)));
   Vec part = vfma(whole, vset(-0.693359375f), x);
@@ -115,7 +115,7 @@ inline Vec vexp(Vec x) {
   return vscale(p, whole);
 }
 
-// 1 - 2 / (1 + e^2x), which is off by an ulp of 1 near 0. Of NaN, as the second operand, a minimum is NaN.
+// 1 - 2 / (1 + e^2x), with an error of an ulp of 1 near 0. A minimum whose second operand is NaN is NaN.
 inline Vec vtanh(Vec x) {
   Vec e = vexp(vmax(vset(-88.f), vmin(vset(88.f), vadd(x, x))));
   return vsub(vset(1.f), vdiv(vset(2.f), vadd(vset(1.f), e)));

@@ -1,4 +1,4 @@
-// Vec, IVec, Pairs on AVX2 with FMA, two registers each; the list of functions is in simd.h.
+// Vec, IVec, Pairs on AVX2 with FMA, two registers each. simd.h lists the functions.
 #pragma once
 #include <immintrin.h>
 
@@ -98,7 +98,7 @@ inline IVec ito_int(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi3
 inline Vec vbits(IVec a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline IVec ibits(Vec a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 
-// Two halves, so that the factor is a normal number wherever the product is one.
+// Scale in two halves, so that each factor is a normal number whenever the product is one.
 inline Vec vscale(Vec a, Vec n) {
   IVec whole = ito_int(vmin(vset(250.f), vmax(vset(-250.f), n)));
   IVec half = {_mm256_srai_epi32(whole.lo, 1), _mm256_srai_epi32(whole.hi, 1)}, one = iset(127);

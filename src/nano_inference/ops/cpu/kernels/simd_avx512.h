@@ -1,7 +1,7 @@
-// Vec, IVec, Pairs on AVX-512; the list of functions is in simd.h.
+// Vec, IVec, Pairs on AVX-512. simd.h lists the functions.
 #pragma once
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own headers: "_mm512_undefined" is meant
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own headers use "_mm512_undefined" intentionally
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>
@@ -27,7 +27,8 @@ inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec vsqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec vround(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// n within [-250, 250], of which any number is zero or infinite: of NaN and an infinite n vscalefps makes 0 or infinity.
+// Clamp n to [-250, 250], where any number is already zero or infinite: vscalefps turns NaN and an infinite n into 0 or
+// infinity.
 inline Vec vscale(Vec a, Vec n) { return _mm512_scalef_ps(a, _mm512_range_ps(n, vset(250), 2)); }
 
 inline __m128 sum_to4(Vec a) {
@@ -39,7 +40,8 @@ inline float vsum(Vec a) {
   t = _mm_add_ps(t, _mm_movehl_ps(t, t));
   return _mm_cvtss_f32(_mm_add_ss(t, _mm_shuffle_ps(t, t, 1)));
 }
-// Not _mm512_reduce_max_ps, which takes halves in another order: of a number and a NaN a maximum is the second.
+// Not _mm512_reduce_max_ps, which takes halves in another order: the maximum of a number and a NaN is the second
+// operand.
 inline float vhighest(Vec a) {
   __m256 t = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
   __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));

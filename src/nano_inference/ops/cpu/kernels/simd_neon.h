@@ -1,8 +1,8 @@
-// Vec, IVec, Pairs on NEON (aarch64), four registers each; the list of functions is in simd.h.
+// Vec, IVec, Pairs on NEON (aarch64), four registers each. simd.h lists the functions.
 //
-// FPCR.FZ, which FlushDenormals sets, makes zeros of denormals that go in and that come out, as the modes of x86 do.
-// In one place the two differ: a result that lies below 2^-126 and rounds up to it is 2^-126 there and zero here, since
-// here a result counts as too small before it is rounded. It takes a product or a quotient within 2^-151 of 2^-126.
+// FPCR.FZ, which FlushDenormals sets, flushes denormal inputs and outputs to zero like the modes of x86. There is one
+// difference: a result below 2^-126 that rounds up to 2^-126 is 2^-126 on x86 and zero here, because here a result
+// counts as too small before it is rounded. This requires a product or a quotient within 2^-151 of 2^-126.
 #pragma once
 #include <arm_neon.h>
 
@@ -16,7 +16,7 @@ struct IVec {
 };
 using Pairs = IVec;
 
-// f of each quarter. Always inline: a call would put the quarters into memory.
+// Apply f to each quarter. Always inlined: a call would store the quarters in memory.
 template <class Out, class F, class... In>
 inline __attribute__((always_inline)) Out each(F f, const In&... in) {
   return {f(in.q0...), f(in.q1...), f(in.q2...), f(in.q3...)};
@@ -29,7 +29,7 @@ inline IVec lane_bits(Mask m) {  // all ones in the lanes that are set
   return {vtstq_u32(all, vld1q_u32(bits)), vtstq_u32(all, vld1q_u32(bits + 4)), vtstq_u32(all, vld1q_u32(bits + 8)),
           vtstq_u32(all, vld1q_u32(bits + 12))};
 }
-inline Mask mask_of(IVec lanes) {  // of lanes that are all ones or zeros: a bit of each
+inline Mask mask_of(IVec lanes) {  // one bit per lane, for lanes that are all ones or zeros
   static const uint8_t bits[LANES] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   const uint16x8_t low = vuzp1q_u16(vreinterpretq_u16_u32(lanes.q0), vreinterpretq_u16_u32(lanes.q1));
   const uint16x8_t high = vuzp1q_u16(vreinterpretq_u16_u32(lanes.q2), vreinterpretq_u16_u32(lanes.q3));
@@ -57,7 +57,7 @@ inline void vstore_n(float* p, Vec v, int n) {
 }
 inline float vfirst(Vec v) { return vgetq_lane_f32(v.q0, 0); }
 
-// a > b ? a : b. The processor's own maximum is another one: of a NaN, and of two zeros.
+// a > b ? a : b. The processor's own maximum differs for a NaN and for two zeros.
 inline float32x4_t higher(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline float32x4_t lower(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 
@@ -103,7 +103,7 @@ inline Vec vselect(Mask m, Vec a, Vec b) {
 
 inline IVec iset(uint32_t x) { return {vdupq_n_u32(x), vdupq_n_u32(x), vdupq_n_u32(x), vdupq_n_u32(x)}; }
 inline uint32x4_t words_at(const void* p) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
-inline IVec iload(const void* p) {  // by bytes: the compiler would take an address of words for an aligned one
+inline IVec iload(const void* p) {  // by bytes: the compiler would assume that an address of words is aligned
   auto q = static_cast<const uint8_t*>(p);
   return {words_at(q), words_at(q + 16), words_at(q + 32), words_at(q + 48)};
 }
@@ -137,7 +137,7 @@ inline Mask igt(IVec a, IVec b) {
 inline Vec vfrom_int(IVec a) {
   return each<Vec>([](uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }, a);
 }
-inline IVec ito_int(Vec a) {  // where the value does not fit, what x86 gives
+inline IVec ito_int(Vec a) {  // if the value does not fit, the result is that of x86
   return each<IVec>(
       [](float32x4_t x) {
         const uint32x4_t fits = vcaltq_f32(x, vdupq_n_f32(2147483648.f));
@@ -148,7 +148,7 @@ inline IVec ito_int(Vec a) {  // where the value does not fit, what x86 gives
 inline Vec vbits(IVec a) { return each<Vec>([](uint32x4_t x) { return vreinterpretq_f32_u32(x); }, a); }
 inline IVec ibits(Vec a) { return each<IVec>([](float32x4_t x) { return vreinterpretq_u32_f32(x); }, a); }
 
-// Two halves, so that the factor is a normal number wherever the product is one.
+// Scale in two halves, so that each factor is a normal number whenever the product is one.
 inline Vec vscale(Vec a, Vec n) {
   return each<Vec>(
       [](float32x4_t x, float32x4_t by) {
@@ -168,8 +168,8 @@ inline Pairs bdup(const bf16* p) {
 }
 inline Pairs bdup_first(const bf16* p) { return iset(*p); }
 inline Pairs bfirst(Pairs b) { return iand(b, iset(0xffff)); }
-// Not BFDOT: it rounds the two products and their sum to odd, each by itself, or with FEAT_EBF16 the pair at once, so
-// its sums have other bits than two fused products, which is what `vdot` means.
+// Not BFDOT: it rounds the two products and their sum to odd, each separately, or with FEAT_EBF16 the pair together.
+// Its sums have other bits than two fused products, which `vdot` requires.
 inline Vec vdot(Vec acc, Pairs a, Pairs b) {
   const IVec high = iset(0xffff0000);
   acc = vfma(vbits(iand(a, high)), vbits(iand(b, high)), acc);
@@ -181,7 +181,7 @@ inline Vec vwiden(const bf16* p) {
           vreinterpretq_f32_u16(vzip1q_u16(zero, high)), vreinterpretq_f32_u16(vzip2q_u16(zero, high))};
 }
 inline uint16x8_t narrow8(float32x4_t a, float32x4_t b) {
-  // The upper halves of bits + 0x7fff + the lowest bit that stays.
+  // The upper halves of bits + 0x7fff + the lowest remaining bit.
   auto rounded = [](float32x4_t x) {
     const uint32x4_t bits = vreinterpretq_u32_f32(x);
     return vaddhn_u32(bits, vsraq_n_u32(vdupq_n_u32(0x7fff), vshlq_n_u32(bits, 15), 31));

@@ -1,4 +1,4 @@
-// Vec, IVec, Pairs in portable C++; the list of functions is in simd.h. Clear, and slow where fmaf is a call.
+// Vec, IVec, Pairs in portable C++. simd.h lists the functions. Clear, but slow if fmaf is a function call.
 #pragma once
 #include <algorithm>
 
@@ -90,7 +90,7 @@ template <int n>
 inline IVec ishr(IVec a) { return each<IVec>([&](int i) { return a.at[i] >> n; }); }
 inline Mask igt(IVec a, IVec b) { return mask_of([&](int i) { return int32_t(a.at[i]) > int32_t(b.at[i]); }); }
 inline Vec vfrom_int(IVec a) { return each<Vec>([&](int i) { return float(int32_t(a.at[i])); }); }
-inline IVec ito_int(Vec a) {  // what a machine gives where the value does not fit
+inline IVec ito_int(Vec a) {  // if the value does not fit, the result is that of a machine instruction
   return each<IVec>([&](int i) {
     return std::fabs(a.at[i]) < 2147483648.f ? uint32_t(int32_t(std::nearbyint(a.at[i]))) : 0x80000000u;
   });
@@ -98,7 +98,7 @@ inline IVec ito_int(Vec a) {  // what a machine gives where the value does not f
 inline Vec vbits(IVec a) { return each<Vec>([&](int i) { return float_of(a.at[i]); }); }
 inline IVec ibits(Vec a) { return each<IVec>([&](int i) { return bits_of(a.at[i]); }); }
 
-// Two halves, so that the factor is a normal number wherever the product is one.
+// Scale in two halves, so that each factor is a normal number whenever the product is one.
 inline Vec vscale(Vec a, Vec n) {
   return each<Vec>([&](int i) {
     float within = n.at[i] > -250.f ? (n.at[i] < 250.f ? n.at[i] : 250.f) : -250.f;

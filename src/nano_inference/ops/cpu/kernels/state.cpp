@@ -1,5 +1,5 @@
-// Layers that carry a state: a short convolution and the gated delta rule. What is computed is written down in
-// ops/reference/state.py; here in one order of additions, whatever else is in the batch.
+// Layers with a state: a short convolution and the gated delta rule. ops/reference/state.py specifies them. Here the
+// order of additions is fixed, independent of the rest of the batch.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -60,7 +60,8 @@ float exp_1(float x) { return vfirst(vexp(vmax(vset(-100.f), vmin(vset(88.f), vs
 // log(1 + e^x)
 float softplus(float x) { return float((x > 0.f ? x : 0.f) + log1(1.0 + double(exp_1(x > 0.f ? -x : x)))); }
 
-// Channels [first, last) of all rows: in(row, channel) is what goes in, out(row, channel, vector) takes what comes out.
+// Convolve channels [first, last) of all rows: in(row, channel) returns an input, out(row, channel, vector) takes an
+// output.
 template <class T, class In, class Out>
 void convolve(const StateStep& s, const Convolution& conv, int64_t first, int64_t last, In in, Out out) {
   static thread_local std::vector<float> taps;  // [taps][channels of this thread]
@@ -87,7 +88,7 @@ void convolve(const StateStep& s, const Convolution& conv, int64_t first, int64_
     }
 }
 
-// This thread's channels, whole vectors: [begin, end).
+// This thread's channels [begin, end), in whole vectors.
 int64_t begin_of(const Team& team, int64_t channels) { return team.begin(channels / LANES) * LANES; }
 int64_t end_of(const Team& team, int64_t channels) { return team.end(channels / LANES) * LANES; }
 
@@ -109,19 +110,19 @@ float dot(const float* a, const float* b, int64_t n) {
   return vsum(sum);
 }
 
-// To unit length, times scale.
+// Normalise to unit length, times scale.
 void normalise(const float* x, int64_t n, float scale, float* out) {
   const float length = vfirst(vsqrt(vset(dot(x, x, n) + L2_EPS)));
   for (int64_t d = 0; d < n; d += LANES) vstore(out + d, vdiv(vmul(vload(x + d), vset(scale)), vset(length)));
 }
 
-// What a thread needs of one row and key head.
+// Memory of a thread for one row and key head.
 struct RowScratch {
   alignas(64) float q[MOST_KEY_DIM], k[MOST_KEY_DIM], out[MOST_KEY_DIM];
-  std::vector<float> by_key, by_query, since;  // [tokens of the block before the row]
+  std::vector<float> by_key, by_query, since;  // [earlier tokens of the row's block]
 };
 
-// One row of one value head; keys of its block and the row's q and k are in scratch.
+// Compute one row of one value head. The keys of its block, and the row's q and k, are in the scratch memory.
 template <class T>
 void delta_row(const StateStep& s, const DeltaRule& r, int64_t row, int64_t head, float own, RowScratch& b, T* out) {
   const int64_t heads = r.value_heads, wide = r.value_dim, deep = r.key_dim, t = s.positions[row] % s.block_size;
@@ -137,7 +138,7 @@ void delta_row(const StateStep& s, const DeltaRule& r, int64_t row, int64_t head
   for (int64_t j = 0; j < t; j++) b.since[size_t(j)] = exp_1(decay - r.decays[(first + j) * heads + head]);
 
   const int64_t size = deep * wide;
-  const float* before = nullptr;  // the state that the block before left
+  const float* before = nullptr;  // state at the end of the previous block
   if (s.positions[row] >= s.block_size)
     before = r.state + (slot_at(s, chunk, s.positions[row] - t - 1) / s.block_size * heads + head) * size;
   float* u = r.values + (slot * heads + head) * wide;
@@ -187,7 +188,7 @@ void delta_row(const StateStep& s, const DeltaRule& r, int64_t row, int64_t head
   }
 }
 
-// All rows of a chunk, in order, of one key head and the value heads that it serves.
+// Compute all rows of a chunk in order, for one key head and the value heads that it serves.
 template <class T>
 void delta_head(const StateStep& s, const DeltaRule& r, int64_t chunk, int64_t head, RowScratch& b, T* out) {
   const int64_t deep = r.key_dim, group = r.value_heads / r.key_heads;

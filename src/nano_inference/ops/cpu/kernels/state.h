@@ -1,30 +1,30 @@
-// What the kernels of layers with a state are told: see state.cpp.
+// Arguments of the kernels of layers with a state (state.cpp).
 #pragma once
 #include <cstdint>
 
 namespace nano {
 
-// Rows of sequences, and which units what is kept of them lies in.
+// Rows of sequences, and the units that store their states.
 struct StateStep {
   int64_t num_rows, num_chunks, block_size, table_stride, num_blocks, num_units;
-  int64_t window;  // how many tokens back a row reads, itself included
+  int64_t window;  // number of tokens that a row reads, itself included
   const int64_t *positions, *slot_mapping, *row_chunks, *cu_seqlens_q, *block_tables;
-  const int64_t* units;  // block -> unit; null: a block is the unit of its number
+  const int64_t* units;  // block -> unit; null: block ids are unit ids
 };
 
-// A convolution of each channel by itself; channels are a multiple of 16.
+// A separate convolution for each channel. The number of channels is a multiple of 16.
 struct Convolution {
-  void* inputs;        // what is kept: [slots of units, channels]
+  void* inputs;        // stored inputs: [slots of units, channels]
   const void* weight;  // [channels, taps]
   const void* bias;    // [channels], or null
   int64_t channels, taps;
 };
 
-// The rule's weights and what is kept; widths are multiples of 16.
+// The rule's weights and stored columns. Widths are multiples of 16.
 struct DeltaRule {
   const float* projected;  // rows of the convolution's inputs, gates, betas, decays
-  int64_t stride;          // from one row to the next
-  float* mixed;            // [rows, channels]: for what the convolution gives
+  int64_t stride;          // distance between rows
+  float* mixed;            // [rows, channels]: receives the convolution's output
   float *keys, *values, *decays, *state;
   const float *log_decay, *decay_bias;  // [value heads]
   const void* norm;                     // [value_dim]

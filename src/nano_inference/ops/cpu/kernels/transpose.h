@@ -1,4 +1,4 @@
-// Sixteen rows of sixteen words become sixteen columns, in registers: what stands between rows and panels.
+// Transpose sixteen rows of sixteen words in registers, between rows and panels.
 #pragma once
 #include "simd.h"
 
@@ -6,7 +6,7 @@ namespace nano {
 
 #if defined(NANO_AVX512)
 
-// Pairs of words, then of pairs; then the quarters of four vectors change places, twice.
+// Interleave words, then pairs of words. Then exchange the quarters of four vectors, twice.
 inline void transpose(IVec (&v)[16]) {
   IVec t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -18,7 +18,7 @@ inline void transpose(IVec (&v)[16]) {
       v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
       v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
     }
-  // v[4 * g + c]: in its quarter q, rows 4 * g ... of column 4 * q + c.
+  // v[4 * g + c] holds, in its quarter q, rows 4 * g ... of column 4 * q + c.
   for (int c = 0; c < 4; c++) {
     const IVec low02 = _mm512_shuffle_i32x4(v[c], v[4 + c], 0x88), low13 = _mm512_shuffle_i32x4(v[c], v[4 + c], 0xdd);
     const IVec high02 = _mm512_shuffle_i32x4(v[8 + c], v[12 + c], 0x88);
@@ -31,7 +31,7 @@ inline void transpose(IVec (&v)[16]) {
   for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
-// Past the caches, which would otherwise first read what is overwritten. `p` lies at a multiple of 64.
+// Store past the caches, which would otherwise read the overwritten line first. `p` is a multiple of 64.
 inline void istream(void* p, IVec v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
 inline void streamed() { _mm_sfence(); }
 
@@ -54,7 +54,7 @@ inline void transpose8(__m256i* (&v)[8]) {
   }
 }
 
-// Four squares of eight, of which two change places.
+// Transpose four squares of eight, and exchange two of them.
 inline void transpose(IVec (&v)[16]) {
   for (int i = 0; i < 16; i += 8) {
     __m256i *low[8], *high[8];
@@ -88,7 +88,7 @@ inline void transpose4(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, uint32x4_t& 
   a = low(even, next_even), b = low(odd, next_odd), c = high(even, next_even), d = high(odd, next_odd);
 }
 
-// Sixteen squares of four, which then change places.
+// Transpose sixteen squares of four, and exchange them.
 inline void transpose(IVec (&v)[16]) {
   uint32x4_t t[16][4];
   for (int i = 0; i < 16; i++) t[i][0] = v[i].q0, t[i][1] = v[i].q1, t[i][2] = v[i].q2, t[i][3] = v[i].q3;
