@@ -193,7 +193,7 @@ def test_every_field_is_one_grammar(name: str, served: Served) -> None:
 BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a part of the reason
     ({"guided_json": UNKNOWN}, "guided_json", "uniqueItems"),
     ({"guided_json": 5}, "guided_json", "must be an object"),
-    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
     ({"guided_regex": "("}, "guided_regex", "regex"),
     ({"guided_regex": 5}, "guided_regex", "a string"),
