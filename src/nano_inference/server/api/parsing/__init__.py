@@ -1,5 +1,5 @@
-"""What a model wrote, taken apart as it comes: reasoning, content and tool calls. Pure text, one
-table row a family.
+"""Parsers of model output, which split it into reasoning, content and tool calls as it comes. They
+work on text, with one table row per model family.
 """
 
 from nano_inference.server.api.parsing.formats import (
