@@ -197,8 +197,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a pa
     ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
     ({"guided_regex": "("}, "guided_regex", "regex"),
     ({"guided_regex": 5}, "guided_regex", "a string"),
-    ({"guided_choice": []}, "guided_choice", "one or more"),
-    ({"guided_choice": [""]}, "guided_choice", "at least one character"),
+    ({"guided_choice": []}, "guided_choice", "at least one string"),
+    ({"guided_choice": [""]}, "guided_choice", "none of them empty"),
     ({"guided_choice": "yes"}, "guided_choice", "a list"),
     ({"guided_grammar": "root ::= other"}, "guided_grammar", "other"),
     ({"guided_grammar": "begin: A"}, "guided_grammar", "start"),
@@ -506,7 +506,7 @@ def test_failed_matcher_says_why(
     monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
     status, error = failed(tiny, path, "[0-9]{40}", stream)
     assert status == (200 if stream else 500)
-    said = "the engine could not go on with this request: a limit of lexer states is reached."
+    said = "the engine could not continue this request: a limit of lexer states is reached."
     assert error["message"] == said
     assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
     assert error.get("code", "sample_failed") == "sample_failed"

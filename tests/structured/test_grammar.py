@@ -376,7 +376,7 @@ def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> No
         (lambda: Grammar.json_schema("[" * 100_000), "not valid JSON"),
         (lambda: Grammar.json_schema("3"), "must be an object, not 3"),
         (lambda: Grammar.json_schema({"a": object()}), "cannot be written as JSON"),
-        (lambda: Grammar("regex", "a", backend="none"), "backend 'none'"),  # pyright: ignore[reportArgumentType]
+        (lambda: Grammar("regex", "a", backend="none"), "one of .*; got 'none'"),  # pyright: ignore[reportArgumentType]
         (lambda: SamplingParams(grammar="[0-9]"), "must be a Grammar"),  # pyright: ignore[reportArgumentType]
     ],
 )

@@ -228,7 +228,7 @@ def test_engine_that_fails_ends_the_stream_with_a_failed_response(
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0",
-            "reads text alone",
+            "reads only text",
         ),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.arguments", "a string"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
