@@ -33,10 +33,10 @@ log = logging.getLogger("nano_inference.server")
 class FleetClient(EngineClient):
     """Client of several engines, with the interface of a client of one.
 
-    A request gets a seed and the replica that the router chooses. Its tokens are kept until it has
-    ended. If its replica dies or is drained, another one resumes it with the same bits
-    (`Failover`). The `Supervisor` adds and removes replicas. An engine operation that changes one
-    replica changes all or none (`FleetOperations`). Everything runs on one event loop.
+    A request gets a seed and the replica that the router chooses. The fleet keeps the request's
+    tokens until it has ended. If its replica dies or is drained, another one resumes it with the
+    same bits (`Failover`). The `Supervisor` adds and removes replicas. An engine operation that
+    changes one replica changes all or none (`FleetOperations`). Everything runs on one event loop.
 
     Args:
         make: Returns a client of an engine that is not started yet, by the number of the replica.
@@ -188,7 +188,7 @@ class FleetClient(EngineClient):
         return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
-        """Remove a replica for good. Others resume its requests. Return the number of these
+        """Remove a replica. Others resume its requests. Return the number of these
         requests. Raises `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.remove(replica)
@@ -448,7 +448,7 @@ class FleetClient(EngineClient):
     def _ask(
         self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
     ) -> float:
-        """Start an operation on all replicas. It completes even if its caller stops waiting."""
+        """Start an operation on all replicas, which completes even if its caller stops waiting."""
 
         async def answer() -> None:
             try:

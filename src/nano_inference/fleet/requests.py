@@ -69,8 +69,8 @@ class SampleSoFar:
 
 
 class FleetRequest:
-    """Request of a fleet, with the received part of each sample. It knows the client of its replica
-    and nothing else of the fleet.
+    """Request of a fleet, with the received part of each sample. The client of its
+    replica is the only part of the fleet that it knows.
 
     `hand_to` lets another replica resume in one of three ways. If nothing has come, the replica
     begins. Otherwise it resumes from the received tokens, with one prefill. With `sampling_mask` it

@@ -62,8 +62,8 @@ class Router:
     whatever the number of its samples, so groups stay together.
 
     **Prefixes** are known coarsely, by chained keys at fixed positions of the prompt: after 1, 2,
-    3, 4, 6, 8, 12, 16, 24 … pieces of `piece` tokens. Of the tokens between two positions only the
-    last piece is hashed. The salt, the weight version and the adapter are the root of the chain. A
+    3, 4, 6, 8, 12, 16, 24 … pieces of `piece` tokens. Between two positions only the last piece of
+    tokens is hashed. The salt, the weight version and the adapter are the root of the chain. A
     key names the replicas that got such a prompt. At most `max_keys` are kept, and the least
     recently used are dropped first. A wrong guess costs a prefill and changes no result, so
     replicas need not report evictions. An update changes the version, and so all keys.
@@ -114,7 +114,7 @@ class Router:
         self._loads[replica] = self._open[replica] = _Load(replica)
 
     def remove(self, replica: str) -> None:
-        """Remove a replica. Its tickets no longer count. Raises `KeyError` if it is unknown."""
+        """Remove a replica, whose tickets no longer count. Raises `KeyError` if it is unknown."""
         self.forget(replica)
         del self._loads[replica]
         self._open.pop(replica, None)
@@ -263,8 +263,8 @@ class Router:
     def _cheapest(
         self, hits: list[tuple[int, set[_Load]]], able: Mapping[str, _Load]
     ) -> tuple[_Load, int]:
-        """Return the replica of the lowest cost, and how many tokens of the prompt it holds. Of
-        several with the same cost, the holder of most tokens wins.
+        """Return the replica of the lowest cost, and how many tokens of the prompt it holds. At
+        equal cost, the holder of most tokens wins.
         """
         order = attrgetter("order")
         best, cached = min(able.values(), key=order), 0

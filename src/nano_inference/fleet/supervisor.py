@@ -129,7 +129,7 @@ class Supervisor:
         return {name: each.client for name, each in self.replicas.items() if each.is_alive}
 
     def adapter_key(self, name: str | None) -> str | None:
-        """Return the adapter's part of block names for requests of now, or None without one."""
+        """Return the adapter's key in the names of newly computed blocks, or None."""
         info = None if name is None else self.adapters.get(name)
         return None if info is None else adapter_key(info.name, info.version)
 

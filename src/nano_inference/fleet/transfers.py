@@ -217,12 +217,12 @@ class Prefill:
     """Prefill and decode on different replicas.
 
     A request runs on a prefill replica until all its samples have a token. Then it is cancelled
-    there, and its prompt's blocks move to the replica that the router chose for the rest. It
-    resumes there as after a failover: same seed, positions and weights, so the same bits. Blocks
-    that cannot be moved are recomputed.
+    there, and its prompt's blocks move to the replica that the router chose for the rest. The
+    request resumes there as after a failover: same seed, positions and weights, so the same bits.
+    Blocks that cannot be moved are recomputed.
 
     Args:
-        count: Number of prefill replicas. They are the first ones.
+        count: Number of prefill replicas, the first ones.
         least: Least number of prompt tokens for a prefill replica.
         router: Router that places requests there.
         supervisor: Supervisor of the replicas.

@@ -311,7 +311,7 @@ class _Watch:
         self._wait()
 
     def cancel(self) -> None:
-        """Stop the timer for good."""
+        """Stop the timer permanently."""
         with self._lock:
             self._is_over = True
             if self._timer is not None:

@@ -10,8 +10,8 @@ from nano_inference.errors import InvalidRequest
 GrammarKind = Literal["json", "regex", "choice", "lark", "gbnf", "structural_tag"]
 BackendName = Literal["llguidance", "xgrammar", "outlines"]
 
-# Whitespace between the tokens of JSON: a space, or a new line and its indentation. It is bounded,
-# because models loop in unbounded whitespace.
+# Whitespace between the tokens of JSON: a space, or a new line and its indentation. The bound is
+# needed because models loop in unbounded whitespace.
 BOUNDED = r"[ ]?(\n[ \t]{0,32})?"
 COMPACT = ""
 MOST_CHARACTERS = 2**20  # of a grammar
@@ -106,12 +106,12 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
-        """Return a grammar in llguidance's dialect of Lark. Its first rule is `start`."""
+        """Return a grammar in llguidance's dialect of Lark, whose first rule is `start`."""
         return cls("lark", text)
 
     @classmethod
     def gbnf(cls, text: str) -> "Grammar":
-        """Return a grammar in llama.cpp's notation. Its first rule is `root`."""
+        """Return a grammar in llama.cpp's notation, whose first rule is `root`."""
         return cls("gbnf", text)
 
     @classmethod

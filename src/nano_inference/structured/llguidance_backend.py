@@ -101,8 +101,8 @@ class LlguidanceBackend(Backend):
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
-    """Return the child's function, which returns why a grammar is rejected, or b"". Its stack is
-    smaller than that of the engine's threads, which compile the grammar later.
+    """Return the child's function, which returns why a grammar is rejected, or b"". The check has
+    a smaller stack than the engine's threads, which compile the grammar later.
     """
     import msgspec
 

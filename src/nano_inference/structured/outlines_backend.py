@@ -1,5 +1,5 @@
-"""Masks by outlines-core, which turns regular expressions into automata over tokens. It runs in a
-child process, and this process gets the automata as tables of numbers.
+"""Masks by outlines-core, which turns regular expressions into automata over tokens. A child
+process runs it, and this process gets the automata as tables of numbers.
 
 outlines-core gets schemas in their plain form, because it ignores many of their keywords.
 """
@@ -156,7 +156,7 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
             said = json.loads(source)
             source = build_regex_from_schema(said["schema"], said["whitespace"])
         # outlines-core stops at the first match and loses less preferred ones (`ab` in `a|ab`).
-        # With an end marker there is no match before the end.
+        # An end marker prevents matches before the end.
         index = outlines_core.Index(f"(?:{source}){END}", vocabulary)
         return msgspec.msgpack.encode(_table(index, len(tokens), set(ends)))
 

@@ -2,7 +2,7 @@
 
 A backend lists the keywords that it enforces. The plain form has no others: a schema with another
 keyword is rejected, and the error names the keyword. The plain form may allow less than the schema,
-such as no properties other than the declared ones. It never allows more. Every part of it is one of
+such as no properties other than the declared ones, but never more. Every part of it is one of
 
 - `{"$ref": "#/$defs/NAME"}`, with those definitions at the root,
 - `{"enum": [...]}`,

@@ -1,5 +1,5 @@
-"""Masks by xgrammar. It compiles in a child process and gets schemas in their plain form, because
-xgrammar ignores keywords that it does not know.
+"""Masks by xgrammar, which compiles in a child process. Schemas are passed in their plain form,
+because xgrammar ignores keywords that it does not know.
 
 The API process checks grammars with this module and never imports xgrammar, which imports torch.
 """

@@ -11,7 +11,7 @@ Particularities of this server:
   (`enable_thinking`). `disabled` or none asks it not to. A template without this switch ignores
   both. `budget_tokens` is not enforced. Reasoning is always answered as a thinking block.
 - If the last message is the assistant's, it is the beginning of the answer, which does not repeat
-  it. It must not end in whitespace.
+  it. Such a message must not end in whitespace.
 - `chat_template_kwargs` is an extension: more variables for the template.
 - `tool_choice` `any` and `tool`, and tools that are `strict`, are enforced by a grammar.
   `disable_parallel_tool_use` omits all calls but the first. The model sees the result of a call

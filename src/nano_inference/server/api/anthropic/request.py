@@ -30,8 +30,8 @@ from nano_inference.server.api.shared.prompts import (
 from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import bad_request, shown
 
-# Claude Code adds a line to the system text that differs in every request. It is removed, since it
-# does not matter to a model and would make prefix hits impossible.
+# Claude Code adds a line to the system text that differs in every request. The line is removed,
+# since it is irrelevant to a model and would make prefix hits impossible.
 _BILLING = "x-anthropic-billing-header:"
 
 

@@ -74,8 +74,8 @@ def usage_told(usage: RequestUsage, served: Served) -> dict[str, Any]:
 def stop_reason(
     sample: TrainingSample, served: Served, stop_token_ids: Sequence[int] | None
 ) -> str | int | None:
-    """Return vLLM's stop reason of a sample. It is None for an end-of-sequence id of the model,
-    unless the request has the id in its `stop_token_ids`.
+    """Return vLLM's stop reason of a sample: None for an end-of-sequence id of the model, unless
+    the request has the id in its `stop_token_ids`.
     """
     reason = sample.stop_reason
     is_implicit = reason in served.engine.eos_token_ids and reason not in (stop_token_ids or ())
@@ -273,7 +273,7 @@ class OpenAIBuilder(Builder):
         return self._no_choice + encode_line(self.usage_of(usage, choices)) + b"}\n\n" + DONE
 
     def without_nulls(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a part of an answer without nulls that only vLLM sends. They are kept if the
+        """Return a part of an answer without nulls that only vLLM sends. Nulls are kept if the
         server has `--rl`, or the request has a field that OpenAI does not have.
         """
         return {

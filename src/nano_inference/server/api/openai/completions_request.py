@@ -53,7 +53,7 @@ class CompletionAsked(OpenAIBuilder):
             raise bad_request(
                 "logprobs requires a tokenizer, which the model does not have; omit it.", "logprobs"
             )
-        # The engine draws at least one token. It is hidden if the client wants none.
+        # the engine draws at least one token, which is hidden if the client wants none
         newer = request.max_completion_tokens is not None
         self._max_tokens_name = "max_completion_tokens" if newer else "max_tokens"
         self._max_tokens = request.max_completion_tokens if newer else request.max_tokens

@@ -1,5 +1,5 @@
 """`POST /v1/embeddings`: the policy's hidden state after the last token of each input, from which
-the next token would be drawn. These are embeddings only for models that were trained so.
+the next token would be drawn. Only models that were trained so have useful embeddings.
 """
 
 import base64

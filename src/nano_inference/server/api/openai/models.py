@@ -88,7 +88,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchemaFormat(Strict):
-    """Schema with its name. It is enforced even if it is not strict."""
+    """Schema with its name, enforced even if it is not strict."""
 
     name: str | None = None
     description: str | None = None

@@ -243,7 +243,7 @@ _TEXT: Mapping[Kind, str] = {
 
 
 class ItemStream(Blocks):
-    """Converter of pieces to events of output items. It also collects the items.
+    """Converter of pieces to events of output items, which also collects the items.
 
     Args:
         logprobs: Builder that makes rows of logprobs. None: the client did not ask for them.

@@ -1,5 +1,5 @@
-"""Parsers of model output, which split it into reasoning, content and tool calls as it comes. They
-work on text, with one table row per model family.
+"""Parsers of model output, which split it into reasoning, content and tool calls as it comes. Each
+model family is one table row.
 """
 
 from nano_inference.server.api.parsing.formats import (

@@ -13,7 +13,7 @@ class ToolCallDelta:
         id: `call_` and 24 hexadecimal digits, in the call's first part. None in later ones.
         name: Name of the function, in the call's first part. None in later ones.
         arguments: Next part of the arguments' JSON text. May be empty.
-        broken: True if it turned out not to be a call. Its text is content.
+        broken: True if it turned out not to be a call, so that its text is content.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Parsed:
 
 
 class OutputParser(Protocol):
-    """Parser of one sample. It accepts any text in pieces of any size and never raises.
+    """Parser of one sample, which accepts any text in pieces of any size and never raises.
 
     The joined `content`, `reasoning` and arguments of each call do not depend on the pieces.
     """

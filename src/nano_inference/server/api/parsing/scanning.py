@@ -1,5 +1,5 @@
-"""Readers of text that comes in pieces: up to a marker, and to the end of one JSON value. They look
-at each character a few times at most, whatever the pieces.
+"""Readers of text that comes in pieces: up to a marker, and to the end of one JSON value. Each
+character is read a few times at most, whatever the pieces.
 """
 
 import json
@@ -27,7 +27,7 @@ class TextReader:
         raise NotImplementedError
 
     def _go_on(self, text: str = "", *, ended: bool = False) -> None:
-        """Continue to read with the next text. `ended`: there is no more."""
+        """Continue to read with the next text. `ended`: the last one."""
         self._text, self._at, self._ended = self._text[self._at :] + text, 0, ended
         next(self._reading, None)
 

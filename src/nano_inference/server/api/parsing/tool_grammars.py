@@ -136,8 +136,8 @@ class _Rules:
         return f"TEXT | {later} | {at_once}" if bare else f"TEXT | {later}"
 
     def _bare_opening(self) -> str:
-        """Return the opening of calls without a marker. It includes the space before it, because
-        text may begin with both and the longest match wins.
+        """Return the opening of calls without a marker, including the space before it, because text
+        may begin with both and the longest match wins.
         """
         opening = self._format.opening
         if not opening:

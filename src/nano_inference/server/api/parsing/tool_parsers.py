@@ -281,7 +281,7 @@ class ToolCallParser(TextReader):
         return is_there
 
     def _announce(self, call: _CallObject, arguments: str = "") -> None:
-        """Report the object as a call. It stays one unless its arguments break."""
+        """Report the object as a call, which it stays unless its arguments break."""
         index, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = f"call_{secrets.token_hex(12)}"
         self._calls[index] = ToolCallDelta(index, call_id, call.name or "", arguments)

@@ -73,7 +73,7 @@ class Choice:
         detokenizer: Makes the text. None: the engine makes it, to search for stop strings, or no
             text is wanted.
         parser: Separates reasoning and tool calls from the text. None: all text is content.
-        stop_ids: Ids that end the choice. They have no text.
+        stop_ids: Ids that end the choice, without text.
         shows_stop: True if the text includes the stop string or the id that ended it.
         calls: Tool calls, including broken ones.
         num_tokens: Number of tokens so far.

@@ -34,8 +34,8 @@ def _with_other_fields(schema: dict[str, Any], model: "type[Strict]") -> None:
 
 
 class Strict(BaseModel):
-    """Part of a request. Values are not converted, so numbers must be numbers. Its declared fields
-    are implemented. Unknown fields are kept in `model_extra`.
+    """Part of a request. Values are not converted, so numbers must be numbers. Declared fields are
+    implemented. Unknown fields are kept in `model_extra`.
 
     Attributes:
         ignored: Names of fields that are accepted with any value and have no effect.

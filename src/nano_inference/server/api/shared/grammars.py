@@ -87,8 +87,8 @@ _BACKENDS: Mapping[str, BackendName | None] = {
 def grammar_of(
     fields: Mapping[str, Any], within: str, behind: Behind, backend: BackendName
 ) -> Grammar | None:
-    """Return the grammar that a request asks for, or None. It is checked as far as possible without
-    the model, which may take seconds but releases the interpreter's lock.
+    """Return the grammar that a request asks for, or None. The check, as far as it is possible
+    without the model, may take seconds but releases the interpreter's lock.
 
     Args:
         fields: The request's fields, among those that `ROWS` and `_options` name.

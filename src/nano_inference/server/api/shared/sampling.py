@@ -41,8 +41,8 @@ def kept_seconds(retention: Retention | None, fields: "SamplingFields") -> float
 
 
 def hinted(seconds: float | None, served: Served) -> dict[str, Any]:
-    """Return fields of `SamplingParams` for a cache time from another API's field. That time is
-    only a hint: without a prefix cache it has no effect, nor has its priority.
+    """Return fields of `SamplingParams` for a cache time from another API's field. Such a time is
+    only a hint: without a prefix cache, time and priority have no effect.
     """
     if not seconds:
         return {}
@@ -124,8 +124,8 @@ def version_number(name: object, served: Served, field: str) -> int | None:
     newest = served.engine.weight_version
     if number > newest and not served.config.rl:
         raise bad_request(
-            f"{field}: version {shown(name)} cannot come, because {newest} is live and weights "
-            "change only with --rl.",
+            f"{field}: version {shown(name)} cannot become live: version {newest} is live, and "
+            "weights change only with --rl.",
             field,
         )
     return number
