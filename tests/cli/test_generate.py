@@ -511,7 +511,7 @@ def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None
         ("--regex", "a", "--choice", "b"): "--regex and --choice exclude each other",
         ("--json-schema", str(schema)): "uniqueItems",
         ("--json-schema", str(tmp_path / "none")): "no such file.",
-        ("--json-schema", str(broken)): "broken.json: the text of a json grammar is no JSON",
+        ("--json-schema", str(broken)): "broken.json: the text of a json grammar is not valid JSON",
         ("--regex", "("): "the regex grammar cannot be enforced: unclosed group.",
     }.items():
         result = run("generate", folders["base"], "-p", "ab", *options, *FAST)

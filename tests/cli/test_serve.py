@@ -165,7 +165,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
             "--restart-engine is not possible with --in-process",
         ),
         (("--tls-cert", "c.pem"), "--tls-cert c.pem needs tls_key"),
-        (("--tool-format", "morse"), "there is no tool format 'morse'"),
+        (("--tool-format", "morse"), "tool format 'morse' does not exist"),
         (("--max-samples", "0"), "--max-samples 0 must be"),
         (("--max-batch-size", "0"), "--max-batch-size 0 must be"),
         (("--rl", "--host", "0.0.0.0"), "lets anyone who reaches it change the weights"),

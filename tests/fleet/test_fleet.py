@@ -405,7 +405,7 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
             with pytest.raises(ReplicaConflict, match="last replica"):
                 await made.client.remove("0")
             made.client.drain("0")
-            with pytest.raises(Draining, match="no replica takes requests"):
+            with pytest.raises(Draining, match="no replica accepts requests"):
                 made.client.submit([1], PARAMS, stream=True)
 
     play(test())
@@ -624,7 +624,7 @@ def test_pause_is_all_or_nothing() -> None:
                 await made.client.call("pause", mode="keep", seconds=1.0)
             assert [engine.paused for engine in made.engines] == [False, False]
             assert not made.client.supervisor.paused
-            with pytest.raises(InvalidRequest, match="not a call of a fleet"):
+            with pytest.raises(InvalidRequest, match="cannot run on a fleet"):
                 await made.client.call("save_weights", path="p", version=0)
             with pytest.raises(InvalidRequest, match="not an engine operation"):
                 await made.client.call("shutdown")

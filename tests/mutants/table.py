@@ -911,8 +911,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "a_response_forgets_those_before",
         "src/nano_inference/server/api/openai/responses_answer.py",
-        old="kept = KeptResponse(response, given, [*self._before, *self._own, *said])",
-        new="kept = KeptResponse(response, given, [*self._own, *said])",
+        old="kept = KeptResponse(response, items, [*self._before, *self._own, *said])",
+        new="kept = KeptResponse(response, items, [*self._own, *said])",
         seen_by="tests/server/api/openai/test_openai_responses.py -k goes_on",
     ),
     Fault(

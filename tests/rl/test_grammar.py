@@ -134,7 +134,7 @@ def test_tokens_that_a_grammar_does_not_allow_are_named(
                 with pytest.raises(InvalidRequest, match=reason):
                     logprobs([ids], grammar=GRAMMARS["regex"], temperature=temperature)
         ids = [*engine.tokenizer.encode("1234"), EOS, 40]
-        with pytest.raises(InvalidRequest, match=r"position 5 .* behind the end of its grammar"):
+        with pytest.raises(InvalidRequest, match=r"position 5 .* after the end of its grammar"):
             score(engine, [ids], grammar=GRAMMARS["regex"])
 
 

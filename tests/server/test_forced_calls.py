@@ -202,7 +202,7 @@ def test_anthropic_calls_are_forced(url: str, stream: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "reason"),
     [
-        ({"tools": None}, "tool_choice", "needs tools"),
+        ({"tools": None}, "tool_choice", "requires tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "names"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "as an object"),
         ({"tool_choice": "perhaps"}, "tool_choice", "perhaps"),

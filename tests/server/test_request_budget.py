@@ -178,7 +178,7 @@ def test_prompts_of_a_batch_count_together(
     url, client = bounded
     before = len(client.requests)
     message = post(url + route, body, 400)["error"]["message"]
-    assert "send the first 19 by themselves" in message
+    assert "send the first 19 in a separate request" in message
     assert len(client.requests) == before
     name = "prompt" if "prompt" in body else "input_ids"
     httpx.post(url + route, json=body | {name: body[name][:19]}, timeout=60).raise_for_status()

@@ -193,12 +193,12 @@ def test_every_field_is_one_grammar(name: str, served: Served) -> None:
 BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a part of the reason
     ({"guided_json": UNKNOWN}, "guided_json", "uniqueItems"),
     ({"guided_json": 5}, "guided_json", "must be an object"),
-    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
     ({"guided_regex": "("}, "guided_regex", "regex"),
     ({"guided_regex": 5}, "guided_regex", "a string"),
-    ({"guided_choice": []}, "guided_choice", "one or more"),
-    ({"guided_choice": [""]}, "guided_choice", "at least one character"),
+    ({"guided_choice": []}, "guided_choice", "at least one string"),
+    ({"guided_choice": [""]}, "guided_choice", "none of them empty"),
     ({"guided_choice": "yes"}, "guided_choice", "a list"),
     ({"guided_grammar": "root ::= other"}, "guided_grammar", "other"),
     ({"guided_grammar": "begin: A"}, "guided_grammar", "start"),
@@ -506,7 +506,7 @@ def test_failed_matcher_says_why(
     monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
     status, error = failed(tiny, path, "[0-9]{40}", stream)
     assert status == (200 if stream else 500)
-    said = "the engine could not go on with this request: a limit of lexer states is reached."
+    said = "the engine could not continue this request: a limit of lexer states is reached."
     assert error["message"] == said
     assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
     assert error.get("code", "sample_failed") == "sample_failed"

@@ -193,7 +193,7 @@ def test_other_backends_allow_less_whitespace_or_none_and_refuse_another_pattern
         (Grammar.regex("(a"), "unclosed group"),
         (Grammar.lark("start: nothing"), "unknown name"),
         (Grammar.gbnf("root = x"), "Expected ::="),
-        (Grammar.structural_tag({"format": {"type": "poem"}}), "'poem'.*not known"),
+        (Grammar.structural_tag({"format": {"type": "poem"}}), "unknown format 'poem'"),
         (Grammar.structural_tag({}), "needs `format`"),
         (Grammar.structural_tag({"triggers": ["<"], "structures": []}), "no tags"),
     ],
@@ -366,17 +366,17 @@ def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Grammar("poem", "x"), "kind 'poem'"),  # pyright: ignore[reportArgumentType]
+        (lambda: Grammar("poem", "x"), "kind of a grammar must be one of .*; got 'poem'"),  # pyright: ignore[reportArgumentType]
         (lambda: Grammar("regex", 3), "text.*must be a string, not 3"),  # pyright: ignore[reportArgumentType]
-        (lambda: Grammar.regex(""), "0 characters"),
-        (lambda: Grammar.regex("a" * 2**21), "2097152 characters"),
-        (lambda: Grammar.choice([]), "one or more strings"),
-        (lambda: Grammar.choice(["a", ""]), "at least one character"),
-        (lambda: Grammar.json_schema("{"), "no JSON"),
-        (lambda: Grammar.json_schema("[" * 100_000), "no JSON"),
+        (lambda: Grammar.regex(""), "1 to 1048576 characters; got 0"),
+        (lambda: Grammar.regex("a" * 2**21), "1 to 1048576 characters; got 2097152"),
+        (lambda: Grammar.choice([]), "at least one string"),
+        (lambda: Grammar.choice(["a", ""]), "none of them empty"),
+        (lambda: Grammar.json_schema("{"), "not valid JSON"),
+        (lambda: Grammar.json_schema("[" * 100_000), "not valid JSON"),
         (lambda: Grammar.json_schema("3"), "must be an object, not 3"),
         (lambda: Grammar.json_schema({"a": object()}), "cannot be written as JSON"),
-        (lambda: Grammar("regex", "a", backend="none"), "backend 'none'"),  # pyright: ignore[reportArgumentType]
+        (lambda: Grammar("regex", "a", backend="none"), "one of .*; got 'none'"),  # pyright: ignore[reportArgumentType]
         (lambda: SamplingParams(grammar="[0-9]"), "must be a Grammar"),  # pyright: ignore[reportArgumentType]
     ],
 )

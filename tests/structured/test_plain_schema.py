@@ -99,12 +99,12 @@ def test_numbers_that_a_backend_would_round_are_refused(schema: dict[str, Any]) 
     ("schema", "reason"),
     [
         (False, "no text is allowed"),
-        ({"type": "poem"}, "'poem' is not one of"),
+        ({"type": "poem"}, "type must be one of .*; got 'poem'"),
         ({"properties": {"a": False}, "required": ["a"]}, "no text is allowed"),
         ({"minLength": 3, "maxLength": 2}, "no text is allowed"),
         ({"minItems": 3, "maxItems": 2}, "no text is allowed"),
-        ({"$ref": "other.json"}, "`\\$ref` within the schema"),
-        ({"$ref": "#/a/b"}, "leads to nothing"),
+        ({"$ref": "other.json"}, "`\\$ref` only within the schema"),
+        ({"$ref": "#/a/b"}, "does not exist in the schema"),
         ({"properties": []}, "must be an object"),
         ({"required": "a"}, "list of names"),
         ({"type": "string", "minLength": "a"}, "whole number"),
@@ -135,7 +135,7 @@ def test_schema_too_deep_or_too_large_is_an_error_not_a_crash() -> None:
 
 def test_reference_to_itself_needs_recursion() -> None:
     node = {"properties": {"next": {"$ref": "#"}}}
-    with pytest.raises(InvalidRequest, match=r"`\$ref` of a schema to itself \(#\)"):
+    with pytest.raises(InvalidRequest, match=r"recursive `\$ref` \(#\)"):
         plain_schema(json.dumps(node), Abilities("none", ALL.keywords))
     plain = plain_schema(json.dumps(node), ALL)
     assert plain["properties"] == {"next": {"$ref": "#/$defs/d0"}}
@@ -171,5 +171,5 @@ def test_plain_forms() -> None:
     inside = r"[\x20-\x21\x23-\x5b\x5d-\x7e" + "\xa0-\ud7ff\ue000-\U0010ffff]"
     assert plain_pattern("a") == f"{inside}*a{inside}*"
     assert plain_pattern("^[^b]$") == inside.replace("#", "").replace(r"\x5d-\x7e", r"\x5d-ac-\x7e")
-    with pytest.raises(NotPlain, match="cannot stand there"):
+    with pytest.raises(NotPlain, match="is not allowed there"):
         plain_pattern('^"$')

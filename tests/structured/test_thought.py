@@ -181,8 +181,8 @@ def test_no_sample_ends_in_a_thought(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"opened_by": "<think>"}, "opened_by='<think>' of a grammar needs `after`"),
-        ({"after": "x" * 65}, "after of a grammar has 65 bytes; 64 are possible"),
+        ({"opened_by": "<think>"}, "opened_by='<think>' of a grammar requires `after`"),
+        ({"after": "x" * 65}, "after of a grammar must have at most 64 bytes; got 65"),
         ({"after": "x", "opened_by": "\ud800"}, "opened_by=.* cannot be written as UTF-8"),
         ({"after": "x", "opened_by": 3}, "opened_by of a grammar must be a string, not 3"),
     ],

@@ -90,7 +90,7 @@ def test_what_no_text_of_a_grammar_holds_is_named(
     digits = tuple(tokenizer.encode("12a"))
     for texts, (text, place), why in [
         ([(GRAMMARS[1], digits[:2]), (GRAMMARS[1], digits)], (1, 2), "is not in its grammar"),
-        ([(GRAMMARS[1], (*digits[:2], EOS, EOS))], (0, 3), "behind the end of its grammar"),
+        ([(GRAMMARS[1], (*digits[:2], EOS, EOS))], (0, 3), "after the end of its grammar"),
     ]:
         with pytest.raises(NotInGrammar, match=why) as raised:
             TokenMasks(compiler).of(texts)

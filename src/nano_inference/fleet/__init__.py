@@ -1,4 +1,4 @@
-"""Several engines behind one client: router, failover, supervisor, updates of all.
+"""Several engines served as one: router, failover, supervisor, joint updates.
 
 Imports only from: core, drafts, kv_cache, remote.
 Begin with: fleet_client.py, then router.py.

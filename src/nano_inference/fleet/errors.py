@@ -1,4 +1,4 @@
-"""Errors of a fleet. None of them knows HTTP: `server/errors.py` says which status answers each."""
+"""Errors of a fleet, without HTTP. `server/errors.py` maps them to status codes."""
 
 from nano_inference.errors import NanoInferenceError
 
@@ -8,50 +8,50 @@ class FleetError(NanoInferenceError):
 
 
 class NoReplica(FleetError):
-    """No replica takes requests."""
+    """No replica accepts requests."""
 
 
 class Draining(NoReplica):
-    """All replicas are about to leave; try again in a second."""
+    """All replicas are draining. Try again in a second."""
 
     def __init__(self) -> None:
-        super().__init__("no replica takes requests now; all of them are about to leave.")
+        super().__init__("no replica accepts requests now, because all are draining; try again.")
 
 
 class ReplicaNotFound(FleetError):
     """The fleet has no replica of this name.
 
     Args:
-        replica: the name.
+        replica: Name of the replica.
     """
 
     def __init__(self, replica: str) -> None:
-        super().__init__(f"there is no replica {replica!r}.")
+        super().__init__(f"replica {replica!r} does not exist.")
 
 
 class ReplicaConflict(FleetError):
-    """The state of the fleet or of a replica does not allow this change; nothing has changed."""
+    """The state of the fleet or of a replica does not allow this change. Nothing has changed."""
 
 
 class WeightsChanged(FleetError):
-    """A request lost its engine, and no other engine serves the weights that it began with."""
+    """A request lost its engine, and no other engine has the weights that it began with."""
 
     def __init__(self) -> None:
         super().__init__(
-            "its engine has died, and another one cannot go on with this request: the weights "
-            "have changed meanwhile."
+            "the engine of this request died, and no other engine can resume it, because the "
+            "weights have changed since; send it again."
         )
 
 
 class EnginesDied(FleetError):
-    """A request is rejected because several engines died while they had it.
+    """A request was rejected because several engines died while computing it.
 
     Args:
-        deaths: how many engines.
+        deaths: Number of these engines.
     """
 
     def __init__(self, deaths: int) -> None:
         super().__init__(
-            f"{deaths} engines died while they had this request; it may be why, and is not tried "
-            "again."
+            f"{deaths} engines died while they had this request, perhaps because of it; it is not "
+            "retried."
         )

@@ -1,6 +1,4 @@
-"""`Failover`: which replica may have a request that engines died with, and how long clients of
-moved requests waited.
-"""
+"""`Failover`: moves requests away from dead engines, and measures how long their clients waited."""
 
 import logging
 from collections.abc import Mapping
@@ -17,20 +15,20 @@ MOST_MOVES = 2  # of one request, away from engines that died
 
 
 class Failover(MoveCounts):
-    """Counts moves, and keeps a request that kills engines from killing all of them.
+    """Counter of moves, and guard against requests that kill every engine that computes them.
 
-    A request that two engines have died with is a suspect, and so are those that were with it both
-    times by chance. A replica has one suspect at a time; the others wait for a replica that has
-    none. So when a third engine dies, it is known which suspect it had: that one ends with an
-    error, and moves no more. No other request ends: the others have lost fewer engines.
+    A request that had two engines die is a suspect. Requests that shared both engines with it by
+    chance are suspects, too. A replica has at most one suspect at a time, and further suspects wait
+    for a replica without one. So when a third engine dies, its suspect is the cause: that request
+    ends with an error. No other request ends, since the others have lost fewer engines.
 
     Args:
-        requests: of the fleet, those that have not ended, by id.
-        router: where they are.
-        supervisor: knows which replicas live.
+        requests: Unfinished requests of the fleet, by id.
+        router: Router that places them.
+        supervisor: Supervisor that knows the living replicas.
 
     Attributes:
-        waiting: requests of which nothing has come since they were moved.
+        waiting: Requests that have had no delta since they were moved.
     """
 
     def __init__(
@@ -41,12 +39,12 @@ class Failover(MoveCounts):
         self._requests, self._router, self._supervisor = requests, router, supervisor
 
     def moves(self, request: FleetRequest) -> None:
-        """Count a move of a request, whose replica is gone. Raises `EnginesDied` for a suspect that
-        another engine has died with.
+        """Count a move of a request whose replica has ended. Raises `EnginesDied` for a suspect
+        that lost another engine.
         """
         if request.deaths > MOST_MOVES:
             log.error(
-                "request %d was with %d engines that died, and is not tried again.",
+                "request %d had %d engines die and is not retried.",
                 request.request_id,
                 request.deaths,
             )
@@ -57,28 +55,28 @@ class Failover(MoveCounts):
         self.moved += 1
 
     def heard(self, request: FleetRequest, seconds: float) -> None:
-        """Note that a delta of a request has come, so long after the one before."""
+        """Record a request's delta that came `seconds` after the previous one."""
         if request not in self.waiting:
             return
         self.waiting.discard(request)
         self.paused(seconds)
-        log.debug("request %d goes on, after %.3f s.", request.request_id, seconds)
+        log.debug("request %d resumed after %.3f s.", request.request_id, seconds)
         if not self.waiting:
-            log.info("all requests that were handed on go on; the last one after %.3f s.", seconds)
+            log.info("all moved requests have resumed, the last one after %.3f s.", seconds)
 
     @staticmethod
     def is_suspect(request: FleetRequest) -> bool:
-        """Whether a request may be why engines died."""
+        """Return True if a request may be the reason why engines died."""
         return request.deaths >= MOST_MOVES
 
     def place_suspect(self, request: FleetRequest) -> Ticket | None:
-        """A place for a suspect; None: it waits until there is one."""
+        """Return a ticket for a suspect, or None if it must wait for a replica without one."""
         request.client = request.ticket = None
         free, router = self._without_suspects(), self._router
         return router.place_at(min(free, key=router.score), request.left) if free else None
 
     def next_suspect(self) -> FleetRequest | None:
-        """The suspect that waits and can be placed now; None: there is none."""
+        """Return a waiting suspect that can be placed now, or None."""
         if not self._without_suspects():
             return None
         return next((each for each in self._suspects() if each.ticket is None), None)
@@ -87,7 +85,7 @@ class Failover(MoveCounts):
         return [each for each in self._requests.values() if self.is_suspect(each)]
 
     def _without_suspects(self) -> list[str]:
-        """Replicas without a suspect; draining ones only if there are no others."""
+        """Return the replicas without a suspect. Draining ones count only if no others live."""
         taken = {each.ticket.replica for each in self._suspects() if each.ticket is not None}
         living = self._supervisor.living()
         staying = [name for name in living if not self._router.is_draining(name)]

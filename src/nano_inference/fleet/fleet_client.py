@@ -1,4 +1,4 @@
-"""`FleetClient`: several engines as one. A replica that dies takes no request with it."""
+"""`FleetClient`: several engines served as one. No request is lost when a replica dies."""
 
 import logging
 import random
@@ -31,33 +31,32 @@ log = logging.getLogger("nano_inference.server")
 
 
 class FleetClient(EngineClient):
-    """One engine to the server, and several behind it.
+    """Client of several engines, with the interface of a client of one.
 
-    A request goes to the replica that the router chooses, with a seed; its tokens are kept until it
-    has ended. When its replica dies, or is drained, another one goes on with the same bits
-    (`Failover`). Replicas come and go in the `Supervisor`, and an engine operation that changes one
-    of them changes all or none (`FleetOperations`). All of it happens on one event loop.
+    A request gets a seed and the replica that the router chooses. The fleet keeps the request's
+    tokens until it has ended. If its replica dies or is drained, another one resumes it with the
+    same bits (`Failover`). The `Supervisor` adds and removes replicas. An engine operation that
+    changes one replica changes all or none (`FleetOperations`). Everything runs on one event loop.
 
     Args:
-        make: a client of an engine that is not started yet, by the number of its place.
-        replicas: how many there are in the beginning.
-        max_backlog: see `EngineClient`.
-        restart: start a new engine in the place of one that has died.
-        stall_timeout: seconds after which a replica that has something to do and gets nowhere is
-            killed.
-        seed: where seeds come from of requests that have none; None: entropy.
-        prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
-        prefill_least: tokens of the prompts that they compute.
-        share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster
+        make: Returns a client of an engine that is not started yet, by the number of the replica.
+        replicas: Number of replicas at the start.
+        max_backlog: Limit on unsent deltas, as in `EngineClient`.
+        restart: Start a new engine for a replica whose engine has died.
+        stall_timeout: Seconds after which a replica that has work and makes no progress is killed.
+        seed: Seed of the seeds for requests without one; None: entropy.
+        prefill_replicas: Number of replicas, the first ones, that only compute prompts (`Prefill`).
+        prefill_least: Least number of prompt tokens for these replicas.
+        share_prefixes: Fetch a prompt's prefix from the replica that has it, if that is faster
             (`PrefixSharing`).
-        in_lockstep: the engines cannot do without each other, so none is added, taken out or
-            started again alone.
-        managed: whether replicas may be added and removed by name; False: it is one engine, which
-            is started again.
+        in_lockstep: The engines depend on each other, so none is added, removed or restarted
+            separately.
+        managed: True if replicas may be added and removed by name. False: the fleet is one engine
+            that is restarted.
 
     Attributes:
-        requests: those that have not ended, by id.
-        failover: says which requests may move, and counts moves.
+        requests: Unfinished requests, by id.
+        failover: Decides which requests may move, and counts moves.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class FleetClient(EngineClient):
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     async def start(self) -> None:
-        """Build all engines at once. Raises what kept one from being built."""
+        """Build all engines concurrently. Raises the error of the first that fails."""
         try:
             await self.supervisor.start(self._num_first)
             if self.prefill.replicas or self._shares_prefixes:
-                # raises what keeps these engines from exchanging blocks; all are alike
+                # raises if these engines cannot exchange blocks; all are alike
                 await next(iter(self.supervisor.living().values())).call("describe_blocks")
         except BaseException:
             await self.close()
@@ -111,18 +110,18 @@ class FleetClient(EngineClient):
             self.supervisor.spawn(self.sharing.watch())
 
     async def close(self) -> None:
-        """Let all engines end."""
+        """Close all engines."""
         self._die(STOPPING, STOPPING)
         self.requests.clear()
         await self.supervisor.close()
 
     @property
     def num_engines(self) -> int:
-        """Replicas that take part in weight updates."""
+        """Number of replicas that take part in weight updates."""
         return len(self.supervisor.living())
 
     def replica_report(self) -> FleetReport:
-        """The state of all replicas, and counts of the requests that were moved."""
+        """Return the state of all replicas, and the counts of moved requests."""
         supervisor = self.supervisor
         return FleetReport(
             weight_version=supervisor.version,
@@ -135,29 +134,27 @@ class FleetClient(EngineClient):
 
     @property
     def managed(self) -> "FleetClient | None":
-        """Itself, unless it was made as one engine."""
+        """This client, or None if it was made as one engine."""
         return self if self._is_managed else None
 
     def stalled(self, seconds: float) -> bool:
-        """Whether no replica gets on."""
+        """Return True if no replica makes progress."""
         living = self.supervisor.living()
         return bool(living) and all(client.stalled(seconds) for client in living.values())
 
     @property
     def is_silent(self) -> bool:
-        """Whether no replica is heard of."""
+        """True if no replica sends messages."""
         living = self.supervisor.living()
         return bool(living) and all(client.is_silent for client in living.values())
 
     def end_calls(self, problem: Exception) -> None:
-        """As of one engine; also those end that wait for a replica to be built."""
+        """Fail all calls and all waits for a replica to be built."""
         super().end_calls(problem)
         self.supervisor.end_starts()
 
     async def bring_weights(self, donor: EngineClient, client: EngineClient, version: int) -> None:
-        """Give an engine the weights of this version, which `donor` serves: by way of a folder of
-        this machine.
-        """
+        """Give an engine the weights of this version, which `donor` has, through a local folder."""
         async with temporary_folder("weights") as folder:
             path = str(folder / "all")
             await donor.call(
@@ -169,21 +166,21 @@ class FleetClient(EngineClient):
             await client.call("finish_update", version=version, kv_policy="abort", **options)
 
     def kill(self) -> None:
-        """End all engines at once."""
+        """Kill all engines."""
         for client in self.supervisor.living().values():
             client.kill()
 
     # -- replicas that come and go -----------------------------------------------------------------
 
     async def add(self) -> str:
-        """Add a replica; returns its name when it serves. Raises what keeps it from being built."""
+        """Add a replica, and return its name when it serves. Raises if it cannot be built."""
         self._require_alive()
         return await self.supervisor.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
-        """Give a replica nothing new; with `move` others resume its requests. With
-        `draining=False` it takes requests again. Returns how many requests it still has. Raises
-        `ReplicaNotFound` or `ReplicaConflict`.
+        """Send a replica no new requests. With `move`, others resume its requests. With
+        `draining=False` it accepts requests again. Return the number of requests that it still
+        has. Raises `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.drain(replica, move=move, draining=draining)
         if draining and move:
@@ -191,13 +188,13 @@ class FleetClient(EngineClient):
         return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
-        """Take a replica out for good; others resume its requests. Returns how many requests those
-        were. Raises `ReplicaNotFound` or `ReplicaConflict`.
+        """Remove a replica. Others resume its requests. Return the number of these
+        requests. Raises `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.remove(replica)
         num_moved = self._move_requests(client)
         await client.close()
-        log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
+        log.info("replica %s was removed; %d request(s) moved to others.", replica, num_moved)
         return num_moved
 
     def _take_event(self, event: FleetEvent) -> None:
@@ -206,7 +203,7 @@ class FleetClient(EngineClient):
                 if again:
                     self.num_restarts += 1
                 self._receive(Ready(info))
-            case Lost(why, public, coming):  # as when an engine dies
+            case Lost(why, public, coming):  # like the death of a single engine
                 self.restarting = self._restart or coming
                 self.requests.clear()
                 self.failover.waiting.clear()
@@ -252,12 +249,12 @@ class FleetClient(EngineClient):
             raise
 
     def _place(self, request: FleetRequest, *, at_any: bool = False) -> None:
-        """Choose a replica and hand the request over. Raises `NoReplica`, and what
-        `EngineClient.begin` does.
+        """Choose a replica and send it the request. Raises `NoReplica` and the errors of
+        `EngineClient.begin`.
         """
         if self.failover.is_suspect(request):
-            if (own := self.failover.place_suspect(request)) is not None:
-                self._hand_to_replica(request, own)
+            if (placement := self.failover.place_suspect(request)) is not None:
+                self._hand_to_replica(request, placement)
             return
         ticket = self.prefill.place(request) or self._choose(request, at_any=at_any)
         source = self.sharing.source(request, ticket)
@@ -267,11 +264,11 @@ class FleetClient(EngineClient):
             self._send_blocks(request, ticket, source, is_fetched=True)
 
     def _choose(self, request: FleetRequest, *, at_any: bool = False) -> Ticket:
-        """A place for a request, or for what follows its prompt; `at_any`: a draining replica will
-        do. Raises `NoReplica`.
+        """Return a placement for a request, or for the part after its prompt. With `at_any` a
+        draining replica is allowed. Raises `NoReplica`.
         """
         message, router = request.message, self.router
-        for without in (self.prefill.replicas, ()):  # those that compute prompts only if need be
+        for without in (self.prefill.replicas, ()):  # prefill replicas only if no others are left
             with suppress(NoReplica):
                 return router.place(
                     message.prompt,
@@ -284,28 +281,28 @@ class FleetClient(EngineClient):
                 )
         living = self.supervisor.living()
         if not at_any or not living:
-            raise NoReplica("no replica takes requests.")
+            raise NoReplica("no replica accepts requests.")
         return router.place_at(min(living, key=router.score), request.left)
 
     def _hand_to_replica(self, request: FleetRequest, ticket: Ticket) -> None:
-        """Let the replica of this ticket take a request. Raises as `EngineClient.begin` does."""
+        """Send a request to the replica of this ticket. Raises as `EngineClient.begin` does."""
         supervisor = self.supervisor
         version = supervisor.version if supervisor.keeps_old else None
         client = supervisor.replicas[ticket.replica].client
         request.hand_to(client, ticket, _Replies(self._hear, self._fail, request), version)
 
     def _place_again(self, request: FleetRequest) -> None:
-        """Choose a replica for a request that has none; where there is none, it ends."""
+        """Choose a replica for a request that has none, or end the request if that fails."""
         try:
             self._place(request, at_any=True)
         except NoReplica:
             self._end_request(request, EngineDead("no replica is left.", "no replica is left"))
         except Exception as problem:
-            log.exception("a request could not be handed on")
+            log.exception("a request could not be moved")
             self._end_request(request, problem)
 
     def _move(self, request: FleetRequest) -> None:
-        """Place a request on another replica: its own is gone."""
+        """Move a request whose replica has ended to another one."""
         if request.request_id not in self.requests:
             return
         if request.ticket is not None:
@@ -318,14 +315,14 @@ class FleetClient(EngineClient):
             self._place_again(request)
 
     def _move_requests(self, client: EngineClient) -> int:
-        """Let others resume the requests of a replica; returns how many those are."""
+        """Move the requests of a replica to others, and return their number."""
         requests = self._requests_of(client)
         for request in requests:
             request.let_go()
             self._move(request)
         return len(requests)
 
-    # -- requests whose blocks are brought ---------------------------------------------------------
+    # -- requests that wait for blocks -------------------------------------------------------------
 
     def _send_blocks(
         self,
@@ -335,15 +332,16 @@ class FleetClient(EngineClient):
         *,
         is_fetched: bool = False,
     ) -> None:
-        """Bring the blocks of a request's prompt to its next place, and hand it over there. It is
-        handed over once: when its blocks are there, when they cannot come, or when it is aborted
-        meanwhile. Blocks that are missing are computed.
+        """Move the blocks of a request's prompt to its next replica, then send the request there.
+
+        The request is sent once: when its blocks have arrived, when they cannot arrive, or when it
+        is cancelled meanwhile. Missing blocks are computed.
 
         Args:
-            request: without a replica.
-            ticket: where it goes.
-            source: the replica that has the blocks; None: it is gone.
-            is_fetched: the time that they take says what fetching costs.
+            request: Request without a replica.
+            ticket: Its next placement.
+            source: Replica that has the blocks, or None if it has ended.
+            is_fetched: Measure the time as the cost of fetching.
         """
         self.transfers.leave(request, ticket)
         target = self.supervisor.living().get(ticket.replica)
@@ -359,8 +357,8 @@ class FleetClient(EngineClient):
         return self.supervisor.spawn(carry())
 
     def _land(self, request: FleetRequest) -> None:
-        """Hand a request over without waiting for its blocks (any more): at its place or, if that
-        replica is gone, anywhere.
+        """Send a request without waiting for its blocks any longer. If its next replica has ended,
+        choose another.
         """
         ticket = self.transfers.land(request)
         if ticket is None:
@@ -377,21 +375,21 @@ class FleetClient(EngineClient):
 
     def _send(self, message: ToEngine) -> None:
         if not isinstance(message, Abort):
-            raise NotImplementedError(f"a fleet hands on no {type(message).__name__}.")
+            raise NotImplementedError(f"a fleet cannot forward {type(message).__name__}.")
         for request_id in message.request_ids:
             request = self.requests.get(request_id)
             if request is None:
                 continue
             if message.answered:
-                self._land(request)  # if it is on its way
+                self._land(request)  # if it waits for blocks
                 request.end_soon()
             else:
                 self._forget(request)
                 request.let_go()
 
     def _hear(self, request: FleetRequest, delta: Delta) -> None:
-        """A delta has come from a replica."""
-        if request.samples[delta.sample_index].ended:  # a repetition does it again
+        """Handle a delta from a replica."""
+        if request.samples[delta.sample_index].ended:  # a repetition of it
             return None
         self.failover.heard(request, time.monotonic() - request.heard_at)
         if request.hear(delta):
@@ -410,7 +408,7 @@ class FleetClient(EngineClient):
         return None
 
     def _answer_with(self, request: FleetRequest, delta: Delta) -> None:
-        """A delta is for the client."""
+        """Send a delta to the client."""
         if delta.finished is not None:
             assert request.ticket is not None
             self.router.finished(request.ticket, 1)
@@ -419,17 +417,17 @@ class FleetClient(EngineClient):
         self._take(request.request_id, delta)
 
     def _resume_elsewhere(self, request: FleetRequest) -> None:
-        """Every sample of a request has a token: on to the replica that makes the others."""
+        """Move a request whose samples all have a token from its prefill replica to the next."""
         source, request.computes_prompt = request.client, False
         request.let_go()
         if request.ticket is not None:
             self.router.finished(request.ticket)
-        request.moves += 1  # so that it is compared whether it ends as it began
+        request.moves += 1  # so that the end is compared with the received part
         self.prefill.num_prompts += 1
         self._send_blocks(request, self._choose(request, at_any=True), source)
 
     def _fail(self, request: FleetRequest, problem: Exception) -> None:
-        """Handle a replica that is gone, or that rejected a request."""
+        """Handle an error from a replica that has ended or rejected a request."""
         if isinstance(problem, EngineDead):
             request.lost()
             self._move(request)
@@ -450,7 +448,7 @@ class FleetClient(EngineClient):
     def _ask(
         self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
     ) -> float:
-        """Of all replicas; see `FleetOperations`. It goes on where its caller leaves."""
+        """Start an operation on all replicas, which completes even if its caller stops waiting."""
 
         async def answer() -> None:
             try:
@@ -466,17 +464,17 @@ class FleetClient(EngineClient):
 
 @dataclass(frozen=True, slots=True)
 class _Replies:
-    """Receives the messages of a replica about one request."""
+    """Receiver of a replica's messages about one request."""
 
     hear: Callable[[FleetRequest, Delta], None]
     failed: Callable[[FleetRequest, Exception], None]
     request: FleetRequest
-    name: str | None = None  # a replica does not know it; see `Receiver`
+    name: str | None = None  # unknown to replicas; required by `Receiver`
 
     def put(self, delta: Delta) -> None:
-        """A delta has come."""
+        """Handle a delta from the replica."""
         self.hear(self.request, delta)
 
     def fail(self, problem: Exception) -> None:
-        """Nothing more will come."""
+        """Handle the end of the replica's messages."""
         self.failed(self.request, problem)

@@ -1,5 +1,5 @@
-"""`FleetOperations`: an engine operation, done by all replicas of a fleet. What it changes, it
-changes on all or on none.
+"""`FleetOperations`: runs an engine operation on all replicas of a fleet. A change takes effect on
+all of them or on none.
 """
 
 import asyncio
@@ -25,28 +25,27 @@ from nano_inference.types import AdapterInfo, EngineStats, KvPolicy
 log = logging.getLogger("nano_inference.server")
 
 Arguments = Mapping[str, Any]
-Answers = dict[str, Any]  # by replica: what it returned, or the error that it raised
+Answers = dict[str, Any]  # by replica: its return value, or the error that it raised
 Engines = Mapping[str, EngineClient]
 
 
 class FleetOperations:
-    """Pauses, memory, weight updates and questions, for all replicas at once.
+    """Pauses, memory, weight updates and queries of all replicas.
 
-    A replica that dies meanwhile leaves the fleet, and the others go on. Whatever else fails on one
-    is undone on all. An update is first checked by all (`prepare_update`), then all stop between
-    two steps, take it, and go on: while one of them has the old weights no other draws a token with
-    the new ones.
+    A replica that dies meanwhile leaves the fleet, and the others continue. Any other failure is
+    undone on all. Every replica first checks an update (`prepare_update`). Then all stop between
+    two steps, apply it, and continue. So none draws a token with the new weights while another
+    still has the old ones.
     """
 
     def __init__(self, supervisor: Supervisor, router: Router) -> None:
         self._supervisor = supervisor
         self._lock = supervisor.lock
         self._router = router
-        # Clients, not names alone: another engine in the place of a dead one has neither its
-        # session nor its groups.
-        self._session: Engines = {}  # that take part in the open weight update
+        # clients instead of names: an engine that replaces a dead one has no session or groups
+        self._session: Engines = {}  # engines in the open weight update
         self._groups: dict[str, Engines] = {}
-        self._turn = 0  # of `_one`
+        self._turn = 0  # round robin of `_one`
         self._policies: Mapping[
             FleetPolicy, Callable[[Operation, float, Arguments], Awaitable[Any]]
         ] = {
@@ -75,18 +74,18 @@ class FleetOperations:
         }
 
     async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        """As `EngineClient.call`, of the whole fleet."""
+        """Run an operation as `EngineClient.call` does, on the whole fleet."""
         return await self._policies[operation.fleet](operation, seconds, arguments)
 
     async def _first(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        found = await self._all(operation.name, seconds, arguments)
-        return next(iter(found.values()))
+        answers = await self._all(operation.name, seconds, arguments)
+        return next(iter(answers.values()))
 
     async def _same(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        found = await self._all(operation.name, seconds, arguments)
-        if len(set(found.values())) > 1:
-            raise NanoInferenceError(f"the replicas do not agree on {operation.name}: {found}.")
-        return next(iter(found.values()))
+        answers = await self._all(operation.name, seconds, arguments)
+        if len(set(answers.values())) > 1:
+            raise NanoInferenceError(f"the replicas do not agree on {operation.name}: {answers}.")
+        return next(iter(answers.values()))
 
     async def _any(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
         return any((await self._all(operation.name, seconds, arguments)).values())
@@ -99,36 +98,36 @@ class FleetOperations:
         taken = operation_named(operation.undo).arguments
         undo = {name: value for name, value in arguments.items() if name in taken}
         async with self._lock:
-            found = await self._all_or_undone(operation.name, seconds, arguments, undo)
-        return next(iter(found.values()))
+            answers = await self._all_or_undone(operation.name, seconds, arguments, undo)
+        return next(iter(answers.values()))
 
     async def _refuse(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         raise InvalidRequest(
-            f"{operation.name!r} is not a call of a fleet, but of one of its replicas."
+            f"{operation.name!r} cannot run on a fleet; call it on one of its replicas."
         )
 
     @staticmethod
     def patience(operation: Operation, seconds: float) -> float:
-        """The time that an operation may take in all: one of several calls gets it for each."""
+        """Return the seconds that an operation may take in all, the sum over its calls."""
         patience, _ = operation.timed(seconds, {})
         return operation.rounds * patience
 
     def forget(self) -> None:
-        """All replicas are gone, and what they had with them."""
+        """Forget the session and the groups, because all replicas have ended."""
         self._session = {}
         self._groups.clear()
 
     async def _one(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        """Ask the replicas by turns, and the next one where one has died."""
+        """Call one replica, in turn, or the next one if it has died."""
         self._turn += 1
         clients = list(self._supervisor.living().values())
-        for place in range(len(clients)):
-            client = clients[(self._turn + place) % len(clients)]
+        for offset in range(len(clients)):
+            client = clients[(self._turn + offset) % len(clients)]
             try:
                 return await client.call(operation.name, timeout=seconds, **arguments)
             except EngineDead:
                 continue
-        raise EngineDead("no replica is left that could answer.")
+        raise EngineDead("no replica is left to answer.")
 
     # -- all of them -------------------------------------------------------------------------------
 
@@ -140,39 +139,39 @@ class FleetOperations:
         among: Iterable[str] | None = None,
         more: Callable[[int], Arguments] = lambda _: {},
     ) -> Answers:
-        """Call all replicas (or these), the place-th with `more(place)`. The dead are left out.
-        Raises `EngineDead` if none is left.
+        """Call all replicas, or those in `among`. The i-th also gets the arguments `more(i)`. Dead
+        replicas are left out. Raises `EngineDead` if none is left.
         """
         clients = self._supervisor.living()
         if among is not None:
             clients = {replica: clients[replica] for replica in among if replica in clients}
         answers = await asyncio.gather(
             *(
-                client.call(name, timeout=seconds, **arguments, **more(place))
-                for place, client in enumerate(clients.values())
+                client.call(name, timeout=seconds, **arguments, **more(index))
+                for index, client in enumerate(clients.values())
             ),
             return_exceptions=True,
         )
         living = self._supervisor.living()
-        found = {
+        answered = {
             replica: answer
             for replica, answer in zip(clients, answers, strict=True)
             if replica in living and not isinstance(answer, EngineDead)
         }
-        if not found:
-            raise EngineDead("no replica is left that could answer.")
-        for answer in found.values():
+        if not answered:
+            raise EngineDead("no replica is left to answer.")
+        for answer in answered.values():
             if isinstance(answer, asyncio.CancelledError):
                 raise answer
-        return found
+        return answered
 
     async def _all(
         self, name: str, seconds: float, arguments: Arguments, **options: Any
     ) -> Answers:
-        """As `_each`; raises the first error."""
-        found = await self._each(name, seconds, arguments, **options)
-        _raise_first(found)
-        return found
+        """Call all replicas as `_each` does, and raise the first error."""
+        answers = await self._each(name, seconds, arguments, **options)
+        _raise_first(answers)
+        return answers
 
     async def _all_or_undone(
         self,
@@ -184,18 +183,20 @@ class FleetOperations:
         everywhere: bool = False,
         more: Callable[[int], Arguments] = lambda _: {},
     ) -> Answers:
-        """As `_all`; where one fails, the others undo it (`everywhere`: that one too)."""
-        found = await self._each(name, seconds, arguments, more=more)
-        done = [replica for replica, answer in found.items() if not _failed(answer)]
-        if len(done) < len(found):
+        """Call all replicas as `_all` does. If one fails, undo the call on the others, or with
+        `everywhere` on all.
+        """
+        answers = await self._each(name, seconds, arguments, more=more)
+        done = [replica for replica, answer in answers.items() if not _failed(answer)]
+        if len(done) < len(answers):
             if everywhere or done:
                 undo, among = operation_named(name).undo, None if everywhere else done
                 await self._each(undo, max(seconds, time_limits.SOON), undo_arguments, among)
-            _raise_first(found)
-        return found
+            _raise_first(answers)
+        return answers
 
     def _still(self, engines: Engines) -> Engines:
-        """Those of them that serve."""
+        """Return the engines that still serve."""
         living = self._supervisor.living()
         return {
             replica: client for replica, client in engines.items() if living.get(replica) is client
@@ -205,17 +206,17 @@ class FleetOperations:
         living = self._supervisor.living()
         return {replica: living[replica] for replica in replicas if replica in living}
 
-    def _leave_behind(self, found: Answers, why: str) -> None:
-        """Those that have failed come back as the others are."""
-        for replica in found.keys() & self._supervisor.living().keys():
-            if _failed(found[replica]):
-                self._supervisor.left_behind(replica, f"{why}: {found[replica]}")
+    def _leave_behind(self, answers: Answers, why: str) -> None:
+        """Resync the replicas that have failed."""
+        for replica in answers.keys() & self._supervisor.living().keys():
+            if _failed(answers[replica]):
+                self._supervisor.left_behind(replica, f"{why}: {answers[replica]}")
 
     async def _stats(
         self, operation: Operation, seconds: float, arguments: Arguments
     ) -> EngineStats:
-        found = await self._all(operation.name, seconds, arguments)
-        return self._supervisor.joined_stats(list(found.values()))
+        answers = await self._all(operation.name, seconds, arguments)
+        return self._supervisor.joined_stats(list(answers.values()))
 
     async def _flush_cache(
         self, operation: Operation, seconds: float, arguments: Arguments
@@ -235,9 +236,9 @@ class FleetOperations:
             living = self._supervisor.living()
             late = [each for each, client in living.items() if asked.get(each) is not client]
             if self._supervisor.paused and late:
-                with suppress(EngineDead):  # those have died
-                    found = await self._each("pause", time_limits.SOON, {"mode": "keep"}, late)
-                    self._leave_behind(found, "it does not pause")
+                with suppress(EngineDead):  # the late replicas have died
+                    answers = await self._each("pause", time_limits.SOON, {"mode": "keep"}, late)
+                    self._leave_behind(answers, "it did not pause")
         return answer
 
     async def _pause_now(self, seconds: float, arguments: Arguments) -> bool:
@@ -247,13 +248,13 @@ class FleetOperations:
         return True
 
     async def _stop(self, seconds: float, arguments: Arguments) -> bool:
-        """Pause all engines. False: one did not come to its pause in time, and all go on."""
-        found = await self._each("pause", seconds, arguments)
-        if all(answer is True for answer in found.values()):
+        """Pause all engines. If one did not pause in time, resume all and return False."""
+        answers = await self._each("pause", seconds, arguments)
+        if all(answer is True for answer in answers.values()):
             return True
         if not self._supervisor.paused:
             await self._go_on()
-        _raise_first(found)
+        _raise_first(answers)
         return False
 
     async def _resume(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
@@ -262,13 +263,13 @@ class FleetOperations:
             self._supervisor.paused = False
 
     async def _go_on(self, seconds: float = time_limits.SOON) -> None:
-        """End a pause. One that does not go on with the others leaves, and comes back as they are.
-        Raises the error of the first if none goes on.
+        """End a pause. A replica that does not resume is resynced. Raises the first error if no
+        replica resumes.
         """
-        found = await self._each("resume", seconds, {})
-        if all(map(_failed, found.values())):
-            _raise_first(found)
-        self._leave_behind(found, "it does not go on after a pause")
+        answers = await self._each("resume", seconds, {})
+        if all(map(_failed, answers.values())):
+            _raise_first(answers)
+        self._leave_behind(answers, "it did not resume after a pause")
 
     async def _sleep(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
         async with self._lock:
@@ -289,31 +290,30 @@ class FleetOperations:
     async def _change_memory(
         self, name: str, seconds: float, arguments: Arguments, undo: Iterable[str]
     ) -> None:
-        """Sleep or wake; each undoes the other, with these parts of the memory."""
+        """Sleep or wake. If it fails, call the inverse on all, for the memory parts in `undo`."""
         await self._all_or_undone(name, seconds, arguments, {"memory": list(undo)}, everywhere=True)
         self._supervisor.asleep = next(iter((await self._all("sleeping", seconds, {})).values()))
 
     # -- groups and updates ------------------------------------------------------------------------
 
     async def _join_group(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
-        """Replicas get rank, rank + 1, … in the order in which they came to the fleet."""
+        """Join a process group. Replicas get rank, rank + 1, … in the order of the fleet."""
         count, rank = len(self._supervisor.living()), arguments["rank"]
         if count > 1 and rank + count > arguments["world_size"]:
             raise InvalidRequest(
-                f"rank={rank} and world_size={arguments['world_size']} leave no room for "
-                f"{count} replicas, "
-                "which are as many engines; the world size has to be at least "
+                f"rank={rank} and world_size={arguments['world_size']} are too small for {count} "
+                "replicas, each of which is one rank; the world size must be at least "
                 f"{rank + count}."
             )
         group = arguments["group"]
-        found = await self._all_or_undone(
+        answers = await self._all_or_undone(
             operation.name,
             seconds,
             {key: value for key, value in arguments.items() if key != "rank"},
             {"group": group},
-            more=lambda place: {"rank": rank + place},
+            more=lambda index: {"rank": rank + index},
         )
-        self._groups[group] = self._serving(found)
+        self._groups[group] = self._serving(answers)
 
     async def _leave_group(
         self, operation: Operation, seconds: float, arguments: Arguments
@@ -322,7 +322,9 @@ class FleetOperations:
         return any((await self._all(operation.name, seconds, arguments)).values())
 
     async def _has_group(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
-        """Of those that joined it; a replica that came later gets its weights from them."""
+        """Return True if every replica that joined the group still has it. Later replicas get their
+        weights from these.
+        """
         members = self._still(self._groups.get(arguments["group"], {}))
         return all(
             (await self._all(operation.name, seconds, arguments, among=members or None)).values()
@@ -334,24 +336,24 @@ class FleetOperations:
         reason = "another replica could not begin this weight update."
         undo = {"session": arguments["session"], "reason": reason}
         async with self._lock:
-            found = await self._all_or_undone(operation.name, seconds, arguments, undo)
-            self._session = self._serving(found)
-            return max(found.values())
+            answers = await self._all_or_undone(operation.name, seconds, arguments, undo)
+            self._session = self._serving(answers)
+            return max(answers.values())
 
     async def _receive(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        """Those receive that are in the session and in the group; the others are brought to the new
-        version later.
+        """Receive tensors on the replicas in both the session and the group. The others are
+        resynced later.
         """
         serving = self._still(self._session)
         group = self._groups.get(arguments.get("group", ""), serving)
         members = {each: client for each, client in serving.items() if group.get(each) is client}
-        members = members or self._supervisor.living()  # to say it as one engine does
+        members = members or self._supervisor.living()  # to raise the error of a single engine
         reason = "another replica could not receive this weight update."
         cancel = {"session": arguments.get("session"), "reason": reason}
 
         async def receive(replica: str) -> Any:
             answer = (await self._each(operation.name, seconds, arguments, [replica]))[replica]
-            if _failed(answer):  # the others need not wait for what will not come
+            if _failed(answer):  # so that the others do not wait for missing tensors
                 await self._each("cancel_update", time_limits.SOON, cancel)
                 raise answer
             return answer
@@ -364,7 +366,7 @@ class FleetOperations:
         }
         kept = {replica: kept[replica] for replica in self._serving(kept)}
         errors = [answer for answer in kept.values() if _failed(answer)]
-        if errors:  # the one that came first; others were cancelled for it
+        if errors:  # prefer the original error to cancellations that it caused
             raise next((each for each in errors if reason not in str(each)), errors[0])
         if not kept:
             raise WeightUpdateConflict("every replica that received this weight update has died.")
@@ -375,8 +377,8 @@ class FleetOperations:
         self, operation: Operation, seconds: float, arguments: Arguments
     ) -> bool:
         self._session = {}
-        found = await self._each(operation.name, seconds, arguments)
-        return any(answer is True for answer in found.values())
+        answers = await self._each(operation.name, seconds, arguments)
+        return any(answer is True for answer in answers.values())
 
     async def _finish_update(
         self, operation: Operation, seconds: float, arguments: Arguments
@@ -385,7 +387,7 @@ class FleetOperations:
         policy = arguments["kv_policy"]
         async with self._lock:
             members = self._still(self._session) or supervisor.living()
-            alone = len(supervisor.living()) == 1  # it need not wait for others
+            alone = len(supervisor.living()) == 1  # no other replica to wait for
             if not alone:
                 await self._all("prepare_update", seconds, arguments, among=members)
             needs_no_stop = supervisor.paused or alone
@@ -393,16 +395,16 @@ class FleetOperations:
                 seconds, {"mode": "wait" if policy == "wait" else "keep"}
             ):
                 raise WeightUpdateConflict(
-                    f"the requests did not end in time for weight version {version}."
+                    f"running requests did not end in time for weight version {version}."
                 )
             try:
-                found = await self._each(operation.name, seconds, arguments, members)
-                if all(map(_failed, found.values())):
-                    _raise_first(found)
+                answers = await self._each(operation.name, seconds, arguments, members)
+                if all(map(_failed, answers.values())):
+                    _raise_first(answers)
                 supervisor.version, supervisor.keeps_old = version, policy == "finish_old"
                 for replica in supervisor.living():
-                    answer = found.get(replica, "it took no part in the update")
-                    if replica not in found or _failed(answer):
+                    answer = answers.get(replica, "it took no part in the update")
+                    if replica not in answers or _failed(answer):
                         why = f"it does not serve weight version {version}: {answer}"
                         supervisor.left_behind(replica, why)
                 self._session = {}
@@ -416,9 +418,8 @@ class FleetOperations:
     async def _load_adapter(
         self, operation: Operation, seconds: float, arguments: Arguments
     ) -> AdapterInfo:
-        """One replica reads the folder or file, which it may refuse; the others get what that one
-        serves, whatever the folder holds by then. One that cannot have it comes back as the others
-        are.
+        """Load an adapter on one replica, which may reject it. The others get their copy from that
+        replica, even if the folder has changed since. A replica that cannot have it is resynced.
         """
         supervisor, adapter = self._supervisor, arguments["name"]
         async with self._lock:
@@ -428,13 +429,15 @@ class FleetOperations:
                 raise AdapterError(
                     f"version={version} of adapter {adapter!r} must be above {newest}."
                 )
-            told = {**arguments, "version": newest + 1 if version is None else version}
-            while True:  # until one has it that lives
+            options = {**arguments, "version": newest + 1 if version is None else version}
+            while True:  # until a living replica has it
                 donor, client = next(iter(supervisor.living().items()), ("", None))
                 if client is None:
-                    raise EngineDead("no replica is left that could load it.")
+                    raise EngineDead("no replica is left to load it.")
                 try:
-                    info: AdapterInfo = await client.call(operation.name, timeout=seconds, **told)
+                    info: AdapterInfo = await client.call(
+                        operation.name, timeout=seconds, **options
+                    )
                 except EngineDead:
                     if client.why_dead is None:
                         raise
@@ -455,19 +458,19 @@ class FleetOperations:
         self, operation: Operation, seconds: float, arguments: Arguments
     ) -> None:
         async with self._lock:
-            found = await self._each(operation.name, seconds, arguments)
-            if all(map(_failed, found.values())):
-                _raise_first(found)
+            answers = await self._each(operation.name, seconds, arguments)
+            if all(map(_failed, answers.values())):
+                _raise_first(answers)
             self._supervisor.adapters.pop(arguments["name"], None)
-            self._leave_behind(found, f"it keeps adapter {arguments['name']!r}")
+            self._leave_behind(answers, f"it still has adapter {arguments['name']!r}")
 
 
 def _failed(answer: Any) -> bool:
     return isinstance(answer, BaseException)
 
 
-def _raise_first(found: Answers) -> None:
-    for replica, answer in found.items():
+def _raise_first(answers: Answers) -> None:
+    for replica, answer in answers.items():
         if isinstance(answer, BaseException):
             log.warning("replica %s: %s", replica, answer)
             raise answer

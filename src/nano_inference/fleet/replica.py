@@ -1,4 +1,4 @@
-"""`Replica`: one place of a fleet, and the events that a supervisor reports."""
+"""`Replica`: one engine of a fleet, and the events that a supervisor reports."""
 
 from dataclasses import dataclass, field
 
@@ -7,25 +7,25 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import State
 
-_MOST_DOUBLINGS = 10  # by then it is the longest
+_MOST_DOUBLINGS = 10  # enough to reach the longest delay
 
 
 @dataclass
 class Backoff:
-    """Of one place: when its engine was ready, and how many in a row did not last. Reads no
-    clock.
+    """Restart delay of one replica, from the number of engines in a row that died early. Pure: the
+    caller passes the time.
     """
 
     _num_short: int = 0
     _ready_at: float | None = None
 
     def ready(self, now: float) -> None:
-        """An engine serves, since this second of a monotonic clock."""
+        """Record that an engine serves since `now`, in seconds of a monotonic clock."""
         self._ready_at = now
 
     def died(self, now: float) -> float:
-        """It has died, or was never ready; returns seconds to wait before the next one is
-        started.
+        """Record that the engine died or was never ready. Return the seconds to wait before the
+        next one is started.
         """
         lasted = self._ready_at is not None and now - self._ready_at > time_limits.LASTING
         self._num_short = 0 if lasted else self._num_short + 1
@@ -34,18 +34,23 @@ class Backoff:
         return min(time_limits.FIRST_RESTART * 2**doublings, time_limits.LONGEST_RESTART)
 
 
-# starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
-# nothing new; dead: it has died, and maybe another one will take its place.
+# States:
+# starting: its engine is being built
+# syncing: it gets the weights, adapters and pause of the other replicas
+# serving
+# draining: it accepts no new requests
+# dead: its engine has died; a new one may replace it
 @dataclass(eq=False)
 class Replica:
-    """One engine.
+    """One engine of a fleet, and its successors after a death.
 
     Attributes:
-        name: of its place in the fleet; a new engine that takes the place of a dead one has it too.
-        client: of the engine.
-        num_starts: engines that had this place.
-        backoff: how long the next one waits.
-        why: the reason for its state, where there is one worth telling.
+        name: Name in the fleet. A new engine that replaces a dead one keeps it.
+        client: Client of the current engine.
+        state: State, as listed above.
+        num_starts: Number of engines so far.
+        backoff: Restart delay of the next engine.
+        why: Reason for the state, or "".
     """
 
     name: str
@@ -57,17 +62,17 @@ class Replica:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes part in what the fleet does."""
+        """True if the replica takes part in the fleet's operations."""
         return self.state in ("serving", "draining") and self.client.why_dead is None
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A first replica serves.
+    """The first replica serves.
 
     Attributes:
-        info: of its engine.
-        again: all replicas had died before.
+        info: Info of its engine.
+        again: True if all replicas had died before.
     """
 
     info: EngineInfo
@@ -76,12 +81,12 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """No replica is left.
+    """The last replica has stopped serving.
 
     Attributes:
-        why: the reason.
-        public: the reason as strangers may hear it.
-        coming: another replica is being built.
+        why: Reason.
+        public: Reason without internal details, for clients.
+        coming: True if another replica is being built.
     """
 
     why: str
@@ -91,14 +96,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A replica does not serve any more; others are to resume its requests."""
+    """A replica stopped serving, so others must resume its requests."""
 
     client: EngineClient
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Other replicas serve than before, or they have reported."""
+    """The set of serving replicas has changed, or their statistics have."""
 
 
 FleetEvent = Opened | Lost | Left | Changed

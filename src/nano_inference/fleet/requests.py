@@ -1,4 +1,4 @@
-"""`FleetRequest`: a request that can be resumed by another replica, with the same bits."""
+"""`FleetRequest`: a request that another replica can resume with the same results, bit for bit."""
 
 import itertools
 import time
@@ -22,13 +22,13 @@ from nano_inference.types import (
     VersionSpan,
 )
 
-# What a delta, and a sample so far, have for each token.
+# per-token fields of a delta and of `SampleSoFar`
 _PER_TOKEN = ("token_ids", "logprobs", "log_kept_mass", "raw_logprobs", "top_logprobs")
 
 
 @dataclass(slots=True)
 class SampleSoFar:
-    """What has come of one sample."""
+    """Received part of one sample."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -38,9 +38,9 @@ class SampleSoFar:
     contexts: list[Context] = field(default_factory=list[Context])
     # (version of the adapter, first token)
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    text_length: int = 0  # of what the client has
+    text_length: int = 0  # of the text that the client has
     cached_tokens: int = 0
-    to_skip: int = 0  # tokens that come again
+    to_skip: int = 0  # repeated tokens that are still to come
     text_to_skip: int = 0
     ended: bool = False
 
@@ -49,9 +49,9 @@ class SampleSoFar:
         by = delta.past_versions, delta.weight_version
         if delta.token_ids and (not self.contexts or self.contexts[-1][1:] != by):
             self.contexts.append(Context(len(self.token_ids), *by))
-        own = delta.adapter_version
-        if own and (not self.adapter_starts or self.adapter_starts[-1][0] != own):
-            self.adapter_starts.append((own, len(self.token_ids)))
+        adapter = delta.adapter_version
+        if adapter and (not self.adapter_starts or self.adapter_starts[-1][0] != adapter):
+            self.adapter_starts.append((adapter, len(self.token_ids)))
         for name in _PER_TOKEN:
             getattr(self, name).extend(getattr(delta, name) or ())
         self.cached_tokens = delta.cached_tokens
@@ -59,7 +59,7 @@ class SampleSoFar:
     def is_begun_by(
         self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], at: int = 0
     ) -> bool:
-        """Whether these come again, from place `at` on, as they were."""
+        """Return True if these repeat the sample's tokens and logprobs from position `at` on."""
         end = min(len(self.token_ids), at + len(token_ids))
         count = end - at
         return (
@@ -69,32 +69,33 @@ class SampleSoFar:
 
 
 class FleetRequest:
-    """A request of a fleet, and how far each of its samples has come. It knows the client of its
-    replica, and nothing of the fleet.
+    """Request of a fleet, with the received part of each sample. The client of its
+    replica is the only part of the fleet that it knows.
 
-    `hand_to` another replica resumes in one of three ways: from the beginning, where nothing has
-    come; from the tokens so far, which are one prefill; or, where those cannot be resumed
-    (`sampling_mask`: masks come in the end only), from the beginning, and what the client has is
-    skipped. The same seed, position and weights draw the same tokens in each.
+    `hand_to` lets another replica resume in one of three ways. If nothing has come, the replica
+    begins. Otherwise it resumes from the received tokens, with one prefill. With `sampling_mask` it
+    cannot, because masks come only at the end. Then it repeats the request from its beginning, and
+    the part that the client has is skipped. In each way the same seed, position and weights draw
+    the same tokens.
 
     Args:
-        message: the request, with a seed.
-        session: of the client.
-        asked: the parameters without the seed, if the client gave none.
-        numerics: fingerprint of all replicas.
+        message: The request, with a seed.
+        session: Session of the client, or None.
+        asked: Sampling parameters without the seed if the client gave no seed, else None.
+        numerics: Numerics fingerprint of all replicas.
 
     Attributes:
-        samples: how far each has come.
-        left: of them, how many have not ended.
-        ticket: its place; None: it waits for one.
-        client: of its replica.
-        receiver: gets its deltas there.
-        inner: its id there.
-        handed_at: when that replica got it, in seconds of the monotonic clock.
-        heard_at: when something last came.
-        moves: how often it changed its replica.
-        deaths: of engines that had it.
-        computes_prompt: its replica is to do no more than that.
+        samples: Received part of each sample.
+        left: Number of samples that have not ended.
+        ticket: Placement at a replica, or None while the request waits for one.
+        client: Client of that replica.
+        receiver: Receiver of the deltas from that replica.
+        inner: Request id at that replica.
+        handed_at: Time at which that replica got the request, in seconds of the monotonic clock.
+        heard_at: Time of the last delta, on the same clock.
+        moves: Number of changes of replica.
+        deaths: Number of engines that died while they had the request.
+        computes_prompt: True if the replica is to compute only the prompt.
     """
 
     def __init__(
@@ -116,23 +117,23 @@ class FleetRequest:
         self._asked = asked
         self._numerics = numerics
         self._way: Literal["begin", "resume", "resume old", "repeat"] = "begin"
-        self._has_come = False  # something, since it was handed over
-        self._is_ending = False  # it was asked to end with the tokens that it has
+        self._has_come = False  # a delta from the current replica
+        self._is_ending = False  # the client asked for an end with the tokens so far
 
     @property
     def request_id(self) -> int:
-        """The fleet's."""
+        """Request id in the fleet."""
         return self.message.request_id
 
     @property
     def has_begun(self) -> bool:
-        """Whether any sample has a token, or has ended."""
+        """True if any sample has a token or has ended."""
         return any(sample.ended or sample.token_ids for sample in self.samples)
 
     # -- from the replica --------------------------------------------------------------------------
 
     def hear(self, delta: Delta) -> bool:
-        """Note that a delta has come; whether it is the first since the request was handed over."""
+        """Record a delta. Return True for the first one from the current replica."""
         self.heard_at = time.monotonic()
         if self._has_come:
             return False
@@ -141,8 +142,8 @@ class FleetRequest:
         return True
 
     def take(self, delta: Delta) -> Delta | None:
-        """Add a delta to its sample; returns what of it is for the client. Raises `WeightsChanged`
-        where a replica repeats a sample with other tokens.
+        """Add a delta to its sample, and return the part that is for the client. Raises
+        `WeightsChanged` if a replica repeats a sample with other tokens.
         """
         sample = self.samples[delta.sample_index]
         if delta.finished is not None:
@@ -151,7 +152,7 @@ class FleetRequest:
         if rest is None:
             return None
         sample.take(rest)
-        if self._is_ending:  # a repetition may have come to where it was
+        if self._is_ending:  # a repetition may just have caught up
             self._ask_to_end()
         if not self.message.stream:
             return None
@@ -160,23 +161,23 @@ class FleetRequest:
 
     @property
     def has_computed_prompt(self) -> bool:
-        """Whether its replica was to compute the prompt only, and has."""
+        """True if the replica was to compute only the prompt, and has."""
         return self.computes_prompt and all(each.ended or each.token_ids for each in self.samples)
 
     def lost(self) -> None:
-        """Count a death, if its engine has died, and is not just about to."""
+        """Count a death if the engine has died. An engine about to die does not count yet."""
         if self.client is not None and self.client.why_dead is not None:
             self.deaths += 1
 
     def try_otherwise(self) -> bool:
-        """Begin again at the same replica in the next way if it rejects a resumption. Returns
-        whether there is a next way.
+        """Begin again at the same replica in the next way if the replica rejects a resumption.
+        Return False if there is no next way.
         """
         if self.client is None or self._way not in ("resume", "resume old"):
             return False
-        if self._way == "resume old":  # those weights are gone: those that serve will do
+        if self._way == "resume old":  # the old weights are gone, so use the current ones
             self._resume(self.client, None)
-        else:  # why it cannot be resumed is not the client's business
+        else:  # the client need not learn why it cannot be resumed
             self._repeat(self.client)
         return True
 
@@ -189,14 +190,14 @@ class FleetRequest:
         receiver: Receiver,
         version: int | None = None,
     ) -> None:
-        """Let a replica begin it, or resume it.
+        """Send the request to a replica, which begins or resumes it.
 
         Args:
-            client: of the replica.
-            ticket: its place there.
-            receiver: gets its deltas.
-            version: that serves, where samples of the version before finish on that one
-                (`kv_policy="finish_old"`); else None.
+            client: Client of the replica.
+            ticket: Placement there.
+            receiver: Receiver of the deltas.
+            version: Live weight version, if samples of the version before finish on that one
+                (`kv_policy="finish_old"`), else None.
 
         Raises as `EngineClient.begin` does.
         """
@@ -206,7 +207,7 @@ class FleetRequest:
         if not self.has_begun:
             self._way = "begin"
             message = self.message
-            if self.computes_prompt:  # to hear of the first token at once
+            if self.computes_prompt:  # so that the first token is reported as soon as it is drawn
                 message = msgspec.structs.replace(message, stream=True)
             self._begin(client, message, message.num_samples)
         elif self.message.params.sampling_mask:
@@ -218,12 +219,12 @@ class FleetRequest:
             self._resume(client, drawn if is_old else None)
 
     def let_go(self) -> None:
-        """Take it away from its replica."""
+        """Cancel the request at its replica."""
         if self.client is not None:
             self.client.give_up(self.inner)
 
     def end_soon(self) -> None:
-        """Let it end with what it has, also where another replica goes on with it."""
+        """End the request with its tokens so far, also after a move to another replica."""
         self._is_ending = True
         self._ask_to_end()
 
@@ -236,8 +237,8 @@ class FleetRequest:
             self._ask_to_end()
 
     def _ask_to_end(self) -> None:
-        """Not before what has come has come again: a sample must not end before the tokens that its
-        client has.
+        """Ask the replica to end, unless it still repeats tokens: a sample must not end before the
+        tokens that the client has.
         """
         if self.client is not None and not any(
             sample.to_skip and not sample.ended for sample in self.samples
@@ -266,12 +267,12 @@ class FleetRequest:
         self._way = "repeat"
         message = self.message
         if not message.stream and message.exact_version is None:
-            # its client has nothing yet: begin anew
+            # the client has nothing yet: begin again
             self.samples = [sample if sample.ended else SampleSoFar() for sample in self.samples]
         else:
             for sample in self.samples:
                 sample.to_skip, sample.text_to_skip = len(sample.token_ids), sample.text_length
-            # It has begun: no weight version may keep it from beginning again.
+            # no version constraint: it has begun, and must be allowed to begin again
             message = msgspec.structs.replace(message, min_version=None, exact_version=None)
         self._begin(client, message, message.num_samples)
 
@@ -287,7 +288,7 @@ class FleetRequest:
         return replace(delta, finished=replace(finished, sampling_params=self._asked))
 
     def _rest_of(self, sample: SampleSoFar, delta: Delta) -> Delta | None:
-        """Return the new part of a delta of a repetition; None if nothing is new."""
+        """Return the new part of a delta of a repetition, or None."""
         at, count = len(sample.token_ids) - sample.to_skip, len(delta.token_ids)
         if not sample.is_begun_by(delta.token_ids, delta.logprobs, at):
             raise WeightsChanged
@@ -310,12 +311,12 @@ class FleetRequest:
         return max(1, self.message.num_wanted - sum(sample.ended for sample in self.samples))
 
     def _partial(self, index: int) -> TrainingSample:
-        """A sample as `resume_from` takes it."""
+        """Return a sample's received part in the form that `resume_from` takes."""
         sample, params = self.samples[index], self.message.params
         count, prompt = len(sample.token_ids), tuple(self.message.prompt)
         spans, contexts = list[VersionSpan](), list[ContextVersions]()
         ends = [context.token_start for context in sample.contexts[1:]] + [count]
-        for (start, past, version), end in zip(sample.contexts, ends, strict=False):  # maybe none
+        for (start, past, version), end in zip(sample.contexts, ends, strict=False):  # may be empty
             last = VersionSpan(version, past[-1].end if past else 0, len(prompt) + end - 1)
             contexts.append(ContextVersions(start, end, (*past, last)))
             if spans and spans[-1].version == version:

@@ -1,6 +1,4 @@
-"""`Router`: which replica takes the next request. Pure: no clock, no asyncio, no engine; it only
-counts.
-"""
+"""`Router`: chooses a replica for each request. Pure: no clock, no asyncio, no engine."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -9,15 +7,15 @@ from operator import attrgetter
 
 from nano_inference.fleet.errors import NoReplica
 
-WAITING = 4  # a sample that waits weighs as much as so many that run
-# Only every so many tokens of a piece are in its key: prompts hardly ever differ in others alone.
+WAITING = 4  # weight of a waiting sample, in running samples
+# A key hashes every fourth token of a piece, since prompts rarely differ only in the others.
 STRIDE = 4
-KEYS = 4096  # prefixes that are remembered for every replica
+KEYS = 4096  # remembered prefixes per replica
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Samples of one replica."""
+    """Samples of one replica, and its place in the router's order."""
 
     replica: str
     waiting: int = 0
@@ -29,7 +27,7 @@ class _Load:
         return self.waiting * WAITING + self.running
 
     def count(self, waiting: int, running: int, chosen: int | None = None) -> None:
-        """Add samples; `chosen`: the number of the placement that they came with."""
+        """Add samples. `chosen` is the number of the placement that adds them, if one does."""
         self.waiting += waiting
         self.running += running
         self.order = self.score, self.order[1] if chosen is None else chosen
@@ -37,13 +35,13 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request's place. `Router.started` and `Router.finished` take it.
+    """Placement of a request. Pass it to `Router.started` and `Router.finished`.
 
     Attributes:
-        replica: its name.
-        waiting: samples of the request that have not begun.
-        running: samples that have begun and not ended.
-        cached: prompt tokens whose keys and values that replica probably has.
+        replica: Name of the replica.
+        waiting: Samples of the request that have not begun.
+        running: Samples that have begun and not ended.
+        cached: Prompt tokens whose keys and values the replica probably has.
     """
 
     replica: str
@@ -54,34 +52,34 @@ class Ticket:
 
 
 class Router:
-    """Places requests on replicas, by load and by what they have in their prefix caches.
+    """Placement of requests on replicas, by load and by the contents of their prefix caches.
 
-    A replica's *score* is `waiting * 4 + running`, in samples; the router counts them itself, from
-    `place`, `started` and `finished`. A request goes to the replica with the lowest **cost**: its
-    score, less one for every `piece` tokens of the prompt's prefix that it holds (`piece_worth`
-    says how much). So the holder of the longest prefix is preferred until it is overloaded: until
-    its queue costs more than the prefix saves. Of equals the one that was chosen longest ago is
-    taken. A request is one placement, whatever the number of its samples: groups stay together.
+    A replica's *score* is `waiting * 4 + running`, in samples. The router counts them itself, from
+    `place`, `started` and `finished`. A request gets the replica with the lowest **cost**: the
+    score, less `piece_worth` for every `piece` tokens of the prompt's prefix that the replica
+    holds. So the holder of the longest prefix is preferred until its queue costs more than the
+    prefix saves. Among equals the replica chosen longest ago wins. A request is one placement,
+    whatever the number of its samples, so groups stay together.
 
-    **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4,
-    6, 8, 12, 16, 24 … pieces of `piece` tokens; of what lies between two places the last piece is
-    looked at), with the salt, the weight version and the adapter at their root. A key names the
-    replicas that were sent such a prompt. There are at most `max_keys`, and the ones least recently
-    used go. A wrong guess costs a prefill and no bit, so replicas do not report what they evict; an
-    update changes the version and so the keys.
+    **Prefixes** are known coarsely, by chained keys at fixed positions of the prompt: after 1, 2,
+    3, 4, 6, 8, 12, 16, 24 … pieces of `piece` tokens. Between two positions only the last piece of
+    tokens is hashed. The salt, the weight version and the adapter are the root of the chain. A
+    key names the replicas that got such a prompt. At most `max_keys` are kept, and the least
+    recently used are dropped first. A wrong guess costs a prefill and changes no result, so
+    replicas need not report evictions. An update changes the version, and so all keys.
 
-    **Sessions**: requests with the same session go where the last one went, as long as that replica
-    takes requests. `max_sessions` are remembered, the ones least recently used go.
+    **Sessions**: a request gets the replica of its session's last request, as long as that replica
+    accepts requests. At most `max_sessions` are kept, and the least recently used are dropped
+    first.
 
-    A *draining* replica takes nothing new and keeps what it has. Nothing here waits or reads a
-    clock.
+    A *draining* replica gets no new requests and keeps its own.
 
     Args:
-        piece: tokens that a key looks at.
-        most_keys: of one prompt.
-        piece_worth: score that a cached piece is worth.
-        max_keys: prefixes that are remembered, some 400 bytes each; None: `KEYS` for every replica.
-        max_sessions: sessions that are remembered.
+        piece: Number of tokens that a key hashes.
+        most_keys: Maximum number of keys of one prompt.
+        piece_worth: Score that one cached piece is worth.
+        max_keys: Maximum number of prefixes, some 400 bytes each. None: `KEYS` per replica.
+        max_sessions: Maximum number of sessions.
     """
 
     def __init__(
@@ -99,30 +97,30 @@ class Router:
         self._holders: OrderedDict[int, set[_Load]] = OrderedDict()  # by key
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()
         self._loads: dict[str, _Load] = {}
-        self._open: dict[str, _Load] = {}  # of replicas that take requests
+        self._open: dict[str, _Load] = {}  # replicas that accept requests
         self._num_placed = 0
 
     # -- replicas ----------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Names, in the order in which they came."""
+        """Names of the replicas, in the order in which they were added."""
         return tuple(self._loads)
 
     def add(self, replica: str) -> None:
-        """A replica takes requests from now on. Raises `ValueError` for a name that is there."""
+        """Add a replica that accepts requests. Raises `ValueError` if the name is taken."""
         if replica in self._loads:
-            raise ValueError(f"there is a replica {replica!r} already.")
+            raise ValueError(f"replica {replica!r} exists already; choose another name.")
         self._loads[replica] = self._open[replica] = _Load(replica)
 
     def remove(self, replica: str) -> None:
-        """It is gone; tickets of it count no more. Raises `KeyError` for one that is not there."""
+        """Remove a replica, whose tickets no longer count. Raises `KeyError` if it is unknown."""
         self.forget(replica)
         del self._loads[replica]
         self._open.pop(replica, None)
 
     def drain(self, replica: str, draining: bool = True) -> None:
-        """It takes nothing new; with `draining=False` it does again. Raises `KeyError`."""
+        """Send a replica no new requests, or some again if not `draining`. Raises `KeyError`."""
         load = self._loads[replica]
         if draining:
             self._open.pop(replica, None)
@@ -130,11 +128,11 @@ class Router:
             self._open[replica] = load
 
     def is_draining(self, replica: str) -> bool:
-        """Whether it takes nothing new. Raises `KeyError`."""
+        """Return True if a replica accepts no new requests. Raises `KeyError`."""
         return self._loads[replica].replica not in self._open
 
     def forget(self, replica: str | None = None) -> None:
-        """The prefix cache of this replica (None: of all) is empty."""
+        """Record that the prefix cache of a replica (None: of every replica) is empty."""
         if replica is None:
             self._holders.clear()
             return
@@ -145,15 +143,15 @@ class Router:
                 del self._holders[key]
 
     def waiting(self, replica: str) -> int:
-        """Samples there that have not begun."""
+        """Return the number of samples at a replica that have not begun."""
         return self._loads[replica].waiting
 
     def running(self, replica: str) -> int:
-        """Samples there that have begun and not ended."""
+        """Return the number of samples at a replica that have begun and not ended."""
         return self._loads[replica].running
 
     def score(self, replica: str) -> int:
-        """Its load; the lower the better."""
+        """Return the load of a replica. Lower is better."""
         return self._loads[replica].score
 
     # -- requests ----------------------------------------------------------------------------------
@@ -169,16 +167,16 @@ class Router:
         adapter: str | None = None,
         without: Collection[str] = (),
     ) -> Ticket:
-        """Choose a replica for a request, and count it there.
+        """Choose a replica for a request, and count the request there.
 
         Args:
-            prompt: token ids; not kept.
-            num_samples: of the request.
-            session: requests of the same one go to the same replica.
-            salt: prefixes are shared only between requests of the same salt.
-            version: of the weights that will compute it.
-            adapter: name and version of the adapter that will, if one does.
-            without: replicas that are not to get it.
+            prompt: Token ids. Not kept.
+            num_samples: Number of samples of the request.
+            session: Session of the request. A session stays at one replica.
+            salt: Cache salt. Prefixes are shared only between requests with the same salt.
+            version: Version of the weights that will compute the request.
+            adapter: Name and version of its adapter, if it has one.
+            without: Replicas to exclude.
 
         Raises `NoReplica`.
         """
@@ -186,14 +184,14 @@ class Router:
         if without:
             able = {name: load for name, load in able.items() if name not in without}
         if not able:
-            raise NoReplica("no replica takes requests.")
+            raise NoReplica("no replica accepts requests.")
         keys = self._keys(prompt, (salt, version, adapter))
-        found = self._found(keys, able)
+        hits = self._found(keys, able)
         load = None if session is None else able.get(self._sessions.get(session, ""))
         if load is None:
-            load, cached = self._cheapest(found, able)
+            load, cached = self._cheapest(hits, able)
         else:
-            cached = max((end for end, holders in found if load in holders), default=0)
+            cached = max((end for end, holders in hits if load in holders), default=0)
         self._remember(keys, load)
         if session is not None:
             self._sessions[session] = load.replica
@@ -203,18 +201,18 @@ class Router:
         return self._ticket(load, num_samples, cached)
 
     def place_at(self, replica: str, num_samples: int = 1) -> Ticket:
-        """Count a request at this replica, draining or not. Raises `KeyError`."""
+        """Count a request at this replica, even if it is draining. Raises `KeyError`."""
         return self._ticket(self._loads[replica], num_samples, 0)
 
     def started(self, ticket: Ticket, num_samples: int | None = None) -> None:
-        """So many samples of a request (None: all) wait no more."""
+        """Record that `num_samples` of a request (None: all) have begun."""
         began = ticket.waiting if num_samples is None else min(num_samples, ticket.waiting)
         ticket.waiting -= began
         ticket.running += began
         ticket._load.count(-began, began)
 
     def finished(self, ticket: Ticket, num_samples: int | None = None) -> None:
-        """So many samples of a request (None: all) have ended, or left."""
+        """Record that `num_samples` of a request (None: all) have ended or left the replica."""
         left = ticket.running + ticket.waiting
         ended = left if num_samples is None else min(num_samples, left)
         ran = min(ended, ticket.running)
@@ -230,7 +228,7 @@ class Router:
         return Ticket(load.replica, num_samples, cached=cached, _load=load)
 
     def _keys(self, prompt: Sequence[int], root: Hashable) -> list[tuple[int, int]]:
-        """(key, tokens that it stands for), from the first piece on."""
+        """Return the prompt's keys, each with the number of tokens it covers, shortest first."""
         piece, keys = self._piece, list[tuple[int, int]]()
         key, length = hash(root), len(prompt)
         for end in self._ends:
@@ -243,42 +241,44 @@ class Router:
     def _found(
         self, keys: list[tuple[int, int]], able: Mapping[str, _Load]
     ) -> list[tuple[int, set[_Load]]]:
-        """(tokens, replicas that hold them), from short to long: the longest for each set."""
-        found = list[tuple[int, set[_Load]]]()
+        """Return prefix lengths in tokens with the replicas that hold them, shortest first: the
+        longest prefix of each set of replicas.
+        """
+        hits = list[tuple[int, set[_Load]]]()
         for key, end in keys:
             holders = self._holders.get(key)
             if not holders:
                 break
-            if found:
-                holders = found[-1][1] & holders
-                if len(holders) == len(found[-1][1]):
-                    found.pop()
+            if hits:
+                holders = hits[-1][1] & holders
+                if len(holders) == len(hits[-1][1]):
+                    hits.pop()
             else:
                 holders = {each for each in holders if each.replica in able}
             if not holders:
                 break
-            found.append((end, holders))
-        return found
+            hits.append((end, holders))
+        return hits
 
     def _cheapest(
-        self, found: list[tuple[int, set[_Load]]], able: Mapping[str, _Load]
+        self, hits: list[tuple[int, set[_Load]]], able: Mapping[str, _Load]
     ) -> tuple[_Load, int]:
-        """The replica of the lowest cost, and how much of the prompt it holds. Of replicas that
-        cost the same it is the one that holds most.
+        """Return the replica of the lowest cost, and how many tokens of the prompt it holds. At
+        equal cost, the holder of most tokens wins.
         """
         order = attrgetter("order")
         best, cached = min(able.values(), key=order), 0
         cost = best.score
-        for end, holders in reversed(found):
+        for end, holders in reversed(hits):
             load = min(holders, key=order)
-            its = load.score - end // self._piece * self._worth
-            if its < cost or (its == cost and not cached):
-                best, cost, cached = load, its, end
+            load_cost = load.score - end // self._piece * self._worth
+            if load_cost < cost or (load_cost == cost and not cached):
+                best, cost, cached = load, load_cost, end
         return best, cached
 
     def _remember(self, keys: list[tuple[int, int]], load: _Load) -> None:
         holders = self._holders
-        for key, _ in reversed(keys):  # the first ones, which most prompts share, go last
+        for key, _ in reversed(keys):  # first keys, which most prompts share, are dropped last
             holders.setdefault(key, set()).add(load)
             holders.move_to_end(key)
         most = self._max_keys if self._max_keys is not None else KEYS * len(self._loads)
@@ -287,5 +287,5 @@ class Router:
 
 
 def _half_octaves(count: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24 …, so many."""
+    """Return the first `count` of 1, 2, 3, 4, 6, 8, 12, 16, 24 …"""
     return [1, *((2 + at % 2) << at // 2 for at in range(count - 1))]

@@ -1,6 +1,4 @@
-"""`Supervisor`: the engines of a fleet from their start to their end, and the state that they
-share.
-"""
+"""`Supervisor`: the engines of a fleet from start to end, and their shared state."""
 
 import asyncio
 import logging
@@ -31,30 +29,29 @@ _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all repl
 
 
 class Supervisor:
-    """Starts engines, ends those that hang, and lets a new one serve when it has what the others
-    have: weights of the same version, the same pause, the same sleep.
+    """Starts engines and ends those that hang. A new engine serves once it has the shared state of
+    the others: the weight version, the adapters, the pause and the sleep.
 
     Args:
-        report: called with each event of the engines.
-        router: gets the names of the replicas that take requests.
-        bring_weights: (donor, client, version): gives an engine the weights that the donor serves.
-        make: a client of an engine that is not started yet, by the number of its place.
-        restart: start a new engine in the place of one that has died.
-        stall_timeout: seconds after which a replica that has something to do and gets nowhere is
-            killed.
-        in_lockstep: with one all die; new ones are started when none is left, all at once.
+        report: Called with each event of the engines.
+        router: Router that gets the names of the replicas that accept requests.
+        bring_weights: (donor, client, version): gives an engine the weights of the donor.
+        make: Returns a client of an engine that is not started yet, by the number of the replica.
+        restart: Start a new engine for a replica whose engine has died.
+        stall_timeout: Seconds after which a replica that has work and makes no progress is killed.
+        in_lockstep: The engines depend on each other, so all die with one. New ones are started
+            together, once none is left.
 
     Attributes:
-        replicas: all of them, by name.
-        lock: held by what changes the state that all have in common, and by a replica that is
-            brought to it.
-        version: of the weights that all of them serve.
-        paused: whether the fleet was paused by a call.
-        asleep: the parts of the memory that were given back.
-        keeps_old: whether requests finish on the version before.
-        adapters: that all of them serve, by name.
-        adapter_versions: the newest of each name, also of those that were unloaded.
-        num_deaths: replicas that died after they were built.
+        replicas: All replicas, by name.
+        lock: Held while the shared state changes, and while a replica is brought to it.
+        version: Weight version of all replicas.
+        paused: True if a call has paused the fleet.
+        asleep: Parts of the memory that were released.
+        keeps_old: True if requests finish on the previous version.
+        adapters: Adapters that all replicas serve, by name.
+        adapter_versions: Newest version per adapter name, including unloaded adapters.
+        num_deaths: Number of replicas that died after they were built.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class Supervisor:
         self._restart = restart
         self._stall_timeout = stall_timeout
         self._in_lockstep = in_lockstep
-        self._first: EngineInfo | None = None  # what all others must be like
+        self._first: EngineInfo | None = None  # all others must match it
         self._counts = FleetCounts()
         self._num_made = 0
         self._tasks = set[asyncio.Task[Any]]()
@@ -92,7 +89,7 @@ class Supervisor:
         self._closing = False
 
     async def start(self, count: int) -> None:
-        """Build so many at once. Raises what kept one from being built."""
+        """Build `count` replicas concurrently. Raises the error of the first that fails."""
         replicas = [self._new() for _ in range(count)]
         for answer in await asyncio.gather(
             *(each.client.start() for each in replicas), return_exceptions=True
@@ -104,112 +101,110 @@ class Supervisor:
         self.spawn(self._watch())
 
     async def close(self) -> None:
-        """Let all end."""
+        """Close all replicas, and cancel all tasks."""
         self._closing = True
         tasks = list(self._tasks)
         for task in tasks:
-            task.cancel()  # one that starts an engine ends it then
+            task.cancel()  # a task that is starting an engine then ends the engine
         ends = [each.client.close() for each in self.replicas.values()]
         await asyncio.gather(*ends, *tasks, *self._ends, return_exceptions=True)
 
     def end_starts(self) -> None:
-        """Give up those that do not serve yet, and begin no other: the end is near."""
+        """Give up replicas that do not serve yet, and start no others. Call it before `close`."""
         self._closing = True
-        for each in self.replicas.values():
-            if each.state in ("starting", "syncing"):
-                self._end(each.client)
+        for replica in self.replicas.values():
+            if replica.state in ("starting", "syncing"):
+                self._end(replica.client)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a task, until the fleet's end."""
+        """Run a task in the background until the fleet is closed."""
         start_task(work, self._tasks)
 
     def _end(self, client: EngineClient) -> None:
-        """Close it. `close` waits for this task, and does not cancel it."""
+        """Close a client in a task that `close` awaits and does not cancel."""
         start_task(client.close(), self._ends)
 
     def living(self) -> dict[str, EngineClient]:
-        """Those that serve, draining ones too."""
+        """Return the clients of the replicas that serve or drain, by name."""
         return {name: each.client for name, each in self.replicas.items() if each.is_alive}
 
     def adapter_key(self, name: str | None) -> str | None:
-        """What blocks are named by that a request with this adapter computes now."""
+        """Return the adapter's key in the names of newly computed blocks, or None."""
         info = None if name is None else self.adapters.get(name)
         return None if info is None else adapter_key(info.name, info.version)
 
     def serves_adapter(self, info: AdapterInfo) -> None:
-        """All serve this version from now on."""
+        """Record that all replicas serve this adapter version from now on."""
         self.adapters[info.name] = info
         newest = self.adapter_versions.get(info.name, 0)
         self.adapter_versions[info.name] = max(newest, info.version)
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
-        """Of all."""
+        """Return the status of every replica."""
         return tuple(map(self._status, self.replicas.values()))
 
     def reported_stats(self) -> EngineStats | None:
-        """Of all engines that are not dead, as they have last reported them; None: none has."""
+        """Return the joint statistics that engines reported last, or None if none has reported."""
         clients = [each.client for each in self.replicas.values() if each.state != "dead"]
         known = [client.stats for client in clients if client.stats is not None]
         return self.joined_stats(known) if known else None
 
-    def joined_stats(self, each: Sequence[EngineStats]) -> EngineStats:
-        """Return the statistics of these engines as if they were one, and of those that are
-        gone.
-        """
-        return self._counts.joined(each, self.version)
+    def joined_stats(self, stats: Sequence[EngineStats]) -> EngineStats:
+        """Return the statistics of these engines and of ended ones, as of one engine."""
+        return self._counts.joined(stats, self.version)
 
     # -- coming and going --------------------------------------------------------------------------
 
     async def add(self) -> str:
-        """One more; returns its name when it serves. Raises what keeps it from that."""
+        """Add a replica, and return its name when it serves. Raises if that fails."""
         self._require_independent()
         self._require_awake()
-        each = self._new()
-        client = each.client
+        replica = self._new()
+        client = replica.client
         try:
             await client.start()
-            await self._sync(each, client)
+            await self._sync(replica, client)
         except BaseException as problem:
-            was_there = self.replicas.pop(each.name, None) is not None
-            await each.client.close()
+            was_there = self.replicas.pop(replica.name, None) is not None
+            await replica.client.close()
             if not was_there and isinstance(problem, Exception):
                 raise ReplicaConflict(
-                    f"replica {each.name!r} was removed before it served."
+                    f"replica {replica.name!r} was removed before it served."
                 ) from problem
             raise
-        return each.name
+        return replica.name
 
     def drain(self, replica: str, *, move: bool, draining: bool) -> EngineClient:
-        """See `FleetClient.drain`; returns its client, whose requests stay there."""
-        each = self._named(replica)
-        if not each.is_alive:
-            raise ReplicaConflict(f"replica {replica!r} does not serve: it is {each.state}.")
+        """Drain a replica as `FleetClient.drain` does. Return its client, which keeps requests."""
+        entry = self._named(replica)
+        if not entry.is_alive:
+            raise ReplicaConflict(f"replica {replica!r} does not serve: it is {entry.state}.")
         if move:
-            self._require_others(each)
+            self._require_others(entry)
         self._router.drain(replica, draining)
-        each.state = "draining" if draining else "serving"
-        return each.client
+        entry.state = "draining" if draining else "serving"
+        return entry.client
 
     def remove(self, replica: str) -> EngineClient:
-        """See `FleetClient.remove`; returns its client, which still has requests and is open."""
+        """Remove a replica, and return its client, which is open and still has its requests."""
         self._require_independent()
-        each = self._named(replica)
-        if each.is_alive:
-            self._require_others(each)
+        entry = self._named(replica)
+        if entry.is_alive:
+            self._require_others(entry)
         del self.replicas[replica]
-        self._leave(each, "dead", "it was removed")
+        self._leave(entry, "dead", "it was removed")
         self._look_whether_lost("it was removed.", "it was removed")
-        return each.client
+        return entry.client
 
     def _new(self) -> Replica:
         number, self._num_made = self._num_made, self._num_made + 1
-        each = self.replicas[str(number)] = Replica(str(number), self._make(number))
-        self._look_after(each)
-        return each
+        replica = self.replicas[str(number)] = Replica(str(number), self._make(number))
+        self._look_after(replica)
+        return replica
 
-    def _look_after(self, each: Replica) -> None:
-        client = each.client
-        client.watch(lambda: self._died(each, client))
+    def _look_after(self, replica: Replica) -> None:
+        client = replica.client
+        client.watch(lambda: self._died(replica, client))
 
     def _open(
         self,
@@ -219,11 +214,11 @@ class Supervisor:
         *,
         again: bool,
     ) -> None:
-        """These are the first that serve, with weights of this version and these adapters; None:
-        those that they were built with. `again`: after all had died.
+        """Let the first replicas serve, with this weight version and these adapters. None: as the
+        engines were built. `again`: all replicas had died before.
         """
-        for each in replicas:
-            self._require_same(each)
+        for replica in replicas:
+            self._require_same(replica)
         info = replicas[0].client.info
         self.version = info.weight_version if version is None else version
         self.paused, self.asleep, self.keeps_old = False, (), False
@@ -232,122 +227,119 @@ class Supervisor:
             self.serves_adapter(adapter)
         kept = {"adapters": tuple(self.adapters.values()), "weight_version": self.version}
         self._report(Opened(msgspec.structs.replace(info, **kept), again))
-        for each in replicas:
-            self._admit(each)
+        for replica in replicas:
+            self._admit(replica)
 
-    def _admit(self, each: Replica) -> None:
-        each.state, each.why = "serving", ""
-        each.backoff.ready(time.monotonic())
-        self._router.add(each.name)
+    def _admit(self, replica: Replica) -> None:
+        replica.state, replica.why = "serving", ""
+        replica.backoff.ready(time.monotonic())
+        self._router.add(replica.name)
         self._report(Changed())
-        log.info("replica %s serves weight version %d.", each.name, self.version)
+        log.info("replica %s serves weight version %d.", replica.name, self.version)
 
-    def _leave(self, each: Replica, state: State, why: str) -> None:
-        stats = each.client.stats
-        if state == "dead" != each.state and stats is not None:
+    def _leave(self, replica: Replica, state: State, why: str) -> None:
+        stats = replica.client.stats
+        if state == "dead" != replica.state and stats is not None:
             self._counts.keep(stats)
-        each.state, each.why = state, why
-        if each.name in self._router.replicas:
-            self._router.remove(each.name)
+        replica.state, replica.why = state, why
+        if replica.name in self._router.replicas:
+            self._router.remove(replica.name)
         self._report(Changed())
 
-    def _died(self, each: Replica, client: EngineClient, why: str | None = None) -> None:
-        """An engine has died; its requests will fail next, and go on elsewhere."""
-        if self._closing or each.client is not client or each.state == "dead":
+    def _died(self, replica: Replica, client: EngineClient, why: str | None = None) -> None:
+        """Handle the death of an engine. Its requests fail next, and move to other replicas."""
+        if self._closing or replica.client is not client or replica.state == "dead":
             return
         why = why or client.why_dead or "it has died."
-        log.error("replica %s has died (%s): %s", each.name, each.state, why)
-        if each.state != "starting":
+        log.error("replica %s has died (%s): %s", replica.name, replica.state, why)
+        if replica.state != "starting":
             self.num_deaths += 1
-        self._leave(each, "dead", why)
+        self._leave(replica, "dead", why)
         self._end(client)
         self._look_whether_lost(why, client.public_reason)
-        if self._restart and each.name in self.replicas:
-            delay = each.backoff.died(time.monotonic())
+        if self._restart and replica.name in self.replicas:
+            delay = replica.backoff.died(time.monotonic())
             if not self._in_lockstep:
-                self.spawn(self._start_again(each, delay))
+                self.spawn(self._start_again(replica, delay))
             elif all(other.state == "dead" for other in self.replicas.values()):
                 self.spawn(self._start_all_again(delay))
 
     def _look_whether_lost(self, why: str, public: str) -> None:
-        """One is gone. If none serves, the fleet is told, also when the one that was to come does
-        not.
-        """
+        """Report `Lost` if no replica serves, also if one that was being built has failed."""
         if self._first is not None and not self.living():
             coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
             self._report(Lost(why, public, coming))
 
-    async def _start_again(self, each: Replica, delay: float) -> None:
+    async def _start_again(self, replica: Replica, delay: float) -> None:
         await asyncio.sleep(delay)
-        while "weights" in self.asleep and self.living():  # a trainer has the memory now
+        while "weights" in self.asleep and self.living():  # a trainer uses the memory now
             await asyncio.sleep(time_limits.WATCH)
-        if self._closing or self.replicas.get(each.name) is not each:  # it was removed
+        if self._closing or self.replicas.get(replica.name) is not replica:  # it was removed
             return
-        await self._bring_up(each, self._renew(each).start)
+        await self._bring_up(replica, self._renew(replica).start)
 
     async def _start_all_again(self, delay: float) -> None:
-        """Engines that cannot do without each other, when the last one has died."""
+        """Restart all engines in lockstep once the last one has died."""
         await asyncio.sleep(delay)
         if self._closing:
             return
-        started = [(each, self._renew(each)) for each in self.replicas.values()]
+        started = [(replica, self._renew(replica)) for replica in self.replicas.values()]
         try:
             await asyncio.gather(*(client.start() for _, client in started))
-            for each, client in started:
-                self._require_there(each, client)
-            self._open([each for each, _ in started], again=True)
-        except Exception as problem:  # the others would wait for that one
-            for each, client in started:
-                self._died(each, client, str(problem))
+            for replica, client in started:
+                self._require_there(replica, client)
+            self._open([replica for replica, _ in started], again=True)
+        except Exception as problem:  # the other engines would wait for the failed one
+            for replica, client in started:
+                self._died(replica, client, str(problem))
                 client.kill()
 
-    def _renew(self, each: Replica) -> EngineClient:
-        """Another engine in its place, which is not started yet."""
-        each.client, each.state = self._make(int(each.name)), "starting"
-        each.num_starts += 1
-        self._look_after(each)
-        return each.client
+    def _renew(self, replica: Replica) -> EngineClient:
+        """Give a replica a new client, of an engine that is not started yet."""
+        replica.client, replica.state = self._make(int(replica.name)), "starting"
+        replica.num_starts += 1
+        self._look_after(replica)
+        return replica.client
 
     async def _bring_up(
-        self, each: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self, replica: Replica, begin: Callable[[], Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Let a replica serve, when it has what the others have; end it if it cannot have that."""
-        client = each.client
+        """Let a replica serve once it has the shared state, or end it if that fails."""
+        client = replica.client
         try:
             if begin is not None:
                 await begin()
-            await self._sync(each, client)
+            await self._sync(replica, client)
         except Exception as problem:
-            log.error("replica %s could not be brought up: %s", each.name, problem)
-            if each.client is client:
-                self._died(each, client, str(problem))  # first, so that this is why
+            log.error("replica %s could not be brought up: %s", replica.name, problem)
+            if replica.client is client:
+                self._died(replica, client, str(problem))  # before `kill`, to record this reason
                 client.kill()
 
-    # -- what all have in common -------------------------------------------------------------------
+    # -- shared state ------------------------------------------------------------------------------
 
     def left_behind(self, replica: str, why: str) -> None:
-        """It does not have what the others have, and is brought there before it serves again. Its
-        requests go on elsewhere meanwhile.
+        """Resync a replica without the shared state before it serves again. Its requests move to
+        other replicas.
         """
-        each = self.replicas[replica]
-        log.warning("replica %s is brought to the others: %s", replica, why)
-        self._leave(each, "syncing", why)
-        self._report(Left(each.client))
-        self.spawn(self._bring_up(each))
+        entry = self.replicas[replica]
+        log.warning("resyncing replica %s: %s", replica, why)
+        self._leave(entry, "syncing", why)
+        self._report(Left(entry.client))
+        self.spawn(self._bring_up(entry))
 
-    async def _sync(self, each: Replica, client: EngineClient) -> None:
-        """Weights, adapters, pause and sleep as the others have them. With the lock, so that
-        nothing changes meanwhile.
+    async def _sync(self, replica: Replica, client: EngineClient) -> None:
+        """Bring a replica to the shared weights, adapters, pause and sleep, and let it serve. Holds
+        the lock, so that nothing changes meanwhile.
 
-        If no replica is left that has them, it is the first one again, with the weights that it
-        has.
+        If no other replica is left, this one defines the state again, with the weights it has.
         """
-        self._require_there(each, client)
-        each.state = "syncing"
+        self._require_there(replica, client)
+        replica.state = "syncing"
         async with self.lock:
-            self._require_there(each, client)
-            self._require_same(each)
-            version = await self._bring_what_serves(each, client)
+            self._require_there(replica, client)
+            self._require_same(replica)
+            version = await self._bring_what_serves(replica, client)
             adapters = await self._bring_adapters(client)
             if self.living():
                 self._require_awake()
@@ -363,14 +355,14 @@ class Supervisor:
             if not self.living():
                 await client.call("wake", memory=list(get_args(Memory)))
                 await client.call("resume")
-            self._require_there(each, client)
+            self._require_there(replica, client)
             if self.living():
-                self._admit(each)
+                self._admit(replica)
             else:
-                self._open([each], version, adapters, again=True)
+                self._open([replica], version, adapters, again=True)
 
-    async def _bring_what_serves(self, each: Replica, client: EngineClient) -> int:
-        """The weights that serve, from any that has them; returns the version that it has then."""
+    async def _bring_what_serves(self, replica: Replica, client: EngineClient) -> int:
+        """Bring the shared weights from any replica, and return the version that the engine has."""
         version: int = await client.call("get_weight_version")
         if version == self.version:
             return version
@@ -383,15 +375,15 @@ class Supervisor:
         if not await self._from_a_donor(client, bring):
             return version
         seconds = time.monotonic() - began
-        log.info("replica %s got weight version %d in %.2f s.", each.name, self.version, seconds)
+        log.info("replica %s got weight version %d in %.2f s.", replica.name, self.version, seconds)
         return self.version
 
     async def _bring_adapters(self, client: EngineClient) -> list[AdapterInfo]:
-        """The adapters that serve, also those that it has read itself: their folders may hold
-        others by now. Returns those that it has then.
+        """Bring the shared adapters, including those that the engine loaded itself, because their
+        folders may have changed since. Return the adapters that the engine has then.
         """
-        own = {each.name: each for each in await client.call("adapters")}
-        for name in own.keys() - self.adapters.keys() if self.living() else ():
+        loaded = {each.name: each for each in await client.call("adapters")}
+        for name in loaded.keys() - self.adapters.keys() if self.living() else ():
             await client.call("unload_adapter", name=name)
         for name in self.adapters:
             await self._from_a_donor(
@@ -402,8 +394,8 @@ class Supervisor:
     async def _from_a_donor(
         self, client: EngineClient, bring: Callable[[EngineClient], Awaitable[None]]
     ) -> bool:
-        """Bring an engine something from a replica that serves, and from the next one where that
-        dies; whether there was one.
+        """Bring an engine something from a serving replica, or from the next if that dies. Return
+        False if there is none.
         """
         while (donor := next(iter(self.living().values()), None)) is not None:
             try:
@@ -420,77 +412,76 @@ class Supervisor:
             raise ReplicaNotFound(replica)
         return self.replicas[replica]
 
-    def _require_there(self, each: Replica, client: EngineClient) -> None:
-        """Raise if it was removed, or has died, while it waited for something."""
-        if self.replicas.get(each.name) is not each:
-            raise NanoInferenceError(f"replica {each.name!r} was removed before it served.")
-        if each.client is not client or client.why_dead is not None:
+    def _require_there(self, replica: Replica, client: EngineClient) -> None:
+        """Raise if a replica was removed or died meanwhile."""
+        if self.replicas.get(replica.name) is not replica:
+            raise NanoInferenceError(f"replica {replica.name!r} was removed before it served.")
+        if replica.client is not client or client.why_dead is not None:
             raise EngineDead(client.why_dead or "it has died.")
 
     def _require_awake(self) -> None:
         if "weights" in self.asleep and self.living():
             raise ReplicaConflict("the weights of the other replicas are asleep; wake them first.")
 
-    def _require_same(self, each: Replica) -> None:
-        info, first = each.client.info, self._first
+    def _require_same(self, replica: Replica) -> None:
+        info, first = replica.client.info, self._first
         for name in _SAME:
             if first is not None and getattr(info, name) != getattr(first, name):
                 raise NanoInferenceError(
-                    f"the replicas differ in {name}: {getattr(info, name)!r} and "
-                    f"{getattr(first, name)!r}; they could "
-                    "not go on with each other's requests."
+                    f"the replicas differ in {name} ({getattr(info, name)!r} and "
+                    f"{getattr(first, name)!r}), so they could not resume each other's requests; "
+                    "start all with the same options."
                 )
 
-    def _require_others(self, each: Replica) -> None:
-        if not any(other is not each and other.is_alive for other in self.replicas.values()):
+    def _require_others(self, replica: Replica) -> None:
+        if not any(other is not replica and other.is_alive for other in self.replicas.values()):
             raise ReplicaConflict(
-                "it is the last replica that serves; no other could go on with what it has."
+                "it is the last replica that serves, and no other could resume its requests; add a "
+                "replica first."
             )
 
     def _require_independent(self) -> None:
         if self._in_lockstep:
             text = (
-                "engines in lockstep share their experts: none can come or go; start a server "
-                "with another number."
+                "engines in lockstep share their experts, so none can be added or removed; start a "
+                "server with another number of engines."
             )
             raise ReplicaConflict(text)
 
-    # -- now and then ------------------------------------------------------------------------------
+    # -- periodic checks ---------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Let the fleet gather what replicas report, and end those that hang."""
+        """Report changes regularly, and kill replicas that hang."""
         while True:
             await asyncio.sleep(time_limits.WATCH)
             self._report(Changed())
             for name, client in self.living().items():
                 if client.stalled(self._stall_timeout):
                     log.error(
-                        "replica %s has got nowhere for %g s, and is killed.",
+                        "killing replica %s: no progress for %g s.",
                         name,
                         self._stall_timeout,
                     )
                     client.kill()
 
-    def _status(self, each: Replica) -> ReplicaStatus:
-        routed, alive = each.name in self._router.replicas, each.is_alive
+    def _status(self, replica: Replica) -> ReplicaStatus:
+        routed, alive = replica.name in self._router.replicas, replica.is_alive
         return ReplicaStatus(
-            name=each.name,
-            state=each.state,
-            waiting=self._router.waiting(each.name) if routed else 0,
-            running=self._router.running(each.name) if routed else 0,
+            name=replica.name,
+            state=replica.state,
+            waiting=self._router.waiting(replica.name) if routed else 0,
+            running=self._router.running(replica.name) if routed else 0,
             weight_version=self.version if alive else None,
-            num_starts=each.num_starts,
-            pid=each.client.info.pid if alive else None,
-            why=each.why,
+            num_starts=replica.num_starts,
+            pid=replica.client.info.pid if alive else None,
+            why=replica.why,
         )
 
 
 async def bring_adapter(
     donor: EngineClient, client: EngineClient, name: str, kv_policy: KvPolicy = "finish_old"
 ) -> None:
-    """Give an engine an adapter that `donor` serves, as the same version and to the bit, by way of
-    a file of this machine.
-    """
+    """Give an engine an adapter of `donor`, bit for bit, through a local file."""
     async with temporary_folder("adapter") as folder:
         path = str(folder / "adapter")
         await donor.call("save_adapter", name=name, path=path, timeout=time_limits.BRING_ADAPTER)

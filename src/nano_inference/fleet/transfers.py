@@ -1,6 +1,8 @@
-"""Blocks that move between replicas while a request waits for them: `Transfers` brings them,
-`PrefixSharing` knows which replica has a prompt's prefix, and whether fetching it is faster, and
-with `Prefill` some replicas compute prompts, and others resume from the first token.
+"""Blocks that move between replicas while a request waits for them.
+
+`Transfers` moves them. `PrefixSharing` fetches a prompt's prefix from another replica if that is
+faster than computing it. With `Prefill` some replicas compute prompts, and others resume from the
+first token.
 """
 
 import asyncio
@@ -28,20 +30,20 @@ log = logging.getLogger("nano_inference.server")
 
 
 class Brought(NamedTuple):
-    """Blocks that came, and the seconds that they took."""
+    """Number of blocks that were moved, and the seconds that it took."""
 
     num_blocks: int
     seconds: float
 
 
 class Transfers:
-    """Requests without a replica, because their blocks are on the way to where they are resumed.
+    """Requests that are at no replica while their blocks move to the next one.
 
     Args:
-        supervisor: of the replicas.
+        supervisor: Supervisor of the replicas.
 
     Attributes:
-        num_blocks: that were brought.
+        num_blocks: Number of blocks moved so far.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -50,18 +52,20 @@ class Transfers:
         self._on_the_way: dict[int, Ticket] = {}
 
     def leave(self, request: FleetRequest, ticket: Ticket) -> None:
-        """Take a request off its replica, and remember its next place."""
+        """Take a request off its replica, and remember its next placement."""
         request.client = request.ticket = None
         self._on_the_way[request.request_id] = ticket
 
     def land(self, request: FleetRequest) -> Ticket | None:
-        """The place of a request that is on its way, and is not any more; None: it is not."""
+        """End a request's wait for blocks. Return its next placement, or None if it was not
+        waiting.
+        """
         return self._on_the_way.pop(request.request_id, None)
 
     async def carry(
         self, request: FleetRequest, source: EngineClient, target: EngineClient
     ) -> Brought | None:
-        """Bring the blocks of a request's prompt; None: they did not come, and are computed."""
+        """Move the blocks of a request's prompt. None: that failed, and they will be recomputed."""
         began = time.monotonic()
         try:
             count = await asyncio.wait_for(
@@ -69,7 +73,7 @@ class Transfers:
             )
         except Exception as problem:
             log.warning(
-                "request %d computes its prompt again: %s",
+                "request %d recomputes its prompt: %s",
                 request.request_id,
                 problem or type(problem).__name__,
             )
@@ -80,8 +84,8 @@ class Transfers:
     async def _bring(
         self, request: FleetRequest, source: EngineClient, target: EngineClient
     ) -> int:
-        """Bring the blocks of its prompt, as far as they are there; returns how many came. Raises
-        as `EngineClient.call` does.
+        """Move the cached blocks of the prompt, and return how many the target imported. Raises as
+        `EngineClient.call` does.
         """
         names = names_of_prompt(request, target.info.block_size, self._supervisor)
         packed = pack_names(names)
@@ -96,15 +100,16 @@ class Transfers:
 
 
 class PrefixSharing:
-    """The blocks that replicas have reported, and requests that fetch some of them.
+    """Directory of the blocks that replicas have reported, used to fetch prefixes.
 
     Args:
-        supervisor: of the replicas.
+        supervisor: Supervisor of the replicas.
 
     Attributes:
-        directory: which replica holds what.
-        cost: of fetching and of computing, as measured; None: no replica has told its block size.
-        num_fetches: requests whose prefix was fetched.
+        directory: Blocks of each replica.
+        cost: Measured costs of fetching and computing. None: no replica has reported its block
+            size yet.
+        num_fetches: Number of requests whose prefix was fetched.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -112,12 +117,12 @@ class PrefixSharing:
         self.cost: FetchCost | None = None
         self.num_fetches = 0
         self._supervisor = supervisor
-        self._clients: dict[str, EngineClient] = {}  # of the directory's replicas
-        self._silent: set[str] = set()  # replicas whose last report did not come
+        self._clients: dict[str, EngineClient] = {}  # replicas in the directory
+        self._silent: set[str] = set()  # replicas whose last report failed
 
     def source(self, request: FleetRequest, ticket: Ticket) -> EngineClient | None:
-        """The replica from which a request's prefix is to be fetched, because it has more of it
-        than the request's place, and that is faster; None: there is none.
+        """Return the replica to fetch a request's prefix from, or None. Fetch if a replica has more
+        of the prefix than the request's own, and if that is faster than computing it.
         """
         if self.cost is None or request.has_begun or ticket.replica not in self._clients:
             return None
@@ -131,13 +136,13 @@ class PrefixSharing:
         return living[holder.replica]
 
     def fetched(self, brought: Brought) -> None:
-        """Measure a prefix that was fetched."""
+        """Measure the cost of a fetched prefix."""
         if self.cost is not None:
             self.cost.fetched(*brought)
 
     def began(self, request: FleetRequest) -> None:
-        """Measure how fast prompts are computed: a request's first token has come, and is not taken
-        yet.
+        """Measure the speed of prompt computation when a request's first delta comes. Call it
+        before the request takes the delta.
         """
         if self.cost is not None and not request.has_begun:
             num_cached = max(sample.cached_tokens for sample in request.samples)
@@ -146,16 +151,16 @@ class PrefixSharing:
             )
 
     async def watch(self) -> None:
-        """Gather reports as long as the fleet lives."""
+        """Collect reports as long as the fleet lives."""
         while True:
             await self.look()
             await asyncio.sleep(time_limits.BLOCK_REPORTS)
 
     async def look(self) -> None:
-        """Take in a report of every replica."""
+        """Collect a report from every replica."""
         living = self._supervisor.living()
         for name, client in list(self._clients.items()):
-            if living.get(name) is not client:  # it is gone, or another engine has its place
+            if living.get(name) is not client:  # it left, or another engine replaced it
                 self.directory.remove(name)
                 del self._clients[name]
         await asyncio.gather(*(self._hear(name, client) for name, client in living.items()))
@@ -184,7 +189,7 @@ class PrefixSharing:
         except Exception as problem:
             if name not in self._silent:
                 log.warning(
-                    "replica %s does not say what it has cached: %s",
+                    "replica %s does not report its cached blocks: %s",
                     name,
                     problem or type(problem).__name__,
                 )
@@ -196,8 +201,8 @@ class PrefixSharing:
 def names_of_prompt(
     request: FleetRequest, block_size: int, supervisor: Supervisor
 ) -> tuple[int, ...]:
-    """Of the blocks of its prompt that another replica could find: the last token is always
-    computed.
+    """Return the names of the prompt's blocks that another replica may have cached. The last token
+    is always computed, so it belongs to none of them.
     """
     prompt, params = request.message.prompt, request.message.params
     adapter = supervisor.adapter_key(params.adapter)
@@ -205,26 +210,26 @@ def names_of_prompt(
     return names_of(known, block_size, supervisor.version, params.cache_salt, adapter)
 
 
-LEAST = 256  # tokens of a prompt; a shorter one is computed where it decodes
+LEAST = 256  # prompt tokens; a shorter prompt is computed at the replica that decodes it
 
 
 class Prefill:
-    """Prefill and decode on different replicas: which ones compute prompts.
+    """Prefill and decode on different replicas.
 
-    A request runs on a prefill replica until all its samples have a token. Then it is given up
-    there, its prompt's blocks are brought to the replica that the router chose for the rest, and it
-    goes on there as after a failover: the same seed, positions and weights, so the same bits. What
-    cannot be brought is computed again.
+    A request runs on a prefill replica until all its samples have a token. Then it is cancelled
+    there, and its prompt's blocks move to the replica that the router chose for the rest. The
+    request resumes there as after a failover: same seed, positions and weights, so the same bits.
+    Blocks that cannot be moved are recomputed.
 
     Args:
-        count: of the first replicas, how many compute prompts.
-        least: tokens of a prompt that is computed on one of them.
-        router: places requests there.
-        supervisor: of the replicas.
+        count: Number of prefill replicas, the first ones.
+        least: Least number of prompt tokens for a prefill replica.
+        router: Router that places requests there.
+        supervisor: Supervisor of the replicas.
 
     Attributes:
-        replicas: their names.
-        num_prompts: that were computed there.
+        replicas: Names of the prefill replicas.
+        num_prompts: Number of prompts computed there.
     """
 
     def __init__(self, count: int, least: int, router: Router, supervisor: Supervisor) -> None:
@@ -233,8 +238,8 @@ class Prefill:
         self._least, self._router, self._supervisor = least, router, supervisor
 
     def place(self, request: FleetRequest) -> Ticket | None:
-        """A place for the prompt of a request that has no token yet; None: it is computed where it
-        decodes.
+        """Return a placement for the prompt of a request that has no token yet, or None if the
+        prompt is to be computed at the replica that decodes it.
         """
         message, router = request.message, self._router
         if not self.replicas or request.has_begun or message.params.max_tokens == 1:

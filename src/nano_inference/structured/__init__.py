@@ -1,4 +1,4 @@
-"""Structured output: grammars, and the tokens that they allow next. No torch.
+"""Structured output: grammars and the masks of tokens that they allow next. No torch.
 
 Imports only from the base modules.
 Begin with: grammar.py, then backend.py.

@@ -1,4 +1,4 @@
-"""What makes masks from grammars: the protocol of backends, and which there are."""
+"""Protocols of grammar backends and matchers, and the table of backends."""
 
 import threading
 from collections import OrderedDict
@@ -15,32 +15,32 @@ import numpy as np
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.grammar import BackendName, Grammar
 
-# bytes of the stack of threads that compile; what checks a grammar first has less
+# bytes of stack of the compiling threads; the check that comes first runs with a smaller stack
 COMPILER_STACK = 2**24
-MOST_KEPT = 4  # vocabularies that a backend has read
+MOST_KEPT = 4  # vocabularies that a backend keeps in its own form
 
 Read = TypeVar("Read")
 
 
 class GrammarError(Exception):
-    """A matcher cannot go on: a limit was reached, or a token that its mask forbids was given."""
+    """A matcher cannot continue: a limit was reached, or a token is forbidden by its mask."""
 
 
 class CompilationStopped(InvalidRequest):
-    """A compilation was ended by its limits. Another attempt may come to an end."""
+    """A limit ended a compilation. Another attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a matcher knows.
+    """Token vocabulary of a model, as matchers use it.
 
     Attributes:
-        tokenizer_json: of the `tokenizers` library.
-        size: token ids, of the tokenizer or of the model, whichever has more.
-        drawable: token ids of the model: masks end there.
-        eos_token_ids: that end a text; at least one.
-        bytes_of: what a token says in the middle of a text: a piece of UTF-8. Special tokens say
-            their names.
+        tokenizer_json: Tokenizer, in the format of the `tokenizers` library.
+        size: Number of token ids, of the tokenizer or of the model, whichever is larger.
+        drawable: Number of the model's token ids. Masks end there.
+        eos_token_ids: Ids that end a text. At least one.
+        bytes_of: Returns the bytes of a token in the middle of a text, a piece of UTF-8. Special
+            tokens return their names.
     """
 
     tokenizer_json: str
@@ -51,69 +51,69 @@ class Vocabulary:
 
     @cached_property
     def key(self) -> str:
-        """Names it."""
-        told = f"{self.size} {self.eos_token_ids} {self.tokenizer_json}"
-        return sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+        """Hash of the vocabulary, for use as a key."""
+        text = f"{self.size} {self.eos_token_ids} {self.tokenizer_json}"
+        return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Matcher(Protocol):
-    """The place in a grammar that one sample has come to. One thread at a time uses it.
+    """Position of one sample in its grammar. Used by one thread at a time.
 
     Attributes:
-        backend: that made it.
+        backend: Backend that made the matcher.
     """
 
     backend: "Backend"
 
     @property
     def is_spent(self) -> bool:
-        """Whether it shares limits with its copies that one of these has reached."""
+        """True if a limit that this matcher shares with its copies was reached."""
         return False
 
     def fill(self, words: np.ndarray) -> None:
-        """Write which tokens may follow, int32 [W]: bit i % 32 of word i // 32 is token i. Where a
-        text may end its end-of-sequence ids may follow. Raises `GrammarError`.
+        """Write the mask of the next token to `words`, int32 [W]: bit i % 32 of word i // 32 is
+        token i. If the text may end, end-of-sequence ids are allowed. Raises `GrammarError`.
         """
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on with a token that is no end-of-sequence id. Raises `GrammarError`."""
+        """Advance by a token other than an end-of-sequence id. Raises `GrammarError`."""
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that the text must go on with, as the tokenizer would split them; maybe none.
-        Another split of the same text may be allowed too.
+        """Return the tokens that the text must continue with, split as the tokenizer would, or
+        nothing. Another split of the same text may be allowed too.
         """
         return ()
 
     def copy(self) -> "Matcher":
-        """Another one at the same place."""
+        """Return a second matcher at the same position."""
         ...
 
 
 class Backend(Protocol):
-    """Compiles grammars."""
+    """Compiler of grammars."""
 
     def check(self, grammar: Grammar) -> None:
-        """Raise `InvalidRequest` for a grammar that cannot be compiled, as far as that shows
+        """Raise `InvalidRequest` if a grammar cannot be compiled, as far as that can be checked
         without a vocabulary.
         """
         ...
 
     def prepare(self, vocabulary: Vocabulary) -> None:
-        """Do beforehand what every grammar of a vocabulary needs. Raises `InvalidRequest`."""
+        """Prepare a vocabulary before its first grammar arrives. Raises `InvalidRequest`."""
         ...
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
-        """A matcher at the beginning of a text. Releases the interpreter's lock.
+        """Return a matcher at the beginning of a text. Releases the interpreter's lock.
 
         Raises `InvalidRequest`.
         """
         ...
 
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
-        """Write the masks of several of its matchers: int32 [R, W] of zeros, a row each as
-        `Matcher.fill` writes it. Returns the error of each matcher, or None.
+        """Write the masks of several of this backend's matchers to `table`, int32 [R, W] of zeros,
+        one row per matcher as in `Matcher.fill`. Return the error of each matcher, or None.
         """
         problems: list[GrammarError | None] = []
         for matcher, words in zip(matchers, table, strict=True):
@@ -126,8 +126,8 @@ class Backend(Protocol):
 
 
 def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:
-    """`read`, whose results for the last few vocabularies are kept. Any thread may call it; one
-    reads at a time.
+    """Return `read` with a cache of its results for the last few vocabularies. The function is
+    thread-safe and runs `read` once at a time.
     """
     known: OrderedDict[str, Read] = OrderedDict()
     reading = threading.Lock()
@@ -143,7 +143,7 @@ def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:
     return of
 
 
-# by name: the class, the module that it needs, and what pip installs
+# by name: the class, the module that it needs, and the package to install with pip
 _CLASSES: Mapping[str, tuple[str, str, str]] = {
     "llguidance": ("LlguidanceBackend", "llguidance", "llguidance"),
     "xgrammar": ("XgrammarBackend", "xgrammar", "nano-inference[xgrammar]"),
@@ -153,7 +153,7 @@ _loaded: dict[str, Backend] = {}
 
 
 def backend_named(name: BackendName) -> Backend:
-    """The backend of a name. Raises `InvalidRequest` where its package is missing."""
+    """Return the backend of a name. Raises `InvalidRequest` if its package is missing."""
     if name not in _loaded:
         kind, needed, package = _CLASSES[name]
         try:

@@ -1,4 +1,4 @@
-"""Clocks of work that another thread or process does: limits hold on a busy machine too."""
+"""Clocks of another thread's or process's work, so that limits also hold on a busy machine."""
 
 import threading
 import time
@@ -9,18 +9,18 @@ import psutil
 
 Clock = Callable[[], float]  # seconds of work so far
 
-# A limit is also reached where so many times its seconds have passed by the wall clock: what
-# sleeps or hangs does no work.
+# A limit is also reached after this many times its seconds of wall time, because work that sleeps
+# or hangs takes no CPU time.
 PATIENCE = 15.0
 
 
 class Spent:
-    """What is left of a limit of work.
+    """Remainder of a limit on work.
 
     Args:
-        limit: seconds of work.
-        clock: of who works; None: the system has none, and the wall clock's seconds count.
-        wall: seconds of the wall clock.
+        limit: Seconds of work.
+        clock: Clock of the working thread or process; None: count the wall clock's seconds.
+        wall: Wall clock, in seconds.
     """
 
     def __init__(self, limit: float, clock: Clock | None, wall: Clock = time.monotonic) -> None:
@@ -31,15 +31,15 @@ class Spent:
 
     @property
     def left(self) -> float:
-        """Seconds that the work may go on, at least: look again when they have passed."""
+        """Least number of seconds before the limit can be reached. Check again after that."""
         work = self._limit - (self._clock() - self._begun)
         patience = PATIENCE * self._limit - (self._wall() - self._began)
         return max(0.0, min(work, patience))
 
 
 def thread_clock() -> Clock | None:
-    """CPU time of the thread that calls this, for others to read; None: this system does not tell
-    it.
+    """Return a clock of the calling thread's CPU time that other threads may read, or None if the
+    system has no such clock.
     """
     clock_id_of = getattr(time, "pthread_getcpuclockid", None)
     if clock_id_of is None:
@@ -49,7 +49,7 @@ def thread_clock() -> Clock | None:
 
     def read() -> float:
         nonlocal last
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             last = time.clock_gettime(clock_id)
         return last
 
@@ -57,8 +57,8 @@ def thread_clock() -> Clock | None:
 
 
 def process_clock(pid: int) -> Clock | None:
-    """CPU time of the thread of a process that has worked most since now: it is that of the wall on
-    a machine that has nothing else to do. None: this system does not tell it.
+    """Return a clock of the CPU time since now of the process's busiest thread, or None if the
+    system does not report it. On an idle machine this clock agrees with the wall clock.
     """
     process = psutil.Process(pid)
     try:
@@ -75,7 +75,7 @@ def process_clock(pid: int) -> Clock | None:
                 for each in process.threads()
             ]
             last = max(times, default=last)
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             pass
         return last
 

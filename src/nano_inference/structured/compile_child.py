@@ -1,4 +1,4 @@
-"""The child's side of `compile_process`: `python -m nano_inference.structured.compile_child`."""
+"""Child process of `compile_process`: `python -m nano_inference.structured.compile_child`."""
 
 import os
 import resource
@@ -18,12 +18,12 @@ from nano_inference.structured.compile_process import (
 )
 from nano_inference.system.child_process import be_child
 
-IDLE = 600.0  # seconds without a grammar, after which it ends
-NICENESS = 10  # steps go first
+IDLE = 600.0  # seconds without a grammar after which the child ends
+NICENESS = 10  # lower priority than the engine's steps
 
 
 def main() -> None:
-    """Compile grammars until the parent ends, or asks for nothing any more."""
+    """Compile grammars until the parent ends, or no grammar has come for `IDLE` seconds."""
     begin = be_child(Begin, lambda _: os._exit(1))
     channel = Connection(begin.channel)
     words = msgspec.msgpack.decode(channel.recv_bytes(), type=Words)
@@ -33,7 +33,7 @@ def main() -> None:
         channel.send_bytes(msgspec.msgpack.encode(Answer(problem=repr(problem))))
         return
     _limit(begin.memory)
-    os.nice(NICENESS)  # not before: on a busy machine its imports would take minutes
+    os.nice(NICENESS)  # after the imports: on a busy machine they would take minutes
     channel.send_bytes(msgspec.msgpack.encode(Answer()))
     while channel.poll(IDLE):
         try:
@@ -44,7 +44,7 @@ def main() -> None:
             answer = _within(compile_one(job.kind, job.source))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
-        except BaseException as problem:  # a panic of Rust is no `Exception`
+        except BaseException as problem:  # a panic of Rust is not an `Exception`
             if "bad_alloc" in str(problem):
                 os._exit(OUT_OF_MEMORY)
             answer = Answer(problem=str(problem) or repr(problem))
@@ -54,14 +54,14 @@ def main() -> None:
 def _within(result: bytes) -> Answer:
     if len(result) > MOST_RESULT:
         return Answer(
-            problem=f"it takes {len(result)} bytes when compiled; {MOST_RESULT} are possible"
+            problem=f"it takes {len(result)} bytes when compiled; at most {MOST_RESULT} are allowed"
         )
     return Answer(result)
 
 
 def _limit(memory: int) -> None:
-    """Take no more than so many bytes beyond what is taken now. Where the system does not count
-    them there is the limit of time alone.
+    """Limit further memory to this many bytes. If the system does not report the process's data
+    size, only the limit on time holds.
     """
     taken = getattr(psutil.Process().memory_info(), "data", None)
     if taken is not None:

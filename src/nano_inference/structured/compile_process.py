@@ -1,7 +1,7 @@
-"""Compiling grammars in a child process, with a limit of time and one of memory.
+"""Compilation of grammars in a child process, with limits on time and memory.
 
-Some compilers blow up, hold the interpreter's lock, or crash. There that fails one grammar: the
-child is killed, and the next grammar gets another one.
+Some compilers need too much time or memory, hold the interpreter's lock, or crash. In a child that
+fails only one grammar: the child is killed, and the next grammar gets a new one.
 """
 
 import socket
@@ -24,22 +24,22 @@ from nano_inference.system.child_process import start_child
 
 CHILD = "nano_inference.structured.compile_child"
 START_LIMIT = 120.0  # seconds, for imports and the vocabulary
-TIME_LIMIT = 20.0  # seconds of CPU of a grammar; the compiler's own limit is longer
-LEAST_WAIT = 0.01  # seconds between two looks at its clock
+TIME_LIMIT = 20.0  # seconds of CPU per grammar; shorter than the limit of `GrammarCompiler`
+LEAST_WAIT = 0.01  # seconds between two checks of its clock
 MEMORY = 2 * 2**30  # bytes that a grammar may take
-MOST_RESULT = 2**26  # bytes of a compiled grammar: many are kept
+MOST_RESULT = 2**26  # bytes of a compiled grammar, since many are cached
 OUT_OF_MEMORY = 77  # exit code
 
 Way = TypeVar("Way")
 
 
 class Begin(msgspec.Struct):
-    """What a child is started with.
+    """Message that starts a child.
 
     Attributes:
-        module: whose `make_compiler(tokens, ends)` makes a function of a kind and a source.
-        channel: file descriptor of the socket on which it is talked to.
-        memory: bytes that grammars may take.
+        module: Module whose `make_compiler(tokens, ends)` returns a function of kind and source.
+        channel: File descriptor of the socket to the parent.
+        memory: Bytes that grammars may take.
     """
 
     module: str
@@ -62,22 +62,23 @@ class Job(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A compiled grammar, or what is wrong with it."""
+    """Compiled grammar, or the reason why it cannot be compiled."""
 
     result: bytes = b""
     problem: str = ""
 
 
 class CompileProcesses:
-    """Children that compile with one backend; as many as compile at once, which stay.
+    """Child processes that compile with one backend, one per concurrent compilation. Idle children
+    are reused.
 
     Args:
-        module: see `Begin`.
-        tokens_of: the bytes of a vocabulary's tokens.
-        time_limit: seconds of CPU that a grammar may take; also by the wall clock, where they are
-            `clocks.PATIENCE` times as many.
-        memory: bytes that it may take.
-        clock_of: the clock of a process, by its id.
+        module: Module of the backend, as in `Begin`.
+        tokens_of: Returns the bytes of a vocabulary's tokens.
+        time_limit: Seconds of CPU that a grammar may take. By the wall clock it may take
+            `clocks.PATIENCE` times as long.
+        memory: Bytes that a grammar may take.
+        clock_of: Returns the clock of a process, by its id.
     """
 
     def __init__(
@@ -96,20 +97,20 @@ class CompileProcesses:
         weakref.finalize(self, _kill_all, self._idle)  # also when the interpreter ends
 
     def prepare(self, vocabulary: Vocabulary) -> None:
-        """Have a child that waits for grammars."""
+        """Start a child that waits for grammars."""
         self._give_back(vocabulary, self._take(vocabulary))
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary, job: Job) -> bytes:
-        """A compiled grammar. Other threads run meanwhile.
+        """Return a compiled grammar. Releases the interpreter's lock.
 
         Args:
-            grammar: that errors name.
-            vocabulary: of the model.
-            job: the grammar, as the child reads it.
+            grammar: Grammar to name in errors.
+            vocabulary: Vocabulary of the model.
+            job: The grammar, as the child reads it.
 
         Raises:
-            CompilationStopped: it took too long or too much memory, or the child crashed.
-            InvalidRequest: the grammar cannot be compiled.
+            CompilationStopped: It took too long or too much memory, or the child crashed.
+            InvalidRequest: The grammar cannot be compiled.
         """
         try:
             answer = self._ask_idle(vocabulary, job)
@@ -125,9 +126,9 @@ class CompileProcesses:
         return answer.result
 
     def _ask_idle(self, vocabulary: Vocabulary, job: Job) -> Answer | None:
-        """Return the answer of an idle child. None: there is none; or it was about to end, since no
-        grammar came for long; or the job crashed it, as it will crash the next one. Raises
-        `_Ended`.
+        """Return the answer of an idle child. None: no child is idle; or the child ended, because
+        it was idle for too long or because the job crashed it (a new child will report the crash).
+        Raises `_Ended`.
         """
         child = self._idle_child(vocabulary)
         with suppress(_Gone):
@@ -135,7 +136,7 @@ class CompileProcesses:
         return None
 
     def _ask(self, child: "_Child", vocabulary: Vocabulary, job: Job) -> Answer:
-        """Return a child's answer. Raises `_Ended`, with the child killed."""
+        """Return a child's answer. Kills the child and raises `_Ended` if it does not answer."""
         try:
             answer = child.ask(job, self.time_limit, self._clock_of)
         except BaseException:
@@ -167,13 +168,13 @@ class CompileProcesses:
 
 
 def way_for_whitespace(grammar: Grammar, ways: Mapping[str, Way], backend: str) -> Way:
-    """What a backend writes between the tokens of JSON, by the grammar's `whitespace`. Raises
-    `InvalidRequest` where it has no way to.
+    """Return a backend's setting for the whitespace between the tokens of JSON. Raises
+    `InvalidRequest` if it has none for the grammar's `whitespace`.
     """
     if grammar.whitespace not in ways:
         raise InvalidRequest(
-            f"the backend {backend} takes the default as `whitespace`, or none, not "
-            f"{grammar.whitespace!r}; llguidance takes any."
+            f"the backend {backend} supports only the default `whitespace` and none, not "
+            f"{grammar.whitespace!r}; llguidance supports any."
         )
     return ways[grammar.whitespace]
 
@@ -185,7 +186,7 @@ def _kill_all(idle: "dict[str, list[_Child]]") -> None:
 
 
 class _Ended(Exception):
-    """A child came to no answer."""
+    """A child gave no answer."""
 
 
 class _Gone(_Ended):
@@ -201,7 +202,7 @@ class _Child:
             self._process = start_child(CHILD, begin, keep=[theirs.fileno()])
             self._channel = Connection(ours.detach())
         try:
-            # by the wall clock: what it waits for may be the disk
+            # by the wall clock, since it may be waiting for the disk
             ready = self._exchange(words, START_LIMIT, lambda _: None)
         except _Ended as problem:
             self.kill()
@@ -212,15 +213,15 @@ class _Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it waits for grammars. It ends by itself when none come for long."""
+        """True until the child ends, killed or idle for too long."""
         return self._process.poll() is None
 
     def ask(self, job: Job, limit: float, clock_of: Callable[[int], Clock | None]) -> Answer:
-        """Raises `_Ended`."""
+        """Return the child's answer. Raises `_Ended`."""
         return self._exchange(job, limit, clock_of)
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the child and close its channels."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

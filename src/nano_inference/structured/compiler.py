@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: makes matchers beside the steps, so that none waits for a compiler."""
+"""`GrammarCompiler`: compiles in other threads, so that no step waits for a grammar."""
 
 import logging
 import threading
@@ -31,17 +31,17 @@ from nano_inference.system.machine import usable_cpus
 
 logger = logging.getLogger("nano_inference")
 
-MOST_CACHED = 128  # compiled grammars that are kept
+MOST_CACHED = 128  # compiled grammars that are cached
 TIME_LIMIT = 30.0  # seconds of CPU that a compilation may take
-WAIT_LIMIT = 300.0  # seconds that a caller waits for one, with those before it
-LEAST_WAIT = 0.01  # seconds between two looks at the clock of a compilation
-MOST_STUCK = 4  # threads beyond their time limit that are replaced
+WAIT_LIMIT = 300.0  # seconds that a caller waits for a grammar, including those before it
+LEAST_WAIT = 0.01  # seconds between two checks of a compilation's clock
+MOST_STUCK = 4  # threads over their time limit that are replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar that is ready: a matcher at the beginning, to copy, its first mask, and what may
-    stand before it.
+    """A compiled grammar: a matcher at the beginning, to be copied, its first mask, and the thought
+    that may precede the grammar.
     """
 
     template: Matcher
@@ -50,21 +50,21 @@ class Compiled:
 
 
 class GrammarCompiler:
-    """Compiled grammars of one vocabulary, by grammar. Any thread may call it.
+    """Cache of the compiled grammars of one vocabulary. Thread-safe.
 
     Args:
-        vocabulary: of the model; called when the first grammar comes. Raises `InvalidRequest`
-            where there is none.
-        backend: for grammars that name none.
-        num_threads: compilations at once; None: half of the cores.
-        time_limit: seconds of CPU that one may take; also by the wall clock, where they are
-            `clocks.PATIENCE` times as many. It fails the requests that wait for it; for a later
-            request the grammar is compiled anew.
+        vocabulary: Reads the vocabulary of the model, when the first grammar arrives. Raises
+            `InvalidRequest` if the model has none.
+        backend: Backend of grammars that name none.
+        num_threads: Number of concurrent compilations; None: half of the cores.
+        time_limit: Seconds of CPU that a compilation may take. By the wall clock it may take
+            `clocks.PATIENCE` times as long. At the limit the requests that wait for the grammar
+            fail. A later request compiles it again.
 
     Attributes:
-        time_limit: as given.
-        num_compiled, num_failed: compilations so far, those that went well and those that did not.
-        seconds: that both took.
+        time_limit: The argument of this name.
+        num_compiled, num_failed: Numbers of compilations so far that succeeded and that failed.
+        seconds: Wall time of all compilations so far.
     """
 
     def __init__(
@@ -89,19 +89,20 @@ class GrammarCompiler:
 
     @property
     def num_cached(self) -> int:
-        """Grammars that are compiled, or being compiled."""
+        """Number of grammars that are compiled or being compiled."""
         return len(self._cache)
 
     def check(self, grammar: Grammar) -> None:
-        """Raise `InvalidRequest` for a grammar that cannot be compiled, in the calling thread."""
+        """Raise `InvalidRequest` if a grammar cannot be compiled. Runs in the calling thread."""
         with self._lock:
             known = self._cache.get(grammar)
         if known is None or not known.done() or known.exception() is not None:
             backend_named(grammar.backend or self._default).check(grammar)
 
     def start(self, state: GrammarState, when_ready: Callable[[], None]) -> None:
-        """Get a sample's matcher: at once where its grammar is compiled and the sample has no
-        token yet; else `when_ready` is called by another thread, once it is there or has failed.
+        """Get a sample's matcher. If its grammar is compiled and the sample has no token yet, the
+        state is ready on return. Otherwise another thread makes it ready or fails it, and then
+        calls `when_ready`.
         """
         compiled = state.compiled or self.begin(state.grammar)
         if compiled.done() and not state.num_behind:
@@ -112,37 +113,35 @@ class GrammarCompiler:
             compiled.add_done_callback(lambda done: self._give_and_tell(state, done, when_ready))
 
     def prepare(self) -> None:
-        """Read the tokenizer now, beside what else is done: a server's first grammar shall not make
-        a step wait for that.
+        """Read the tokenizer in another thread, so that no step waits for it when the first grammar
+        arrives.
         """
 
         def read() -> None:
-            with suppress(InvalidRequest):  # the first request is told
+            with suppress(InvalidRequest):  # the first request reports it
                 vocabulary = self.vocabulary()
                 backend_named(self._default).prepare(vocabulary)
                 for token_id in range(vocabulary.drawable):
-                    vocabulary.bytes_of(token_id)  # it keeps them
+                    vocabulary.bytes_of(token_id)  # fills its cache
 
         self._submit(read)
 
     def wait(self, state: GrammarState) -> None:
-        """Get a sample's matcher, in the calling thread. Raises `InvalidRequest`, also where it
-        takes too long, and `EngineDead` once this is closed.
+        """Get a sample's matcher in the calling thread. Raises `InvalidRequest`, also after
+        `WAIT_LIMIT` seconds, and `EngineDead` once the compiler is closed.
         """
         self.check(state.grammar)
         try:
             ready = self.begin(state.grammar).result(WAIT_LIMIT)
         except TimeoutError:
             raise InvalidRequest(
-                f"the {state.grammar.kind} grammar was not compiled within {WAIT_LIMIT:g} seconds: "
-                "others came before it."
+                f"the {state.grammar.kind} grammar was not compiled within {WAIT_LIMIT:g} seconds, "
+                "because other grammars were compiled first."
             ) from None
         self._begin(state, ready)
 
     def close(self) -> None:
-        """Compile nothing more: who waits gets `EngineDead`. What is being compiled ends by
-        itself.
-        """
+        """Stop compiling. Waiting callers get `EngineDead`; running compilations still end."""
         with self._lock:
             self._is_closed = True
             left = [promise for promise in self._cache.values() if not promise.done()]
@@ -152,7 +151,7 @@ class GrammarCompiler:
             _end(promise)
 
     def vocabulary(self) -> Vocabulary:
-        """Of the model, read once. Raises `InvalidRequest`."""
+        """Return the vocabulary of the model, read once. Raises `InvalidRequest`."""
         if self._vocabulary is None:
             self._vocabulary = self._read()
         return self._vocabulary
@@ -162,18 +161,18 @@ class GrammarCompiler:
         return Thoughts(self.vocabulary())
 
     def begin(self, grammar: Grammar) -> Future[Compiled]:
-        """Have a grammar compiled, if it is not yet."""
+        """Return the future of a compiled grammar, and start to compile it if needed."""
         with self._lock:
-            found = self._cache.get(grammar)
-            if found is not None and not _is_spent(found):
+            known = self._cache.get(grammar)
+            if known is not None and not _is_spent(known):
                 self._cache.move_to_end(grammar)
-                return found
+                return known
             if self._is_closed:
                 return _end(Future[Compiled]())
             promise = self._cache[grammar] = Future[Compiled]()
             done = [each for each, future in self._cache.items() if future.done()]
-            for each in done[: max(len(self._cache) - MOST_CACHED, 0)]:
-                del self._cache[each]
+            for oldest in done[: max(len(self._cache) - MOST_CACHED, 0)]:
+                del self._cache[oldest]
         self._submit(lambda: self._compile(grammar, promise))
         return promise
 
@@ -206,7 +205,7 @@ class GrammarCompiler:
         try:
             vocabulary = self.vocabulary()
             backend = backend_named(grammar.backend or self._default)
-            backend.prepare(vocabulary)  # what it imports and starts is no grammar's time
+            backend.prepare(vocabulary)  # before the watch: imports are not the grammar's time
             watch.start()
             matcher = backend.compile(grammar, vocabulary)
             first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
@@ -225,7 +224,7 @@ class GrammarCompiler:
         self._keep(promise, outcome)
 
     def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:
-        """A compilation is beyond its time limit; its thread is replaced, and ends with it."""
+        """Fail a compilation over its time limit. Its thread is replaced, and ends with the job."""
         with self._lock:
             self._cache.pop(grammar, None)
             if self._num_stuck < MOST_STUCK and not self._is_closed:
@@ -233,7 +232,7 @@ class GrammarCompiler:
                 self._add_thread()
         problem = f"its compilation took longer than {self.time_limit:g} seconds"
         with_limit = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
-        with suppress(InvalidStateError):  # it came in that moment
+        with suppress(InvalidStateError):  # it has just been compiled
             promise.set_exception(with_limit)
             self._count(with_limit)
 
@@ -244,7 +243,7 @@ class GrammarCompiler:
             else:
                 promise.set_exception(outcome)
         except InvalidStateError:
-            with self._lock:  # another thread has taken this one's place
+            with self._lock:  # another thread has replaced this one
                 self._num_stuck -= 1
                 self._num_threads -= 1
             raise _Abandoned from None
@@ -280,25 +279,25 @@ class GrammarCompiler:
 
 
 def _may_pass(outcome: Compiled | Exception) -> bool:
-    """Whether another attempt may go better: all but a refusal may, such as a process too many."""
+    """Return True if another attempt may succeed: unless the grammar itself was rejected."""
     is_refusal = isinstance(outcome, InvalidRequest) and not isinstance(outcome, CompilationStopped)
     return isinstance(outcome, Exception) and not is_refusal
 
 
-def _is_spent(found: Future[Compiled]) -> bool:
-    is_there = found.done() and found.exception() is None
-    return is_there and found.result().template.is_spent
+def _is_spent(known: Future[Compiled]) -> bool:
+    is_compiled = known.done() and known.exception() is None
+    return is_compiled and known.result().template.is_spent
 
 
 def _end(promise: Future[Compiled]) -> Future[Compiled]:
-    """It is compiled no more."""
-    with suppress(InvalidStateError):  # it came in that moment
+    """Fail a grammar that will not be compiled any more."""
+    with suppress(InvalidStateError):  # it has just been compiled
         promise.set_exception(EngineDead("the engine was shut down; build a new one."))
     return promise
 
 
 class _Watch:
-    """Calls `late` once the thread that makes this has worked for `limit` seconds since `start`."""
+    """Timer that calls `late` after `limit` seconds of work of the thread that created it."""
 
     def __init__(self, limit: float, late: Callable[[], None]) -> None:
         self._limit, self._late = limit, late
@@ -312,7 +311,7 @@ class _Watch:
         self._wait()
 
     def cancel(self) -> None:
-        """Call nothing any more."""
+        """Stop the timer permanently."""
         with self._lock:
             self._is_over = True
             if self._timer is not None:

@@ -1,4 +1,4 @@
-"""`Grammar`: the language that a completion must belong to."""
+"""`Grammar`: the language that a completion must match."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,35 +10,37 @@ from nano_inference.errors import InvalidRequest
 GrammarKind = Literal["json", "regex", "choice", "lark", "gbnf", "structural_tag"]
 BackendName = Literal["llguidance", "xgrammar", "outlines"]
 
-# What may stand between the tokens of JSON: a space, or a new line and its indentation. Without a
-# bound models loop in it.
+# Whitespace between the tokens of JSON: a space, or a new line and its indentation. The bound is
+# needed because models loop in unbounded whitespace.
 BOUNDED = r"[ ]?(\n[ \t]{0,32})?"
 COMPACT = ""
 MOST_CHARACTERS = 2**20  # of a grammar
 MOST_OF_MARKER = 64  # bytes of `after`, and of `opened_by`
-# What begins the problem of a sample whose grammar turns out to be one that cannot be enforced.
+# prefix of a sample's problem if its grammar was rejected while compiling
 REFUSED = "refused: "
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language. A sample under it draws only tokens that some text of the language goes on with,
-    and may end only where such a text ends.
+    """A language. A sample draws only tokens that continue some text of the language, and may end
+    only at the end of such a text.
 
     Attributes:
-        kind: of `text`: a JSON schema, a regular expression (syntax of Rust's `regex`), a JSON list
-            of strings to choose from, a grammar in Lark's or llama.cpp's notation, or a structural
-            tag (JSON).
-        text: the language in that notation.
-        whitespace: regular expression of what may stand between the tokens of JSON; "" is nothing.
-            Backends other than llguidance take the default, of which they allow a part, and "".
-        lenient: pass over keywords of a JSON schema that the backend cannot enforce. Then a
-            sample may be invalid. False: they are refused by name.
-        after: the grammar begins behind the first appearance of this text in the completion, such
-            as "</think>"; before it everything but the end is allowed. "": at the beginning.
-        opened_by: only a completion that begins with this text, such as "<think>", has anything
-            before its grammar, which else begins at once. "": every completion has.
-        backend: that makes the masks; None: the engine's.
+        kind: Notation of `text`: a JSON schema, a regular expression (syntax of Rust's `regex`), a
+            JSON list of strings to choose from, a grammar in Lark's or llama.cpp's notation, or a
+            structural tag (JSON).
+        text: The language, in that notation.
+        whitespace: Regular expression for the whitespace between the tokens of JSON; "" is none.
+            Backends other than llguidance accept only "" and the default, and allow a part of the
+            default.
+        lenient: Ignore keywords of a JSON schema that the backend cannot enforce, so that a sample
+            may be invalid. False: reject such schemas and name the keyword.
+        after: Text such as "</think>". The grammar begins after its first appearance in the
+            completion. Before it, every token but the end is allowed. "": the grammar begins at
+            the start of the completion.
+        opened_by: Text such as "<think>". Only a completion that begins with it has text before
+            the grammar; any other begins with the grammar. "": every completion has such text.
+        backend: Backend that makes the masks; None: the engine's default.
     """
 
     kind: GrammarKind
@@ -63,15 +65,15 @@ class Grammar:
             )
         if not 0 < len(self.text) <= MOST_CHARACTERS:
             raise InvalidRequest(
-                f"the text of a {self.kind} grammar has {len(self.text)} characters; 1 to "
-                f"{MOST_CHARACTERS} are possible."
+                f"a {self.kind} grammar must have 1 to {MOST_CHARACTERS} characters; got "
+                f"{len(self.text)}."
             )
         for name in ("after", "opened_by"):
             _require_marker(name, getattr(self, name))
         if self.opened_by and not self.after:
             raise InvalidRequest(
-                f"opened_by={self.opened_by!r} of a grammar needs `after`, the text behind which "
-                "it begins."
+                f"opened_by={self.opened_by!r} of a grammar requires `after`, the text after which "
+                "the grammar begins."
             )
         if self.kind in ("json", "choice", "structural_tag"):
             _require_shape(self.kind, _read_json(self.kind, self.text))
@@ -84,39 +86,42 @@ class Grammar:
         whitespace: str = BOUNDED,
         lenient: bool = False,
     ) -> "Grammar":
-        """JSON that a schema describes; the schema as an object or as its text."""
+        """Return a grammar for JSON that matches a schema, given as an object or as its text."""
         return cls("json", _json_text(schema), whitespace, lenient)
 
     @classmethod
     def json_object(cls, *, whitespace: str = BOUNDED) -> "Grammar":
-        """Any JSON object."""
+        """Return a grammar for any JSON object."""
         return cls("json", '{"type":"object"}', whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """Text that a regular expression matches as a whole."""
+        """Return a grammar for texts that a regular expression matches as a whole."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> "Grammar":
-        """One of these strings."""
+        """Return a grammar for one of these strings."""
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
-        """A grammar in llguidance's dialect of Lark, whose first rule is `start`."""
+        """Return a grammar in llguidance's dialect of Lark, whose first rule is `start`."""
         return cls("lark", text)
 
     @classmethod
     def gbnf(cls, text: str) -> "Grammar":
-        """A grammar in llama.cpp's notation, whose first rule is `root`."""
+        """Return a grammar in llama.cpp's notation, whose first rule is `root`."""
         return cls("gbnf", text)
 
     @classmethod
     def structural_tag(
         cls, tag: Mapping[str, Any] | str, *, whitespace: str = BOUNDED
     ) -> "Grammar":
-        """Free text with tagged parts that follow a schema; see `structured.structural_tag`."""
+        """Return a grammar for free text with tagged parts that match a schema.
+
+        `structured.structural_tag` describes the notations.
+        """
         return cls("structural_tag", _json_text(tag), whitespace)
 
 
@@ -133,14 +138,16 @@ def _read_json(kind: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise InvalidRequest(f"the text of a {kind} grammar is no JSON: {problem}.") from None
+        raise InvalidRequest(
+            f"the text of a {kind} grammar is not valid JSON: {problem}."
+        ) from None
 
 
 def _require_one_of(name: str, value: Any, options: Iterable[Any]) -> None:
     if value not in options:
         raise InvalidRequest(
-            f"{name} {value!r} of a grammar is not one of "
-            f"{', '.join(each for each in options if each is not None)}."
+            f"{name} of a grammar must be one of "
+            f"{', '.join(each for each in options if each is not None)}; got {value!r}."
         )
 
 
@@ -151,7 +158,7 @@ def _require_marker(name: str, text: str) -> None:
         raise InvalidRequest(f"{name}={text!r} of a grammar cannot be written as UTF-8.") from None
     if size > MOST_OF_MARKER:
         raise InvalidRequest(
-            f"{name} of a grammar has {size} bytes; {MOST_OF_MARKER} are possible."
+            f"{name} of a grammar must have at most {MOST_OF_MARKER} bytes; got {size}."
         )
 
 
@@ -163,6 +170,4 @@ def _require_shape(kind: str, value: Any) -> None:
     if kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
     ):
-        raise InvalidRequest(
-            "choices must be a list of one or more strings, each of at least one character."
-        )
+        raise InvalidRequest("choices must be a list of at least one string, none of them empty.")

@@ -1,4 +1,4 @@
-"""Masks by llguidance, the default: sound, lazy, and bounded by fuel."""
+"""Masks by llguidance, the default backend: sound, lazy, and with limits on its work."""
 
 import json
 import re
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from nano_inference.structured.compile_process import CompileProcesses
 
 SILENT = 0  # log level
-# A lexer state takes 1 to 2 kB; what a grammar may take is bounded by their number.
+# A lexer state takes 1 to 2 kB, so this limit bounds the memory of a grammar.
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
-SMALL = 4096  # characters of a grammar that is checked in place: that takes milliseconds
-STACK = COMPILER_STACK // 2  # bytes, of the thread that checks a large one
+SMALL = 4096  # characters of a grammar that is checked in this process, within milliseconds
+STACK = COMPILER_STACK // 2  # bytes of stack of the thread that checks a large grammar
 _NO_VOCABULARY = Vocabulary("", 0, 0, (), lambda _: b"")  # checks need none
-FEW = 8  # matchers whose masks are made sooner by one thread
+FEW = 8  # below this number of matchers, one thread makes the masks faster
 MOST_THREADS = 16
 
 
 class LlguidanceBackend(Backend):
-    """Compiles with llguidance. Keeps the tokenizers that it has read.
+    """Backend that compiles with llguidance. Caches tokenizers.
 
     Attributes:
-        processes: the children, which check large grammars.
+        processes: Child processes that check large grammars.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class LlguidanceBackend(Backend):
         return CompileProcesses(__name__, lambda _: [])
 
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`. Large grammars are checked in a child process: some take many seconds, and
-        llguidance's recursion overflows the stack on others, which ends the process.
+        """Check a grammar as in `Backend.check`. Large grammars are checked in a child process,
+        because some take many seconds, and others overflow the stack and end the process.
         """
-        if len(grammar.text) <= SMALL or find_spec("msgspec") is None:  # every server has it
+        if len(grammar.text) <= SMALL or find_spec("msgspec") is None:  # servers have msgspec
             _check(grammar)
             return
         import msgspec
@@ -72,13 +72,10 @@ class LlguidanceBackend(Backend):
             raise InvalidRequest(refusal.decode())
 
     def prepare(self, vocabulary: Vocabulary) -> None:
-        """See `Backend`. Reading a tokenizer holds the interpreter's lock for a third of a
-        second.
-        """
+        """Read the tokenizer. This holds the interpreter's lock for a third of a second."""
         self._tokenizer(vocabulary)
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
-        """See `Backend`."""
         tokenizer = self._tokenizer(vocabulary)
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=SILENT, limits=LIMITS)
         if matcher.is_error():
@@ -86,17 +83,17 @@ class LlguidanceBackend(Backend):
         return LlguidanceMatcher(self, matcher)
 
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
-        """See `Backend`. Many are filled by several threads, without the interpreter's lock."""
+        """Write masks as `Backend.fill` does, with several threads if there are many matchers."""
         if len(matchers) < FEW:
             return super().fill(matchers, table)
-        own = [each for each in matchers if isinstance(each, LlguidanceMatcher)]
+        ours = [each for each in matchers if isinstance(each, LlguidanceMatcher)]
         self._executor.unsafe_compute_mask_ptr(
-            [(each.inner, row) for row, each in enumerate(own)],
+            [(each.inner, row) for row, each in enumerate(ours)],
             table.ctypes.data,
             table.strides[0],
             len(table),
         )
-        return [each.problem for each in own]
+        return [each.problem for each in ours]
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -104,8 +101,8 @@ class LlguidanceBackend(Backend):
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
-    """In the child: what answers why a grammar is refused, or nothing. It has less stack than the
-    threads of an engine, which compile the grammar later.
+    """Return the child's function, which returns why a grammar is rejected, or b"". The check has
+    a smaller stack than the engine's threads, which compile the grammar later.
     """
     import msgspec
 
@@ -136,14 +133,14 @@ def _check(grammar: Grammar) -> None:
 
 
 class _Limits:
-    """What copies of a matcher may construct together: llguidance counts it for all of them."""
+    """Limits that copies of a matcher share, since llguidance counts their work together."""
 
     are_reached = False
 
 
 class LlguidanceMatcher(Matcher):
-    """See `Matcher`. In an error state llguidance's mask allows the end alone, which looks like a
-    clean one: every call asks for the error.
+    """Matcher of llguidance. Every call checks for an error, because in an error state llguidance's
+    mask allows only the end, like the mask at the end of a text.
     """
 
     def __init__(self, backend: Backend, inner: LLMatcher, limits: "_Limits | None" = None) -> None:
@@ -153,34 +150,29 @@ class LlguidanceMatcher(Matcher):
 
     @property
     def is_spent(self) -> bool:
-        """See `Matcher`."""
         return self._limits.are_reached
 
     @property
     def problem(self) -> GrammarError | None:
-        """Why it cannot go on; None: it can."""
+        """Reason why the matcher cannot continue, or None."""
         if not self.inner.is_error():
             return None
         self._limits.are_reached = True
         return GrammarError(_first_line(self.inner.get_error()))
 
     def fill(self, words: np.ndarray) -> None:
-        """See `Matcher`."""
         self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._require_sound()
 
     def accept(self, token_id: int) -> None:
-        """See `Matcher`."""
         if not self.inner.consume_token(token_id):
             self._require_sound()
             raise GrammarError(f"token {token_id} cannot follow")
 
     def forced(self) -> list[int]:
-        """See `Matcher`."""
         return self.inner.compute_ff_tokens()
 
     def copy(self) -> "LlguidanceMatcher":
-        """See `Matcher`."""
         return LlguidanceMatcher(self.backend, self.inner.deep_copy(), self._limits)
 
     def _require_sound(self) -> None:
@@ -190,7 +182,7 @@ class LlguidanceMatcher(Matcher):
 
 
 def _source(grammar: Grammar) -> str:
-    """A grammar as llguidance reads it. Raises `InvalidRequest`."""
+    """Return a grammar as llguidance reads it. Raises `InvalidRequest`."""
     try:
         match grammar.kind:
             case "json":
@@ -214,7 +206,7 @@ def _schema(text: str) -> str:
 
 
 def json_options(grammar: Grammar) -> Any:
-    """Options of llguidance for JSON."""
+    """Return llguidance's options for JSON."""
     options: dict[str, Any] = {"whitespace_flexible": bool(grammar.whitespace)}
     if grammar.whitespace:
         options["whitespace_pattern"] = grammar.whitespace
@@ -223,16 +215,16 @@ def json_options(grammar: Grammar) -> Any:
     return options
 
 
-# What is wrong with a regular expression stands below a drawing of where.
+# llguidance prints the reason after a drawing of the position in the regular expression.
 _OF_REGEX = re.compile(r"regex parse error:\n.*?^error: (.*?)$", re.DOTALL | re.MULTILINE)
 
 
 def _refusal(grammar: Grammar, problem: str) -> str:
-    if grammar.kind == "regex" and (found := _OF_REGEX.search(problem)):
-        problem = found[1]  # its places are those in a grammar of ours around it
+    if grammar.kind == "regex" and (match := _OF_REGEX.search(problem)):
+        problem = match[1]  # without positions: they count from the grammar around the pattern
     return f"the {grammar.kind} grammar cannot be enforced: {_first_line(problem)}."
 
 
 def _first_line(problem: str) -> str:
-    """The reason, without the state of the parser that follows it."""
+    """Return the reason, without the parser state that follows it."""
     return " ".join(problem.split("<state>")[0].split("\n\n")[0].split())[:500].rstrip(".")

@@ -1,8 +1,8 @@
 """A model's tokenizer in llguidance's form, in which text never becomes a special token.
 
-llguidance splits forced text with the tokenizer that it is given. The tokenizer of a model reads
-the name of a special token in a text as that token: a forced `<|im_end|>` would end the sample, and
-any other special token would contradict the grammar. So the split runs without special tokens.
+llguidance splits forced text with the tokenizer that it gets. A model's tokenizer reads the name of
+a special token as that token: a forced `<|im_end|>` would end the sample, and any other special
+token would contradict the grammar. So the split runs without special tokens.
 """
 
 import json
@@ -23,8 +23,8 @@ def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
         return LLTokenizer(TokenizerWrapper(_Split(vocabulary)), eos_token=ends)
     except Exception as problem:
         raise InvalidRequest(
-            f"llguidance cannot read this model's tokenizer: {problem}; grammars are not possible "
-            "with it."
+            f"llguidance cannot read this model's tokenizer: {problem}; use the model without "
+            "grammars, or choose another backend."
         ) from None
 
 
@@ -32,9 +32,9 @@ class _Split:
     """Splits text into tokens that are not special, for `TokenizerWrapper`.
 
     Attributes:
-        eos_token_id: ends a text. `LLTokenizer` takes the others as an argument.
-        tokens: the bytes of each token; a special token has its name.
-        special_token_ids: tokens that no text contains.
+        eos_token_id: First id that ends a text. `LLTokenizer` takes the others as an argument.
+        tokens: Bytes of each token. A special token has its name.
+        special_token_ids: Tokens that no text contains.
     """
 
     bos_token_id = None
@@ -49,7 +49,7 @@ class _Split:
         self._special = special
         tokenizer: dict[str, Any] = json.loads(vocabulary.tokenizer_json)
         self._tokenizer = Tokenizer.from_str(_without(tokenizer, special))
-        # The library numbers added tokens again when some are missing.
+        # the library renumbers added tokens if some are missing
         ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
         left = self._tokenizer.get_added_tokens_decoder()
         self._id_of = {each: ids[token.content] for each, token in left.items()}
@@ -57,7 +57,7 @@ class _Split:
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = []
         for token_id in self._encode(text):
-            if token_id in self._special:  # a model's vocabulary can have its name as a piece, too
+            if token_id in self._special:  # the vocabulary may also have its name as a piece
                 for character in self.tokens[token_id].decode():
                     ids += self._encode(character)
             else:
@@ -70,8 +70,8 @@ class _Split:
 
 
 def _without(tokenizer: dict[str, Any], special: frozenset[int]) -> str:
-    """Return a tokenizer without special tokens and without all that lengthens or cuts a text:
-    padding, a space in front, tokens that take the spaces around them.
+    """Return a tokenizer without special tokens, and without parts that lengthen or cut a text:
+    padding, a space in front, and tokens that take the spaces around them.
     """
     added: list[dict[str, Any]] = tokenizer.get("added_tokens") or []
     changes = {

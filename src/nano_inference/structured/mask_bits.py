@@ -1,21 +1,21 @@
-"""Masks: which tokens may be drawn, int32 [W]. Bit i % 32 of word i // 32 is token i; tokens beyond
-may not be drawn.
+"""Masks of the tokens that may be drawn, int32 [W]. Bit i % 32 of word i // 32 is token i. Tokens
+beyond the last word may not be drawn.
 """
 
 from collections.abc import Collection
 
 import numpy as np
 
-WORD = 32  # tokens that a word of a mask tells of
+WORD = 32  # tokens per word of a mask
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask."""
+    """Return the number of words of a mask."""
     return -(-vocab_size // WORD)
 
 
 def cut_to(words: np.ndarray, size: int) -> np.ndarray:
-    """A mask of the ids below `size` alone: a view; the rest of its last word is cleared."""
+    """Return a view of the ids below `size`. Clears the other bits of the last word, in place."""
     words = words[: num_words(size)]
     if size % WORD and len(words) == num_words(size):
         words[-1] &= (1 << (size % WORD)) - 1
@@ -23,7 +23,7 @@ def cut_to(words: np.ndarray, size: int) -> np.ndarray:
 
 
 def mask_of(token_ids: Collection[int]) -> np.ndarray:
-    """A mask that allows these ids alone: int32 [words up to the highest]."""
+    """Return a mask that allows only these ids: int32 [words up to the highest]."""
     ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
     bits = np.zeros((int(ids.max(initial=0)) // WORD + 1) * WORD, dtype=np.bool_)
     bits[ids] = True
@@ -31,20 +31,20 @@ def mask_of(token_ids: Collection[int]) -> np.ndarray:
 
 
 def may_draw(words: np.ndarray, token_id: int) -> bool:
-    """Whether a mask allows a token."""
+    """Return True if a mask allows a token."""
     word = token_id // WORD
     return word < len(words) and bool(int(words[word]) >> token_id % WORD & 1)
 
 
 def bans_under(words: np.ndarray, token_ids: Collection[int]) -> Collection[int]:
-    """Those of the stop ids that `min_tokens` bans which stay banned under the mask of a grammar:
-    at the grammar's end, where nothing but a stop id may follow, none.
+    """Return the stop ids banned by `min_tokens` that stay banned under a grammar's mask: none at
+    the end of the grammar, where only a stop id may follow.
     """
     return token_ids if without(words, token_ids).any() else ()
 
 
 def without(words: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
-    """A mask without some ids."""
+    """Return a copy of the mask without some ids."""
     left = words.copy()
     if token_ids:
         cut = mask_of(token_ids)[: len(left)]

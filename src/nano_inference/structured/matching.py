@@ -1,4 +1,4 @@
-"""`GrammarState`: the grammar of one sample, with the mask of the token that comes next."""
+"""`GrammarState`: the grammar of one sample, with the mask of its next token."""
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -13,23 +13,24 @@ from nano_inference.structured.thought import Thought
 
 
 class GrammarState:
-    """The grammar of one sample, as far as its tokens are known.
+    """The grammar of one sample, at the end of the sample's known tokens.
 
-    Until `begin` it waits for its matcher. From then on `words` is the mask of the token that
-    comes next, whatever is accepted.
+    The state waits for its matcher until `begin`. From then on `words` is the mask of the next
+    token.
 
     Args:
-        grammar: of the request.
-        token_ids: that the sample has already, from where the grammar begins: its own, or those
-            behind what was appended to it.
-        allowed: the only ids that the request may draw; None: all.
+        grammar: Grammar of the request.
+        token_ids: Tokens that the sample already has, from the beginning of the grammar: its own,
+            or those after text that was appended to it.
+        allowed: Only ids that the request may draw; None: all.
 
     Attributes:
-        words: int32 [W], bit i % 32 of word i // 32 is token i; tokens beyond may not be drawn.
-        is_ended: the text has ended: by an end-of-sequence id, or because nothing may follow.
-        problem: why it cannot go on; None: it can.
-        is_ready: it waits for nothing. Another thread may make it so, and touches it no more.
-        compiled: what its compiler promised it before it waited, until it has it.
+        words: Mask, int32 [W]. Bit i % 32 of word i // 32 is token i; tokens beyond are forbidden.
+        is_ended: True if the text has ended with an end-of-sequence id.
+        problem: Reason why the sample cannot continue, or None.
+        is_ready: True if the state waits for nothing. Another thread may set it, and does not use
+            the state afterwards.
+        compiled: The compiler's future, from before the state waited until `begin`.
     """
 
     __slots__ = (
@@ -61,7 +62,7 @@ class GrammarState:
         self.problem: str | None = None
         self.is_ready = False
         self.compiled: Future[Any] | None = None
-        self._ahead: list[np.ndarray] = []  # masks behind the drafts of this step
+        self._ahead: list[np.ndarray] = []  # masks after the drafts of this step
         self._token_ids = list(token_ids)
         self._allowed = allowed if allowed is None else mask_of(allowed)
         self._matcher: Matcher | None = None
@@ -69,12 +70,12 @@ class GrammarState:
         self._ends: frozenset[int] = frozenset()
         # None: the text is one of the grammar. Until then the matcher waits at the beginning.
         self._thought: Thought | None = None
-        # while the thought may still begin: follows the text as if it had none; None: it has one
+        # follows the text as one without a thought, while that is possible; then None
         self._at_once: Matcher | None = None
 
     @property
     def num_behind(self) -> int:
-        """Tokens that its matcher will have to go through first."""
+        """Number of tokens that the matcher must process first."""
         return len(self._token_ids)
 
     def begin(
@@ -84,13 +85,13 @@ class GrammarState:
         first: np.ndarray,
         thought: Thought | None = None,
     ) -> None:
-        """Take a matcher at the beginning of a text, this state's alone.
+        """Take ownership of a matcher at the beginning of a text.
 
         Args:
-            matcher: of the grammar.
-            vocabulary: that it was compiled for.
-            first: its first mask; shared, so it is not written.
-            thought: what may stand before the grammar, at its beginning; None: nothing.
+            matcher: Matcher of the grammar.
+            vocabulary: Vocabulary that it was compiled for.
+            first: Its first mask. Shared: do not write to it.
+            thought: Thought that may precede the grammar, at its beginning; None: none may.
         """
         self._matcher, self.vocabulary, self.compiled = matcher, vocabulary, None
         self._ends = frozenset(vocabulary.eos_token_ids)
@@ -105,14 +106,14 @@ class GrammarState:
                 self.accept(token_id)
             self.fill()
         self._token_ids = []
-        self.is_ready = True  # last: from here on the engine's thread may use it
+        self.is_ready = True  # last: from now on the engine's thread may use it
 
     def fail(self, problem: str) -> None:
-        """It will not get a matcher."""
+        """Record that the state will not get a matcher."""
         self.problem, self.is_ready = problem, True
 
     def accept(self, token_id: int) -> None:
-        """The sample goes on with this token. `fill` has to follow before the next draw."""
+        """Advance by one token. Call `fill` before the next draw."""
         if self.is_ended or self.problem is not None:
             return
         if self._thought is not None:
@@ -121,16 +122,16 @@ class GrammarState:
             self._go_on(token_id)
 
     def fill(self, others: Iterable["GrammarState"] = ()) -> None:
-        """Make the mask of the next token, and those of other samples' next tokens, of each backend
-        at once.
+        """Make the mask of the next token, also for other samples. Masks of one backend are made in
+        one call.
         """
-        found: dict[Backend, list[tuple[GrammarState, Matcher]]] = {}
+        by_backend: dict[Backend, list[tuple[GrammarState, Matcher]]] = {}
         for state in (self, *others):
             matcher = state.changes
             if matcher is not None:
-                found.setdefault(matcher.backend, []).append((state, matcher))
-        for backend, pairs in found.items():
-            # a draw may still be reading the last masks
+                by_backend.setdefault(matcher.backend, []).append((state, matcher))
+        for backend, pairs in by_backend.items():
+            # not written in place: a draw may still be reading the last masks
             vocabulary = pairs[0][0].vocabulary
             assert vocabulary is not None
             table = np.zeros((len(pairs), num_words(vocabulary.size)), dtype=np.int32)
@@ -139,8 +140,8 @@ class GrammarState:
                 state.take(words, problem)
 
     def look_ahead(self, drafts: Iterable[int]) -> int:
-        """Make the masks behind drafts; returns how many drafts the grammar allows, up to the last
-        behind which something may be drawn.
+        """Make the masks after drafts. Return the number of drafts that the grammar allows, up to
+        the last one that some token can follow.
         """
         state, self._ahead = self.fork(), []
         for token_id in drafts:
@@ -154,16 +155,16 @@ class GrammarState:
         return len(self._ahead)
 
     def mask_behind(self, num_drafts: int) -> np.ndarray:
-        """The mask behind so many of the drafts that were looked at last; behind none: `words`."""
+        """Return the mask after `num_drafts` of the last drafts; after none, `words`."""
         return self._ahead[num_drafts - 1] if num_drafts else self.words
 
     def forced(self) -> Sequence[int]:
-        """Tokens that have to follow, as the tokenizer would split them; maybe none."""
+        """Return the tokens that must follow, split as the tokenizer would, or nothing."""
         matcher = self.changes
         return matcher.forced() if matcher is not None and self._thought is None else ()
 
     def fork(self) -> "GrammarState":
-        """Another sample's, with the same past."""
+        """Return a copy for another sample with the same past."""
         other = GrammarState(self.grammar)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -176,13 +177,13 @@ class GrammarState:
 
     @property
     def changes(self) -> Matcher | None:
-        """What makes its next mask; None: the mask stays as it is."""
+        """Matcher that makes the next mask, or None if the mask does not change."""
         if self.is_ended or self.problem is not None:
             return None
         return self._matcher if self._thought is None else self._at_once
 
     def take(self, words: np.ndarray, problem: GrammarError | None) -> None:
-        """The mask of the next token is made: int32 [W], this state's from now on."""
+        """Set the mask of the next token, int32 [W], and own it from now on."""
         if problem is not None:
             self.problem = str(problem)
         else:
@@ -193,7 +194,7 @@ class GrammarState:
             self._cut()
 
     def _cut(self) -> None:
-        """Leave what the request allows."""
+        """Remove tokens that the request does not allow."""
         if self._allowed is not None:
             size = min(len(self._allowed), len(self.words))
             cut = np.zeros_like(self.words)
@@ -204,7 +205,7 @@ class GrammarState:
             self.problem = f"the grammar{also} left no token to draw"
 
     def _go_on(self, token_id: int) -> None:
-        """The grammar's text goes on."""
+        """Advance the text of the grammar."""
         if token_id in self._ends:
             self.is_ended = True
         elif self._matcher is None:
@@ -216,7 +217,7 @@ class GrammarState:
                 self.problem = str(problem)
 
     def _think(self, before: Thought, token_id: int) -> None:
-        """The thought begins, goes on or is over; or the text turns out to have none."""
+        """Advance the thought, which may begin, continue or end, or turn out to be absent."""
         assert self.vocabulary is not None
         thought = self._thought = before.behind(self.vocabulary.bytes_of(token_id))
         if thought is None and not before.is_open:
@@ -231,7 +232,7 @@ class GrammarState:
 
 
 def _behind(matcher: Matcher | None, token_id: int) -> Matcher | None:
-    """A matcher behind one more token; None where it does not allow that."""
+    """Return the matcher after one more token, or None if it does not allow that token."""
     try:
         if matcher is not None:
             matcher.accept(token_id)

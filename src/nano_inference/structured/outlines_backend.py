@@ -1,7 +1,7 @@
-"""Masks by outlines-core: regular expressions as automata over tokens, made whole in a child
-process. This one gets their tables as numbers, and needs no more.
+"""Masks by outlines-core, which turns regular expressions into automata over tokens. A child
+process runs it, and this process gets the automata as tables of numbers.
 
-outlines-core itself passes over many keywords of a schema: it gets schemas in their plain form.
+outlines-core gets schemas in their plain form, because it ignores many of their keywords.
 """
 
 import json
@@ -45,14 +45,14 @@ ABILITIES = Abilities(
         ]
     ),
 )
-# What stands between the tokens of JSON: with the default less than that allows.
+# whitespace between the tokens of JSON: for the default, a part of it
 WHITESPACE = {COMPACT: "", BOUNDED: "[ ]?"}
 KINDS = ("json", "regex", "choice")
-# An array or object of which nothing is said holds no deeper ones: automata have no recursion.
+# depth of arrays and objects of unknown contents: automata have no recursion
 DEPTH = 1
 _HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
-MOST_STEPS = 2**23  # from a state to another by a token: 8 bytes each
-END = "\U0010fffe"  # no character; it ends the texts that the automaton reads
+MOST_STEPS = 2**23  # transitions by one token, 8 bytes each
+END = "\U0010fffe"  # not a character; ends the texts that the automaton reads
 
 
 # the fields of `Automaton` as bytes
@@ -62,13 +62,13 @@ DTYPES = (np.int64, np.int32, np.int32, np.bool_)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Automaton:
-    """An automaton as tables.
+    """Automaton over tokens, as tables.
 
     Attributes:
-        starts: int64 [S + 1], where a state's steps begin; state 0 is the first.
-        tokens: int32 [N], ascending within a state.
-        following: int32 [N], the state behind each.
-        final: bool [S], where a text may end.
+        starts: int64 [S + 1], index of each state's first step. State 0 is the initial state.
+        tokens: int32 [N], token of each step, ascending within a state.
+        following: int32 [N], next state of each step.
+        final: bool [S], True if a text may end in the state.
     """
 
     starts: np.ndarray
@@ -78,45 +78,41 @@ class Automaton:
 
     @classmethod
     def of(cls, table: Table) -> "Automaton":
-        """Of the arrays' bytes; nothing is copied."""
+        """Return an automaton over the arrays' bytes, without a copy."""
         return cls(*(np.frombuffer(part, dtype) for part, dtype in zip(table, DTYPES, strict=True)))
 
     def steps(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens may follow a state, and the states behind them."""
-        own = slice(self.starts[state], self.starts[state + 1])
-        return self.tokens[own], self.following[own]
+        """Return the tokens that may follow a state, and the next state of each."""
+        rows = slice(self.starts[state], self.starts[state + 1])
+        return self.tokens[rows], self.following[rows]
 
 
 class OutlinesBackend(Backend):
-    """Compiles with outlines-core in a child. Keeps the vocabularies that it has read.
+    """Backend that compiles with outlines-core in a child process. Caches vocabularies.
 
     Attributes:
-        processes: the children.
+        processes: The child processes.
     """
 
     def __init__(self) -> None:
         self.processes = CompileProcesses(__name__, kept(token_bytes))
 
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`. What outlines-core itself would say is not known here."""
+        """Check a grammar as `Backend.check`, without outlines-core, which may still reject it."""
         _job(grammar)
-        if grammar.kind == "regex":  # in the same syntax
+        if grammar.kind == "regex":  # the same syntax
             backend_named("llguidance").check(grammar)
 
     def prepare(self, vocabulary: Vocabulary) -> None:
-        """See `Backend`."""
         self.processes.prepare(vocabulary)
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
-        """See `Backend`."""
-        found = self.processes.compile(grammar, vocabulary, _job(grammar))
-        automaton = Automaton.of(msgspec.msgpack.decode(found, type=Table))
+        table = self.processes.compile(grammar, vocabulary, _job(grammar))
+        automaton = Automaton.of(msgspec.msgpack.decode(table, type=Table))
         return OutlinesMatcher(self, automaton, vocabulary, 0)
 
 
 class OutlinesMatcher(Matcher):
-    """See `Matcher`."""
-
     def __init__(
         self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, state: int
     ) -> None:
@@ -125,7 +121,6 @@ class OutlinesMatcher(Matcher):
         self._state = state
 
     def fill(self, words: np.ndarray) -> None:
-        """See `Matcher`."""
         bits = np.zeros(len(words) * 32, dtype=np.bool_)
         bits[self._automaton.steps(self._state)[0]] = True
         if self._automaton.final[self._state]:
@@ -133,20 +128,18 @@ class OutlinesMatcher(Matcher):
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> None:
-        """See `Matcher`."""
         tokens, following = self._automaton.steps(self._state)
-        place = int(np.searchsorted(tokens, token_id))
-        if place == len(tokens) or tokens[place] != token_id:
+        step = int(np.searchsorted(tokens, token_id))
+        if step == len(tokens) or tokens[step] != token_id:
             raise GrammarError(f"token {token_id} cannot follow")
-        self._state = int(following[place])
+        self._state = int(following[step])
 
     def copy(self) -> "OutlinesMatcher":
-        """See `Matcher`."""
         return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, self._state)
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
-    """In the child: what compiles grammars of these kinds."""
+    """Return the child's function, which compiles a grammar of a kind into a packed `Table`."""
     import outlines_core  # pyright: ignore[reportMissingImports]
     from outlines_core.json_schema import (  # pyright: ignore[reportMissingImports]
         build_regex_from_schema,
@@ -162,8 +155,8 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
         if kind == "json":
             said = json.loads(source)
             source = build_regex_from_schema(said["schema"], said["whitespace"])
-        # A match ends an automaton's reading, and what is less preferred (`ab` in `a|ab`) is lost.
-        # With an end of our own it is never at a match before that.
+        # outlines-core stops at the first match and loses less preferred ones (`ab` in `a|ab`).
+        # An end marker prevents matches before the end.
         index = outlines_core.Index(f"(?:{source}){END}", vocabulary)
         return msgspec.msgpack.encode(_table(index, len(tokens), set(ends)))
 
@@ -171,14 +164,14 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
 
 
 def _table(index: Any, end: int, ends: Container[int]) -> Table:
-    """All states and their steps, but those from which no text comes to its end.
+    """Return all states and their steps, without states from which no text can end.
 
     Args:
-        index: of outlines-core.
-        end: the token of `END`.
-        ends: ids that end a text.
+        index: Index of outlines-core.
+        end: Token of `END`.
+        ends: Ids that end a text.
     """
-    states = [index.get_initial_state()]  # it grows while it is gone through
+    states = [index.get_initial_state()]  # grows during the loop below
     numbers: dict[int, int] = {states[0]: 0}
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     final: list[bool] = []
@@ -212,25 +205,25 @@ def _table(index: Any, end: int, ends: Container[int]) -> Table:
 
 
 def _live(behind: Sequence[Sequence[int]], final: Sequence[bool]) -> np.ndarray:
-    """Which states lead to a final one. Those amid the bytes of `END` do not: real tokens may
-    spell it.
+    """Return a mask of the states that lead to a final one. States amid the bytes of `END` do not,
+    although real tokens may spell these bytes.
     """
     before: list[list[int]] = [[] for _ in behind]
     for state, others in enumerate(behind):
         for other in others:
             before[other].append(state)
     live = np.array(final, dtype=np.bool_)
-    found = np.flatnonzero(live).tolist()
-    for state in found:  # it grows
+    reached = np.flatnonzero(live).tolist()
+    for state in reached:  # grows during the loop
         for other in before[state]:
             if not live[other]:
                 live[other] = True
-                found.append(other)
+                reached.append(other)
     return live
 
 
 def _job(grammar: Grammar) -> Job:
-    """A grammar as the child reads it. Raises `InvalidRequest`."""
+    """Return a grammar as the child reads it. Raises `InvalidRequest`."""
     match grammar.kind:
         case "json":
             schema = _schema(grammar)
@@ -242,8 +235,8 @@ def _job(grammar: Grammar) -> Job:
             return Job("regex", "|".join(map(_escaped, json.loads(grammar.text))))
         case kind:
             raise InvalidRequest(
-                f"the backend outlines takes grammars of the kinds {', '.join(KINDS)}, not {kind}; "
-                "llguidance takes all."
+                f"the backend outlines supports grammars of the kinds {', '.join(KINDS)}, not "
+                f"{kind}; llguidance supports all."
             )
 
 
@@ -267,7 +260,7 @@ def _inside_quotes(text: str) -> str:
 
 
 def _with_names_escaped(value: Any) -> Any:
-    """A value whose properties' names are patterns: outlines-core takes them so."""
+    """Return a value with escaped property names, which outlines-core reads as patterns."""
     if isinstance(value, list):
         return [_with_names_escaped(each) for each in value]
     if isinstance(value, dict):
@@ -279,12 +272,12 @@ def _with_names_escaped(value: Any) -> Any:
 
 
 def _unanchored(pattern: str) -> str:
-    """A pattern of whole texts without `^` and `$` at its ends: what follows here is `END`."""
+    """Return a pattern for whole texts without `^` and `$` at its ends, since `END` follows it."""
     body = pattern.removeprefix("^")
     ends = body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1
     return body[:-1] if ends else body
 
 
 def _escaped(text: str) -> str:
-    """A pattern of this text alone."""
-    return re.sub(r"[^0-9A-Za-z]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+    """Return a pattern that matches only this text."""
+    return re.sub(r"[^0-9A-Za-z]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)

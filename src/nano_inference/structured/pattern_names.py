@@ -1,8 +1,8 @@
 """Patterns of property names that only declared names match.
 
-llguidance lets declared names come first and names of `patternProperties` after them. If the
-patterns match declared names only, it still allows the comma, and no name can follow it. Here such
-patterns become part of the declared properties, which means the same.
+llguidance writes declared names first and names of `patternProperties` after them. If the patterns
+match only declared names, llguidance still allows the comma, but no name can follow it. This module
+moves such patterns into the declared properties, with the same meaning.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-_BYTES = LLTokenizer("byte")  # a token a byte
+_BYTES = LLTokenizer("byte")  # one token per byte
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else")
@@ -46,17 +46,17 @@ def without_spent_patterns(schema: Any) -> Any:
 def _joined(
     properties: Mapping[str, Any], declared: Iterable[str], patterns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the declared properties, each with the schemas of the patterns that it matches."""
+    """Return the declared properties, each with the schemas of the patterns that match it."""
     joined: dict[str, Any] = {}
     for name in declared:
-        own = [properties[name]] if name in properties else []
-        own += [schema for pattern, schema in patterns.items() if _matches(pattern, name)]
-        joined[name] = own[0] if len(own) == 1 else {"allOf": own}
+        schemas = [properties[name]] if name in properties else []
+        schemas += [schema for pattern, schema in patterns.items() if _matches(pattern, name)]
+        joined[name] = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
     return joined
 
 
 def _more_names(patterns: Iterable[str], declared: Iterable[str]) -> bool:
-    """Report whether the patterns match names other than the declared ones."""
+    """Return True if the patterns match names other than the declared ones."""
     matcher = _matcher(patterns, dict.fromkeys(declared, False), minProperties=1)
     if not matcher.try_consume_tokens(list(b"{")):
         return False

@@ -1,13 +1,13 @@
-"""JSON schemas in a plain form, for backends that pass over what they do not know.
+"""Plain JSON schemas, for backends that ignore keywords they do not know.
 
-A backend tells which keywords it enforces. Its schema then holds nothing else: what says more is
-refused by name. The plain form may allow less than the schema does, such as no properties but those
-named; it never allows more. Every part of it is one of
+A backend lists the keywords that it enforces. The plain form has no others: a schema with another
+keyword is rejected, and the error names the keyword. The plain form may allow less than the schema,
+such as no properties other than the declared ones, but never more. Every part of it is one of
 
 - `{"$ref": "#/$defs/NAME"}`, with those definitions at the root,
 - `{"enum": [...]}`,
 - `{"anyOf": [...]}`,
-- `{"type": NAME, ...}`, with keywords of that one type.
+- `{"type": NAME, ...}`, with keywords of that type only.
 """
 
 import json
@@ -35,21 +35,21 @@ from nano_inference.structured.schema_keywords import (
     type_of,
 )
 
-MOST_DEPTH = 64  # schemas within each other
+MOST_DEPTH = 64  # levels of nested schemas
 MOST_PARTS = 20_000  # of a plain form
 MOST_INTEGER = 2**53
-MOST_DECIMALS = 6  # of bounds of numbers
+MOST_DECIMALS = 6  # of numeric bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a backend enforces.
+    """Features of JSON schema that a backend enforces.
 
     Attributes:
-        name: of the backend.
-        keywords: that it enforces, of those that belong to one type.
-        recursion: definitions may refer to themselves; False: every reference is replaced by what
-            it refers to.
+        name: Name of the backend.
+        keywords: Keywords that it enforces, among those that belong to one type.
+        recursion: True if definitions may refer to themselves. False: every reference is replaced
+            by its target.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Abilities:
 
 
 def plain_schema(text: str, abilities: Abilities, lenient: bool = False) -> dict[str, Any]:
-    """A schema in its plain form.
+    """Return a schema in its plain form.
 
     Args:
-        text: of the schema.
-        abilities: of the backend that gets it.
-        lenient: leave out what the backend cannot enforce.
+        text: The schema as JSON.
+        abilities: Features of the backend that will read it.
+        lenient: Omit keywords that the backend cannot enforce.
 
-    Raises `InvalidRequest` that names a keyword.
+    Raises `InvalidRequest` that names the keyword.
     """
     root = json.loads(text)
     return _Plain(root, abilities, lenient).whole()
 
 
 def parts_of(plain: Any) -> Iterator[dict[str, Any]]:
-    """Every part of a plain form, for a backend that writes some otherwise."""
+    """Yield every part of a plain form, so that a backend can change some in place."""
     yield plain
     inner = [
         *plain.get("anyOf", ()),
@@ -86,7 +86,7 @@ def parts_of(plain: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Unsatisfiable(Exception):
-    """No value is one of a schema's."""
+    """A schema allows no value."""
 
 
 class _Plain:
@@ -98,24 +98,24 @@ class _Plain:
         self._parts = 0
 
     def whole(self) -> dict[str, Any]:
-        """The plain form of it all."""
+        """Return the plain form of the whole schema."""
         try:
             plain = self.part(self._root, 0)
         except _Unsatisfiable as problem:
             raise InvalidRequest(f"{problem}: no text is allowed.") from None
         if self._definitions:
-            # a root that is a reference alone would hide them from some
+            # some backends ignore the definitions of a root that is only a reference
             plain = {"anyOf": [plain]} if "$ref" in plain else plain
             return {**plain, "$defs": self._definitions}
         return plain
 
     def part(self, schema: Any, depth: int) -> dict[str, Any]:
-        """The plain form of a schema. Raises `_Unsatisfiable`."""
+        """Return the plain form of a schema. Raises `_Unsatisfiable`."""
         self._parts += 1
         if depth > MOST_DEPTH or self._parts > MOST_PARTS:
             raise InvalidRequest(
-                f"the schema is too large for {self._can.name}: deeper than {MOST_DEPTH} or, with "
-                f"its references replaced, of more than {MOST_PARTS} parts."
+                f"the schema is too large for {self._can.name}: it is nested deeper than "
+                f"{MOST_DEPTH} or, with references replaced, has more than {MOST_PARTS} parts."
             )
         if schema is False:
             raise _Unsatisfiable("a schema is `false`")
@@ -150,17 +150,17 @@ class _Plain:
         return self._typed(said, depth)
 
     def _refuse(self, name: str, why: str = "") -> None:
-        """A keyword is not enforced."""
+        """Reject a keyword, or ignore it if lenient."""
         if not self._lenient:
             raise InvalidRequest(
-                f"{self._can.name} cannot enforce `{name}`{' ' if why else ''}{why}; another "
-                "backend may, and `lenient` passes over it."
+                f"{self._can.name} cannot enforce `{name}`{' ' if why else ''}{why}; try another "
+                "backend, or set `lenient` to ignore the keyword."
             )
 
     def _refuse_beside(self, name: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
         for other in said:
             if other not in known:
-                self._refuse(other, f"beside `{name}`")
+                self._refuse(other, f"next to `{name}`")
 
     # references
 
@@ -171,8 +171,8 @@ class _Plain:
         if not self._can.recursion:
             if pointer in self._inlining:
                 raise InvalidRequest(
-                    f"{self._can.name} cannot enforce `$ref` of a schema to itself ({pointer}); "
-                    "another backend may."
+                    f"{self._can.name} cannot enforce a recursive `$ref` ({pointer}); try another "
+                    "backend."
                 )
             self._inlining.append(pointer)
             try:
@@ -197,19 +197,19 @@ class _Plain:
     def _at(self, pointer: Any) -> Any:
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise InvalidRequest(
-                f"{self._can.name} knows a `$ref` within the schema alone, such as "
+                f"{self._can.name} supports `$ref` only within the schema, such as "
                 f'"#/$defs/name", not {pointer!r}.'
             )
-        found = self._root
+        target = self._root
         for step in unquote(pointer).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
+            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            elif isinstance(target, dict) and step in target:
+                target = target[step]
             else:
-                raise InvalidRequest(f"`$ref` {pointer!r} leads to nothing.")
-        return found
+                raise InvalidRequest(f"`$ref` {pointer!r} does not exist in the schema.")
+        return target
 
     # values and choices
 
@@ -249,35 +249,37 @@ class _Plain:
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
     def _with_type(self, option: Any, types: Any, name: str) -> Any:
-        """A schema of a choice, as far as it is of these types."""
+        """Return a choice's option, restricted to these types."""
         if option is True:
             return {"type": types}
         if isinstance(option, dict) and not OF_ALL.intersection(option):
             return {**option, "type": types}
         if isinstance(option, dict) and OF_ALL.intersection(option) == {"type"}:
             types = self._types(types)
-            own = self._types(option["type"])
+            option_types = self._types(option["type"])
             shared = [
-                each for each in own if each in types or (each == "integer" and "number" in types)
+                each
+                for each in option_types
+                if each in types or (each == "integer" and "number" in types)
             ]
-            if "integer" in types and "number" in own:
+            if "integer" in types and "number" in option_types:
                 shared.append("integer")
             return {**option, "type": shared} if shared else False
-        self._refuse("type", f"beside `{name}`")
+        self._refuse("type", f"next to `{name}`")
         return option
 
     def _are_apart(self, parts: Sequence[dict[str, Any]]) -> bool:
-        """Whether no value belongs to two of these schemas, as far as that is plain to see."""
+        """Return True if it is evident that no value belongs to two of these schemas."""
         seen: set[str] = set()
         for part in parts:
-            own = self._marks(part)
-            if own is None or seen & own:
+            marks = self._marks(part)
+            if marks is None or seen & marks:
                 return False
-            seen |= own
+            seen |= marks
         return True
 
     def _marks(self, part: Mapping[str, Any]) -> set[str] | None:
-        """What tells a schema's values from those of another: their types. None: not known."""
+        """Return the types of a schema's values, or None if they are not evident."""
         if "enum" in part:
             return {type_of(each) for each in part["enum"]}
         if "anyOf" in part:
@@ -298,9 +300,9 @@ class _Plain:
 
     def _types(self, types: Any) -> list[str]:
         types = types if isinstance(types, list) else [types]
-        for each in types:
-            if each not in TYPES:
-                raise InvalidRequest(f"type {each!r} is not one of {', '.join(TYPES)}.")
+        for name in types:
+            if name not in TYPES:
+                raise InvalidRequest(f"type must be one of {', '.join(TYPES)}; got {name!r}.")
         if not types:
             raise InvalidRequest("type must name a type.")
         return types
@@ -311,7 +313,7 @@ class _Plain:
         if "type" in said:
             types = self._types(said["type"])
             types = [each for each in types if each != "integer" or "number" not in types]
-        else:  # values of other types are allowed too; these are what it is about
+        else:  # values of other types are also valid; the plain form allows only these
             types = [each for each, names in OF_TYPES.items() if names.intersection(said)]
         makers = {
             "object": self._object,
@@ -323,9 +325,9 @@ class _Plain:
         parts: list[dict[str, Any]] = []
         for type_ in types:
             keywords = OF_TYPES["number" if type_ == "integer" else type_]
-            own = {name: value for name, value in said.items() if name in keywords}
+            typed = {name: value for name, value in said.items() if name in keywords}
             make = makers.get(type_)
-            parts.append({"type": type_} if make is None else make(type_, own, depth))
+            parts.append({"type": type_} if make is None else make(type_, typed, depth))
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
     def _anything(self) -> dict[str, Any]:
@@ -343,7 +345,7 @@ class _Plain:
         return {"$ref": "#/$defs/any"}
 
     def _enforced(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Those keywords that the backend enforces; the others are refused."""
+        """Return the keywords that the backend enforces, and reject the others."""
         for name in said:
             if name not in self._can.keywords:
                 self._refuse(name)
@@ -387,14 +389,14 @@ class _Plain:
         said = self._enforced(said)
         least, most = count_of("minItems", said, 0), count_of("maxItems", said, None)
         if most is not None and (most < least):
-            raise _Unsatisfiable("`minItems` is more than `maxItems`")
+            raise _Unsatisfiable("`minItems` exceeds `maxItems`")
         items = said.get("items", True)
         first = items if isinstance(items, list) else schemas_of("prefixItems", said)
         plain: dict[str, Any]
         if first:
-            # No more than are listed, and outlines allows no fewer: less than JSON schema allows.
+            # stricter than JSON schema: no more items than listed, and for outlines no fewer
             if not least <= len(first) <= (len(first) if most is None else most):
-                self._refuse("minItems" if least > len(first) else "maxItems", "beside a tuple")
+                self._refuse("minItems" if least > len(first) else "maxItems", "next to a tuple")
             plain = {"type": "array", "prefixItems": [self.part(each, depth) for each in first]}
             return {**plain, "minItems": least} if least else plain
         plain = {"type": "array"}
@@ -415,13 +417,13 @@ class _Plain:
         said = self._enforced(said)
         plain: dict[str, Any] = {"type": "string"}
         for name in ("format", "pattern", "length"):
-            own = {key: said[key] for key in OF_STRINGS[name] if key in said}
-            if not own:
+            keywords = {key: said[key] for key in OF_STRINGS[name] if key in said}
+            if not keywords:
                 continue
-            if len(plain) > 1:  # one of them is all that backends look at
-                self._refuse(next(iter(own)), f"beside `{list(plain)[1]}`")
+            if len(plain) > 1:  # backends read only one of them
+                self._refuse(next(iter(keywords)), f"next to `{list(plain)[1]}`")
             else:
-                plain |= getattr(self, f"_{name}")(own)
+                plain |= getattr(self, f"_{name}")(keywords)
         return plain
 
     def _format(self, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -444,7 +446,7 @@ class _Plain:
     def _length(self, said: Mapping[str, Any]) -> dict[str, Any]:
         least, most = count_of("minLength", said, 0), count_of("maxLength", said, None)
         if most is not None and most < least:
-            raise _Unsatisfiable("`minLength` is more than `maxLength`")
+            raise _Unsatisfiable("`minLength` exceeds `maxLength`")
         return {"minLength": least} | ({} if most is None else {"maxLength": most})
 
     def _number(self, type_: str, said: Mapping[str, Any], _: int) -> dict[str, Any]:
@@ -467,7 +469,7 @@ class _Plain:
         return {"type": type_, **bounds}
 
     def _is_bound(self, name: str, bound: Any, type_: str) -> bool:
-        """Whether it is a number that backends read exactly; else it is refused."""
+        """Return True for a number that backends read exactly, and reject any other."""
         exact = (
             not isinstance(bound, bool)
             and isinstance(bound, int | float)

@@ -1,5 +1,5 @@
-"""Keywords of JSON schemas: to which types they belong, which values say nothing, and checks of
-their values.
+"""Keywords of JSON schemas: the type that each belongs to, the values that restrict nothing, and
+checks of their values.
 """
 
 import json
@@ -63,7 +63,7 @@ OF_ALL = frozenset(
     ]
 )
 ASSERTIONS = OF_ALL.union(*OF_TYPES.values())
-# that say nothing with these values
+# values with which a keyword restricts nothing
 TRIVIAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "minItems": (0,),
@@ -92,7 +92,7 @@ _TIME = (
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _NAME = "[0-9A-Za-z]([0-9A-Za-z\\x2d]*[0-9A-Za-z])?"
 _MAILBOX = "[0-9A-Za-z\\x2b\\x2d_]+"
-# values of `format`: some of the strings that have it, such as no 29th of February
+# patterns for values of `format`, each for a part of the valid strings (no 29th of February)
 FORMATS: Mapping[str, str] = {
     "date": _DATE,
     "time": _TIME,
@@ -111,14 +111,16 @@ OF_STRINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def to_integers(bounds: dict[str, Any], inclusive: str, exclusive: str, sign: int) -> None:
-    """Leave one bound of integers, which may be reached; `sign` is 1 for lower ones."""
-    found: list[int] = []
+    """Merge the bounds of integers into one inclusive bound. `sign` is 1 for lower bounds, -1 for
+    upper ones.
+    """
+    candidates: list[int] = []
     if inclusive in bounds:
-        found.append(sign * math.ceil(sign * bounds[inclusive]))
+        candidates.append(sign * math.ceil(sign * bounds[inclusive]))
     if exclusive in bounds:
-        found.append(sign * (math.floor(sign * bounds.pop(exclusive)) + 1))
-    if found:
-        bounds[inclusive] = sign * max(sign * each for each in found)
+        candidates.append(sign * (math.floor(sign * bounds.pop(exclusive)) + 1))
+    if candidates:
+        bounds[inclusive] = sign * max(sign * each for each in candidates)
 
 
 def object_of(name: str, value: Any) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def object_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def schemas_of(name: str, said: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas that a keyword lists, if it is there. Raises `InvalidRequest`."""
+    """Return the schemas that a keyword lists, or []. Raises `InvalidRequest`."""
     value = said.get(name, [])
     if not isinstance(value, list):
         raise InvalidRequest(f"{name} must be a list of schemas, not {value!r}.")
@@ -137,7 +139,7 @@ def schemas_of(name: str, said: Mapping[str, Any]) -> list[Any]:
 
 
 def count_of(name: str, said: Mapping[str, Any], missing: Any) -> Any:
-    """Return the count that a keyword says, at least 0, or `missing`. Raises `InvalidRequest`."""
+    """Return the count of a keyword, at least 0, or `missing`. Raises `InvalidRequest`."""
     value = said.get(name, missing)
     if value is missing:
         return missing
@@ -147,23 +149,23 @@ def count_of(name: str, said: Mapping[str, Any], missing: Any) -> Any:
 
 
 def type_of(value: Any) -> str:
-    """Return the type of a JSON value; integers are numbers."""
+    """Return the type of a JSON value. Integers are numbers."""
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
     return "null" if value is None else names.get(type(value), "object")
 
 
 def is_of_type(value: Any, type_: str) -> bool:
-    """Return whether a JSON value is of a type."""
+    """Return True if a JSON value is of a type."""
     if type_ == "integer":
         return type_of(value) == "number" and _is_whole(value)
     return type_of(value) == type_
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number. JSON's 1e400 is read as infinity."""
+    """Return True for a whole number. JSON's 1e400 is read as infinity, which is none."""
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal in JSON: `1` and `true` are not."""
+    """Return True if two values are equal in JSON. `1` and `true` are not."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

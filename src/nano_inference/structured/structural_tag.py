@@ -1,7 +1,7 @@
-"""Structural tags: free text in which tagged parts follow a schema, written as a Lark grammar.
+"""Structural tags: free text with tagged parts that follow a schema, written as a Lark grammar.
 
-Both notations that servers take are read: the older one (`structures` and `triggers`, as vLLM and
-SGLang have it) and xgrammar's tree (`format`).
+Servers accept two notations, and this module reads both: the older one of vLLM and SGLang
+(`structures` and `triggers`) and xgrammar's tree (`format`).
 """
 
 import json
@@ -29,13 +29,13 @@ FORMATS = (
 
 
 def lark_of(tag: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
-    """A structural tag as a Lark grammar.
+    """Return a structural tag as a Lark grammar.
 
     Args:
-        tag: of either notation.
-        json_options: of the schemas in it, as llguidance has them.
+        tag: Structural tag in either notation.
+        json_options: llguidance's options for the schemas in the tag.
 
-    Raises `InvalidRequest` for what it does not know.
+    Raises `InvalidRequest` for unknown or malformed formats.
     """
     rules = _Rules(json_options)
     if "format" in tag:
@@ -61,12 +61,12 @@ def lark_of(tag: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
 
 
 def literal(text: str) -> str:
-    """A string of Lark; nothing for none."""
+    """Return a string literal of Lark, or nothing for an empty text."""
     return _json(text) if text else ""
 
 
 def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
-    """JSON of a schema, as a part of a rule."""
+    """Return JSON that matches a schema, as a part of a rule."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -75,7 +75,7 @@ def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON as Lark reads it: the character of DEL has to be escaped."""
+    """Return JSON as Lark reads it: with an escape for the DEL character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -92,20 +92,20 @@ class _Rules:
         return name
 
     def _until(self, text: str) -> str:
-        """Any text that ends where this one first appears."""
+        """Return a part for any text that ends at the first appearance of `text`."""
         return self._named(f"{ANYTHING} {literal(text)}", prefix="until", attributes="[lazy]")
 
     def format(self, format_: Any, depth: int) -> str:
-        """A format as a part of a rule."""
+        """Return a format as a part of a rule."""
         if depth > MOST_DEPTH:
             raise InvalidRequest(f"a structural tag is nested deeper than {MOST_DEPTH} formats.")
         if not isinstance(format_, Mapping):
-            raise InvalidRequest(f"a format of a structural tag must be an object: {format_!r}.")
+            raise InvalidRequest(f"a structural tag's format must be an object, not {format_!r}.")
         kind = format_.get("type")
         make = getattr(self, f"_{kind}", None) if kind in FORMATS else None
         if make is None:
             raise InvalidRequest(
-                f"format {kind!r} of a structural tag is not known; {', '.join(FORMATS)} are."
+                f"unknown format {kind!r} of a structural tag; use one of {', '.join(FORMATS)}."
             )
         return make(format_, depth + 1)
 
@@ -136,7 +136,7 @@ class _Rules:
         return parts
 
     def _tag(self, tag: Mapping[str, Any], depth: int, known: str = "") -> str:
-        """A tag, of whose beginning `known` stands there already."""
+        """Return a tag as a part of a rule, without `known`, the written part of its beginning."""
         begin = _text("begin", tag.get("begin"))
         end = _text("end", tag.get("end"))
         content = tag.get("content")
@@ -158,7 +158,7 @@ class _Rules:
             trigger = next((each for each in triggers if begin.startswith(each)), None)
             if trigger is None:
                 raise InvalidRequest(
-                    f"tag {begin!r} begins with none of the triggers: {', '.join(triggers)}."
+                    f"tag {begin!r} must begin with one of the triggers: {', '.join(triggers)}."
                 )
             by_trigger[trigger].append(self._tag(tag, depth, trigger))
         parts = [

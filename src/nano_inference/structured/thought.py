@@ -1,5 +1,5 @@
-"""A thought: what may stand before the text of a grammar, told by the text that closes it and maybe
-one that opens it.
+"""Thought: free text before the text of a grammar. A closing marker ends it, and an opening marker
+may begin it.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,20 +12,21 @@ from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.mask_bits import mask_of, num_words, without
 
-MOST_KEPT = 8  # pairs of markers of a vocabulary
+MOST_KEPT = 8  # pairs of markers per vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMasks:
-    """The tokens of a thought, by how much of a marker is there.
+    """Masks of a thought's tokens, by the number of marker bytes that the text has so far.
 
     Attributes:
-        opens, closes: the markers.
-        opening: for each number of bytes of `opens`, less than all: the tokens that go on with it.
-        both: likewise: tokens that hold a whole thought and more, which no text may begin with.
-        inside: for each number of bytes of `closes`, less than all, that the text ends with: the
-            tokens of a thought. Where one closes it, it says no more than that: the token behind is
-            the first of the grammar.
+        opens, closes: The markers.
+        opening: Per number of bytes of `opens`, less than all: the tokens that continue it.
+        both: Per number of bytes of `opens`, less than all: the tokens that hold a whole thought
+            and more. No text may begin with them.
+        inside: Per number of bytes of `closes` at the end of the text, less than all: the tokens
+            of a thought. A token that closes the thought holds nothing after the marker, so the
+            next token is the first of the grammar.
     """
 
     opens: bytes
@@ -37,12 +38,12 @@ class ThoughtMasks:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How far the thought of one sample has come.
+    """Progress of one sample's thought.
 
     Attributes:
-        masks: by its markers.
-        opened: bytes of `opens` that are there.
-        closed: bytes of `closes` that the text ends with.
+        masks: Masks of the thought's tokens.
+        opened: Number of bytes of `opens` that the text has.
+        closed: Number of bytes of `closes` that the text ends with.
     """
 
     masks: ThoughtMasks
@@ -51,20 +52,20 @@ class Thought:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has begun. Until then the text may still be one of the grammar."""
+        """True if the thought has begun. Until then the text may still be one of the grammar."""
         return self.opened == len(self.masks.opens)
 
     @property
     def words(self) -> np.ndarray:
-        """The tokens that it goes on with, int32 [W]; shared, so it is not written."""
+        """Tokens that continue the thought, int32 [W]. Shared: do not write to it."""
         return self.masks.inside[self.closed] if self.is_open else self.masks.opening[self.opened]
 
     def or_none(self, words: np.ndarray) -> np.ndarray:
-        """The tokens that it goes on with, or a text without one, of which `words` is the mask."""
+        """Return the tokens that continue the thought, or a text of mask `words` without one."""
         return words & ~self.masks.both[self.opened] | self.words
 
     def behind(self, said: bytes) -> "Thought | None":
-        """Behind one more token, of these bytes. None: it is over, or the text has none."""
+        """Advance by one token of these bytes. None: the thought is over, or the text has none."""
         masks = self.masks
         if not self.is_open:
             missing = masks.opens[self.opened :]
@@ -80,14 +81,14 @@ class Thought:
 
 
 class Thoughts:
-    """The thoughts of a vocabulary, by their markers. Any thread may call it."""
+    """Thoughts of one vocabulary, by their markers. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._masks = lru_cache(MOST_KEPT)(self._make)
 
     def of(self, grammar: Grammar) -> Thought | None:
-        """What may stand before a grammar; None: nothing."""
+        """Return the thought that may precede a grammar, or None."""
         if not grammar.after:
             return None
         return Thought(self._masks(grammar.opened_by.encode(), grammar.after.encode()))
@@ -96,14 +97,14 @@ class Thoughts:
         vocabulary = self._vocabulary
         size = vocabulary.drawable
         texts = [(i, vocabulary.bytes_of(i)) for i in range(size)]
-        # those that say more than a marker, and those that say a part of the first
+        # tokens that hold more than a marker, and tokens that hold a part of the opening marker
         beyond = [(i, text) for i, text in texts if closes[-1] in text[:-1]]
         parts = [
             (i, text)
             for i, text in texts
             if text and (text in opens or (opens and opens[-1] in text))
         ]
-        # no sample may end before it has come to its grammar
+        # a sample must not end before it has reached its grammar
         free = without(_mask(range(size), size), vocabulary.eos_token_ids)
 
         def begins(missing: bytes) -> Callable[[bytes], bool]:
@@ -135,7 +136,7 @@ def _those(texts: Iterable[tuple[int, bytes]], fits: Callable[[bytes], bool]) ->
 
 
 def _mask(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """A mask of this many ids."""
+    """Return a mask of `size` ids in which only `token_ids` are set."""
     words = np.zeros(num_words(size), dtype=np.int32)
     some = mask_of([*token_ids])[: len(words)]
     words[: len(some)] = some
@@ -143,6 +144,6 @@ def _mask(token_ids: Iterable[int], size: int) -> np.ndarray:
 
 
 def _overlap(text: bytes, marker: bytes) -> int:
-    """Length of the longest end of a text that is a beginning of the marker, less than all."""
+    """Return the length of the longest proper prefix of the marker that the text ends with."""
     most = min(len(marker) - 1, len(text))
     return next(size for size in range(most, -1, -1) if text.endswith(marker[:size]))

@@ -1,4 +1,4 @@
-"""The bytes of tokens, for backends that know no tokenizer."""
+"""Bytes of tokens, for backends that cannot read a tokenizer."""
 
 import json
 import re
@@ -8,8 +8,9 @@ from nano_inference.structured.backend import Vocabulary
 
 
 def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
-    """Return what each token adds to a text. b"": nothing, for special tokens, the ends, ids that
-    the tokenizer lacks, and bytes that no text in UTF-8 has. They cannot be drawn under a grammar.
+    """Return the bytes that each token adds to a text. Special tokens, end-of-sequence ids, ids
+    unknown to the tokenizer and bytes that are never valid UTF-8 get b"", and cannot be drawn
+    under a grammar.
     """
     hidden = special_token_ids(vocabulary)
     texts = (

@@ -1,4 +1,4 @@
-"""`TokenMasks`: the masks that given tokens were drawn under, of many texts at once, and kept."""
+"""`TokenMasks`: a cache of the masks that given tokens were drawn under, for many texts at once."""
 
 import threading
 from collections import OrderedDict
@@ -13,32 +13,32 @@ from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.mask_bits import may_draw
 from nano_inference.structured.matching import GrammarState
 
-MOST_BYTES = 2**27  # of masks that are kept
+MOST_BYTES = 2**27  # of cached masks
 
 Text = tuple[Grammar, tuple[int, ...]]
-Masks = list[np.ndarray]  # int32 [W] of each token; not written
+Masks = list[np.ndarray]  # int32 [W] per token; read-only
 
 
 class NotInGrammar(Exception):
-    """A token of a text cannot be drawn there.
+    """A token of a text is forbidden at its position.
 
     Attributes:
-        text, place: which text, and which of its tokens.
+        text: Index of the text.
+        place: Index of the token in the text.
     """
 
-    def __init__(self, text: int, place: int, why: str) -> None:
+    def __init__(self, text: int, position: int, why: str) -> None:
         super().__init__(why)
         self.text = text
-        self.place = place
+        self.place = position
 
 
 class TokenMasks:
-    """Masks by grammar and tokens. Equal ones are one array as long as it is held. Any thread
-    may call it.
+    """Masks by grammar and tokens. Equal masks share one array while it is referenced. Thread-safe.
 
     Args:
-        grammars: compiles them.
-        most_bytes: that are kept; of an array that several texts have each counts it.
+        grammars: Compiler of the grammars.
+        most_bytes: Limit of the cache. An array that several texts share counts for each of them.
     """
 
     def __init__(self, grammars: GrammarCompiler, most_bytes: int = MOST_BYTES) -> None:
@@ -50,43 +50,41 @@ class TokenMasks:
         self.num_bytes = 0
 
     def of(self, texts: Sequence[Text]) -> list[Masks]:
-        """The masks of each text's tokens; a text begins where its grammar does.
+        """Return the masks of each text's tokens. A text begins with its grammar.
 
-        Raises `NotInGrammar`, and what `GrammarCompiler.wait` raises.
+        Raises `NotInGrammar` and the errors of `GrammarCompiler.wait`.
         """
-        found = {text: masks for text in texts if (masks := self._recall(text)) is not None}
-        missing = [text for text in dict.fromkeys(texts) if text not in found]
+        by_text = {text: masks for text in texts if (masks := self._recall(text)) is not None}
+        missing = [text for text in dict.fromkeys(texts) if text not in by_text]
         made = [Masks() for _ in missing]
         for at, states in self._steps(missing):
-            for (place, state), (_, tokens) in ((each, missing[each[0]]) for each in states):
+            for (row, state), (_, tokens) in ((each, missing[each[0]]) for each in states):
                 if (why := _refusal(state, tokens[at])) is not None:
-                    raise NotInGrammar(texts.index(missing[place]), at, why)
-                made[place].append(self._one_of(state.words))
+                    raise NotInGrammar(texts.index(missing[row]), at, why)
+                made[row].append(self._one_of(state.words))
         for text, masks in zip(missing, made, strict=True):
-            found[text] = masks
+            by_text[text] = masks
             self._keep(text, masks)
-        return [found[text] for text in texts]
+        return [by_text[text] for text in texts]
 
     def _steps(self, texts: Sequence[Text]) -> Iterator[tuple[int, list[tuple[int, GrammarState]]]]:
-        """Place by place the states of the texts that have a token there, by their number. The
-        masks of all are made in one call.
+        """Yield each token position with the states of the texts that have a token there, by the
+        index of the text. The masks of all texts are made in one call.
         """
         states = [GrammarState(grammar) for grammar, _ in texts]
         for state, (_, tokens) in zip(states, texts, strict=True):
             if tokens:
                 self._grammars.wait(state)
         for at in range(max((len(tokens) for _, tokens in texts), default=0)):
-            live = [
-                (place, state) for place, state in enumerate(states) if at < len(texts[place][1])
-            ]
+            live = [(row, state) for row, state in enumerate(states) if at < len(texts[row][1])]
             if at:
-                for place, state in live:
-                    state.accept(texts[place][1][at - 1])
+                for row, state in live:
+                    state.accept(texts[row][1][at - 1])
                 live[0][1].fill(state for _, state in live[1:])
             yield at, live
 
     def _one_of(self, words: np.ndarray) -> np.ndarray:
-        """The array of this mask. Its own is a row of those that were made with it."""
+        """Return the shared array of a mask. A copy: `words` is a row of a larger table."""
         digest = blake2b(words.data, digest_size=16).digest()
         with self._lock:
             known = self._known.get(digest)
@@ -114,9 +112,9 @@ class TokenMasks:
 
 
 def _refusal(state: GrammarState, token_id: int) -> str | None:
-    """Why a token cannot be drawn; None: it can."""
+    """Return why a token cannot be drawn, or None if it can."""
     if state.problem is not None:
-        return f"comes where its grammar cannot go on: {state.problem}"
+        return f"is at a position where its grammar cannot continue: {state.problem}"
     if state.is_ended:
-        return "comes behind the end of its grammar"
+        return "comes after the end of its grammar"
     return None if may_draw(state.words, token_id) else "is not in its grammar"

@@ -1,5 +1,5 @@
-"""Masks by xgrammar. It compiles in a child process, and gets schemas in their plain form: by
-itself it passes over keywords that it does not know.
+"""Masks by xgrammar, which compiles in a child process. Schemas are passed in their plain form,
+because xgrammar ignores keywords that it does not know.
 
 The API process checks grammars with this module and never imports xgrammar, which imports torch.
 """
@@ -50,16 +50,16 @@ ABILITIES = Abilities(
     ),
     recursion=True,
 )
-# What stands between the tokens of JSON, as `json.dumps` writes it: less than the default allows.
+# separators between the tokens of JSON as in `json.dumps`: a part of the default `whitespace`
 SEPARATORS = {COMPACT: (",", ":"), BOUNDED: (", ", ": ")}
 KINDS = ("json", "regex", "choice", "gbnf")
 
 
 class XgrammarBackend(Backend):
-    """Compiles with xgrammar in a child. Keeps the vocabularies that it has read.
+    """Backend that compiles with xgrammar in a child process. Caches vocabularies.
 
     Attributes:
-        processes: the children.
+        processes: The child processes.
     """
 
     def __init__(self) -> None:
@@ -67,25 +67,23 @@ class XgrammarBackend(Backend):
         self.processes = CompileProcesses(__name__, lambda vocabulary: self._read(vocabulary)[0])
 
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`. xgrammar's own words are not known here."""
+        """Check a grammar as in `Backend.check`, without xgrammar, which may still reject it."""
         _job(grammar)
         if grammar.kind == "gbnf":
             backend_named("llguidance").check(grammar)
 
     def prepare(self, vocabulary: Vocabulary) -> None:
-        """See `Backend`."""
         self._read(vocabulary)
         self.processes.prepare(vocabulary)
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
-        """See `Backend`."""
         import xgrammar  # pyright: ignore[reportMissingImports]
 
         job = _job(grammar)
         _, information = self._read(vocabulary)
-        found = self.processes.compile(grammar, vocabulary, job)
+        serialized = self.processes.compile(grammar, vocabulary, job)
         try:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(found.decode(), information)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(serialized.decode(), information)
             return XgrammarMatcher(self, xgrammar.GrammarMatcher(compiled), vocabulary)
         except RuntimeError as problem:
             raise InvalidRequest(
@@ -94,23 +92,19 @@ class XgrammarBackend(Backend):
 
 
 class XgrammarMatcher(Matcher):
-    """See `Matcher`."""
-
     def __init__(self, backend: Backend, inner: Any, vocabulary: Vocabulary) -> None:
         self.backend = backend
         self._inner, self._vocabulary = inner, vocabulary
 
     def fill(self, words: np.ndarray) -> None:
-        """See `Matcher`."""
         try:
             if not self._inner.fill_next_token_bitmask(words[None]):
                 words.fill(-1)
         except RuntimeError as problem:
             raise GrammarError(str(problem)) from None
-        cut_to(words, self._vocabulary.size)  # its last word is whole
+        cut_to(words, self._vocabulary.size)  # xgrammar sets the rest of the last word
 
     def accept(self, token_id: int) -> None:
-        """See `Matcher`."""
         try:
             accepted = self._inner.accept_token(token_id)
         except RuntimeError as problem:
@@ -119,12 +113,11 @@ class XgrammarMatcher(Matcher):
             raise GrammarError(f"token {token_id} cannot follow")
 
     def copy(self) -> "XgrammarMatcher":
-        """See `Matcher`."""
         return XgrammarMatcher(self.backend, self._inner.fork(), self._vocabulary)
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
-    """In the child: what compiles grammars of these kinds."""
+    """Return the child's function, which compiles a grammar of a kind and serializes it."""
     import xgrammar  # pyright: ignore[reportMissingImports]
 
     num_threads = max(usable_cpus() // 2, 1)
@@ -151,7 +144,7 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
 
 
 def _read(vocabulary: Vocabulary) -> tuple[list[bytes], Any]:
-    """The bytes of its tokens, and what xgrammar makes of them."""
+    """Return the bytes of the vocabulary's tokens, and xgrammar's form of the vocabulary."""
     tokens = token_bytes(vocabulary)
     return tokens, _information(tokens, vocabulary.eos_token_ids)
 
@@ -163,7 +156,7 @@ def _information(tokens: list[bytes], ends: Sequence[int]) -> Any:
 
 
 def _job(grammar: Grammar) -> Job:
-    """A grammar as the child reads it. Raises `InvalidRequest`."""
+    """Return a grammar as the child reads it. Raises `InvalidRequest`."""
     match grammar.kind:
         case "json":
             schema = _schema(grammar)
@@ -174,8 +167,8 @@ def _job(grammar: Grammar) -> Job:
                 return Job("regex", plain_regex(grammar.text))
             except NotPlain as problem:
                 raise InvalidRequest(
-                    f"xgrammar cannot enforce a regular expression with {problem}; another "
-                    "backend may."
+                    f"xgrammar cannot enforce a regular expression with {problem}; try another "
+                    "backend."
                 ) from None
         case "choice":
             choices = (json.dumps(each, ensure_ascii=False) for each in json.loads(grammar.text))
@@ -184,15 +177,15 @@ def _job(grammar: Grammar) -> Job:
             return Job("ebnf", grammar.text)
         case kind:
             raise InvalidRequest(
-                f"the backend xgrammar takes grammars of the kinds {', '.join(KINDS)}, not {kind}; "
-                "llguidance takes all."
+                f"the backend xgrammar supports grammars of the kinds {', '.join(KINDS)}, not "
+                f"{kind}; llguidance supports all."
             )
 
 
 def _schema(grammar: Grammar) -> str:
     plain = plain_schema(grammar.text, ABILITIES, grammar.lenient)
     for part in parts_of(plain):
-        # xgrammar's own strings of a bounded length may hold control characters
+        # xgrammar's own strings of bounded length allow control characters
         if "minLength" in part:
             part["pattern"] = characters(part.pop("minLength"), part.pop("maxLength", None))
     return json.dumps(plain, ensure_ascii=False)

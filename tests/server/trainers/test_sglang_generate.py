@@ -310,7 +310,7 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
             == "0"
         )
     assert (
-        "no weight version"
+        'weight version "mine" does not exist'
         in generate(rl_server, [5], 0, 409, weight_version={"exact_version": "mine"})["message"]
     )
 

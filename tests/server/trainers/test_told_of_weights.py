@@ -86,7 +86,7 @@ def test_rid_that_is_alive_is_refused(rl_server: str) -> None:
         told = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
         assert (
             told["message"]
-            == 'rid "mine" is that of a request which has not ended; give each request its own.'
+            == 'rid "mine" is in use by an unfinished request; give each request its own.'
         )
         ask(rl_server, "/generate", short | {"rid": "another"})
         assert ask(rl_server, "/abort_request", {"rid": "mine"})["num_aborted"] == 1

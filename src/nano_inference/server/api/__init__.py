@@ -1,4 +1,4 @@
-"""The protocols of OpenAI and Anthropic.
+"""The HTTP protocols of OpenAI and Anthropic.
 
 Begin with: shared/fields.py.
 Tests: tests/server/api.

@@ -341,13 +341,13 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
             },
             "no tool_use block of that id",
         ),
-        ({"tool_choice": {"type": "any"}}, "tool_choice of type any needs tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice of type any requires tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "names .x., which"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "t"}]}, "has no input_schema"),
         (
             {"extra_body": {"output_config": {"format": {"type": "json_schema"}}}},
-            "output_config.format: a format of type json_schema needs a schema",
+            "output_config.format: a format of type json_schema requires a schema",
         ),
         ({"extra_body": {"guided_json": {"uniqueItems": True}}}, "guided_json: .*uniqueItems"),
         ({"extra_body": {"response_format": {"type": "text"}}}, "use output_config.format"),
@@ -401,7 +401,7 @@ def test_failure_within_a_stream(sdk: Anthropic, scripted: Scripted):
     scripted.script = Script(fail_after=2)
     got = []
     stream = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=True)
-    with pytest.raises(anthropic.APIStatusError, match="could not go on"):
+    with pytest.raises(anthropic.APIStatusError, match="could not continue"):
         got.extend(event.type for event in stream)
     assert got[0] == "message_start"
     assert "message_stop" not in got

@@ -75,5 +75,5 @@ def test_retention_and_seconds_say_the_same(retention: Any, seconds: float, fits
     if fits:
         assert sampling.kept_seconds(retention, request) == seconds
         return
-    with pytest.raises(ApiError, match="say different things"):
+    with pytest.raises(ApiError, match="contradict each other"):
         sampling.kept_seconds(retention, request)

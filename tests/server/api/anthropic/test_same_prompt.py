@@ -179,10 +179,10 @@ def test_too_many_tools_and_messages(
     it = Conversation(None, [], ["Hi"], None, None)
     tools = it.tools if read is tokenize else it.anthropic_tools
     for change, said in (
-        ({"tools": tools * 129}, "the number of tools is 129; this server takes at most 128."),
+        ({"tools": tools * 129}, "the number of tools is 129; this server accepts at most 128."),
         (
             {"messages": it.openai * 5000},
-            "the number of messages is 5000; this server takes at most 4096.",
+            "the number of messages is 5000; this server accepts at most 4096.",
         ),
     ):
         body = json.dumps({"model": "m", "messages": it.openai, **change}).encode()

@@ -205,9 +205,9 @@ OF_CHAT = [
         ({"max_tokens": 4.5}, "max_tokens must be an integer, not 4.5."),
         ({"stream": "yes"}, 'stream must be true or false, not "yes".'),
         ({"stop": 5}, "stop must be a string or a list of strings, not 5."),
-        ({"cache_salt": ""}, 'cache_salt must be a string of 1 characters or more, not "".'),
+        ({"cache_salt": ""}, 'cache_salt must be a string of length 1 or more, not "".'),
         ({"stream": True, "stream_options": 5}, "stream_options must be an object, not 5."),
-        ({"n": 9}, "n is 9; this server takes at most 8."),
+        ({"n": 9}, "n is 9; this server accepts at most 8."),
         (
             {"max_tokens": 999},
             "This model's maximum context length is 256 tokens, and the request is longer: 31 in "
@@ -317,7 +317,7 @@ def test_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureF
             COMPLETIONS.prepare(body, served, "id")
     assert [
         record.getMessage() for record in caplog.records if "frobnicate" in record.getMessage()
-    ] == ['requests hold an unknown field, which is ignored: "frobnicate\\n"']
+    ] == ['ignoring an unknown field of a request: "frobnicate\\n"']
 
 
 def test_defaults(served: Served) -> None:

@@ -221,18 +221,18 @@ def test_engine_that_fails_ends_the_stream_with_a_failed_response(
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({"input": []}, "input", "one or more"),
+        ({"input": []}, "input", "at least one item"),
         ({"input": [3]}, "input.0", "must be an object"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "item_reference"),
         ({"input": [{"role": "user"}]}, "input.0.content", "must be a string or a list"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0",
-            "reads text alone",
+            "reads only text",
         ),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.arguments", "a string"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
-        ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"input": "a", "background": True}, "background", "not supported"),
         ({"input": "a", "truncation": "auto"}, "truncation", "not supported"),
         ({"input": "a", "include": ["file_search_call.results"]}, "include", "file_search"),

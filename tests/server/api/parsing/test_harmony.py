@@ -226,7 +226,7 @@ def test_format_is_recognised_and_goes_with_no_other() -> None:
     assert chat_format(template) == ChatFormat("harmony", "harmony")
     assert chat_format(template, "none") == ChatFormat(None, "harmony")
     assert chat_format(template, "none", "none") == ChatFormat()
-    with pytest.raises(ConfigError, match="hermes and reasoning format harmony do not go together"):
+    with pytest.raises(ConfigError, match="hermes and reasoning format harmony cannot be combined"):
         chat_format(template, "hermes")
 
 

@@ -587,8 +587,11 @@ def test_names_of_formats() -> None:
     for name in REASONING_FORMAT_NAMES:
         assert chat_format(None, None, name).reasoning == (None if name == "none" else name)
     with pytest.raises(
-        ConfigError, match=r"no tool format 'hermés'; choose one of none, hermes, llama, mistral"
+        ConfigError,
+        match=r"tool format 'hermés' does not exist; choose one of none, hermes, llama, mistral",
     ):
         chat_format(None, "hermés")
-    with pytest.raises(ConfigError, match="no reasoning format 'x'; choose one of none, think"):
+    with pytest.raises(
+        ConfigError, match="reasoning format 'x' does not exist; choose one of none, think"
+    ):
         chat_format(None, None, "x")

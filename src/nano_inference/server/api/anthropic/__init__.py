@@ -1,4 +1,4 @@
-"""Anthropic: messages.
+"""Anthropic's Messages API.
 
 Begin with: request.py.
 Tests: tests/server/api/anthropic.

@@ -1,30 +1,29 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`, as Anthropic's clients speak it.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, for Anthropic's clients.
 
-What is particular to this server:
+Particularities of this server:
 
-- `temperature`, `top_p`, `top_k`, `stop_sequences` are Anthropic's; the engine's other parameters
-  are extensions under the engine's names. Those that return more than text (logprobs …) are
-  refused: the OpenAI routes have them.
-- `max_tokens` beyond the model's context is no error: the answer ends there, with
+- `temperature`, `top_p`, `top_k` and `stop_sequences` are Anthropic's. The engine's other
+  parameters are extensions under the engine's names. Parameters that return more than text
+  (logprobs …) are rejected, since the OpenAI routes have them.
+- `max_tokens` may exceed the model's context. The answer then ends at the context's end, with
   `model_context_window_exceeded`.
 - `thinking`: `enabled`, `adaptive` and `between_tools` ask the chat template to let the model think
-  (`enable_thinking`), `disabled` or none ask it not to; a model that knows no such switch does as
-  it always does. `budget_tokens` is not enforced. The model's thoughts are a thinking block, asked
-  for or not.
-- A last message of the assistant's is the beginning of the answer, and is not repeated in it. It
-  may not end in white space.
-- `chat_template_kwargs` is an extension: more names for the template.
+  (`enable_thinking`). `disabled` or none asks it not to. A template without this switch ignores
+  both. `budget_tokens` is not enforced. Reasoning is always answered as a thinking block.
+- If the last message is the assistant's, it is the beginning of the answer, which does not repeat
+  it. Such a message must not end in whitespace.
+- `chat_template_kwargs` is an extension: more variables for the template.
 - `tool_choice` `any` and `tool`, and tools that are `strict`, are enforced by a grammar.
-  `disable_parallel_tool_use` leaves out all calls but the first. The result of a call with
-  `is_error` is shown to the model after the word `Error:`.
-- `document` blocks of text are what the user says, after their title and context; PDFs and
-  citations are refused.
-- `stop_reason` is `pause_turn` where the answer was cut off by an operation of the engine (new
-  weights, say).
-- `cache_control` with a `ttl`, wherever it stands, keeps the blocks of the whole request for so
-  long after the answer; without one it says nothing new, as prefixes are cached anyway.
-- Accepted without effect: `metadata`, `service_tier`,
-  `output_config`'s `effort`, `context_management`, beta headers and the like.
+  `disable_parallel_tool_use` omits all calls but the first. The model sees the result of a call
+  with `is_error` after the word `Error:`.
+- `document` blocks of text become user text, after their title and context. PDFs and citations are
+  rejected.
+- `stop_reason` is `pause_turn` if an operation of the engine, such as a weight update, cut the
+  answer off.
+- `cache_control` with a `ttl`, anywhere in the request, keeps the blocks of the whole request for
+  that time after the answer. Without a `ttl` it has no effect, because prefixes are always cached.
+- Accepted without effect: `metadata`, `service_tier`, `effort` of `output_config`,
+  `context_management`, beta headers and the like.
 """
 
 import base64
@@ -62,20 +61,20 @@ from nano_inference.types import TrainingSample
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
-    """The answer of `/v1/messages/count_tokens`: tokens of the prompt, cached or not. Raises as
-    `ApiProtocol.prepare`.
+    """Return the answer of `/v1/messages/count_tokens`: the number of prompt tokens, cached or not.
+    Raises as `ApiProtocol.prepare` does.
     """
     return {"input_tokens": len(encode(read_body(body, CountRequest, served.config), served))}
 
 
 class MessageBuilder(Builder):
-    """One request."""
+    """One request of the Messages API."""
 
     def __init__(self, request: MessagesRequest, served: Served, request_id: str) -> None:
         prompt, adapter = encode(request, served), adapter_of(request.model, served)
         room = served.engine.max_model_len - len(prompt)
         if room < 1:
-            raise bad_request(  # these words tell Claude Code to shorten the conversation
+            raise bad_request(  # Claude Code looks for this wording to shorten the conversation
                 f"prompt is too long: {len(prompt)} tokens > {served.engine.max_model_len - 1} "
                 "maximum",
                 "messages",
@@ -117,18 +116,18 @@ class MessageBuilder(Builder):
         }
 
     def start(self, usage: RequestUsage) -> bytes:
-        """`message_start`."""
+        """Return the `message_start` event."""
         message = self._message | {"content": [], "stop_reason": None, "stop_sequence": None}
         return _events(
             [{"type": "message_start", "message": message | {"usage": self._usage(usage)}}]
         )
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """The events of blocks."""
+        """Return the events of content blocks."""
         return _events(self._blocks.push(piece))
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The last block's end, why it ended, and `message_stop`."""
+        """Return the end of the last block, the stop reason, and `message_stop`."""
         last = {
             "type": "message_delta",
             "delta": self._ended(choices[0]),
@@ -137,11 +136,11 @@ class MessageBuilder(Builder):
         return _events([*self._blocks.end(), last, {"type": "message_stop"}])
 
     def failure(self, problem: ApiError) -> bytes:
-        """An `error` event."""
+        """Return an `error` event."""
         return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
-        """The message."""
+        """Return the whole message."""
         choice = choices[0]
         content = {"content": blocks_of(choice, **self._options)}
         return self._message | content | self._ended(choice) | {"usage": self._usage(usage)}
@@ -162,7 +161,7 @@ class MessageBuilder(Builder):
         return "tool_use" if calls else "end_turn"
 
     def _usage(self, usage: RequestUsage) -> dict[str, int]:
-        """Clients add the cached tokens to `input_tokens`, so they are not among them."""
+        """Return the usage. `input_tokens` excludes cached tokens, because clients add these."""
         cached = 0 if self._hide_cached else usage.cached_tokens
         return {
             "input_tokens": usage.prompt_tokens - cached,
@@ -193,21 +192,21 @@ _DELTAS: Mapping[Kind, tuple[str, str]] = {
 
 
 def signature(thinking: str) -> str:
-    """What vouches for a thinking block: a digest of it. Nothing checks it; clients want one to be
-    there.
+    """Return the signature of a thinking block, a digest of its text. The server does not check it,
+    but clients require one.
     """
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
 def tool_use_id(call_id: str) -> str:
-    """A tool call's id as Anthropic writes them."""
+    """Return a tool call's id in Anthropic's form."""
     return "toolu_" + call_id.removeprefix("call_")
 
 
 def blocks_of(
     choice: Choice, *, omit_thinking: bool = False, one_tool: bool = False
 ) -> list[dict[str, Any]]:
-    """The content blocks of a choice that has ended. Arguments: see `BlockStream`."""
+    """Return the content blocks of a finished choice. The arguments are those of `BlockStream`."""
     blocks: list[dict[str, Any]] = []
     calls = choice.tool_calls[:1] if one_tool else choice.tool_calls
     if choice.reasoning.strip():
@@ -218,16 +217,21 @@ def blocks_of(
     if choice.content.strip() or (choice.content and not calls):
         blocks.append({"type": "text", "text": choice.content})
     for call in calls:
-        given = _object(call.arguments)
+        arguments = _object(call.arguments)
         blocks.append(
-            {"type": "tool_use", "id": tool_use_id(call.id), "name": call.name, "input": given}
+            {
+                "type": "tool_use",
+                "id": tool_use_id(call.id),
+                "name": call.name,
+                "input": arguments,
+            }
         )
     return blocks
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut off, as far as they came, as SDKs read a
-    stream.
+    """Return the arguments of a call. Incomplete ones are read as far as they came, as SDKs read
+    them from a stream.
     """
     try:
         value = from_json(text, allow_partial=True) if text else {}
@@ -237,21 +241,21 @@ def _object(text: str) -> dict[str, Any]:
 
 
 class BlockStream(Blocks):
-    """Turns pieces into Anthropic's events.
+    """Converter of pieces to Anthropic's events.
 
     Args:
-        omit_thinking: show that there was thinking, but not what.
-        one_tool: leave out all calls but the first.
+        omit_thinking: Report thinking blocks without their text.
+        one_tool: Omit all calls but the first.
     """
 
     def __init__(self, *, omit_thinking: bool = False, one_tool: bool = False) -> None:
         super().__init__(one_call=one_tool)
         self._omit_thinking = omit_thinking
         self._index = -1  # of the last block
-        self._thought: list[str] = []  # in the open block
+        self._thought: list[str] = []  # text of the open thinking block
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
-        """`content_block_start`."""
+        """Append a `content_block_start` event."""
         block = _EMPTY.get(kind)
         if call is not None:
             assert call.id is not None
@@ -267,7 +271,7 @@ class BlockStream(Blocks):
         )
 
     def said(self, kind: Kind, text: str) -> None:
-        """`content_block_delta`."""
+        """Append a `content_block_delta` event."""
         if kind == "thinking":
             self._thought.append(text)
             if self._omit_thinking:
@@ -276,7 +280,7 @@ class BlockStream(Blocks):
         self._delta({"type": name, field: text})
 
     def closed(self, kind: Kind) -> None:
-        """`content_block_stop`."""
+        """Append `content_block_stop`, after the signature of a thinking block."""
         if kind == "thinking":
             vouched = signature("".join(self._thought))
             self._delta({"type": "signature_delta", "signature": vouched})
@@ -293,7 +297,7 @@ PROTOCOL = ApiProtocol(
     operation(
         MessagesRequest,
         MESSAGE,
-        summary="The next message of a chat, as Anthropic has it",
+        summary="Create the next message of a chat (Anthropic)",
         streams=True,
         error=ERROR,
     ),

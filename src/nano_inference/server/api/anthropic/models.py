@@ -1,7 +1,7 @@
-"""The fields of `POST /v1/messages`, as pydantic models.
+"""Fields of `POST /v1/messages`, as pydantic models.
 
-Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are
-left out of what errors say of a place.
+Every content is a list of blocks, since a plain string is read as one text block. Tags in angle
+brackets are omitted from the field names in errors.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, n
 
 
 class CacheControl(Strict):
-    """That the prompt up to here is to be cached, which it is anyway, and with `ttl` how long it is
-    kept after the answer.
+    """Cache control of the prompt up to this part. Prefixes are always cached. `ttl` is the time
+    for which the request's blocks are kept after the answer.
     """
 
     type: Literal["ephemeral"]
@@ -28,7 +28,7 @@ class CacheControl(Strict):
 
 
 class Cached(Strict):
-    """A part of a prompt that may say how long it is kept."""
+    """Part of a prompt that may have cache control."""
 
     cache_control: CacheControl | None = None
 
@@ -37,14 +37,14 @@ SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class TextBlock(Cached):
-    """What is said."""
+    """Text of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class ToolUseBlock(Cached):
-    """A call that the assistant made."""
+    """Tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str
@@ -53,20 +53,20 @@ class ToolUseBlock(Cached):
 
 
 class ThinkingBlock(Strict):
-    """What the assistant thought."""
+    """Reasoning of the assistant."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(Strict):
-    """Thoughts that only their provider can read."""
+    """Encrypted reasoning, which is ignored."""
 
     type: Literal["redacted_thinking"]
 
 
 class TextSource(Strict):
-    """A document's text."""
+    """Text of a document."""
 
     type: Literal["text"]
     media_type: Literal["text/plain"] | None = None
@@ -74,26 +74,26 @@ class TextSource(Strict):
 
 
 class PartsSource(Strict):
-    """A document's text in parts."""
+    """Text of a document, in parts."""
 
     type: Literal["content"]
     content: "Texts"
 
 
 class Other(Strict):
-    """A kind that is not supported; its reader refuses it."""
+    """Unsupported type, which is rejected later."""
 
     type: str
 
 
 class Citations(Strict):
-    """Whether the answer is to cite."""
+    """Citation settings of a document."""
 
     enabled: bool | None = None
 
 
 def _by_type(*kinds: str) -> Discriminator:
-    """Tells models apart by what `type` says; any other type is `<other>`."""
+    """Return a discriminator by the value of `type`. Other types get the tag `<other>`."""
 
     def tag(value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -114,7 +114,7 @@ Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
 
 
 class ToolResultBlock(Cached):
-    """What a call returned."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -123,7 +123,7 @@ class ToolResultBlock(Cached):
 
 
 class DocumentBlock(Cached):
-    """A text that the user shows."""
+    """Document of the user, as text."""
 
     type: Literal["document"]
     source: Annotated[
@@ -150,14 +150,14 @@ Block = Annotated[
 
 
 class AnthropicMessage(Strict):
-    """A turn, or a part of one."""
+    """Message of the user, the assistant or the system."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
 class AnthropicTool(Cached):
-    """A tool of the client's. Tools of the provider's have another `type`."""
+    """Tool of the client. Anthropic's own tools have another `type`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     type: Annotated[str, Field(max_length=256)] | None = None
@@ -167,7 +167,7 @@ class AnthropicTool(Cached):
 
 
 class ToolChoice(Strict):
-    """Whether tools are called, and which."""
+    """Choice between tool calls and text."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -175,9 +175,9 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model is to think first.
+    """Setting for reasoning before the answer.
 
-    `budget_tokens` is accepted and not enforced: `max_tokens` bounds thinking and answer together.
+    `budget_tokens` is accepted and not enforced. `max_tokens` limits reasoning and answer together.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -186,21 +186,21 @@ class Thinking(Strict):
 
 
 class OutputFormat(Strict):
-    """What the answer has to be: JSON that a schema describes."""
+    """Format of the answer: JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema_: Schema = Field(None, alias="schema")
 
 
 class OutputConfig(Strict):
-    """How the answer is to be. `effort` has no effect."""
+    """Settings of the answer. `effort` has no effect."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class CountRequest(Strict):
-    """The body of `POST /v1/messages/count_tokens`: all that the prompt is made of."""
+    """Body of `POST /v1/messages/count_tokens`: all parts of the prompt."""
 
     model: str
     messages: list[AnthropicMessage]
@@ -209,7 +209,7 @@ class CountRequest(Strict):
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
+    chat_template_kwargs: dict[str, Any] | None = None  # extension: more template variables
     refused = SamplingFields.refused | {
         "chat_template": (),
         "include_stop_str_in_output": (False,),
@@ -218,23 +218,23 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest, SamplingFields):
-    """The body of `POST /v1/messages`. The engine's own parameters are extensions."""
+    """Body of `POST /v1/messages`. The engine's own parameters are extensions."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MOST)]
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_sequences: Strings | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="output_config's, older")
-    # Between a client and Anthropic.
+    output_format: OutputFormat | None = Field(None, description="Older form of output_config")
+    # only relevant at Anthropic
     ignored = (
         *("betas", "context_management", "diagnostics"),
         *("inference_geo", "metadata", "service_tier", "speed"),
     )
-    # What clients of other protocols ask for, or Anthropic's own.
+    # fields of other protocols, and of Anthropic's other services
     elsewhere: ClassVar[Mapping[str, str]] = {
         "stop": "use stop_sequences.",
-        "n": "a message is one answer; send several requests.",
+        "n": "send several requests, since a message has only one answer.",
         "logprobs": "use /v1/chat/completions.",
         "top_logprobs": "use /v1/chat/completions.",
         "prompt_logprobs": "use /v1/chat/completions.",
@@ -244,11 +244,11 @@ class MessagesRequest(CountRequest, SamplingFields):
         "return_token_ids": "use /v1/chat/completions.",
         "response_format": "use output_config.format.",
         "mcp_servers": "let the client call them.",
-        "container": "there are no containers here.",
+        "container": "this server has no containers.",
     }
 
 
-# What is answered, for `/openapi.json`.
+# schemas of answers for `/openapi.json`
 MESSAGE = thing(
     *("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"),
     id=STRING,

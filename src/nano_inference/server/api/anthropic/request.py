@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: from its messages and tools to a prompt."""
+"""Conversion of the Messages API's messages and tools to a prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ from nano_inference.server.api.shared.prompts import (
 from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import bad_request, shown
 
-# Claude Code puts a line into the system text that differs with every request. It says nothing to a
-# model, and with it no prefix of the prompt would ever be found in the cache.
+# Claude Code adds a line to the system text that differs in every request. The line is removed,
+# since it is irrelevant to a model and would make prefix hits impossible.
 _BILLING = "x-anthropic-billing-header:"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template takes.
+    """Conversation in the form for a chat template.
 
     Attributes:
-        messages: in the shape of OpenAI's, the arguments of tool calls as objects.
-        tools: likewise; None: there are none, or none may be called.
-        prefilled: the last message is the beginning of the answer.
-        template_kwargs: more names for the template.
+        messages: Messages in OpenAI's form, with the arguments of tool calls as objects.
+        tools: Tools in OpenAI's form. None: no tool is offered or may be called.
+        prefilled: True if the last message is the beginning of the answer.
+        template_kwargs: More template variables.
     """
 
     messages: list[dict[str, Any]]
@@ -53,8 +53,8 @@ class Conversation:
 
 
 def kept_seconds(request: MessagesRequest) -> float | None:
-    """How long the blocks of a request are kept: the longest `ttl` in it, where it does not say so
-    itself.
+    """Return the seconds for which a request's blocks are kept, from the longest `ttl` in it. None
+    without a `ttl`, or if the request has `keep_cache_seconds`.
     """
     if request.keep_cache_seconds is not None:
         return None
@@ -68,38 +68,38 @@ def kept_seconds(request: MessagesRequest) -> float | None:
 
 
 def encode(request: CountRequest, served: Served) -> list[int]:
-    """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
+    """Return the prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
     adapter_of(request.model, served)
     if not request.messages:
         raise bad_request("messages is empty; give at least one.", "messages")
     require_at_most(
         len(request.messages), served.config.max_messages, "messages", "the number of messages"
     )
-    given = conversation(request)
+    chat = conversation(request)
     return encode_conversation(
-        given.messages,
+        chat.messages,
         served,
-        tools=given.tools,
-        template_kwargs=given.template_kwargs,
-        add_generation_prompt=not given.prefilled,
-        continue_final_message=given.prefilled,
+        tools=chat.tools,
+        template_kwargs=chat.template_kwargs,
+        add_generation_prompt=not chat.prefilled,
+        continue_final_message=chat.prefilled,
     )
 
 
 def conversation(request: CountRequest) -> Conversation:
-    """The conversation of a request.
+    """Return the conversation of a request.
 
-    Turns of the same role that follow each other are one turn, as at Anthropic's; texts of one turn
-    are joined by line feeds. Results of tools become messages of the role `tool`. A last message of
-    the assistant's is the beginning of the answer, unless it is empty.
+    Consecutive messages of the same role are merged, as at Anthropic, and their texts are joined by
+    line feeds. Tool results become messages of the role `tool`. If the last message is the
+    assistant's and not empty, it is the beginning of the answer.
 
     Raises:
-        ApiError: it holds what is not served, or what no conversation can be.
+        ApiError: The conversation is malformed or has unsupported parts.
     """
     messages = _system(request.system or [])
     turns = _turns(request.messages)
-    known: dict[str, str] = {}  # id -> tool of the calls of the turn before
-    for place, (role, blocks) in enumerate(turns):
+    known: dict[str, str] = {}  # id -> tool, for the calls of the previous turn
+    for index, (role, blocks) in enumerate(turns):
         if role == "assistant":
             messages.append(_assistant(blocks))
             known = {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
@@ -109,7 +109,7 @@ def conversation(request: CountRequest) -> Conversation:
             messages.append(
                 {"role": "system", "content": _joined(_texts(blocks, "a system message"))}
             )
-        if role == "assistant" and place == len(turns) - 1:
+        if role == "assistant" and index == len(turns) - 1:
             _check_prefill(blocks)
     thinking = request.thinking is not None and request.thinking.type != "disabled"
     return Conversation(
@@ -133,7 +133,7 @@ def _turns(messages: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]
 
 
 def goes_on(request: CountRequest) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Return True if the last message is the beginning of the answer."""
     return _turns(request.messages)[-1][0] == "assistant"
 
 
@@ -152,7 +152,7 @@ def _without_billing(text: str) -> str:
 
 
 def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Messages of the roles `tool` and `user`, in the order of the blocks."""
+    """Return messages of the roles `tool` and `user`, in the order of the blocks."""
     messages: list[dict[str, Any]] = []
     said: list[str] = []
 
@@ -177,7 +177,7 @@ def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, A
 
 
 def _document(block: DocumentBlock) -> str:
-    """Title and context, then the text."""
+    """Return title, context and text of a document."""
     if block.citations is not None and block.citations.enabled:
         raise bad_request("citations of a document are not supported; leave them out.", "messages")
     match block.source:
@@ -187,8 +187,8 @@ def _document(block: DocumentBlock) -> str:
             text = _joined(_texts(parts, "a document"))
         case source:
             raise bad_request(
-                f"a document of source type {shown(source.type)} is not supported: this server is "
-                "for text.",
+                f"a document of source type {shown(source.type)} is not supported, because this "
+                "server reads only text.",
                 "messages",
             )
     return _joined([block.title or "", block.context or "", text])
@@ -197,9 +197,8 @@ def _document(block: DocumentBlock) -> str:
 def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:
     if block.tool_use_id not in known:
         raise bad_request(
-            f"tool_result answers tool_use_id {shown(block.tool_use_id)}, but the assistant's "
-            "turn before has no "
-            "tool_use block of that id.",
+            f"tool_result has tool_use_id {shown(block.tool_use_id)}, but the previous assistant "
+            "message has no tool_use block of that id.",
             "messages",
         )
     text = _joined(_texts(block.content or [], "a tool_result"))
@@ -244,8 +243,7 @@ def _check_prefill(blocks: Sequence[Block]) -> None:
     if not isinstance(last, TextBlock):
         raise bad_request(
             "the last message is the assistant's and does not end in text, so the answer cannot "
-            "begin with it; end "
-            "with a user message, or with a tool_result for each tool_use.",
+            "continue it; end with a user message, or with a tool_result for each tool_use.",
             "messages",
         )
     if last.text != last.text.rstrip():
@@ -258,21 +256,21 @@ def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
     choice, tools = request.tool_choice, request.tools or []
     functions = [_function(tool) for tool in tools]
     if choice is not None and choice.type in ("any", "tool") and not tools:
-        raise bad_request(f"tool_choice of type {choice.type} needs tools.", "tool_choice")
+        raise bad_request(f"tool_choice of type {choice.type} requires tools.", "tool_choice")
     named = choice.name if choice is not None and choice.type == "tool" else None
     if named is not None and named not in {tool.name for tool in tools}:
         raise bad_request(
             f"tool_choice names {shown(named)}, which is not among the tools.", "tool_choice"
         )
     if choice is not None and choice.type == "tool" and named is None:
-        raise bad_request("tool_choice of type tool needs a name.", "tool_choice")
+        raise bad_request("tool_choice of type tool requires a name.", "tool_choice")
     if choice is not None and choice.type == "none":
         return None
     return functions or None
 
 
 def demand_of(request: CountRequest) -> ToolDemand | None:
-    """How tools may be called, of a request that `encode` has taken; None: not at all."""
+    """Return the tool calls that a valid request allows or forces. None: no tool may be called."""
     choice, tools = request.tool_choice, request.tools or []
     kind = "auto" if choice is None else choice.type
     if not tools or kind == "none":
@@ -294,7 +292,7 @@ def _function(tool: AnthropicTool) -> dict[str, Any]:
             "tools",
         )
     if tool.input_schema is None:
-        raise bad_request(f"tool {shown(tool.name)} has no input_schema.", "tools")
+        raise bad_request(f"tool {shown(tool.name)} has no input_schema; add one.", "tools")
     described = {} if tool.description is None else {"description": tool.description}
     return {
         "type": "function",
@@ -317,7 +315,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 def _unsupported(kind: str, where: str) -> Exception:
     return bad_request(
-        f"a content block of type {shown(kind)} in {where} is not supported: this server is for "
-        "text.",
+        f"a content block of type {shown(kind)} in {where} is not supported, because this server "
+        "reads only text.",
         "messages",
     )

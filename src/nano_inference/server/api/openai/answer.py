@@ -1,4 +1,4 @@
-"""What OpenAI's two protocols share on the way out: ids, usage, errors, logprobs, events."""
+"""Parts of answers that OpenAI's two protocols share: ids, usage, errors, logprobs, events."""
 
 import hashlib
 import time
@@ -38,20 +38,21 @@ from nano_inference.types import Limits, TrainingSample
 
 
 def fingerprint(served: Served) -> str:
-    """Says, as OpenAI's does, whether two answers were computed in the same way."""
-    said = f"{served.engine.model_path} {served.engine.numerics}".encode()
-    return f"fp_{hashlib.sha256(said).hexdigest()[:12]}"
+    """Return OpenAI's fingerprint. Equal fingerprints mean that answers were computed equally."""
+    text = f"{served.engine.model_path} {served.engine.numerics}".encode()
+    return f"fp_{hashlib.sha256(text).hexdigest()[:12]}"
 
 
 def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether each event has it. Raises `ApiError`,
-    400.
+    """Return two flags: a stream ends with the usage, and each of its events has the usage. Raises
+    `ApiError` 400.
     """
     if options is None:
         return False, False
     if not stream:
         raise bad_request(
-            "stream_options is for streams; set stream to true, or leave it out.", "stream_options"
+            "stream_options requires stream: true; set stream, or omit stream_options.",
+            "stream_options",
         )
     return bool(options.include_usage), bool(
         options.include_usage and options.continuous_usage_stats
@@ -59,31 +60,32 @@ def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, 
 
 
 def usage_told(usage: RequestUsage, served: Served) -> dict[str, Any]:
-    """Tokens, as clients see them."""
-    told: dict[str, Any] = {
+    """Return the numbers of tokens for the client."""
+    fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     if not served.config.hide_cached_tokens:
-        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-    return told
+        fields["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return fields
 
 
 def stop_reason(
-    sample: TrainingSample, served: Served, own: Sequence[int] | None
+    sample: TrainingSample, served: Served, stop_token_ids: Sequence[int] | None
 ) -> str | int | None:
-    """What ended a sample, as vLLM has it: None for the model's own end, unless the request names
-    it too (`own`).
+    """Return vLLM's stop reason of a sample: None for an end-of-sequence id of the model, unless
+    the request has the id in its `stop_token_ids`.
     """
     reason = sample.stop_reason
-    return None if reason in served.engine.eos_token_ids and reason not in (own or ()) else reason
+    is_implicit = reason in served.engine.eos_token_ids and reason not in (stop_token_ids or ())
+    return None if is_implicit else reason
 
 
 _CUT = "truncate_prompt_tokens"
 
 
-# Fields that vLLM sends as null if there is nothing to say; OpenAI does not send them.
+# fields that vLLM sends as null if they have no value; OpenAI omits them
 _NULLS_OF_VLLM = frozenset(
     (
         *("token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts", "stop_reason"),
@@ -93,15 +95,15 @@ _NULLS_OF_VLLM = frozenset(
 
 
 class OpenAIBuilder(Builder):
-    """What builders of both routes have in common.
+    """Base of the builders of completions and chat completions.
 
     Args:
-        request: checked for what both routes share.
-        served: what is served.
-        request_id: the rest of the answer's id.
+        request: Request, whose shared fields are checked here.
+        served: Served model.
+        request_id: Id of the request, used in the answer's id.
         kind: `object` of an answer.
         chunk_kind: `object` of an event.
-        prefix: of the answer's id.
+        prefix: Prefix of the answer's id.
     """
 
     names: ClassVar[Names] = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}
@@ -121,7 +123,7 @@ class OpenAIBuilder(Builder):
         self.client_id = request.request_id
         request_id = request.request_id or request_id
         self.num_samples = request.n or 1
-        # clients of vLLM read fields without asking whether they are there
+        # clients of vLLM read these fields without checking if they are present
         self._sends_nulls = served.config.rl or not BEYOND_OPENAI.isdisjoint(
             request.model_fields_set
         )
@@ -162,7 +164,7 @@ class OpenAIBuilder(Builder):
         behind: Behind = AT_ONCE,
         **more: bool,
     ) -> Ask:
-        """One prompt for the engine. Arguments: see `sampling_params`; `more`: of `Ask`."""
+        """Return one prompt for the engine. `more` are fields of `Ask`."""
         request = self.request
         params = sampling_params(
             request,
@@ -194,12 +196,12 @@ class OpenAIBuilder(Builder):
                 ),
             ),
             experts_by_default=request.routed_experts is None,
-            **({"stream": scored_prompt is None} | more),  # scores come with the whole sample
+            **({"stream": scored_prompt is None} | more),  # scores are only in the whole sample
         )
 
     def _routed_experts(self) -> bool | None:
-        """Whether experts are told. Those of vLLM's server are, which trainers ask for token
-        ids.
+        """Return True if experts are reported. By default they are for clients that ask for token
+        ids, because these are trainers, and vLLM's server reports experts to them.
         """
         request = self.request
         if request.routed_experts is not None:
@@ -208,8 +210,8 @@ class OpenAIBuilder(Builder):
         return (recorded and bool(request.return_token_ids) and not request.stream) or None
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
-        """The prompt as short as the request wants it. `max_tokens`: of the completion; None: one
-        at least.
+        """Return the prompt, truncated as the request asks. `max_tokens` is the limit of the
+        completion. None: reserve one token.
         """
         most = self.request.truncate_prompt_tokens
         if most is None or len(prompt) <= most:
@@ -218,21 +220,21 @@ class OpenAIBuilder(Builder):
             most = max(1, self.served.engine.max_model_len - max(1, max_tokens or 1))
         if most == 0:
             raise bad_request(
-                "truncate_prompt_tokens is 0, which leaves no prompt; give -1, or 1 or more.", _CUT
+                "truncate_prompt_tokens is 0, which leaves no prompt; give -1 or at least 1.", _CUT
             )
         return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
 
     # -- answers -----------------------------------------------------------------------------------
 
     def usage_of(self, usage: RequestUsage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
-        """Tokens, as clients see them."""
-        told = usage_told(usage, self.served)
+        """Return the numbers of tokens for the client, with those of the choices' reasoning."""
+        fields = usage_told(usage, self.served)
         if reasoning := self._reasoning_tokens(choices):
-            told["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-        return told
+            fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return fields
 
     def _reasoning_tokens(self, choices: Sequence[Choice]) -> int:
-        # Counted in the text: a piece may hold reasoning and content, and markers are in neither.
+        # counted in the text: a piece may hold reasoning and content, and markers are in neither
         if self.served.tokenizer is None or self.make_parser is None:
             return 0
         return sum(
@@ -242,21 +244,21 @@ class OpenAIBuilder(Builder):
     def event(
         self, choice: Mapping[str, Any], usage: RequestUsage, more: Mapping[str, Any] | None = None
     ) -> bytes:
-        """One choice's news as an event; `more` stands beside the choices."""
+        """Return an event with one choice's new part. `more` holds fields next to the choices."""
         close, choice = self.close, self.without_nulls(choice)
-        beside = self.without_nulls(more or {})
-        if self.continuous_usage or beside:
+        extra = self.without_nulls(more or {})
+        if self.continuous_usage or extra:
             if self.include_usage:
-                beside["usage"] = self.usage_of(usage) if self.continuous_usage else None
-            close = b"]," + encode_line(beside)[1:] + b"\n\n"
+                extra["usage"] = self.usage_of(usage) if self.continuous_usage else None
+            close = b"]," + encode_line(extra)[1:] + b"\n\n"
         return self._open + encode_line(choice) + close
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """One choice's new text, with nothing else to tell."""
+        """Return a choice with new text and no other values."""
         raise NotImplementedError
 
     def text_event(self, index: int, text: str) -> bytes:
-        """One choice's new text as an event that tells nothing else."""
+        """Return an event with one choice's new text and no other values."""
         around = self._around.get(index)
         if around is None:
             choice = encode_line(self.without_nulls(self.text_choice(index, "")))
@@ -265,58 +267,58 @@ class OpenAIBuilder(Builder):
         return around[0] + encode_line(text) + around[1]
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The usage, if it is wanted, and the end's mark."""
+        """Return the usage, if the client asked for it, and the end of the stream."""
         if not self.include_usage:
             return DONE
         return self._no_choice + encode_line(self.usage_of(usage, choices)) + b"}\n\n" + DONE
 
-    def without_nulls(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of an answer without the nulls that only vLLM sends, unless the server has `--rl`
-        or the request has a field that OpenAI does not have.
+    def without_nulls(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a part of an answer without nulls that only vLLM sends. Nulls are kept if the
+        server has `--rl`, or the request has a field that OpenAI does not have.
         """
         return {
             name: value
-            for name, value in told.items()
+            for name, value in fields.items()
             if self._sends_nulls or value is not None or name not in _NULLS_OF_VLLM
         }
 
     def ending(self, sample: TrainingSample) -> dict[str, Any]:
-        """What else is told of a choice that has ended."""
-        told: dict[str, Any] = {
+        """Return the fields of a finished choice that OpenAI does not have."""
+        fields: dict[str, Any] = {
             "stop_reason": stop_reason(sample, self.served, self.request.stop_token_ids),
             "seed": sample.seed,
             "weight_version": self._version(sample.weight_version),
         }
         if self.served.config.rl or len(sample.weight_versions) > 1:
-            told["weight_versions"] = version_spans(sample.weight_versions, self._version)
+            fields["weight_versions"] = version_spans(sample.weight_versions, self._version)
         if sample.sampling_mask is not None:
             mask = sample.sampling_mask
-            told["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
-        told |= routed_experts_told(sample, npy_of)
+            fields["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
+        fields |= routed_experts_told(sample, npy_of)
         if sample.log_kept_mass is not None and self.request.raw_logprobs:
-            told["log_kept_mass"] = sample.log_kept_mass
-        return told
+            fields["log_kept_mass"] = sample.log_kept_mass
+        return fields
 
     def _version(self, version: int) -> int | str:
-        """As trainers call it, where there are some; else the engine's number."""
+        """Return the trainer's name of a weight version with `--rl`, else the engine's number."""
         return self.served.version_name(version) if self.served.config.rl else version
 
     @property
     def names_ids(self) -> bool:
-        """Whether logprobs name tokens by their ids: the request says so, or the server where it
-        does not.
+        """True if logprobs name tokens by their ids. The server's setting is the default of the
+        request's.
         """
         asked = self.request.return_tokens_as_token_ids
         return self.served.config.return_tokens_as_token_ids if asked is None else asked
 
     def token_text(self, token_id: int) -> str:
-        """A token's name in logprobs."""
+        """Return the name of a token in logprobs."""
         if self.names_ids or self.texts is None:
             return token_name(token_id)
         return self.texts.text(token_id)
 
     def prompt_logprobs(self, sample: TrainingSample) -> LazyArray:
-        """One entry a prompt token."""
+        """Return one entry per prompt token."""
         return prompt_rows(sample, self._decoded, self.num_prompt_logprobs)
 
     def _decoded(self, token_id: int) -> str | None:

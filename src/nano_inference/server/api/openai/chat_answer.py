@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the
-template writes these.
+"""`POST /v1/chat/completions`. The text of messages never becomes special tokens, which only the
+template writes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from nano_inference.types import TopLogprobs, TrainingSample
 
 
 class ChatBuilder(OpenAIBuilder):
-    """One request."""
+    """One request for a chat completion."""
 
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class ChatBuilder(OpenAIBuilder):
         )
         self.request: ChatRequest = request
         if request.top_logprobs and not request.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+            raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
         top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
         name = (
             "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
@@ -74,7 +74,7 @@ class ChatBuilder(OpenAIBuilder):
     # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: RequestUsage) -> bytes:
-        """The role, of every choice."""
+        """Return an event with the role for every choice."""
         more = {"prompt_token_ids": self._prompt if self.request.return_token_ids else None}
         return b"".join(
             self.event(
@@ -84,7 +84,7 @@ class ChatBuilder(OpenAIBuilder):
         )
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """New text, reasoning and parts of tool calls, and at last why it ended."""
+        """Return events with new text, reasoning and tool calls, and at last the finish reason."""
         if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
             if not piece.content:
                 return b""
@@ -103,12 +103,12 @@ class ChatBuilder(OpenAIBuilder):
                 more = {"prompt_logprobs": self.prompt_logprobs(piece.finished)}
         last = len(events) - 1
         return b"".join(
-            self.event(each, usage, more if place == last else None)
-            for place, each in enumerate(events)
+            self.event(event, usage, more if index == last else None)
+            for index, event in enumerate(events)
         )
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """One choice's new text, with nothing else to tell."""
+        """Return a choice with new text and no other values."""
         return _choice(index, {"content": text})
 
     def _deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
@@ -133,9 +133,9 @@ class ChatBuilder(OpenAIBuilder):
     # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
-        """The answer."""
+        """Return the whole answer."""
         first, scored = choices[0].finished, self.request.prompt_logprobs is not None
-        beside = {
+        extra = {
             "prompt_logprobs": self.prompt_logprobs(first)
             if scored and first is not None
             else None,
@@ -145,7 +145,7 @@ class ChatBuilder(OpenAIBuilder):
         return self.head | {
             "choices": LazyArray(map(self._finished, choices)),
             "usage": self.usage_of(usage, choices),
-            **self.without_nulls(beside),
+            **self.without_nulls(extra),
         }
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
@@ -163,28 +163,28 @@ class ChatBuilder(OpenAIBuilder):
         if calls:
             message["tool_calls"] = [_tool_call(call) for call in calls]
         message = self.without_nulls(message)
-        told = _choice(choice.index, message, self._reason(sample, bool(calls)), "message")
-        told |= {"routed_experts": None} | self.ending(sample)
+        fields = _choice(choice.index, message, self._reason(sample, bool(calls)), "message")
+        fields |= {"routed_experts": None} | self.ending(sample)
         if self._extras:
-            told |= self._extras_of(choice.whole)
-        return self.without_nulls(told)
+            fields |= self._extras_of(choice.whole)
+        return self.without_nulls(fields)
 
     # -- parts -------------------------------------------------------------------------------------
 
     def _extras_of(self, piece: ChoiceDelta) -> dict[str, Any]:
-        """What is told of single tokens."""
-        told: dict[str, Any] = {}
+        """Return the values per token that the client asked for."""
+        fields: dict[str, Any] = {}
         if self.request.logprobs:
             rows = LazyArray(self.token_rows(piece), ROWS_AT_ONCE)
-            told["logprobs"] = {"content": rows, "refusal": None}
+            fields["logprobs"] = {"content": rows, "refusal": None}
         if self.request.return_token_ids:
-            told["token_ids"] = piece.token_ids
+            fields["token_ids"] = piece.token_ids
         if self.request.raw_logprobs:
-            told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
-        return told
+            fields["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
+        return fields
 
     def token_rows(self, piece: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        """Of each token its logprob, and the most probable tokens."""
+        """Yield the logprob and the most probable tokens of each token."""
         tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
         for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
             best = zip(top.token_ids, top.logprobs, strict=True)
@@ -194,7 +194,7 @@ class ChatBuilder(OpenAIBuilder):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
-        # `bytes` has all of it
+        # invalid UTF-8 is replaced; `bytes` has the original
         text = self.token_text(token_id) if self.names_ids else data.decode("utf-8", "replace")
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
@@ -229,5 +229,5 @@ def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
 PROTOCOL = ApiProtocol(
     ChatRequest,
     ChatBuilder,
-    operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True),
+    operation(ChatRequest, CHAT, summary="Create the next message of a chat", streams=True),
 )

@@ -1,5 +1,5 @@
-"""From a chat of OpenAI's to its prompt and to the calls that it demands. Nothing that a message
-says becomes a special token: only the template writes these.
+"""Conversion of a chat of OpenAI's to a prompt and to demanded tool calls. The text of messages
+never becomes special tokens, which only the template writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,12 @@ from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import bad_request, shown
 
 
-def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
-    """The token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
-    require_at_most(len(given), served.config.max_messages, "messages", "the number of messages")
-    messages = [_plain(message, place, served) for place, message in enumerate(given)]
+def chat_prompt(
+    request: ChatTemplateFields, messages: Sequence[Message], served: Served
+) -> list[int]:
+    """Return the token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
+    require_at_most(len(messages), served.config.max_messages, "messages", "the number of messages")
+    plain = [_plain(message, index, served) for index, message in enumerate(messages)]
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -32,7 +34,7 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
             kwargs.setdefault("enable_thinking", False)
     goes_on = bool(request.continue_final_message)
     return encode_conversation(
-        messages,
+        plain,
         served,
         tools=_tools(request),
         template_kwargs=kwargs,
@@ -46,7 +48,7 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
 
 
 def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
-    """The tools as templates see them; None: there are none, or none may be used."""
+    """Return the tools for the template, or None if no tool is offered or may be used."""
     names, _ = _choice_of(request)
     if not request.tools or request.tool_choice == "none":
         return None
@@ -59,7 +61,7 @@ def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
 
 
 def demand_of(request: ChatRequest) -> ToolDemand | None:
-    """How tools may be called; None: not at all."""
+    """Return the tool calls that a request allows or forces. None: no tool may be called."""
     names, forced = _choice_of(request)
     offered = [
         OfferedTool(tool.function.name, tool.function.parameters, bool(tool.function.strict))
@@ -78,7 +80,9 @@ def _is_allowed_tools(choice: object) -> bool:
 
 
 def _choice_of(request: ChatTemplateFields) -> tuple[set[str], bool]:
-    """The names of the tools that may be called, and whether one must be. Raises `ApiError`."""
+    """Return the names of the tools that may be called, and if a call is forced. Raises
+    `ApiError`.
+    """
     choice = request.tool_choice
     known = {tool.function.name for tool in request.tools or ()}
     names, forced = known, choice == "required"
@@ -93,7 +97,7 @@ def _choice_of(request: ChatTemplateFields) -> tuple[set[str], bool]:
             "tool_choice",
         )
     if not known:
-        raise bad_request("tool_choice needs tools.", "tool_choice")
+        raise bad_request("tool_choice requires tools.", "tool_choice")
     if unknown := names - known:
         raise bad_request(
             f"tool_choice names {shown(min(unknown))}, which is not among the tools.",
@@ -103,7 +107,7 @@ def _choice_of(request: ChatTemplateFields) -> tuple[set[str], bool]:
 
 
 def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
-    """The names in a choice that is an object, and whether one of them must be called."""
+    """Return the names in an object `tool_choice`, and if one of them must be called."""
     if _is_allowed_tools(choice):
         allowed = choice.get("allowed_tools")
         mode, tools = (
@@ -111,8 +115,8 @@ def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
             if isinstance(allowed, dict)
             else (None, None)
         )
-        given = tools if isinstance(tools, list) else []
-        functions = [tool.get("function") for tool in given if isinstance(tool, dict)]
+        listed = tools if isinstance(tools, list) else []
+        functions = [tool.get("function") for tool in listed if isinstance(tool, dict)]
         names = {str(each.get("name")) for each in functions if isinstance(each, dict)}
         if mode not in ("auto", "required") or not names:
             raise bad_request(
@@ -132,9 +136,9 @@ def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
     return {name}, True
 
 
-def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
-    """A message as templates see it."""
-    where = f"messages.{place}"
+def _plain(message: Message, index: int, served: Served) -> dict[str, Any]:
+    """Return a message in the form for templates."""
+    where = f"messages.{index}"
     for name in ("audio", "function_call"):
         if (message.model_extra or {}).get(name) is not None:
             raise bad_request(f"{where}.{name} is not supported by this server.", f"{where}.{name}")

@@ -1,5 +1,5 @@
-"""`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens,
-which become such.
+"""`POST /v1/completions`: continues text or token ids. Names of special tokens in a prompt's text
+become special tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _Rows = dict[str, list[Any]]
 
 
 class CompletionBuilder(CompletionAsked):
-    """One request."""
+    """One request for completions."""
 
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
         super().__init__(request, served, request_id)
@@ -39,13 +39,13 @@ class CompletionBuilder(CompletionAsked):
             or request.raw_logprobs
             or self.continuous_usage
         )
-        self._offsets: dict[int, Offsets] = {}  # of each choice
-        self._told_prompts: set[int] = set()  # choices whose stream has told the prompt's ids
+        self._offsets: dict[int, Offsets] = {}  # by choice
+        self._told_prompts: set[int] = set()  # choices whose stream has had the prompt's ids
 
     # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: RequestUsage) -> bytes:
-        """The prompts, where they are to be repeated and not scored."""
+        """Return events with the prompts, if they are to be echoed without scores."""
         if not self.echo or self.logprobs is not None or self._hides:
             return b""
         return b"".join(
@@ -54,7 +54,7 @@ class CompletionBuilder(CompletionAsked):
         )
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """New text; an empty one only where something else is new."""
+        """Return an event with new text, which is empty only if another value is new."""
         if self._plain and piece.finished is None:
             if not piece.content:
                 return b""
@@ -68,22 +68,21 @@ class CompletionBuilder(CompletionAsked):
         return self.event(self._whole(piece, text), usage)
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        """One choice's new text, with nothing else to tell."""
+        """Return a choice with new text and no other values."""
         return self._choice(index, text, None)
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The usage, if it is wanted, and the end's mark."""
+        """Return the usage, if the client asked for it, and the end of the stream."""
         self._correct(usage)
         return super().end(choices, usage)
 
     # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
-        """The answer."""
+        """Return the whole answer."""
         self._correct(usage)
-        told = LazyArray(map(self._finished, choices))
         return self.head | {
-            "choices": told,
+            "choices": LazyArray(map(self._finished, choices)),
             "usage": self.usage_of(usage),
             **self.without_nulls({"kv_transfer_params": None}),
         }
@@ -103,7 +102,7 @@ class CompletionBuilder(CompletionAsked):
         return self._prompts[index // self.num_samples]
 
     def _echo_of(self, index: int) -> str:
-        """The prompt as text."""
+        """Return the prompt as text."""
         prompt = self._prompt_of(index)
         if prompt.text is not None:
             return prompt.text
@@ -128,33 +127,33 @@ class CompletionBuilder(CompletionAsked):
         }
 
     def _whole(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
-        """A choice with all that is asked for."""
+        """Return a choice with all values that the client asked for."""
         sample, request = piece.finished, self.request
         shows = 0 if self._hides else len(piece.token_ids)
-        told = self._choice(
+        fields = self._choice(
             piece.index, text, None if request.flat_logprobs else self._logprobs(piece)
         )
         if request.return_token_ids or request.flat_logprobs:
-            told["token_ids"] = piece.token_ids[:shows]
+            fields["token_ids"] = piece.token_ids[:shows]
         if request.flat_logprobs:
-            told["token_logprobs"] = flat(piece.logprobs[:shows], request.flat_logprobs)
+            fields["token_logprobs"] = flat(piece.logprobs[:shows], request.flat_logprobs)
         if request.raw_logprobs:
-            told["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
+            fields["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
         if sample is not None:
-            told["finish_reason"] = "length" if self._hides else sample.finish_reason
-            told |= self.ending(sample)
+            fields["finish_reason"] = "length" if self._hides else sample.finish_reason
+            fields |= self.ending(sample)
             if self._hides:
-                told["stop_reason"] = None
-            told["prompt_logprobs"] = (
+                fields["stop_reason"] = None
+            fields["prompt_logprobs"] = (
                 None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
             )
             if self._hides:
-                told |= routed_experts_told(sample, npy_of, hides=True)
-            told.setdefault("routed_experts", None)
-        return told
+                fields |= routed_experts_told(sample, npy_of, hides=True)
+            fields.setdefault("routed_experts", None)
+        return fields
 
     def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any] | None:
-        """OpenAI's older format: four lists that line up."""
+        """Return the logprobs in OpenAI's older format: four parallel lists."""
         if self.logprobs is None:
             return None
         rows: _Rows = {
@@ -173,8 +172,8 @@ class CompletionBuilder(CompletionAsked):
         return rows
 
     def _begin(self, piece: ChoiceDelta, rows: _Rows) -> Offsets:
-        """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there
-        already.
+        """Return the offsets from the beginning of a choice. With `echo` the rows get the prompt's
+        tokens first.
         """
         assert self.texts is not None
         sample = piece.finished
@@ -208,8 +207,8 @@ class CompletionBuilder(CompletionAsked):
             rows["token_logprobs"].append(at_least(logprob))
             best = TopLogprobs(top.token_ids[: self.logprobs], top.logprobs[: self.logprobs])
             row: dict[str, float] = {}
-            for each, score, _ in own_first(token_id, logprob, best):
-                row.setdefault(self.token_text(each), at_least(score))
+            for candidate, score, _ in own_first(token_id, logprob, best):
+                row.setdefault(self.token_text(candidate), at_least(score))
             rows["top_logprobs"].append(row)
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: from a request to the engine's `Ask`."""
+"""Conversion of a request of `POST /v1/completions` to the engine's `Ask`s."""
 
 from dataclasses import dataclass
 
@@ -23,14 +23,14 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt, and its text; None: it came as ids."""
+    """A prompt with its text. None: the client sent token ids."""
 
     token_ids: list[int]
     text: str | None
 
 
 class CompletionAsked(OpenAIBuilder):
-    """One request, as the engine gets it."""
+    """Asks of one request, without its answer."""
 
     names = OpenAIBuilder.names | {
         "top_logprobs": "logprobs",
@@ -50,8 +50,10 @@ class CompletionAsked(OpenAIBuilder):
         self.echo = bool(request.echo)
         self.logprobs = num_logprobs(request.logprobs, served, "logprobs")
         if self.logprobs is not None and self.texts is None:
-            raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
-        # The engine draws at least one token; it is not shown where none is wanted.
+            raise bad_request(
+                "logprobs requires a tokenizer, which the model does not have; omit it.", "logprobs"
+            )
+        # the engine draws at least one token, which is hidden if the client wants none
         newer = request.max_completion_tokens is not None
         self._max_tokens_name = "max_completion_tokens" if newer else "max_tokens"
         self._max_tokens = request.max_completion_tokens if newer else request.max_tokens
@@ -64,14 +66,14 @@ class CompletionAsked(OpenAIBuilder):
         self.asks = affordable(asks, served, self.names)
 
     def _read_prompts(self, prompt: object) -> list[TextPrompt]:
-        given = prompt_list(prompt, "prompt")
+        prompts = prompt_list(prompt, "prompt")
         require_at_most(
-            len(given) * self.num_samples,
+            len(prompts) * self.num_samples,
             self.served.config.max_samples,
             "prompt",
             "n times the number of prompts",
         )
-        return [self._read_prompt(each) for each in given]
+        return [self._read_prompt(each) for each in prompts]
 
     def _read_prompt(self, prompt: str | list[int]) -> TextPrompt:
         if isinstance(prompt, list):
@@ -94,11 +96,11 @@ class CompletionAsked(OpenAIBuilder):
         )
 
     def _ask(self, prompt: TextPrompt, scored: int | None) -> Ask:
-        # 0 fits where the prompt fills the context; the engine draws one token all the same
+        # max_tokens=0 is valid even if the prompt fills the context; the engine draws one token
         asked, served = self._max_tokens, self.served
         left = room(prompt.token_ids, asked, served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
         max_tokens = max(1, left)
-        # Scores of a prompt stand before the completion's.
+        # scores of the prompt precede the completion's
         repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
         streams = scored is None and not self._hides
         top_logprobs = self.logprobs or 0

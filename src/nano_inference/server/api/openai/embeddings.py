@@ -1,6 +1,5 @@
-"""`POST /v1/embeddings`: the policy's hidden state behind the last token of each input, which is
-what its next token would be drawn from. A model that was trained for embeddings this way serves
-them; of another one they are what they are.
+"""`POST /v1/embeddings`: the policy's hidden state after the last token of each input, from which
+the next token would be drawn. Only models that were trained so have useful embeddings.
 """
 
 import base64
@@ -25,15 +24,15 @@ from nano_inference.server.api.shared.prompts import (
 )
 from nano_inference.server.api.shared.protocol import Served
 
-AT_ONCE = 8  # inputs of one call of the engine: between two of them a request can end
+AT_ONCE = 8  # inputs per call of the engine; a request can end between two calls
 
 
 class EmbeddingsRequest(Strict):
-    """The body of `POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     input: Prompt
     model: Annotated[str, Field(max_length=1024)] | None = None
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="float by default")
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="Default: float")
     ignored = ("user",)
     refused: ClassVar[dict[str, Sequence[Any]]] = {"dimensions": ()}
 
@@ -51,12 +50,12 @@ EMBEDDINGS = thing(
 
 @dataclass(frozen=True)
 class EmbeddingsAsked:
-    """A request that was read.
+    """Parsed request for embeddings.
 
     Attributes:
-        prompts: token ids.
-        adapter: that computes them; None: the model alone.
-        as_base64: how they are told.
+        prompts: Token ids of each input.
+        adapter: Adapter that computes the embeddings. None: the model without adapters.
+        as_base64: True if embeddings are answered as base64.
     """
 
     prompts: list[list[int]]
@@ -64,12 +63,12 @@ class EmbeddingsAsked:
     as_base64: bool
 
     def portions(self) -> list[list[list[int]]]:
-        """The prompts, a few a call."""
-        places = range(0, len(self.prompts), AT_ONCE)
-        return [self.prompts[place : place + AT_ONCE] for place in places]
+        """Return the prompts in groups, one per call of the engine."""
+        starts = range(0, len(self.prompts), AT_ONCE)
+        return [self.prompts[start : start + AT_ONCE] for start in starts]
 
     def answer(self, rows: Sequence[bytes], served: Served) -> dict[str, Any]:
-        """What is answered. `rows`: little-endian float32, one a prompt."""
+        """Return the answer. `rows` are little-endian float32, one per prompt."""
         count = sum(map(len, self.prompts))
         return {
             "object": "list",
@@ -88,17 +87,17 @@ class EmbeddingsAsked:
 
 
 def read_embeddings(body: bytes, served: Served) -> EmbeddingsAsked:
-    """The request that a body holds. Raises as `ApiProtocol.prepare`."""
+    """Parse a request's body. Raises as `ApiProtocol.prepare` does."""
     request = read_body(body, EmbeddingsRequest, served.config)
-    given = prompt_list(request.input, "input")
-    require_at_most(len(given), served.config.max_samples, "input", "the number of inputs")
+    inputs = prompt_list(request.input, "input")
+    require_at_most(len(inputs), served.config.max_samples, "input", "the number of inputs")
     adapter = adapter_of(request.model, served)
-    prompts = [_token_ids(each, served) for each in given]
+    prompts = [_token_ids(each, served) for each in inputs]
     return EmbeddingsAsked(prompts, adapter, request.encoding_format == "base64")
 
 
-def _token_ids(given: str | list[int], served: Served) -> list[int]:
-    if isinstance(given, str):
-        require_possible_length(given, served, "input")
-        given = need_tokenizer(served).encode(given, add_special_tokens=True)
-    return checked_prompt(given, served, "input", least=0)
+def _token_ids(prompt: str | list[int], served: Served) -> list[int]:
+    if isinstance(prompt, str):
+        require_possible_length(prompt, served, "input")
+        prompt = need_tokenizer(served).encode(prompt, add_special_tokens=True)
+    return checked_prompt(prompt, served, "input", least=0)

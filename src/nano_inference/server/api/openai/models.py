@@ -1,5 +1,5 @@
-"""OpenAI's requests as models, and its answers as JSON schemas, as strict as OpenAI's document.
-Fields beside OpenAI's own are named as in vLLM where it has them.
+"""Models of OpenAI's requests and JSON schemas of its answers, as strict as OpenAI's specification.
+Additional fields have vLLM's names if vLLM has them.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from nano_inference.server.api.shared.openapi import (
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
-# Checked by hand: pydantic would report each of a hundred thousand ids once for each form.
+# checked by hand: pydantic would report each of a hundred thousand ids once per form
 Prompt = Annotated[
     Any,
     WithJsonSchema(
@@ -63,7 +63,7 @@ Content = Annotated[
     ),
 ]
 
-# True or false; some trainers say 1 and 0.
+# true or false; some trainers send 1 and 0
 Flag = Annotated[
     bool | None,
     BeforeValidator(lambda value: bool(value) if type(value) is int and value in (0, 1) else value),
@@ -71,24 +71,24 @@ Flag = Annotated[
 ]
 
 
-# Of the `n` samples of a prompt, how many may finish; when they have, the others end as "abort"
-# with what they have.
+# number of a prompt's `n` samples that may finish; the others then end as "abort" with their tokens
 Wanted = (
-    Annotated[int, Field(ge=1, le=MOST, description="of n samples, how many may finish")] | None
+    Annotated[int, Field(ge=1, le=MOST, description="Number of the n samples that may finish")]
+    | None
 )
-# As its trainer calls it; trainers that count say the number.
+# name of a weight version, or its number for trainers that count
 VersionName = Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})]
 
 
 class StreamOptions(Strict):
-    """What a stream holds beside the answer."""
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(Strict):
-    """A schema with its name. What is not strict is enforced, too."""
+    """Schema with its name, enforced even if it is not strict."""
 
     name: str | None = None
     description: str | None = None
@@ -97,8 +97,8 @@ class JsonSchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer has to be. `schema` is llama.cpp's, `structures` to `format` of a structural
-    tag.
+    """Format of the answer. `schema` is llama.cpp's field. `structures`, `triggers` and `format`
+    are fields of a structural tag.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -110,7 +110,7 @@ class ResponseFormat(Strict):
 
 
 class OpenAIFields(SamplingFields):
-    """What both routes take."""
+    """Fields of completions and chat completions."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -120,31 +120,31 @@ class OpenAIFields(SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
-        None, description='logprobs name tokens "token_id:123"'
+        None, description='Name tokens in logprobs as "token_id:123"'
     )
     prompt_logprobs: PromptLogprobs = None
     include_stop_str_in_output: bool | None = Field(
-        None, description="the text ends with the stop string that ended it"
+        None, description="Include the stop string in the text"
     )
     skip_special_tokens: bool | None = Field(
-        None, description="false: the text names special tokens"
+        None, description="false: show the names of special tokens in the text"
     )
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="the answer's id, behind its prefix; by it the request can be aborted"
+        None, description="Id of the answer, after its prefix; can be used to abort the request"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
         None,
-        description="cut the prompt to so many tokens; -1: to what the context leaves beside the "
+        description="Truncate the prompt to this many tokens; -1: to the context less the "
         "completion",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="what is cut off; left by default"
+        None, description="Side to truncate. Default: left"
     )
     prompt_cache_retention: Retention | None = RETENTION
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     response_format: ResponseFormat | None = None
-    best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
+    best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="Must equal n")
     ignored = (
         *("user", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options"),
@@ -157,39 +157,37 @@ class OpenAIFields(SamplingFields):
 
 
 class CompletionRequest(OpenAIFields):
-    """The body of `POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
-        None, description="16 by default"
-    )
+    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(None, description="Default: 16")
     max_completion_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
-        None, description="max_tokens, newer"
+        None, description="Newer name of max_tokens"
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
     flat_logprobs: Flat | None = Field(
-        None, description="token_logprobs alone, in each choice, and token_ids"
+        None, description="Return token_logprobs and token_ids in each choice, without other rows"
     )
     add_special_tokens: bool | None = Field(
-        None, description="what the tokenizer puts around a text; true by default"
+        None, description="Add the tokens that the tokenizer puts around a text. Default: true"
     )
     refused = OpenAIFields.refused | {
         "suffix": ("",),
         "store": (False,),
-        "top_logprobs": (0,),  # a chat's: without it the answer would be another than was meant
+        "top_logprobs": (0,),  # of chats; ignoring it would give another answer than expected
     }
 
 
 class FunctionCall(Strict):
-    """What an earlier answer called."""
+    """Function call in an earlier answer."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[Any, WithJsonSchema({"type": "string"})] = None
 
 
 class ToolCallMessage(Strict):
-    """A tool call of an earlier answer."""
+    """Tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -197,7 +195,7 @@ class ToolCallMessage(Strict):
 
 
 class Message(Strict):
-    """One message of a chat."""
+    """Message of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Content = None
@@ -209,7 +207,7 @@ class Message(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -218,14 +216,14 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may use."""
+    """Tool that the model may use."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class ChatTemplateFields(Strict):
-    """How a chat becomes a prompt."""
+    """Fields that determine how a chat becomes a prompt."""
 
     tools: list[Tool] | None = None
     tool_choice: Annotated[
@@ -238,28 +236,28 @@ class ChatTemplateFields(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = Field(
-        None, description="what the tokenizer puts around a text, too"
+        None, description="Add the tokens that the tokenizer puts around a text"
     )
     documents: list[dict[str, Any]] | None = Field(
-        None, description="for templates that render some"
+        None, description="Documents, for templates that render them"
     )
     continue_final_message: bool | None = None
     refused: ClassVar[dict[str, Sequence[Any]]] = {"chat_template": ()}
 
 
 class ChatRequest(OpenAIFields, ChatTemplateFields):
-    """The body of `POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None, description="by default all that is left"
+        None, description="Default: the rest of the context"
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: Flag = None
     top_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="-1: all")
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = Field(
-        None, description="false: reasoning is left out of the answer"
+        None, description="false: omit reasoning from the answer"
     )
     ignored = (*OpenAIFields.ignored, "verbosity", "store")
     refused = (
@@ -277,7 +275,7 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     )
 
 
-# Fields that OpenAI's document has. A request with any other is of a client of vLLM, or of ours.
+# fields in OpenAI's specification; a request with any other comes from a client of vLLM or ours
 _OPENAIS = frozenset(
     (
         *("model", "messages", "prompt", "echo", "best_of", "n", "stop", "stream"),
@@ -349,7 +347,7 @@ _PROMPT_LOGPROBS = nullable(list_of(nullable({"type": "object", "additionalPrope
 
 
 def _answer(kind: str, *required: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an answer whose `object` is `kind`; the rest is its choices'."""
+    """Return the schema of an answer with this `object`. The other arguments describe a choice."""
     choice = thing(
         "index", *required, "logprobs", "finish_reason", index=INTEGER, **_ENDING, **properties
     )

@@ -1,15 +1,15 @@
 """`POST /v1/responses`, and the routes of stored responses.
 
-What is particular to this server:
+Particularities of this server:
 
-- An input holds texts, calls of functions, their outputs and reasoning; images, files and tools of
-  OpenAI's own are refused by name. The prompt is the one that the same chat would have.
-- What the model thinks is told as it is: items of reasoning have `content` and no summary. Sent
-  back, they go to the chat template.
-- `include: ["message.output_text.logprobs"]` tells the logprobs of all tokens of the answer; those
-  of reasoning and calls, which no text shows, are among them.
-- Responses are kept in this process, `max_stored_responses` bytes of them, the newest used first to
-  stay; after a restart there are none. `store: false` keeps nothing.
+- An input holds texts, function calls, their outputs and reasoning. Images, files and OpenAI's own
+  tools are rejected by name. The prompt is that of the same chat.
+- Reasoning is answered in full: its items have `content` and no summary. Items that are sent back
+  are passed to the chat template.
+- `include: ["message.output_text.logprobs"]` returns the logprobs of all tokens of the answer,
+  including those of reasoning and calls, which are not in the text.
+- Responses are stored in this process, up to `max_stored_responses` bytes. The least recently used
+  ones are dropped first, and a restart drops all. `store: false` stores nothing.
 """
 
 import json
@@ -44,7 +44,7 @@ from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, RequestUsage, Served
 from nano_inference.server.errors import ApiError
 
-# a chat's names of fields -> a response's, for errors
+# field of a chat request -> field of a response request, for errors
 _RENAMED: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -54,7 +54,7 @@ _RENAMED: Mapping[str, str] = {
 
 
 class ResponseBuilder(Builder):
-    """One request: a chat's, whose answer is told in items."""
+    """One request for a response, answered by a chat whose output is converted to items."""
 
     names: ClassVar[Names] = {"max_tokens": "max_output_tokens"}
 
@@ -79,24 +79,24 @@ class ResponseBuilder(Builder):
     # -- a stream ----------------------------------------------------------------------------------
 
     def start(self, usage: RequestUsage) -> bytes:
-        """`response.created` and `response.in_progress`."""
+        """Return `response.created` and `response.in_progress`."""
         begun = self._head | {"status": "in_progress", "output": [], "usage": None}
         kinds = ("response.created", "response.in_progress")
         return self._items.told({"type": kind, "response": begun} for kind in kinds)
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """The events of items."""
+        """Return the events of output items."""
         return self._items.told(self._items.push(piece))
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """The last item's end, and the whole response."""
+        """Return the end of the last item, and the whole response."""
         last = self._items.ended(choices[0])
         response = self._finished(choices[0], usage)
         kind = f"response.{response['status']}"
         return self._items.told([*last, {"type": kind, "response": response}])
 
     def failure(self, problem: ApiError) -> bytes:
-        """`response.failed`."""
+        """Return the `response.failed` event."""
         error = {"code": "server_error", "message": problem.message}
         failed = {"status": "failed", "error": error, "output": self._items.items, "usage": None}
         return self._items.told([{"type": "response.failed", "response": self._head | failed}])
@@ -104,7 +104,7 @@ class ResponseBuilder(Builder):
     # -- the answer as a whole ---------------------------------------------------------------------
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
-        """The response."""
+        """Return the whole response."""
         choice = choices[0]
         self._items.push(
             ChoiceDelta(
@@ -134,30 +134,30 @@ class ResponseBuilder(Builder):
         }
         if self._head["store"]:
             said = joined(messages_of(list(map(_sent_back, output)))) if output else []
-            given = [_listed(item) for item in items_of(self._request.input)]
-            kept = KeptResponse(response, given, [*self._before, *self._own, *said])
+            items = [_listed(item) for item in items_of(self._request.input)]
+            kept = KeptResponse(response, items, [*self._before, *self._own, *said])
             self._served.responses.put(kept)
         return response
 
     def _usage(self, usage: RequestUsage, choice: Choice) -> dict[str, Any]:
-        told = self._chat.usage_of(usage, [choice])
-        details = told.get("completion_tokens_details", {"reasoning_tokens": 0})
+        counts = self._chat.usage_of(usage, [choice])
+        details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         return {
-            "input_tokens": told["prompt_tokens"],
+            "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}
-            | told.get("prompt_tokens_details", {}),
-            "output_tokens": told["completion_tokens"],
+            | counts.get("prompt_tokens_details", {}),
+            "output_tokens": counts["completion_tokens"],
             "output_tokens_details": details,
-            "total_tokens": told["total_tokens"],
+            "total_tokens": counts["total_tokens"],
         }
 
 
 def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """What a response says from the first event on."""
+    """Return the fields that a response has from its first event on."""
     plain = request.model_dump(by_alias=True, exclude_none=True)
     reasoning = plain.get("reasoning", {})
     return {
-        "id": f"resp_{secrets.token_hex(24)}",  # who knows it may read it
+        "id": f"resp_{secrets.token_hex(24)}",  # secret: its id is enough to read a response
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
@@ -186,16 +186,16 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
 
 
 def _sent_back(item: Item) -> Item:
-    """An item of an answer as an input may have it: of a call that was cut off the arguments are
-    as much of an object as came.
+    """Return an item of an answer as an item of an input. The arguments of a call that was cut off
+    are completed to valid JSON.
     """
     if item["type"] != "function_call":
         return item
-    text, told = item["arguments"], "{}"
+    text, arguments = item["arguments"], "{}"
     with suppress(ValueError):
-        given = from_json(text, allow_partial=True)
-        told = text if _is_json(text) else json.dumps(given)
-    return item | {"arguments": told}
+        partial = from_json(text, allow_partial=True)
+        arguments = text if _is_json(text) else json.dumps(partial)
+    return item | {"arguments": arguments}
 
 
 def _is_json(text: str) -> bool:
@@ -207,18 +207,18 @@ def _is_json(text: str) -> bool:
 
 
 def _listed(item: Item) -> Item:
-    """An item of an input as `input_items` lists it: with an id, and its content in parts."""
+    """Return an input's item in the form for `input_items`: with an id, and content in parts."""
     kind = item.get("type", "message")
     listed = {"id": f"item_{secrets.token_hex(24)}", "status": "completed"} | item | {"type": kind}
     if isinstance(text := item.get("content"), str):
-        told = item["role"] == "assistant"
+        is_output = item["role"] == "assistant"
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        listed["content"] = [part if told else {"type": "input_text", "text": text}]
+        listed["content"] = [part if is_output else {"type": "input_text", "text": text}]
     return listed
 
 
 def _renamed(problem: ApiError) -> ApiError:
-    """Of a response's fields instead of a chat's."""
+    """Replace a chat's field names in an error by those of a response."""
     name, message = problem.param or "", problem.message
     for theirs, ours in _RENAMED.items():
         if name == theirs or name.startswith(f"{theirs}."):
@@ -234,7 +234,7 @@ def _renamed(problem: ApiError) -> ApiError:
 
 
 _PREFIX: Mapping[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
-# kind -> the events of its text
+# kind -> prefix of its text's events
 _TEXT: Mapping[Kind, str] = {
     "thinking": "response.reasoning_text",
     "text": "response.output_text",
@@ -243,26 +243,26 @@ _TEXT: Mapping[Kind, str] = {
 
 
 class ItemStream(Blocks):
-    """Turns pieces into events of output items, and keeps these.
+    """Converter of pieces to events of output items, which also collects the items.
 
     Args:
-        logprobs: tells those of tokens; None: they are not asked for.
-        one_call: see `Blocks`.
+        logprobs: Builder that makes rows of logprobs. None: the client did not ask for them.
+        one_call: Omit all calls but the first.
     """
 
     def __init__(self, logprobs: ChatBuilder | None, one_call: bool) -> None:
         super().__init__(one_call=one_call)
         self._logprobs = logprobs
-        self._said: list[str] = []  # in the open item
-        self._broke = False  # it is a call that is none
+        self._said: list[str] = []  # text of the open item
+        self._broke = False  # True if the open item is a broken call
         self._number = 0  # of the next event
-        self._new: list[Any] = []  # logprobs of tokens whose text is to come
-        self._scored: list[Any] = []  # logprobs that the open item has told
-        self._is_cut = False  # the answer ended in the open item, before its end
+        self._new: list[Any] = []  # logprobs of tokens whose text is still to come
+        self._scored: list[Any] = []  # logprobs in the events of the open item
+        self._is_cut = False  # True if the answer ended inside the open item
         self.items: list[Item] = []
 
     def told(self, events: Iterable[Event]) -> bytes:
-        """Events, numbered."""
+        """Return events as bytes, with sequence numbers."""
         written: list[bytes] = []
         for event in events:
             line = encode_line(event | {"sequence_number": self._number})
@@ -271,13 +271,13 @@ class ItemStream(Blocks):
         return b"".join(written)
 
     def push(self, piece: ChoiceDelta) -> list[Event]:
-        """See `Blocks`."""
+        """Return the events of the answer's new part, and collect its logprobs."""
         if self._logprobs is not None and piece.token_ids:
             self._new += self._logprobs.token_rows(piece)
         return super().push(piece)
 
     def ended(self, choice: Choice) -> list[Event]:
-        """The events that are left. The text has the logprobs of the whole answer."""
+        """Return the remaining events. The message's item gets the logprobs of the whole answer."""
         self._is_cut = choice.finished is None or choice.finished.finish_reason != "stop"
         events = self.end()
         if self._logprobs is not None:
@@ -288,7 +288,7 @@ class ItemStream(Blocks):
         return events
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
-        """`response.output_item.added`, and a part's beginning."""
+        """Append `response.output_item.added`, and the beginning of its part."""
         item: Item = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(24)}", "status": "in_progress"}
         if kind == "thinking":
             item |= {"type": "reasoning", "summary": [], "content": []}
@@ -305,23 +305,23 @@ class ItemStream(Blocks):
             self._part("response.content_part.added", kind, "")
 
     def said(self, kind: Kind, text: str) -> None:
-        """More of the item's text, or of a call's arguments."""
+        """Append an event with more of the item's text, or of a call's arguments."""
         self._said.append(text)
         self._event(f"{_TEXT[kind]}.delta", **self._where(kind), delta=text, **self._scores(kind))
 
     def broke(self) -> None:
-        """The item is not to be run."""
+        """Mark the open call as broken, so that clients do not run it."""
         self._broke = True
 
     def closed(self, kind: Kind) -> None:
-        """The ends of text, part and item."""
+        """Append the ends of text, part and item."""
         text, item = "".join(self._said), self.items[-1]
         name = "arguments" if kind == "call" else "text"
         more = {"name": item["name"]} if kind == "call" else {}
         if kind == "text":
             more = {"logprobs": self._scored}
         self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
-        # what was said during a call follows it: then the call is whole
+        # held text follows the call, which is therefore complete
         is_last = kind != "call" or not any(self._held.values())
         is_whole = not self._broke and not (self._is_cut and is_last)
         item["status"], self._broke = "completed" if is_whole else "incomplete", False
@@ -343,11 +343,11 @@ class ItemStream(Blocks):
         self._event(name, **self._where(kind), part=_part(kind, text))
 
     def _where(self, kind: Kind) -> dict[str, Any]:
-        told: dict[str, Any] = {"item_id": self.items[-1]["id"]}
-        return told if kind == "call" else told | {"content_index": 0}
+        fields: dict[str, Any] = {"item_id": self.items[-1]["id"]}
+        return fields if kind == "call" else fields | {"content_index": 0}
 
-    def _event(self, event: str, **told: Any) -> None:
-        self._events.append({"type": event, "output_index": len(self.items) - 1, **told})
+    def _event(self, event: str, **fields: Any) -> None:
+        self._events.append({"type": event, "output_index": len(self.items) - 1, **fields})
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:
@@ -359,5 +359,5 @@ def _part(kind: Kind, text: str) -> dict[str, Any]:
 PROTOCOL = ApiProtocol(
     ResponsesRequest,
     ResponseBuilder,
-    operation(ResponsesRequest, RESPONSE, summary="The next response of a model", streams=True),
+    operation(ResponsesRequest, RESPONSE, summary="Create a model's response", streams=True),
 )

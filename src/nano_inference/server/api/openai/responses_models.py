@@ -1,7 +1,7 @@
-"""What `POST /v1/responses` takes, as pydantic models, and the chat request that comes of it.
+"""Fields of `POST /v1/responses`, as pydantic models.
 
-An input is a list of items: messages, calls of functions, their outputs, and reasoning. A turn of
-the assistant's may be several items; a chat has one message of it.
+An input is a list of items: messages, function calls, their outputs, and reasoning. Several items
+of the assistant may be one turn, which is one message in a chat.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, n
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
 
 class ResponseTool(Strict):
-    """A function that the model may call. Other types are tools of OpenAI's own."""
+    """Function that the model may call. Other types are OpenAI's own tools."""
 
     type: str
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -36,20 +36,20 @@ class ResponseTool(Strict):
 
 
 class TextFormat(JsonSchemaFormat):
-    """What the text has to be."""
+    """Format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
 
 
 class TextConfig(Strict):
-    """How the text is to be. `verbosity` has no effect."""
+    """Settings of the answer's text. `verbosity` has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Strict):
-    """How the model is to think. Its thoughts are told as they are, without a summary."""
+    """Setting for reasoning. Reasoning is answered in full, without a summary."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: str | None = None
@@ -57,13 +57,13 @@ class Reasoning(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """`include_obfuscation` has no effect: nothing is added to hide lengths."""
+    """Settings of a stream. `include_obfuscation` has no effect, since nothing hides lengths."""
 
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(SamplingFields):
-    """The body of `POST /v1/responses`. The engine's own parameters are extensions."""
+    """Body of `POST /v1/responses`. The engine's own parameters are extensions."""
 
     input: Annotated[
         Any,
@@ -72,7 +72,7 @@ class ResponsesRequest(SamplingFields):
     model: Annotated[str, Field(max_length=1024)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None, description="by default all that is left"
+        None, description="Default: the rest of the context"
     )
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
@@ -89,11 +89,11 @@ class ResponsesRequest(SamplingFields):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    store: bool | None = Field(None, description="false: nothing is kept; true by default")
+    store: bool | None = Field(None, description="false: do not store the response. Default: true")
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     prompt_cache_retention: Retention | None = RETENTION
-    chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
+    chat_template_kwargs: dict[str, Any] | None = None  # extension: more template variables
     ignored = (
         *("user", "service_tier", "safety_identifier", "prompt_cache_key"),
         "prompt_cache_options",
@@ -109,7 +109,7 @@ class ResponsesRequest(SamplingFields):
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
         "messages": "use input.",
-        "n": "a response is one answer; send several requests.",
+        "n": "send several requests, since a response has only one answer.",
         "stop": "use /v1/chat/completions.",
         "max_tokens": "use max_output_tokens.",
         "max_completion_tokens": "use max_output_tokens.",
@@ -121,7 +121,7 @@ class ResponsesRequest(SamplingFields):
     }
 
 
-# What is answered, for `/openapi.json`.
+# schemas of answers for `/openapi.json`
 RESPONSE = thing(
     *("id", "object", "created_at", "status", "error", "incomplete_details", "model", "output"),
     *("parallel_tool_calls", "previous_response_id", "store", "tools", "tool_choice", "usage"),

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to the same chat."""
+"""Conversion of a request of the Responses API to the equivalent chat request."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,38 +19,38 @@ from nano_inference.server.api.shared.fields import (
 from nano_inference.server.errors import bad_request, shown
 
 _NO_EFFECT = ("reasoning.encrypted_content",)
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # part -> its field
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
 
 
 def chat_request(request: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatRequest:
-    """The same request as a chat's.
+    """Return the equivalent chat request.
 
     Args:
-        request: whose input's items follow.
-        before: messages of earlier responses.
+        request: Request of the Responses API.
+        before: Messages of earlier responses, which precede its input.
 
     Raises:
-        ApiError: 400, it holds what is not served.
+        ApiError: 400, the request has unsupported parts.
     """
     include = set(request.include or ())
     if unknown := include - {LOGPROBS, *_NO_EFFECT}:
         raise bad_request(
-            f"include holds {shown(min(unknown))}; {LOGPROBS} can be included.", "include"
+            f"include holds {shown(min(unknown))}; only {LOGPROBS} can be included.", "include"
         )
     messages = [*before, *messages_of(request.input)]
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
-    given = request.model_dump(include=_SHARED, by_alias=True, exclude_none=True) | {
+    fields = request.model_dump(include=_SHARED, by_alias=True, exclude_none=True) | {
         "messages": _with_one_beginning(messages),
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": LOGPROBS in include,
         "top_logprobs": request.top_logprobs if LOGPROBS in include else None,
-        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        "tools": [_tool(tool, index) for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "response_format": _format(request.text),
     }
-    return validated(ChatRequest, {name: each for name, each in given.items() if each is not None})
+    return validated(ChatRequest, {name: each for name, each in fields.items() if each is not None})
 
 
 _SHARED = {
@@ -61,7 +61,7 @@ _SHARED = {
 
 
 def _with_one_beginning(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """What the system says first is one message: many templates take no more."""
+    """Merge the first system messages into one, because many templates accept only one."""
     count = 0
     while count < len(messages) and messages[count]["role"] in ("system", "developer"):
         count += 1
@@ -71,34 +71,34 @@ def _with_one_beginning(messages: list[ChatMessage]) -> list[ChatMessage]:
     return [{"role": "system", "content": text}, *messages[count:]]
 
 
-def items_of(given: object) -> list[Item]:
-    """The items of an input: a text is a message of the user's. Raises `ApiError`."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise bad_request("input must be a string or a list of items with one or more.", "input")
-    for place, item in enumerate(given):
+def items_of(value: object) -> list[Item]:
+    """Return the items of an input. A text becomes a message of the user. Raises `ApiError`."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise bad_request("input must be a string or a list of at least one item.", "input")
+    for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise bad_request(
-                f"input.{place} must be an object, not {shown(item)}.", f"input.{place}"
+                f"input.{index} must be an object, not {shown(item)}.", f"input.{index}"
             )
-    return given
+    return value
 
 
-def messages_of(given: object) -> list[ChatMessage]:
-    """The messages of an input; what the assistant said, thought and called in one turn is one.
+def messages_of(value: object) -> list[ChatMessage]:
+    """Return the messages of an input. Consecutive items of the assistant become one message.
     Raises `ApiError`.
     """
-    return joined(_message(item, f"input.{place}") for place, item in enumerate(items_of(given)))
+    return joined(_message(item, f"input.{index}") for index, item in enumerate(items_of(value)))
 
 
 def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Messages of the assistant's that follow each other are one."""
-    all_of_them: list[ChatMessage] = []
+    """Merge consecutive messages of the assistant."""
+    merged: list[ChatMessage] = []
     for message in messages:
-        last = all_of_them[-1] if all_of_them else None
+        last = merged[-1] if merged else None
         if message["role"] != "assistant" or last is None or last["role"] != "assistant":
-            all_of_them.append(message)
+            merged.append(message)
             continue
         turn = dict(last)
         for name in ("content", "reasoning_content"):
@@ -106,8 +106,8 @@ def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
                 turn[name] = "\n".join(both)
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             turn["tool_calls"] = calls
-        all_of_them[-1] = turn
-    return all_of_them
+        merged[-1] = turn
+    return merged
 
 
 def _message(item: Item, where: str) -> ChatMessage:
@@ -140,7 +140,7 @@ def _message(item: Item, where: str) -> ChatMessage:
             }
         case other:
             raise bad_request(
-                f"{where} is of type {shown(other)}; this server takes message, function_call, "
+                f"{where} is of type {shown(other)}; this server accepts message, function_call, "
                 "function_call_output and reasoning.",
                 where,
             )
@@ -156,7 +156,7 @@ def _text(item: Item, name: str, where: str) -> str:
 
 
 def _content(content: object, where: str) -> str:
-    """The text of a content. Raises `ApiError`."""
+    """Return the text of an item's content. Raises `ApiError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -164,24 +164,24 @@ def _content(content: object, where: str) -> str:
             f"{where} must be a string or a list of parts, not {shown(content)}.", where
         )
     texts: list[str] = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXTS:
             raise bad_request(
-                f"{where}.{place} is of type {shown(kind)}; this model reads text alone.",
-                f"{where}.{place}",
+                f"{where}.{index} is of type {shown(kind)}; this model reads only text.",
+                f"{where}.{index}",
             )
-        texts.append(_text(part, _TEXTS[kind], f"{where}.{place}"))
+        texts.append(_text(part, _TEXTS[kind], f"{where}.{index}"))
     return "\n".join(text for text in texts if text)
 
 
-def _tool(tool: ResponseTool, place: int) -> dict[str, Any]:
+def _tool(tool: ResponseTool, index: int) -> dict[str, Any]:
     if tool.type != "function" or tool.name is None:
-        what = "has no name" if tool.type == "function" else f"is of type {shown(tool.type)}"
+        problem = "has no name" if tool.type == "function" else f"is of type {shown(tool.type)}"
         raise bad_request(
-            f"tools.{place} {what}; this server takes functions with their names, which the "
+            f"tools.{index} {problem}; this server accepts only functions with names, which the "
             "client calls.",
-            f"tools.{place}",
+            f"tools.{index}",
         )
     function = tool.model_dump(include=_OF_A_FUNCTION, exclude_none=True)
     return {"type": "function", "function": function}
@@ -191,7 +191,7 @@ _OF_A_FUNCTION = {"name", "description", "parameters", "strict"}
 
 
 def _tool_choice(choice: Any) -> Any:
-    """As a chat says it."""
+    """Return a choice of tools in the form of a chat request."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
@@ -209,7 +209,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _format(text: TextConfig | None) -> dict[str, Any] | None:
-    """As a chat says it."""
+    """Return a format of the text in the form of a chat request."""
     if text is None or text.format is None or text.format.type == "text":
         return None
     if text.format.type == "json_object":

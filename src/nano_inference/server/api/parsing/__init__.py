@@ -1,5 +1,5 @@
-"""What a model wrote, taken apart as it comes: reasoning, content and tool calls. Pure text, one
-table row a family.
+"""Parsers of model output, which split it into reasoning, content and tool calls as it comes. Each
+model family is one table row.
 """
 
 from nano_inference.server.api.parsing.formats import (

@@ -1,4 +1,4 @@
-"""How a family of models writes reasoning and tool calls, recognised by its chat template."""
+"""Formats of reasoning and tool calls by model family, recognized by the chat template."""
 
 import re
 from collections.abc import Container, Iterable
@@ -14,11 +14,11 @@ from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS, ToolCal
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes reasoning: once, at the beginning of an answer.
+    """Notation of reasoning in a model family: once, at the beginning of an answer.
 
     Attributes:
-        begin: opens it. A template may have written it already, as the end of the prompt.
-        end: closes it.
+        begin: Opening marker. A template may have written it already, at the end of the prompt.
+        end: Closing marker.
     """
 
     begin: str
@@ -29,7 +29,7 @@ REASONING_FORMATS = {"think": ReasoningFormat("<think>", "</think>")}
 
 
 class Behind(NamedTuple):
-    """The text after which a grammar begins; see `Grammar`."""
+    """Text that precedes a grammar, as fields of `Grammar`."""
 
     after: str = ""
     opened_by: str = ""
@@ -39,31 +39,31 @@ AT_ONCE = Behind()
 
 
 class ReasoningParser(TextReader):
-    """Reasoning, then what another parser makes of the rest. White space around the markers belongs
-    to them.
+    """Parser of reasoning, followed by output for another parser. Whitespace around the markers
+    belongs to them.
 
     Args:
-        format: how the model writes reasoning.
-        inside: the answer begins with reasoning that is open already.
-        answer: the parser of what follows the reasoning.
+        format: Notation of the model.
+        inside: True if the prompt has opened the reasoning already.
+        answer: Parser of the output after the reasoning.
     """
 
     def __init__(self, format: ReasoningFormat, inside: bool, answer: OutputParser) -> None:
         super().__init__()
         self._format, self._inside, self._answer = format, inside, answer
-        self._over = False  # the rest is the answer
+        self._over = False  # True once the rest is the answer
         self._space_before: list[str] = []
-        self._reasoning: list[str] = []  # what the next `Parsed` will hold
+        self._reasoning: list[str] = []  # of the next `Parsed`
 
     def push(self, text: str) -> Parsed:
-        """Take the next text."""
+        """Parse the next text."""
         if self._over:
             return self._answer.push(text)
         self._go_on(text)
         return self._parsed()
 
     def finish(self, *, cut_off: bool = True) -> Parsed:
-        """The sample ended."""
+        """Parse the rest at the end of the sample."""
         if not self._over:
             self._go_on(ended=True)
         begun, last = self._parsed(), self._answer.finish(cut_off=cut_off)
@@ -87,11 +87,11 @@ class ReasoningParser(TextReader):
             space.clear()
             yield from self._space(space)
             space.clear()
-            found = yield from self._until(self._format.end, self._reasoning.append, space)
-            if not found:
+            has_ended = yield from self._until(self._format.end, self._reasoning.append, space)
+            if not has_ended:
                 self._reasoning += space
             space.clear()
-            if found:
+            if has_ended:
                 yield from self._space(space)
             space.clear()
         self._over = True
@@ -101,8 +101,8 @@ class ReasoningParser(TextReader):
 TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS, HARMONY)
 REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS, HARMONY)
 
-# A template renders earlier calls the way its model writes them. What a template must hold, and
-# what it must not: a format of the same markers with something else than JSON objects between them.
+# Templates render earlier calls as the model writes them. Each row has a pattern that a template
+# must match, and one that it must not: other formats use the same markers without JSON objects.
 _IN_CHANNELS = (HARMONY, r"<\|channel\|>(analysis|commentary|final)", r"(?!)")
 _TOOL_SIGNS = (
     _IN_CHANNELS,
@@ -113,12 +113,12 @@ _REASONING_SIGNS = (_IN_CHANNELS, ("think", r"</?think>", r"(?!)"))
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model writes what is not content.
+    """Notations of a model's reasoning and tool calls.
 
     Attributes:
-        tools: the name of the tool-call format, or None: tool calls are not recognised.
-        reasoning: the name of the reasoning format, or None: the model writes none, or it is not
-            recognised.
+        tools: Name of the tool-call format. None: tool calls are not recognized.
+        reasoning: Name of the reasoning format. None: the model writes none, or it is not
+            recognized.
     """
 
     tools: str | None = None
@@ -126,36 +126,36 @@ class ChatFormat:
 
     @property
     def in_channels(self) -> bool:
-        """Every answer has markers, which are special tokens: its parser has to see their text."""
+        """True if every answer has special tokens as markers, whose text the parser must see."""
         return HARMONY in (self.tools, self.reasoning)
 
 
 def chat_format(
     template: str | None, tool_format: str | None = None, reasoning_format: str | None = None
 ) -> ChatFormat:
-    """The format of the models that this chat template belongs to.
+    """Return the format of the models that use this chat template.
 
     Args:
-        template: Jinja source, or None where the model has none.
-        tool_format: one of `TOOL_FORMAT_NAMES`, instead of what the template tells. None: the
-            template decides.
-        reasoning_format: one of `REASONING_FORMAT_NAMES`, likewise.
+        template: Jinja source, or None without a template.
+        tool_format: One of `TOOL_FORMAT_NAMES`, which overrides the template. None: the template
+            decides.
+        reasoning_format: One of `REASONING_FORMAT_NAMES`, likewise.
 
     Raises:
-        ConfigError: there is no format of that name, or the two cannot be of one model.
+        ConfigError: The format does not exist, or the two do not belong to one model.
     """
-    found = ChatFormat(
+    formats = ChatFormat(
         tools=_choose("tool", tool_format, TOOL_FORMAT_NAMES, template, _TOOL_SIGNS),
         reasoning=_choose(
             "reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS
         ),
     )
-    if found.in_channels and {found.tools, found.reasoning} - {HARMONY, None}:
+    if formats.in_channels and {formats.tools, formats.reasoning} - {HARMONY, None}:
         raise ConfigError(
-            f"{HARMONY} is how a model writes both tool calls and reasoning; tool format "
-            f"{found.tools} and reasoning format {found.reasoning} do not go together."
+            f"{HARMONY} covers both tool calls and reasoning; tool format {formats.tools} and "
+            f"reasoning format {formats.reasoning} cannot be combined."
         )
-    return found
+    return formats
 
 
 def _choose(
@@ -168,17 +168,17 @@ def _choose(
     if name is not None:
         if name not in names:
             raise ConfigError(
-                f"there is no {kind} format {name!r}; choose one of {', '.join(names)}"
+                f"{kind} format {name!r} does not exist; choose one of {', '.join(names)}"
             )
         return None if name == "none" else name
     if template is None:
         return None
-    found = (
+    matches = (
         row
         for row, present, absent in signs
         if re.search(present, template) and not re.search(absent, template)
     )
-    return next(found, None)
+    return next(matches, None)
 
 
 def reasoning_before(
@@ -187,11 +187,12 @@ def reasoning_before(
     """Return the text after which the grammar of an answer begins.
 
     Args:
-        format: of the model.
-        prompt_tail: as `make_parser` has it. Where the template has closed the reasoning there is
-            none in the answer; where it has not opened it there may be.
-        goes_on: the prompt ends with the beginning of the answer, behind its reasoning.
-        hidden: markers that the parser does not see. Reasoning between such ones would be content.
+        format: Notation of the model.
+        prompt_tail: End of the prompt, as in `make_parser`. If the template has closed the
+            reasoning, the answer has none. If the template has not opened it, the answer may have
+            some.
+        goes_on: True if the prompt ends with the beginning of the answer, after its reasoning.
+        hidden: Markers that the parser does not see. Reasoning between them would be content.
     """
     if format.reasoning is None:
         return AT_ONCE
@@ -208,16 +209,16 @@ def reasoning_before(
 def make_parser(
     format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str, mark: str = ""
 ) -> OutputParser:
-    """A parser for one sample.
+    """Return a parser for one sample.
 
     Args:
-        format: of the model.
-        tools: whether the request allows tool calls. False: they stay text.
-        reasoning: whether reasoning is told apart. False: it stays text.
-        prompt_tail: the last words of the prompt, special tokens written out: where the template
-            has opened the reasoning already, the answer begins inside. Some 100 characters do.
-        mark: stands before special tokens, in channels; without it a marker in ordinary letters is
-            taken for one.
+        format: Notation of the model.
+        tools: Separate tool calls. False: they stay text.
+        reasoning: Separate reasoning. False: it stays text.
+        prompt_tail: End of the prompt, some 100 characters, including special tokens. If the
+            template has opened the reasoning there, the answer begins inside it.
+        mark: Text before special tokens of channels. Without it, markers that are written in
+            ordinary letters count, too.
     """
     if format.in_channels:
         return HarmonyParser(

@@ -1,13 +1,12 @@
-"""Harmony, the format of gpt-oss: an answer is messages, each with a header that says its channel
-and whom it is for (https://github.com/openai/harmony, docs/format.md).
+"""Harmony, the format of gpt-oss. An answer is a sequence of messages, whose headers name channel
+and recipient (https://github.com/openai/harmony, docs/format.md).
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
-`analysis` is reasoning, `final` is content, and so is `commentary` without a recipient. What is
-for `functions.x` is a call of x, whose body are the arguments: a JSON object, in which small
-mistakes are mended. A call whose arguments break is none, and they are content. The markers are
-special tokens; who uses this parser has to show it the text of these, with a mark that ordinary
-tokens cannot write.
+`analysis` is reasoning. `final` is content, and so is `commentary` without a recipient. A message
+to `functions.x` is a call of x, and its body are the arguments: a JSON object, in which small
+mistakes are mended. If the arguments break, they are content. The markers are special tokens. The
+parser's input must include their text, after a mark that ordinary tokens cannot write.
 """
 
 import re
@@ -19,7 +18,7 @@ from nano_inference.server.api.parsing.output import Parsed, ToolCallDelta
 from nano_inference.server.api.parsing.scanning import JsonMender
 
 HARMONY = "harmony"
-FINAL = "<|channel|>final<|message|>"  # what stands before the content
+FINAL = "<|channel|>final<|message|>"  # precedes the content
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -27,40 +26,40 @@ _MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _IN_CHANNEL = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
-# what may follow the prompt's `<|start|>assistant`, up to the next marker
+# possible text between the prompt's `<|start|>assistant` and the next marker
 _BEHIND_ROLE = re.compile(r"\s*(t(o(=\S*)?)?)?\s*")
 _SPACE = " \t\r\n"
-_MOST_HEADER = 1000  # characters; a longer one is none
+_MOST_HEADER = 1000  # characters; a longer text is not a header
 
 Kind = Literal["reasoning", "content", "call"]
 
 
 class HarmonyParser:
-    """The parser of one answer.
+    """Parser of one answer.
 
     Args:
-        tools: calls are told apart; else what they say is content.
-        reasoning: so is reasoning.
-        prompt_tail: the end of the prompt: `<|start|>assistant`, or the beginning of a message.
-        mark: stands before each special token, in the prompt's end too.
+        tools: Separate tool calls. False: they are content.
+        reasoning: Separate reasoning. False: it is content.
+        prompt_tail: End of the prompt: `<|start|>assistant`, or the beginning of a message.
+        mark: Text before each special token, also in `prompt_tail`.
     """
 
     def __init__(self, *, tools: bool, reasoning: bool, prompt_tail: str, mark: str = "") -> None:
         self._tools, self._reasoning, self._mark = tools, reasoning, mark
         self._marker, self._beginnings = _looks(mark)
-        self._held = ""  # may be the beginning of a marker
+        self._held = ""  # a possible beginning of a marker
         self._kind: Kind = "content"  # of the message
-        self._header: str | None = None  # as far as it has come; None: its message has begun
-        self._from_prompt = 0  # characters of the header that the prompt has
-        self._has_marker = False  # the header has one, and so is one
-        self._new_message = False  # nothing of it has been said
+        self._header: str | None = None  # received part; None: its message has begun
+        self._from_prompt = 0  # characters of the header that are in the prompt
+        self._has_marker = False  # True once the header has one, and is certain to be a header
+        self._new_message = False  # True until its first text
         self._calls = 0
         self._arguments = JsonMender()  # of the last call
-        self._has_begun = False  # they have
-        self._body: list[str] = []  # the same as the model wrote it
+        self._has_begun = False  # True once the arguments have begun
+        self._body: list[str] = []  # the arguments as the model wrote them
         self._said: dict[Kind, list[str]] = {"reasoning": [], "content": []}
-        self._spoken: set[Kind] = set()  # kinds of which something has been said
-        # of calls: id and name, where it is new, and new arguments
+        self._spoken: set[Kind] = set()  # kinds that have had text
+        # by call: id and name in its first part, and new arguments
         self._news: dict[int, tuple[str | None, str | None, list[str]]] = {}
         self._broken: set[int] = set()
         _, start, header = prompt_tail.rpartition(mark + _START)
@@ -74,7 +73,7 @@ class HarmonyParser:
             self._has_marker = _CHANNEL in header
 
     def push(self, text: str) -> Parsed:
-        """Take the next text."""
+        """Parse the next text."""
         text, at = self._held + text, 0
         for marker in self._marker.finditer(text):
             self._say(text[at : marker.start()])
@@ -86,7 +85,7 @@ class HarmonyParser:
         return self._parsed()
 
     def finish(self, *, cut_off: bool = True) -> Parsed:
-        """The sample ended. A header whose message never came says nothing."""
+        """Parse the rest at the end of the sample. A header without a message is dropped."""
         self._say(self._held)
         self._held = ""
         self._close(cut_off=cut_off)
@@ -106,7 +105,7 @@ class HarmonyParser:
         return parsed
 
     def _take(self, marker: str) -> None:
-        """One of the markers."""
+        """Handle a marker."""
         if marker in (_START, _CHANNEL) and self._header is None:
             self._close()
             self._header, self._from_prompt, self._has_marker = "", 0, True
@@ -114,7 +113,7 @@ class HarmonyParser:
             if marker in _ENDS:
                 self._close()
             else:
-                self._say(marker)  # it stands where none belongs
+                self._say(marker)  # misplaced, so it is text
         elif marker == _MESSAGE:
             self._open(self._header)
         elif marker in _ENDS:
@@ -124,7 +123,7 @@ class HarmonyParser:
             self._say(marker)
 
     def _open(self, header: str) -> None:
-        """A message begins."""
+        """Begin a message."""
         recipient, channel = _RECIPIENT.search(header), _IN_CHANNEL.search(header)
         name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
         self._header, self._new_message = None, True
@@ -139,7 +138,7 @@ class HarmonyParser:
             self._kind = "content"
 
     def _close(self, *, cut_off: bool = False) -> None:
-        """The message has ended; what follows without a header is content."""
+        """End the message. Text that follows without a header is content."""
         if self._header is None and self._kind == "call":
             if not "".join(self._body).strip():
                 self._tell("{}")
@@ -148,14 +147,14 @@ class HarmonyParser:
         self._kind, self._new_message = "content", True
 
     def _break(self) -> None:
-        """The call is none."""
+        """Report the call as broken, and its body as content."""
         self._tell("")
         self._broken.add(self._calls - 1)
         self._kind, self._new_message = "content", True
         self._say("".join(self._body))
 
     def _argue(self, text: str) -> None:
-        """The next part of a call's arguments."""
+        """Read the next part of a call's arguments."""
         self._body.append(text)
         if not self._has_begun:
             text = text.lstrip(_SPACE)
@@ -170,7 +169,7 @@ class HarmonyParser:
             self._break()
 
     def _say(self, text: str) -> None:
-        """Text between markers, or a marker in a header."""
+        """Read text between markers, or a marker in a header."""
         text = text.replace(self._mark, "") if self._mark else text
         if not text:
             return
@@ -189,17 +188,19 @@ class HarmonyParser:
         self._said[self._kind].append(text)
 
     def _is_header(self, header: str) -> bool:
-        """Whether this may still become one. An answer that begins with other text has none."""
+        """Return True if the text may still become a header. An answer that begins with other text
+        has none.
+        """
         return len(header) <= _MOST_HEADER and (
             self._has_marker or _BEHIND_ROLE.fullmatch(header, self._from_prompt) is not None
         )
 
     def _tell(self, arguments: str) -> None:
-        """The next part of the last call's arguments."""
+        """Report the next part of the last call's arguments."""
         self._news.setdefault(self._calls - 1, (None, None, []))[2].append(arguments)
 
     def _beginning_of_a_marker(self, text: str) -> int:
-        """How much of the text's end may be one."""
+        """Return the number of characters at the text's end that may begin a marker."""
         at = text.rfind(self._mark[0] if self._mark else "<")
         end = text[at:] if at >= 0 else ""
         return len(end) if end and any(each.startswith(end) for each in self._beginnings) else 0
@@ -207,6 +208,6 @@ class HarmonyParser:
 
 @cache
 def _looks(mark: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """An expression of markers, and how each looks."""
+    """Return a pattern for all markers after `mark`, and the markers themselves."""
     names = "|".join(map(re.escape, _MARKERS))
     return re.compile(f"{re.escape(mark)}({names})"), tuple(mark + each for each in _MARKERS)

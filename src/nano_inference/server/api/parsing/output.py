@@ -1,4 +1,4 @@
-"""What a parser of model output gives out."""
+"""Results of a parser of model output."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,14 +6,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of one tool call.
+    """Part of one tool call.
 
     Attributes:
-        index: which call of the answer, from 0.
-        id: `call_` and 24 hexadecimal digits, in the call's first piece; None in later ones.
-        name: of the function, in the call's first piece; None in later ones.
-        arguments: the next part of the arguments object's JSON text. May be empty.
-        broken: it turned out to be no call; what it said is content.
+        index: Index of the call in the answer.
+        id: `call_` and 24 hexadecimal digits, in the call's first part. None in later ones.
+        name: Name of the function, in the call's first part. None in later ones.
+        arguments: Next part of the arguments' JSON text. May be empty.
+        broken: True if it turned out not to be a call, so that its text is content.
     """
 
     index: int
@@ -25,12 +25,12 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What became known with one piece of text. In the answer, reasoning stands before content.
+    """New output after one piece of text. In the answer, reasoning comes before content.
 
     Attributes:
-        content: the next part of what is said to the user.
-        reasoning: the next part of what the model thought before.
-        tool_calls: the next parts of tool calls, in order, at most one for each call.
+        content: Next part of the answer to the user.
+        reasoning: Next part of the model's reasoning.
+        tool_calls: Next parts of tool calls, in order, at most one per call.
     """
 
     content: str = ""
@@ -39,35 +39,34 @@ class Parsed:
 
 
 class OutputParser(Protocol):
-    """The parser of one sample. Takes any text in any portions and never raises.
+    """Parser of one sample, which accepts any text in pieces of any size and never raises.
 
-    Joined over all pieces, `content`, `reasoning` and the arguments of each call do not depend on
-    the portions.
+    The joined `content`, `reasoning` and arguments of each call do not depend on the pieces.
     """
 
     def push(self, text: str) -> Parsed:
-        """Take the next text. Returns what is final now; what may be the beginning of a marker
-        waits.
+        """Parse the next text. Returns its final part, and holds back a possible beginning of a
+        marker.
         """
         ...
 
     def finish(self, *, cut_off: bool = True) -> Parsed:
-        """The sample ended: what was held back. Push nothing afterwards.
+        """Return the rest at the end of the sample. Push nothing afterwards.
 
         Args:
-            cut_off: it did not end by itself, so a call may be unfinished; else such a call is
-                broken.
+            cut_off: True if the sample did not end by itself, so that a call may be unfinished.
+                False: an unfinished call is broken.
         """
         ...
 
 
 class PlainParser:
-    """Everything is content."""
+    """Parser of output that is only content."""
 
     def push(self, text: str) -> Parsed:
-        """`text` as content."""
+        """Return `text` as content."""
         return Parsed(content=text)
 
     def finish(self, *, cut_off: bool = True) -> Parsed:
-        """Nothing was held back."""
+        """Return nothing, since no text is held back."""
         return Parsed()

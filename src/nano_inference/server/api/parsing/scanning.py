@@ -1,5 +1,5 @@
-"""Reading text that comes in pieces: up to a marker, and to the end of one JSON value. Each
-character is looked at a few times at most, however the text is cut.
+"""Readers of text that comes in pieces: up to a marker, and to the end of one JSON value. Each
+character is read a few times at most, whatever the pieces.
 """
 
 import json
@@ -13,8 +13,8 @@ Steps = Generator[None, None, bool]  # waits for more text at each `yield`
 
 
 class TextReader:
-    """Text in pieces, read by a generator (`_read`) that yields where only more text can tell how
-    it goes on.
+    """Reader of text in pieces. The generator `_read` yields when it needs more text to decide how
+    to continue.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class TextReader:
         self._reading = self._read()
 
     def _read(self) -> Steps:
-        """Read all of it."""
+        """Read the whole text."""
         raise NotImplementedError
 
     def _go_on(self, text: str = "", *, ended: bool = False) -> None:
-        """Read on with the next text; `ended`: there is no more."""
+        """Continue to read with the next text. `ended`: the last one."""
         self._text, self._at, self._ended = self._text[self._at :] + text, 0, ended
         next(self._reading, None)
 
@@ -40,7 +40,7 @@ class TextReader:
         return True
 
     def _space(self, out: list[str]) -> Steps:
-        """Take white space. False: the text has ended after it."""
+        """Read whitespace. False: the text has ended after it."""
         while (yield from self._more()):
             space = SPACE.match(self._text, self._at)
             if not space:
@@ -50,7 +50,7 @@ class TextReader:
         return False
 
     def _sees(self, marker: str) -> Steps:
-        """Whether the marker stands here."""
+        """Return True if the marker comes next."""
         while len(self._text) - self._at < len(marker) and marker.startswith(
             self._text[self._at :]
         ):
@@ -60,16 +60,16 @@ class TextReader:
         return self._text.startswith(marker, self._at)
 
     def _take(self, marker: str) -> Steps:
-        """Take the marker, if it stands here."""
-        found = yield from self._sees(marker)
-        self._at += len(marker) if found else 0
-        return found
+        """Read the marker if it comes next."""
+        is_there = yield from self._sees(marker)
+        self._at += len(marker) if is_there else 0
+        return is_there
 
     def _until(self, marker: str, say: Callable[[str], None], space: list[str]) -> Steps:
-        """Say the text up to the marker, and take the marker. False: the text has ended.
+        """Report the text up to the marker, and read the marker. False: the text has ended.
 
-        White space directly before the marker belongs to it: until more is known, it is in `space`,
-        as is what stood there before.
+        Whitespace directly before the marker belongs to it. Until that is known, `space` collects
+        it, after its previous contents.
         """
         run = _text_without(marker[0])
         while (yield from self._more()):
@@ -91,7 +91,7 @@ class TextReader:
 
 @cache
 def _text_without(character: str) -> re.Pattern[str]:
-    """Text without the character, and without white space at its end."""
+    """Return a pattern for text without the character and without whitespace at its end."""
     first = re.escape(character)
     return re.compile(rf"(?:[^{first} \t\r\n]++|[ \t\r\n]++(?=[^{first} \t\r\n]))++")
 
@@ -111,8 +111,8 @@ _VALUE = {
     "0": "zero",
     **dict.fromkeys("123456789", "whole"),
 }
-# state -> character -> next state. Of these, "object" and "array" open one, "close" closes it, and
-# "end" ends a value; "after }" and "after ]" are between values of what is open.
+# State -> character -> next state. "object" and "array" open one, "close" closes it, and "end" ends
+# a value. "after }" and "after ]" are the states between the values of an open object or array.
 _STATES: Mapping[str, Mapping[str, str]] = {
     "value": _VALUE,
     "object": {'"': "key", "}": "close"},
@@ -151,7 +151,7 @@ _STATES: Mapping[str, Mapping[str, str]] = {
 }
 _NUMBER_ENDS = frozenset({"zero", "whole", "fraction", "exponent"})
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-# What is skipped in a state: text of a string, or white space within an object or array.
+# text skipped in a state: inside a string, or whitespace within an object or array
 _SKIPPED: Mapping[str, re.Pattern[str]] = {
     **dict.fromkeys(("string", "key"), _PLAIN),
     **dict.fromkeys(("value", "object", "array", "next key", "colon", "after }", "after ]"), SPACE),
@@ -159,21 +159,21 @@ _SKIPPED: Mapping[str, re.Pattern[str]] = {
 
 
 class JsonScanner:
-    """Follows one JSON value, strictly by RFC 8259, without building it.
+    """Scanner of one JSON value, strict by RFC 8259, which does not build the value.
 
     Attributes:
-        complete: the value has ended.
-        failed: what came does not continue a JSON value.
+        complete: True if the value has ended.
+        failed: True if the text does not continue a JSON value.
     """
 
     def __init__(self) -> None:
         self.complete = False
         self.failed = False
         self._state = "value"
-        self._open: list[str] = []  # the brackets that close what is open
+        self._open: list[str] = []  # closing brackets of the open objects and arrays
 
     def feed(self, text: str, begin: int) -> int:
-        """Take `text[begin:]` as far as it belongs to the value. Returns where it stopped.
+        """Read the part of `text[begin:]` that belongs to the value. Return the index of its end.
 
         A number ends with the character after it.
         """
@@ -188,7 +188,7 @@ class JsonScanner:
         return begin
 
     def _take(self, character: str) -> int:
-        """Take a character. Returns 0 if it is not the value's, or has to be looked at again."""
+        """Read a character. Return 0 if it is not part of the value or must be read again."""
         following = _STATES[self._state].get(character)
         if following is not None:
             self._write(character)
@@ -201,7 +201,7 @@ class JsonScanner:
         return 0
 
     def _write(self, text: str) -> None:
-        """Text of the value."""
+        """Handle a part of the value's text. Does nothing here."""
 
     def _enter(self, state: str) -> None:
         if state in ("object", "array"):
@@ -219,21 +219,21 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonMender(JsonScanner):
-    """As `JsonScanner`, and writes the value, with small mistakes of models mended where only one
-    thing can be meant: control characters in strings, a backslash that escapes nothing (`C:\\dir`),
-    `True`, `False` and `None`, and a comma before a closing bracket.
+    """Scanner that also writes the value, and mends small mistakes of models if only one meaning is
+    possible: control characters in strings, a backslash that escapes nothing (`C:\\dir`), `True`,
+    `False` and `None`, and a comma before a closing bracket.
 
-    A comma and an escape wait for what follows.
+    A comma and an escape are held back until the next character.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._out: list[str] = []
-        self._held = ""  # a comma and the space behind it, or an escape
+        self._held = ""  # a comma and the space after it, or an escape
         self._word = ""
 
     def taken(self) -> str:
-        """What has been written since the last call."""
+        """Return the text written since the last call."""
         out = "".join(self._out)
         self._out.clear()
         return out
@@ -267,7 +267,7 @@ class JsonMender(JsonScanner):
         return super()._take(character)
 
     def _escape(self, character: str) -> int:
-        """A character behind a backslash."""
+        """Read a character after a backslash."""
         escape = self._held + character
         unicode = escape[1] == "u" and all(each in _HEX for each in escape[2:])
         if unicode and len(escape) < 6:
@@ -284,7 +284,7 @@ class JsonMender(JsonScanner):
         return 0
 
     def _letter(self, character: str) -> int:
-        """Of a word of Python's."""
+        """Read a letter of one of Python's words."""
         self._word += character
         if self._word in _PYTHON:
             self._write(_PYTHON[self._word])

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what is drawn under them is what the parsers read back as valid calls."""
+"""Grammars of tool calls. The parsers read text drawn under them as valid calls."""
 
 import json
 import re
@@ -19,10 +19,9 @@ class OfferedTool:
     """A tool that may be called.
 
     Attributes:
-        name: of the function.
-        parameters: JSON schema of its arguments; None: it takes none.
-        strict: keywords of the schema that cannot be enforced are refused. False: they are passed
-            over.
+        name: Name of the function.
+        parameters: JSON schema of its arguments. None: it has none.
+        strict: Reject keywords of the schema that cannot be enforced. False: ignore them.
     """
 
     name: str
@@ -32,12 +31,12 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolDemand:
-    """How tools may be called.
+    """Rules for tool calls in an answer.
 
     Attributes:
-        tools: that may be called.
-        forced: the answer is a call. False: it may be text instead, or have text before a call.
-        parallel: several calls may follow each other.
+        tools: Tools that may be called.
+        forced: The answer is a call. False: it may be text, or have text before a call.
+        parallel: Several calls may follow each other.
     """
 
     tools: Sequence[OfferedTool]
@@ -54,30 +53,30 @@ def tool_grammar(
     goes_on: bool = False,
     content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer. After the calls nothing follows.
+    """Return the grammar of an answer. Nothing follows the calls.
 
     Args:
-        demand: what may be called.
-        format: of the model.
-        tokenizer: a marker that is one of its added tokens is written as that.
-        prompt_tail: as `make_parser` has it.
-        goes_on: the prompt ends with the beginning of the answer, behind its reasoning.
-        content: JSON that an answer without calls has to be; calls need their marker then. None:
+        demand: Tool calls to allow or force.
+        format: Notation of the model.
+        tokenizer: Tokenizer. A marker that is one of its added tokens is written as that token.
+        prompt_tail: End of the prompt, as in `make_parser`.
+        goes_on: True if the prompt ends with the beginning of the answer, after its reasoning.
+        content: Grammar, of JSON, of an answer without calls. Calls then need their marker. None:
             any text.
 
     Raises:
-        InvalidRequest: calls in this format cannot be forced, or a tool's parameters are not those
+        InvalidRequest: Calls in this format cannot be forced, or a tool's parameters are not those
             of an object.
     """
     if format.tools is None:
         raise InvalidRequest(
-            "this model's way to write tool calls is not known, so that they cannot be forced; "
-            f"name one with --tool-format of the server: {', '.join(TOOL_FORMATS)}."
+            "this model's notation of tool calls is unknown, so calls cannot be forced; start the "
+            f"server with --tool-format: {', '.join(TOOL_FORMATS)}."
         )
     if format.in_channels:
         raise InvalidRequest(
-            f"tool calls in the format {format.tools} cannot be forced yet, nor can schemas of "
-            "strict tools or an answer's beside tools; leave the choice to the model."
+            f"tool calls in the format {format.tools} cannot be forced, nor can schemas of strict "
+            "tools or of an answer next to tools be enforced; leave the choice to the model."
         )
     rules = _Rules(format.tools, tokenizer)
     behind = reasoning_before(
@@ -94,11 +93,11 @@ def tool_grammar(
 
 
 class _Rules:
-    """Rules of Lark for one format, with one tokenizer.
+    """Rules of Lark for one format and one tokenizer.
 
     Attributes:
-        special: tokens that the parsers do not see where they are drawn.
-        lines: of the grammar.
+        special: Special tokens, whose text the parsers do not see.
+        lines: Lines of the grammar.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
@@ -106,15 +105,15 @@ class _Rules:
         self._ids = {token.content: token_id for token_id, token in added.items()}
         self.special = {token.content for token in added.values() if token.special}
         self._name, self._format = name, TOOL_FORMATS[name]
-        self._not_first = ""  # characters that text may not begin with
+        self._not_first = ""  # characters with which text may not begin
         self.lines = ["SPACE: /[ \\t\\r\\n]{1,4}/"]
 
     def keep_from_beginning(self, character: str) -> None:
-        """Text may not begin with this character, where calls may begin without a marker."""
+        """Forbid text to begin with this character if calls may begin without a marker."""
         self._not_first += character
 
     def answers(self, demand: ToolDemand, content: Grammar | None) -> str:
-        """What an answer may be."""
+        """Return the alternatives of an answer."""
         begin, calls = self._format.begin, self._calls(demand)
         bare = self._format.bare
         if begin in self.special and not bare:
@@ -137,8 +136,8 @@ class _Rules:
         return f"TEXT | {later} | {at_once}" if bare else f"TEXT | {later}"
 
     def _bare_opening(self) -> str:
-        """What opens calls without a marker. It is one with the space before it: text may begin
-        with both, too, and the longest match counts.
+        """Return the opening of calls without a marker, including the space before it, because text
+        may begin with both and the longest match wins.
         """
         opening = self._format.opening
         if not opening:
@@ -147,7 +146,7 @@ class _Rules:
         return "OPENING"
 
     def _calls(self, demand: ToolDemand) -> str:
-        """A rule of calls, behind the marker that opens them."""
+        """Return a rule of calls, after the marker that opens them."""
         form = self._format
         for number, tool in enumerate(demand.tools):
             head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
@@ -162,8 +161,8 @@ class _Rules:
         return "calls"
 
     def _until(self, name: str, terminal: str, text: str, marker: str) -> str:
-        """Text (a terminal, and its expression) and then the first marker, as a token of its own
-        or not.
+        """Return a rule for text (a terminal, and its expression) up to the first marker, written
+        as one token or as several.
         """
         self.lines += [f"{name}[lazy]: {text} {literal(marker)}"]
         if marker in self._ids and marker not in self.special:
@@ -171,7 +170,7 @@ class _Rules:
         return name
 
     def _written(self, text: str) -> str:
-        """Text with markers."""
+        """Return text as a part of a rule, with markers as their tokens."""
         markers = filter(None, (self._format.begin, self._format.end))
         parts = re.split("|".join(f"({re.escape(each)})" for each in markers), text)
         return " ".join(
@@ -182,7 +181,7 @@ class _Rules:
 
 
 def _free(format: ToolFormat, not_first: str) -> str:
-    """Expression of text that the parser does not take for calls without a marker."""
+    """Return a pattern for text that the parser does not read as calls without a marker."""
     space, opener = r" \t\r\n", format.opener
     first = f"[^{space}{re.escape((opener or '{') + not_first)}]"
     if opener:
@@ -191,7 +190,7 @@ def _free(format: ToolFormat, not_first: str) -> str:
 
 
 def _arguments(tool: OfferedTool) -> dict[str, Any]:
-    """The schema of a tool's arguments."""
+    """Return the schema of a tool's arguments."""
     if tool.parameters is None:
         return {"type": "object", "additionalProperties": False}
     kinds = tool.parameters.get("type", "object")
@@ -203,7 +202,7 @@ def _arguments(tool: OfferedTool) -> dict[str, Any]:
 
 
 def _options(whitespace: str, *, lenient: bool = False) -> dict[str, Any]:
-    """Of llguidance, for JSON."""
+    """Return llguidance's options for JSON."""
     options: dict[str, Any] = {"whitespace_flexible": bool(whitespace)}
     if whitespace:
         options["whitespace_pattern"] = whitespace

@@ -1,8 +1,7 @@
-"""Tool calls that a model writes as JSON objects between markers.
+"""Parser of tool calls that a model writes as JSON objects between markers.
 
-A call is announced, and streams, from the moment its name is known and its arguments begin. Small
-mistakes in its JSON are mended (`JsonMender`). A call that breaks is none: all of its text is
-content.
+A call is announced, and streams, once its name is known and its arguments begin. Small mistakes in
+its JSON are mended (`JsonMender`). If a call breaks, all of its text is content.
 """
 
 import json
@@ -16,22 +15,22 @@ from nano_inference.server.api.parsing.scanning import JsonMender, Steps, TextRe
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes tool calls: a section of JSON objects. White space around all parts is
-    ignored.
+    """Notation of tool calls in a model family: a section of JSON objects. Whitespace around all
+    parts is ignored.
 
     Attributes:
-        begin: opens a section.
-        sign: regular expression that a chat template of the family matches.
-        other_sign: regular expression that it does not match: templates of another format with
-            the same markers do.
-        bare: an answer may be a section from its first character on, without `begin`.
-        opener: stands between `begin` and the first call.
-        separator: stands between calls. May be missing.
-        end: closes a section. May be missing.
-        no_arguments: a call may leave the arguments out.
-        opening, joint, closing: what models write between `begin` and the first call, between
-            calls, and behind the last.
-        arguments: the key of the arguments, as models write it.
+        begin: Marker that opens a section.
+        sign: Regular expression that matches the family's chat templates.
+        other_sign: Regular expression that does not match them, but templates of another format
+            with the same markers.
+        bare: True if an answer may begin with a section without `begin`.
+        opener: Text between `begin` and the first call.
+        separator: Text between calls. Optional in the output.
+        end: Marker that closes a section. Optional in the output.
+        no_arguments: True if a call may omit its arguments.
+        opening, joint, closing: Text that models write between `begin` and the first call, between
+            calls, and after the last.
+        arguments: Key of the arguments, as models write it.
     """
 
     begin: str
@@ -88,16 +87,17 @@ _KEYS = frozenset({"name", "id", "type"}) | _ARGUMENTS
 
 @dataclass(slots=True)
 class _CallObject:
-    """One call's object, as far as it has come.
+    """Received part of one call's object.
 
     Attributes:
-        name: of the function.
-        arguments: JSON text that came before the name.
-        has_arguments: they are whole.
-        is_announced: it is a call.
-        raw: what is not known to be a call's, or stands beside its arguments: content if it breaks.
-        text: what of it has been told as a call: content too, if the arguments break.
-        keys: that it has had.
+        name: Name of the function.
+        arguments: JSON text of arguments that came before the name.
+        has_arguments: True if the arguments are complete.
+        is_announced: True if the object is known to be a call.
+        raw: Text that may not belong to a call, or that is next to its arguments. Content if the
+            call breaks.
+        text: Text that was reported as a call. Also content if the arguments break.
+        keys: Keys so far.
     """
 
     name: str | None = None
@@ -110,10 +110,11 @@ class _CallObject:
 
 
 class ToolCallParser(TextReader):
-    """Content and tool calls. White space around a section of calls belongs to its markers.
+    """Parser of content and tool calls. Whitespace around a section of calls belongs to its
+    markers.
 
     Args:
-        format: how the model writes calls.
+        format: Notation of the model.
     """
 
     def __init__(self, format: ToolFormat) -> None:
@@ -121,18 +122,18 @@ class ToolCallParser(TextReader):
         self._format = format
         self._num_calls = 0
         self._cut_off = False
-        # Space, markers and parts of a call: content, if no call comes of them.
+        # whitespace, markers and parts of a call; content if they do not become a call
         self._held: list[str] = []
-        self._content: list[str] = []  # these two: what the next `Parsed` will hold
+        self._content: list[str] = []  # of the next `Parsed`, as are `_calls`
         self._calls: dict[int, ToolCallDelta] = {}
 
     def push(self, text: str) -> Parsed:
-        """Take the next text."""
+        """Parse the next text."""
         self._go_on(text)
         return self._parsed()
 
     def finish(self, *, cut_off: bool = True) -> Parsed:
-        """The sample ended."""
+        """Parse the rest at the end of the sample."""
         self._cut_off = cut_off
         self._go_on(ended=True)
         return self._parsed()
@@ -154,13 +155,13 @@ class ToolCallParser(TextReader):
         return True
 
     def _begins_bare(self) -> Steps:
-        """Whether the answer begins with a section that has no marker."""
+        """Return True if the answer begins with a section without a marker."""
         if not (yield from self._space(self._held)) or (yield from self._sees(self._format.begin)):
             return False
         return self._text.startswith(self._format.opener or "{", self._at)
 
     def _section(self) -> Steps:
-        """Calls up to the section's end. What is none of that is content."""
+        """Read calls up to the end of the section. Other text is content."""
         held, opener = self._held, self._format.opener
         is_section = not opener or (yield from self._token(opener, held))
         while is_section and (yield from self._call()):
@@ -171,7 +172,7 @@ class ToolCallParser(TextReader):
         return False
 
     def _ends(self) -> Steps:
-        """Behind a call: whether no other one follows."""
+        """Return True if no other call follows the last one."""
         held, format = self._held, self._format
         goes_on = yield from self._space(held)
         if goes_on and format.end and (yield from self._take(format.end)):
@@ -187,7 +188,7 @@ class ToolCallParser(TextReader):
         return True
 
     def _call(self) -> Steps:
-        """One call. False: it is none, or breaks; `_held` has what is content then."""
+        """Read one call. False: it is not a call or it breaks, and `_held` has its content."""
         yield from self._space(self._held)
         call = _CallObject()
         if (yield from self._object(call)):
@@ -220,14 +221,14 @@ class ToolCallParser(TextReader):
         return call.is_announced
 
     def _member(self, call: _CallObject) -> Steps:
-        """A key and its value. False: a call has none such, or not here."""
+        """Read a key and its value. False: a call has no such key, or not at this place."""
         raw, parts = call.raw, list[str]()
         if not (yield from self._json('"', raw, parts.append)):
             return False
         key = json.loads("".join(parts))
         if key not in _KEYS or key in call.keys:
             return False
-        # two names for arguments, of which a call has one
+        # arguments have two names, of which a call has one
         call.keys |= _ARGUMENTS if key in _ARGUMENTS else {key}
         if not (yield from self._token(":", raw)):
             return False
@@ -258,8 +259,8 @@ class ToolCallParser(TextReader):
         return call.has_arguments
 
     def _json(self, first: str, raw: list[str], say: Callable[[str], None]) -> Steps:
-        """Say one JSON value that begins with `first`, mended; `raw` gets it as it is, and white
-        space before it.
+        """Report one mended JSON value that begins with `first`. `raw` gets its original text, and
+        the whitespace before it.
         """
         if not (yield from self._space(raw)):
             return False
@@ -273,14 +274,14 @@ class ToolCallParser(TextReader):
         return scanner.complete
 
     def _token(self, token: str, held: list[str]) -> Steps:
-        """Take a character, and white space before it."""
-        found = (yield from self._space(held)) and (yield from self._take(token))
-        if found:
+        """Read a character, and whitespace before it."""
+        is_there = (yield from self._space(held)) and (yield from self._take(token))
+        if is_there:
             held.append(token)
-        return found
+        return is_there
 
     def _announce(self, call: _CallObject, arguments: str = "") -> None:
-        """It is a call, whatever follows."""
+        """Report the object as a call, which it stays unless its arguments break."""
         index, self._num_calls = self._num_calls, self._num_calls + 1
         call_id = f"call_{secrets.token_hex(12)}"
         self._calls[index] = ToolCallDelta(index, call_id, call.name or "", arguments)
@@ -290,12 +291,12 @@ class ToolCallParser(TextReader):
         self._held.clear()
 
     def _tell(self, arguments: str, *, broken: bool = False) -> None:
-        """The next part of the last call's arguments, or that it is none."""
+        """Report the next part of the last call's arguments, or that the call is broken."""
         index = self._num_calls - 1
-        told = self._calls.get(index) or ToolCallDelta(index, None, None, "")
-        self._calls[index] = replace(told, arguments=told.arguments + arguments, broken=broken)
+        delta = self._calls.get(index) or ToolCallDelta(index, None, None, "")
+        self._calls[index] = replace(delta, arguments=delta.arguments + arguments, broken=broken)
 
 
 def _is_text(name: str) -> bool:
-    """JSON can write half of a character, which no reply can carry."""
+    """Return True for a name that a reply can carry: not empty, no half of a surrogate pair."""
     return bool(name) and not any("\ud800" <= character <= "\udfff" for character in name)

@@ -1,5 +1,5 @@
-"""What the protocols' answers share: JSON that is made while it is written, server-sent events, and
-what is told of single tokens.
+"""Parts shared by the protocols' answers: JSON that is generated while it is written, server-sent
+events, and values per token.
 """
 
 import base64
@@ -16,19 +16,18 @@ from nano_inference.types import RoutedExperts, TopLogprobs, TrainingSample, Ver
 
 
 class LazyArray:
-    """The items of an array, which are made when they are written, once.
+    """JSON array whose items are made, once, when it is written.
 
     Args:
-        items: of the array; read once, when it is written.
-        at_once: so many are made and written together; with 1 an item may itself hold what is made
-            when it is written.
+        items: Items of the array, read once.
+        at_once: Number of items to write together. With 1, an item may itself hold a `LazyArray`.
     """
 
     def __init__(self, items: Iterable[Any], at_once: int = 1) -> None:
         self._items, self._at_once = items, at_once
 
     def pieces(self) -> Iterator[bytes]:
-        """JSON of the array."""
+        """Yield the JSON of the array in pieces."""
         before, items = b"[", iter(self._items)
         while batch := list(itertools.islice(items, self._at_once)):
             yield before
@@ -41,14 +40,14 @@ class LazyArray:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """JSON of a value. Looks for `LazyArray` in it, in objects in it, and so on, but in no list."""
+    """Yield the JSON of a value in pieces. A `LazyArray` may be nested in objects, not in lists."""
     if isinstance(value, LazyArray):
         yield from value.pieces()
     elif type(value) is dict and any(isinstance(each, LazyArray | dict) for each in value.values()):
         before = b"{"
-        for name, each in value.items():
+        for name, item in value.items():
             yield before + encode(name) + b":"
-            yield from json_pieces(each)
+            yield from json_pieces(item)
             before = b","
         yield b"}"
     else:
@@ -58,13 +57,13 @@ def json_pieces(value: object) -> Iterator[bytes]:
 def _told(value: object) -> msgspec.Raw:
     if isinstance(value, LazyArray):
         return msgspec.Raw(b"".join(value.pieces()))
-    raise NotImplementedError(f"{type(value).__name__} cannot be said in JSON.")
+    raise NotImplementedError(f"{type(value).__name__} cannot be written as JSON.")
 
 
 encode = msgspec.json.Encoder(enc_hook=_told).encode
 
 
-# Some clients split a stream's text at these too, and not only at line feeds.
+# line ends other than line feeds, at which some clients split a stream's text, too
 _LINE_ENDS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -72,17 +71,17 @@ _LINE_ENDS = (
 )
 
 
-# the end's mark of OpenAI's streams, and of all that are modelled on them
+# end of a stream in OpenAI's protocol and those modelled on it
 DONE = b"data: [DONE]\n\n"
 
 
 def data_event(value: object) -> bytes:
-    """An event that has data and no name."""
+    """Return an event with data and no name."""
     return b"data: %b\n\n" % encode_line(value)
 
 
 def encode_line(value: object) -> bytes:
-    """JSON of one line, whatever a client takes for a line's end."""
+    """Return JSON without any characters that clients may take for the end of a line."""
     data = encode(value)
     if not data.isascii():
         for character, escaped in _LINE_ENDS:
@@ -91,19 +90,19 @@ def encode_line(value: object) -> bytes:
 
 
 LOWEST = -9999.0  # JSON has no infinity
-ROWS_AT_ONCE = 64  # of an array that is made while it is written
+ROWS_AT_ONCE = 64  # rows of a `LazyArray` that are written together
 
-# Numbers as they are, or as base64 of little-endian float32.
+# a list of numbers, or base64 of little-endian float32
 Flat = Literal["list", "base64"]
 
 
 def at_least(logprob: float) -> float:
-    """The logprob, or a number that JSON has."""
+    """Return the logprob, or `LOWEST` for minus infinity."""
     return logprob if logprob > LOWEST else LOWEST
 
 
 def flat(values: Iterable[float], form: Flat) -> list[float] | str:
-    """One number a token."""
+    """Return one number per token, in the form that the client asked for."""
     numbers = [at_least(each) for each in values]
     if form == "list":
         return numbers
@@ -111,7 +110,7 @@ def flat(values: Iterable[float], form: Flat) -> list[float] | str:
 
 
 def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
-    """Little-endian float32 or int32."""
+    """Return numbers as base64 of little-endian float32 or int32."""
     packed = array(kind, numbers)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if sys.byteorder == "big":
         packed.byteswap()
@@ -119,38 +118,38 @@ def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
 
 
 def npy_of(routed: RoutedExperts) -> str:
-    """Routed experts as base64 of an `.npy`, as vLLM tells them."""
+    """Return routed experts as base64 of an `.npy` file, as vLLM does."""
     typestr = "|u1" if routed.dtype == "uint8" else "<u2"
     text = f"{{'descr': '{typestr}', 'fortran_order': False, 'shape': {routed.shape}, }}"
-    header = text + " " * (-(len(text) + 11) % 64) + "\n"  # of all but the data, multiples of 64
+    header = text + " " * (-(len(text) + 11) % 64) + "\n"  # aligns the data to 64 bytes
     file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + routed.data
     return base64.b64encode(file).decode("ascii")
 
 
 def int32_of(routed: RoutedExperts) -> str:
-    """Routed experts as base64 of little-endian int32, as SGLang tells them."""
+    """Return routed experts as base64 of little-endian int32, as SGLang does."""
     ids = np.frombuffer(routed.data, "<u1" if routed.dtype == "uint8" else "<u2")
     return base64.b64encode(ids.astype("<i4").tobytes()).decode("ascii")
 
 
 def routed_experts_told(
     sample: TrainingSample,
-    told: Callable[[RoutedExperts], str],
+    encode_experts: Callable[[RoutedExperts], str],
     start: int = 0,
     *,
     hides: bool = False,
 ) -> dict[str, Any]:
-    """The fields of an answer about routed experts.
+    """Return the fields of an answer about routed experts.
 
     Args:
-        sample: whose they are.
-        told: their form.
-        start: first token of which they are told.
-        hides: what was sampled is not told, only the prompt.
+        sample: Sample of the choice.
+        encode_experts: Encodes the experts for the client.
+        start: First token to report.
+        hides: Report only the prompt's experts, not the completion's.
     """
     if sample.routed_experts is not None:
         end = len(sample.prompt_tokens) - 1 if hides else None
-        return {"routed_experts": told(sample.routed_experts.rows(start, end))}
+        return {"routed_experts": encode_experts(sample.routed_experts.rows(start, end))}
     if sample.routed_experts_unknown is not None:
         return {"routed_experts": None, "routed_experts_unknown": sample.routed_experts_unknown}
     return {}
@@ -159,12 +158,12 @@ def routed_experts_told(
 def version_spans(
     spans: Iterable[VersionSpan], name: Callable[[int], int | str]
 ) -> list[dict[str, Any]]:
-    """Which version sampled which tokens."""
+    """Return the weight version of each range of tokens."""
     return [{"version": name(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A token that might have been drawn."""
+    """Token that might have been drawn."""
 
     token: str
     token_id: int
@@ -173,9 +172,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A token that was drawn: named as vLLM's clients of both kinds want it, by `token` and by
-    `token_id`.
-    """
+    """Token that was drawn. vLLM's clients read either `token` or `token_id`."""
 
     token: str
     token_id: int
@@ -188,7 +185,7 @@ _names: dict[int, str] = {}
 
 
 def token_name(token_id: int) -> str:
-    """As clients that know ids find it."""
+    """Return the name of a token for clients that know token ids."""
     name = _names.get(token_id)
     if name is None:
         name = _names[token_id] = f"token_id:{token_id}"
@@ -201,14 +198,14 @@ def entries(
     tops: Sequence[TopLogprobs] | None = None,
     count: int = 0,
 ) -> list[Entry]:
-    """One entry a token.
+    """Return one entry per token.
 
     Args:
-        token_ids: that were drawn.
-        logprobs: of these.
-        tops: the most probable tokens of each place.
-        count: how many candidates to tell: as in vLLM the token itself first, then the others, best
-            first.
+        token_ids: Tokens that were drawn.
+        logprobs: Their logprobs.
+        tops: Most probable tokens at each position.
+        count: Number of candidates to report. As in vLLM, the token itself comes first, then the
+            others, best first.
     """
     if tops is None or count < 2:
         return [
@@ -226,57 +223,58 @@ def _alone(name: str, token_id: int, logprob: float) -> Entry:
 
 
 def _entry(token_id: int, logprob: float, top: TopLogprobs, count: int) -> Entry:
-    own, *others = own_first(token_id, logprob, top)
-    told = [
+    first, *others = own_first(token_id, logprob, top)
+    candidates = [
         Candidate(token_name(each), each, at_least(score), rank)
-        for each, score, rank in (own, *others[: count - 1])
+        for each, score, rank in (first, *others[: count - 1])
     ]
-    return Entry(token_name(token_id), token_id, logprob, own.rank, tuple(told))
+    return Entry(token_name(token_id), token_id, logprob, first.rank, tuple(candidates))
 
 
 class Ranked(NamedTuple):
-    """A token in a row."""
+    """Token with its rank at a position."""
 
     token_id: int
     logprob: float
-    rank: int | None  # by falling logprob, ties by lower id; None: beyond those that were computed
+    rank: int | None  # by falling logprob, ties by lower id; None: beyond the computed ones
 
 
 def own_first(token_id: int, logprob: float, top: TopLogprobs) -> list[Ranked]:
-    """A row as readers by position want it: the token itself, then the most probable of the others,
-    best first.
+    """Return the token itself, then the most probable of the others, best first. Clients read the
+    list by position.
     """
     best = [
         Ranked(*each, rank)
         for rank, each in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
     ]
-    own = next(
+    first = next(
         (each for each in best if each.token_id == token_id), Ranked(token_id, logprob, None)
     )
-    return [own, *(each for each in best if each.token_id != token_id)]
+    return [first, *(each for each in best if each.token_id != token_id)]
 
 
 def prompt_rows(
     sample: TrainingSample, text: Callable[[int], str | None], count: int | None
 ) -> LazyArray:
-    """One row a prompt token: id -> logprob, rank and text, of the token, then of the `count` most
-    probable ones.
+    """Return one row per prompt token: id -> logprob, rank and text, for the token itself and then
+    for the `count` most probable ones.
 
-    The first row is None: nothing stands before it. A token that is not among these has the rank
-    behind the last of them, a lower bound by which clients sort; without any it has None.
+    The first row is None, because nothing precedes it. A token beyond the most probable ones gets
+    the rank after the last of them, a lower bound by which clients can sort. Without any its rank
+    is None.
     """
     assert sample.prompt_logprobs is not None
     tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
     rows = zip(sample.prompt_tokens, sample.prompt_logprobs, tops, strict=True)
-    told = (
+    written = (
         _prompt_row(
             token_id, logprob, TopLogprobs(top.token_ids[:count], top.logprobs[:count]), text
         )
-        if place
+        if index
         else None
-        for place, (token_id, logprob, top) in enumerate(rows)
+        for index, (token_id, logprob, top) in enumerate(rows)
     )
-    return LazyArray(told, ROWS_AT_ONCE)
+    return LazyArray(written, ROWS_AT_ONCE)
 
 
 def _prompt_row(

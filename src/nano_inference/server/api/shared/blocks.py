@@ -1,5 +1,5 @@
-"""Pieces of an answer as blocks that never overlap, for protocols whose streams are made of these:
-thinking, text, and calls of tools.
+"""Answers as blocks that never overlap, for protocols whose streams consist of them: thinking, text
+and tool calls.
 """
 
 from typing import Any, Literal
@@ -13,39 +13,40 @@ _KINDS: tuple[Kind, Kind] = ("thinking", "text")
 
 
 class Blocks:
-    """Opens and closes blocks; a protocol says by which events, and gathers these in `_events`.
+    """Opens and closes blocks. A protocol overrides the methods that append its events to
+    `_events`.
 
-    White space before a text says nothing, and is held back until there is more. What is said while
-    a call is open waits for its end.
+    Whitespace before a text is held back until more text comes. Text that comes while a call is
+    open waits for the end of the call.
 
     Args:
-        one_call: leave out all calls but the first.
+        one_call: Omit all calls but the first.
     """
 
     def __init__(self, *, one_call: bool = False) -> None:
         self._one_call = one_call
         self._open: Kind | None = None
         self._held: dict[Kind, str] = {"thinking": "", "text": ""}
-        self._answered = False  # text or a call
+        self._answered = False  # True after text or a call
         self._events: list[Event] = []
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
-        """A block begins. `call`: of a call; has its id and name."""
+        """Append the events that begin a block. `call` has the id and name of a tool call."""
         raise NotImplementedError
 
     def said(self, kind: Kind, text: str) -> None:
-        """More of the open block; of a call: of its arguments."""
+        """Append the events of more text in the open block, or of more arguments of its call."""
         raise NotImplementedError
 
     def closed(self, kind: Kind) -> None:
-        """The open block ends."""
+        """Append the events that end a block."""
         raise NotImplementedError
 
     def broke(self) -> None:
-        """The open block is a call that turned out to be none; its text follows."""
+        """Handle an open call that turned out to be text. The text follows."""
 
     def push(self, piece: ChoiceDelta) -> list[Event]:
-        """The events of what is new of the answer."""
+        """Return the events of the answer's new part."""
         if piece.reasoning:
             self._say("thinking", piece.reasoning)
         if piece.content:
@@ -56,7 +57,7 @@ class Blocks:
         return self._taken()
 
     def end(self) -> list[Event]:
-        """The answer has ended: the events that are left."""
+        """Return the remaining events at the end of the answer."""
         self._close()
         if self._held["text"] and not self._answered:
             self._begin("text")
@@ -69,7 +70,7 @@ class Blocks:
         return events
 
     def _say(self, kind: Kind, text: str) -> None:
-        if self._open == "call":  # it may go on, so its block cannot be closed yet
+        if self._open == "call":  # the call may continue, so its block must stay open
             self._held[kind] += text
             return
         if self._open != kind:
@@ -100,7 +101,7 @@ class Blocks:
         self.opened(kind, call)
 
     def _close(self) -> None:
-        """End the open block; then say what was said during a call."""
+        """End the open block, then add the text that came during a call."""
         while self._open is not None:
             was, self._open = self._open, None
             self.closed(was)

@@ -1,5 +1,5 @@
-"""Request bodies: strict JSON within limits of depth, values and keys, and models of it: tables of
-fields that are implemented, ignored or rejected.
+"""Request bodies: strict JSON within limits of depth, values and keys, and the base models that
+read it. A model declares implemented, ignored and rejected fields.
 """
 
 import json
@@ -19,14 +19,14 @@ from nano_inference.types import MOST_KEPT_SECONDS
 
 log = logging.getLogger("nano_inference.server")
 
-MAX_UNKNOWN_NAMES = 256  # field names that are remembered as logged
+MAX_UNKNOWN_NAMES = 256  # unknown field names that are remembered as logged
 
 _unknown_names: set[str] = set()
 _unknown_lock = threading.Lock()
 
 
 def _with_other_fields(schema: dict[str, Any], model: "type[Strict]") -> None:
-    """Add to a model's schema the fields that it ignores, and those that it sends elsewhere."""
+    """Add a model's ignored fields and fields of other protocols to its schema."""
     properties = schema.setdefault("properties", {})
     for name in (*model.ignored, *model.elsewhere):
         title = {"title": name.replace("_", " ").title()}
@@ -34,14 +34,14 @@ def _with_other_fields(schema: dict[str, Any], model: "type[Strict]") -> None:
 
 
 class Strict(BaseModel):
-    """A part of a request: numbers are numbers, nothing is converted; unknown fields are kept in
-    `model_extra`. Its fields are what is implemented.
+    """Part of a request. Values are not converted, so numbers must be numbers. Declared fields are
+    implemented. Unknown fields are kept in `model_extra`.
 
     Attributes:
-        ignored: fields that are accepted, whatever they say, and change nothing.
-        refused: fields that are known and not supported -> the values that change nothing, which
-            are accepted, as null is.
-        elsewhere: fields of other protocols, refused unless they are empty -> what to do instead.
+        ignored: Names of fields that are accepted with any value and have no effect.
+        refused: Names of known but unsupported fields -> harmless values, which are accepted like
+            null.
+        elsewhere: Names of fields of other protocols, rejected unless empty -> the remedy.
     """
 
     model_config = ConfigDict(
@@ -61,48 +61,48 @@ Model = TypeVar("Model", bound=Strict)
 
 
 def read_body(body: bytes, model: type[Model], config: ServerConfig) -> Model:
-    """The request that a body holds. Unknown fields are accepted, and logged once a name.
+    """Return the request in a body. Unknown fields are accepted, and each name is logged once.
 
     Args:
-        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and bytes that are not
-            UTF-8 are refused.
-        model: of the request.
-        config: the server's limits.
+        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and invalid UTF-8 are
+            rejected.
+        model: Model of the request.
+        config: Server settings, with their limits.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    given = decode(body, config)
-    _refuse_unsupported(given, model.refused)
+    fields = decode(body, config)
+    _refuse_unsupported(fields, model.refused)
     for name, remedy in model.elsewhere.items():
-        # null, false, zero and nothing are harmless, and so is one answer
-        if (value := given.pop(name, None)) and (name, value) != ("n", 1):
+        # empty values and n=1 have no effect, so they are accepted
+        if (value := fields.pop(name, None)) and (name, value) != ("n", 1):
             raise bad_request(f"{name}: not supported here; {remedy}", name)
-    _require_bias(given, config.max_logit_bias)
-    request = validated(model, given)
+    _require_bias(fields, config.max_logit_bias)
+    request = validated(model, fields)
     log_unknown(request)
     return request
 
 
-def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
-    """The model of these fields. Raises `ApiError` 400, naming the field."""
+def validated(model: type[Model], fields: Mapping[str, Any]) -> Model:
+    """Return the model of these fields. Raises `ApiError` 400, naming the field."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(fields)
     except ValidationError as problem:
         raise bad_request(*_said(problem)) from None
 
 
 def check_part(part: Strict, name: str) -> None:
-    """What `read_body` checks of a request, of an object in its field `name`."""
+    """Check a nested object in the field `name` as `read_body` checks a request."""
     _refuse_unsupported(part.model_extra or {}, part.refused, f"{name}.")
     log_unknown(part)
 
 
 def _refuse_unsupported(
-    given: Mapping[str, Any], refused: Mapping[str, Sequence[Any]], within: str = ""
+    fields: Mapping[str, Any], refused: Mapping[str, Sequence[Any]], within: str = ""
 ) -> None:
     for name, harmless in refused.items():
-        value = given.get(name)
+        value = fields.get(name)
         if value is not None and not any(_same(value, each) for each in harmless):
             where = within + name
             raise bad_request(
@@ -112,14 +112,15 @@ def _refuse_unsupported(
             )
 
 
-def _require_bias(given: Mapping[str, Any], most: int) -> None:
-    """Refuse too long a `logit_bias` before each entry is validated, in which others would wait."""
-    nested = given.get("sampling_params")  # of vLLM's and SGLang's own routes
-    for fields in (given, nested) if isinstance(nested, dict) else (given,):
-        bias = fields.get("logit_bias")
+def _require_bias(fields: Mapping[str, Any], most: int) -> None:
+    """Reject a `logit_bias` that is too long, before validating its entries delays others."""
+    nested = fields.get("sampling_params")  # on vLLM's and SGLang's own routes
+    for part in (fields, nested) if isinstance(nested, dict) else (fields,):
+        bias = part.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > most:
             raise bad_request(
-                f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias"
+                f"logit_bias has {len(bias)} entries; this server accepts at most {most}.",
+                "logit_bias",
             )
 
 
@@ -130,11 +131,11 @@ def _same(value: object, other: object) -> bool:
 
 
 def _said(problem: ValidationError) -> tuple[str, str | None]:
-    """What is wrong first, and where."""
+    """Return the first error's message and its field."""
     first = problem.errors(include_url=False)[0]
-    places = [str(each)[:SHOWN] for each in first["loc"]]
-    # <these> are tags of our own
-    where = ".".join(each for each in places if not each.startswith("<"))
+    path = [str(each)[:SHOWN] for each in first["loc"]]
+    # names in angle brackets are tags of our own unions
+    where = ".".join(each for each in path if not each.startswith("<"))
     kind = first["type"]
     if kind == "missing":
         return f"{where} is missing.", where
@@ -147,7 +148,7 @@ def _said(problem: ValidationError) -> tuple[str, str | None]:
     return f"{where} must be {what}, not {shown(first['input'])}.", where
 
 
-# pydantic's kinds of errors -> what to send instead, in JSON's words
+# pydantic's kinds of errors -> the expected value, in JSON's terms
 _WANTED: Mapping[str, str] = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -157,14 +158,14 @@ _WANTED: Mapping[str, str] = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "string_too_short": "a string of {min_length} characters or more",
-    "string_too_long": "a string of {max_length} characters or less",
+    "string_too_short": "a string of length {min_length} or more",
+    "string_too_long": "a string of length {max_length} or less",
     "too_short": "a list of {min_length} or more",
 }
 
 
 def log_unknown(part: Strict) -> None:
-    """Log field names that no table knows, once each."""
+    """Log unknown field names, once each."""
     for name in part.model_extra or ():
         if name in part.refused or name in part.ignored:
             continue
@@ -174,7 +175,7 @@ def log_unknown(part: Strict) -> None:
             if new:
                 _unknown_names.add(name)
         if new:
-            log.warning("requests hold an unknown field, which is ignored: %s", json.dumps(name))
+            log.warning("ignoring an unknown field of a request: %s", json.dumps(name))
 
 
 MOST = 2**31 - 1
@@ -189,7 +190,7 @@ def _one_or_many(value: object) -> object:
     raise PydanticCustomError("one_or_many", "Input should be a string or a list of strings")
 
 
-# A string or a list of strings; read as a list.
+# a string or a list of strings, read as a list
 OneOrMany = Annotated[
     Strings,
     BeforeValidator(_one_or_many),
@@ -201,8 +202,8 @@ def _count_of_flag(value: object) -> object:
     return value if not isinstance(value, bool) else 0 if value else None
 
 
-# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own
-# alone; -1: all.
+# number of most probable tokens to report per prompt token; `true` is 0: only the prompt's own
+# token; -1: all
 PromptLogprobs = Annotated[
     int | None,
     Field(ge=-1, le=MOST),
@@ -217,13 +218,13 @@ def _of(*types: str) -> WithJsonSchema:
     return WithJsonSchema({"type": [*types, "null"]})
 
 
-# Checked where the grammar is made of it.
+# checked when the grammar is made
 Schema = Annotated[Any, _of("object", "boolean", "string")]
 Tag = Annotated[Any, _of("object", "string")]
 
 
 class StructuredOutputs(Strict):
-    """vLLM's `structured_outputs`: one grammar, and how it is to be taken."""
+    """vLLM's `structured_outputs`: one grammar and its options."""
 
     json_: Schema = Field(None, alias="json")
     json_object: bool | None = None
@@ -234,17 +235,17 @@ class StructuredOutputs(Strict):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     lenient: bool | None = Field(
-        None, description="pass over keywords of a schema that cannot be enforced"
+        None, description="Ignore keywords of a schema that cannot be enforced"
     )
     disable_additional_properties: bool | None = Field(
-        None, description="objects of a schema that names their properties have no others"
+        None, description="Forbid undeclared properties in objects that declare properties"
     )
-    backend: str | None = Field(None, description="that makes the masks, as vLLM names it")
+    backend: str | None = Field(None, description="Backend that makes the masks, by vLLM's name")
 
 
 class GrammarFields(Strict):
-    """What asks for structured output, in the words of vLLM, old and new, TRL, SGLang and
-    llama.cpp. What it means: `grammars.ROWS`.
+    """Fields that ask for structured output, with their names in vLLM (old and new), TRL, SGLang
+    and llama.cpp. `grammars.ROWS` defines their meaning.
     """
 
     structured_outputs: StructuredOutputs | None = None
@@ -265,12 +266,12 @@ class GrammarFields(Strict):
 
 
 class SamplingFields(GrammarFields):
-    """The engine's own sampling parameters, which every protocol takes beside its own. Null: the
+    """Sampling parameters of the engine, which every protocol accepts next to its own. Null is the
     default.
     """
 
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="0: the most probable token alone"
+        None, description="0: only the most probable token"
     )
     top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="0 and -1: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -288,17 +289,17 @@ class SamplingFields(GrammarFields):
     raw_logprobs: bool | None = None
     sampling_mask: bool | None = None
     routed_experts: bool | None = Field(
-        None, description="the experts of each token; needs --enable-return-routed-experts"
+        None, description="Experts of each token; requires --enable-return-routed-experts"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     keep_cache_seconds: Annotated[float, Field(ge=0, le=MOST_KEPT_SECONDS)] | None = Field(
-        None, description="the cache keeps the sample's blocks for so long after its end"
+        None, description="Time that the sample's blocks stay cached after its end, in seconds"
     )
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        None, description="higher is evicted later; needs keep_cache_seconds"
+        None, description="Higher is evicted later; requires keep_cache_seconds"
     )
-    # What other engines have.
+    # fields of other engines
     refused = {
         "logits_processors": ([],),
         "custom_logit_processor": (),
@@ -317,7 +318,7 @@ class SamplingFields(GrammarFields):
     }
 
 
-# OpenAI's word for `keep_cache_seconds`
+# OpenAI's values for `keep_cache_seconds`
 Retention = Literal["in-memory", "in_memory", "24h"]
 RETENTION: Any = Field(
     None, description="24h: keep_cache_seconds=86400; in-memory: blocks are evicted like others"
@@ -327,23 +328,23 @@ RETENTION: Any = Field(
 MAX_CONTAINERS = 200_000  # `[],[],[]...` takes thirty times its length as Python objects
 MAX_KEYS = 200_000  # of all objects together
 
-# Every pattern takes about a megabyte at most: between two matches others run.
-# Numbers, words, commas, colons and strings that are not long.
+# Every pattern matches about a megabyte at most, so that other threads run between two matches.
+# _RUN: numbers, words, commas, colons and short strings
 _RUN = re.compile(rb'(?:[^"\[\]{}]{1,1024}+|"(?:[^"\\]{1,256}+|\\.){0,64}+"){1,64}+', re.DOTALL)
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# A piece of a longer string, and its end if the piece reaches it.
+# a piece of a longer string, with its closing quote if the piece reaches it
 _PIECE = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){1,1024}+("?)|"', re.DOTALL)
 
 
 def check_json(body: bytes, max_depth: int, max_values: int) -> None:
-    """Refuse what nests deeper than `max_depth`, or has too many values, keys, or lists and
-    objects.
+    """Reject a body that is nested deeper than `max_depth`, or has too many values, keys, or lists
+    and objects.
 
     Raises `ApiError` 400.
     """
     containers = body.count(b"[") + body.count(b"{")
     if containers <= max_depth and body.count(b",") < max_values and body.count(b":") <= MAX_KEYS:
-        return  # nearly always, and at once: what stands in strings is counted as well
+        return  # fast path for nearly every body: these counts include characters in strings
     depth = containers = values = keys = 0
     for token in _tokens(body):
         if token in b"]}":
@@ -360,44 +361,44 @@ def check_json(body: bytes, max_depth: int, max_values: int) -> None:
             _require(values, max_values, "has more than {} values (max_values)")
 
 
-def _require(number: int, most: int, what: str) -> None:
+def _require(number: int, most: int, problem: str) -> None:
     if number > most:
-        raise bad_request(f"the body {what.format(most)}.")
+        raise bad_request(f"the body {problem.format(most)}.")
 
 
 def _tokens(body: bytes) -> Iterator[bytes]:
-    """Brackets, and runs of what stands between them, without the strings."""
-    place = 0
-    while place < len(body):
-        if run := _RUN.match(body, place):
-            place = run.end()
+    """Yield brackets, and the runs between them without their strings."""
+    at = 0
+    while at < len(body):
+        if run := _RUN.match(body, at):
+            at = run.end()
             if rest := _STRING.sub(b"", run[0]):
                 yield rest
-        elif body[place] != _QUOTE:
-            yield body[place : place + 1]
-            place += 1
+        elif body[at] != _QUOTE:
+            yield body[at : at + 1]
+            at += 1
         else:
-            place = _end_of_string(body, place + 1)
+            at = _end_of_string(body, at + 1)
 
 
-def _end_of_string(body: bytes, place: int) -> int:
-    while piece := _PIECE.match(body, place):
-        place = piece.end()
+def _end_of_string(body: bytes, at: int) -> int:
+    while piece := _PIECE.match(body, at):
+        at = piece.end()
         if piece[1] or piece[0] == b'"':
-            return place
-    return len(body)  # it has none
+            return at
+    return len(body)  # unterminated
 
 
 _QUOTE = ord('"')
 
 
 def decode(body: bytes, config: ServerConfig) -> dict[str, Any]:
-    """The JSON object that a body holds, within the server's limits. Raises `ApiError`, 400."""
+    """Return the JSON object in a body, within the server's limits. Raises `ApiError` 400."""
     check_json(body, config.max_depth, config.max_values)
     try:
-        given = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise bad_request(f"the body is not valid JSON: {problem}") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise bad_request("the body must be a JSON object.")
-    return given
+    return fields

@@ -1,4 +1,4 @@
-"""`Generation`: the way of a request from its `Ask`s through the engine to its answer."""
+"""`Generation`: takes a request from its `Ask`s through the engine to its answer."""
 
 import asyncio
 import logging
@@ -34,23 +34,23 @@ from nano_inference.types import (
 
 log = logging.getLogger("nano_inference.server")
 
-# Tokens and ids of masks, prompts' included. With logprobs a part of so many takes a while, in
-# which others go on.
+# Tokens and ids of masks, prompts included. A part of this size takes a while to write with
+# logprobs, so others are served in between.
 LARGE_ANSWER = 2048
 
 
 @dataclass
 class Generation:
-    """One request on its way through the engine. Close it, whatever happens.
+    """One request on its way through the engine. Always close it.
 
     Attributes:
-        builder: reads and writes its protocol.
-        served: what is served.
-        streams: one a prompt.
-        choices: prompt by prompt.
-        usage: tokens so far; the same object all the time.
-        queued: seconds that it waited in the engine before it was first worked at; the longest of
-            its prompts.
+        builder: Reads and writes the request's protocol.
+        served: Served model.
+        streams: Streams of deltas, one per prompt.
+        choices: Choices, prompt by prompt.
+        usage: Tokens so far. Always the same object.
+        queued: Seconds that the request waited in the engine before work on it began, the maximum
+            of its prompts.
     """
 
     builder: Builder
@@ -60,7 +60,7 @@ class Generation:
     usage: RequestUsage = field(default_factory=lambda: RequestUsage(0, 0, 0))
     queued: float = 0.0
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
-    _started: set[int] = field(default_factory=set[int])  # streams of which something has come
+    _started: set[int] = field(default_factory=set[int])  # streams that have had a delta
 
     def submit(
         self,
@@ -69,8 +69,8 @@ class Generation:
         session: str | None = None,
         on_overflow: Callable[[], None] | None = None,
     ) -> None:
-        """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued.
-        `on_overflow`: called when a client has left too many tokens unread.
+        """Queue all asks of the request. Raises `EngineDead`, with none of them queued.
+        `on_overflow` is called if the client leaves too many tokens unread.
         """
         try:
             for ask in self.builder.asks:
@@ -89,8 +89,8 @@ class Generation:
     ) -> None:
         if ask.unique and client.is_live(ask.client_id):
             text = (
-                f"rid {shown(ask.client_id)} is that of a request which has not ended; give "
-                "each request its own."
+                f"rid {shown(ask.client_id)} is in use by an unfinished request; give each request "
+                "its own."
             )
             raise bad_request(text, "rid")
         self._first.append(len(self.choices))
@@ -130,56 +130,56 @@ class Generation:
 
     @property
     def is_large(self) -> bool:
-        """Whether its answer takes a while to be made."""
+        """True if the answer takes a while to write."""
         masks = sum(_num_masked(choice.finished) for choice in self.choices)
         return self.usage.prompt_tokens + self.usage.completion_tokens + masks > LARGE_ANSWER
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort all unfinished prompts."""
         for stream in self.streams:
             stream.close()
 
     async def pieces(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        """What is new, as it comes, of any choice. Raises what ended the request."""
-        if len(self.streams) == 1:  # nearly always, and then cheaply
+        """Yield new parts of all choices as they come. Raises the error that ended the request."""
+        if len(self.streams) == 1:  # fast path for nearly every request
             stream = self.streams[0]
             while stream.samples_left:
                 async for pieces in self._taken(0, await _portions(stream)):
                     yield pieces
             return
         waiting = {
-            asyncio.ensure_future(_portions(stream)): place
-            for place, stream in enumerate(self.streams)
+            asyncio.ensure_future(_portions(stream)): number
+            for number, stream in enumerate(self.streams)
         }
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for future in sorted(done, key=waiting.__getitem__):
-                    place = waiting.pop(future)
-                    async for pieces in self._taken(place, future.result()):
+                    number = waiting.pop(future)
+                    async for pieces in self._taken(number, future.result()):
                         yield pieces
-                    if self.streams[place].samples_left:
-                        waiting[asyncio.ensure_future(_portions(self.streams[place]))] = place
+                    if self.streams[number].samples_left:
+                        waiting[asyncio.ensure_future(_portions(self.streams[number]))] = number
         finally:
             for future in waiting:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _taken(
-        self, place: int, portions: list[list[Delta]]
+        self, number: int, portions: list[list[Delta]]
     ) -> AsyncGenerator[list[ChoiceDelta]]:
-        for number, portion in enumerate(portions):
-            if number:
-                await asyncio.sleep(0)  # for the others
-            yield self._pieces(place, portion)
+        for index, portion in enumerate(portions):
+            if index:
+                await asyncio.sleep(0)  # lets other requests run
+            yield self._pieces(number, portion)
 
-    def _pieces(self, place: int, deltas: list[Delta]) -> list[ChoiceDelta]:
+    def _pieces(self, number: int, deltas: list[Delta]) -> list[ChoiceDelta]:
         usage = self.usage
-        if place not in self._started:
-            self._started.add(place)
+        if number not in self._started:
+            self._started.add(number)
             usage.cached_tokens += deltas[0].cached_tokens
             self.queued = max(self.queued, deltas[0].queued)
-        first = self._first[place]
+        first = self._first[number]
         if len(deltas) == 1:
             pieces = [self._push(first + deltas[0].sample_index, deltas)]
         else:
@@ -197,7 +197,7 @@ class Generation:
         return self._checked(choice.push(deltas))
 
     def _checked(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """Raise what a failed sample says."""
+        """Return a piece, or raise the error of a failed sample."""
         sample = piece.finished
         if sample is not None and sample.finish_reason == "abort":
             reason = str(sample.stop_reason)
@@ -209,18 +209,18 @@ class Generation:
 
 
 def _failure(reason: str) -> ApiError:
-    """What the client of a failed sample gets: the reason, which names no more than a kind of
-    error. What only the engine could see of a request is answered as what is seen before.
+    """Return the error of a failed sample. The reason names at most a kind of error. A problem of
+    the request that only the engine could find is answered like any other.
     """
     if reason.startswith(REFUSED):
         return bad_request(reason.removeprefix(REFUSED))
     log.error("a request failed in the engine: %s", reason)
-    said = f"the engine could not go on with this request: {reason.rstrip('.')}."
+    said = f"the engine could not continue this request: {reason.rstrip('.')}."
     return ApiError(500, said, code="sample_failed", headers=NO_RETRY)
 
 
 async def answer(generation: Generation) -> object:
-    """Wait for all of it; the answer's body."""
+    """Wait for the whole answer, and return its body."""
     async with aclosing(generation.pieces()) as all_pieces:
         async for _ in all_pieces:
             pass
@@ -231,8 +231,8 @@ async def answer(generation: Generation) -> object:
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events. What goes wrong before the first of them is raised, later
-    it is an event.
+    """Yield the answer as server-sent events. An error before the first event is raised. A later
+    one is sent as an event.
     """
     builder, usage, started = generation.builder, generation.usage, False
     chunk = builder.chunk
@@ -263,8 +263,8 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
 
 
 async def _portions(stream: RequestStream) -> list[list[Delta]]:
-    """What is new of a request. Much of it is taken apart, sample by sample, so that others get
-    their turn between.
+    """Return the new deltas of a request. Many deltas are split by sample, so that other requests
+    run in between.
     """
     deltas = await stream.next()
     sizes = (
@@ -280,7 +280,7 @@ async def _portions(stream: RequestStream) -> list[list[Delta]]:
 
 
 def _num_told(sample: TrainingSample) -> int:
-    """Tokens and ids of which something is to be told."""
+    """Return the number of tokens and ids that the answer reports."""
     routed = sample.routed_experts
     return (
         len(sample.completion_tokens)

@@ -1,5 +1,5 @@
-"""Structured output as each protocol asks for it: every field is a row of a table, and makes a
-`Grammar`; and the grammar of tool calls that a request demands.
+"""Grammars of requests: a table of the fields that ask for structured output, and the grammar of
+forced tool calls.
 """
 
 import json
@@ -18,13 +18,13 @@ from nano_inference.server.errors import bad_request, shown
 from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import COMPACT, BackendName, Grammar
 
-MOST_CHECKED = 64  # grammars that are known to be good
+MOST_CHECKED = 64  # grammars that are remembered as valid
 
 Read = Callable[[Any], Grammar | None]
 
 
 def _in_notation(text: str) -> Grammar:
-    """A grammar in llama.cpp's notation, or in Lark's: only the first has `::=`."""
+    """Return a grammar in llama.cpp's or Lark's notation. Only llama.cpp's has `::=`."""
     return Grammar.gbnf(text) if "::=" in text else Grammar.lark(text)
 
 
@@ -33,7 +33,7 @@ def _any_object(_: object) -> Grammar:
 
 
 def _in_format(format: Mapping[str, Any]) -> Grammar | None:
-    """Of an object with a `type`: OpenAI's `response_format`, Anthropic's `output_format`."""
+    """Read an object with a `type`: OpenAI's `response_format` or Anthropic's `output_format`."""
     schema = (format.get("json_schema") or format).get("schema")
     match format["type"]:
         case "text":
@@ -45,12 +45,12 @@ def _in_format(format: Mapping[str, Any]) -> Grammar | None:
         case "json_object" if schema is None:
             return Grammar.json_object()
         case kind if schema is None:
-            raise InvalidRequest(f"a format of type {kind} needs a schema.")
+            raise InvalidRequest(f"a format of type {kind} requires a schema.")
         case _:
             return Grammar.json_schema(schema)
 
 
-# where a request says it -> what it makes of it
+# field of a request -> function that makes a grammar of its value
 ROWS: Mapping[str, Read] = {
     "response_format": _in_format,
     "output_format": _in_format,
@@ -85,34 +85,36 @@ _BACKENDS: Mapping[str, BackendName | None] = {
 
 
 def grammar_of(
-    given: Mapping[str, Any], within: str, behind: Behind, backend: BackendName
+    fields: Mapping[str, Any], within: str, behind: Behind, backend: BackendName
 ) -> Grammar | None:
-    """The grammar that a request asks for, checked as far as that is possible without the model.
-    That may take seconds, in which other threads run.
+    """Return the grammar that a request asks for, or None. The check, as far as it is possible
+    without the model, may take seconds but releases the interpreter's lock.
 
     Args:
-        given: of the fields that `ROWS` and `_options` name, those that the request has.
-        within: stands before the fields' names in errors.
-        behind: what the grammar begins behind.
-        backend: the engine's.
+        fields: The request's fields, among those that `ROWS` and `_options` name.
+        within: Prefix of field names in errors.
+        behind: Text that precedes the grammar.
+        backend: Backend of the engine.
 
-    Raises `ApiError` 400, which names the field.
+    Raises `ApiError` 400, naming the field.
     """
-    found: dict[str, Grammar] = {}
+    grammars: dict[str, Grammar] = {}
     for name, read in ROWS.items():
-        if (value := _at(given, name)) in (None, False, ""):
+        if (value := _at(fields, name)) in (None, False, ""):
             continue
         with _naming(within + name):
             if (grammar := read(value)) is not None:
-                found[within + name] = grammar
-    if len(found) > 1:
-        names = " and ".join(found)
-        raise bad_request(f"{names} each ask for structured output; give one.", next(iter(found)))
-    for where, grammar in found.items():
+                grammars[within + name] = grammar
+    if len(grammars) > 1:
+        names = " and ".join(grammars)
+        raise bad_request(
+            f"{names} each ask for structured output; give only one.", next(iter(grammars))
+        )
+    for where, grammar in grammars.items():
         with _naming(where):
-            if _at(given, "structured_outputs.disable_additional_properties"):
+            if _at(fields, "structured_outputs.disable_additional_properties"):
                 grammar = _without_additional_properties(grammar)
-            grammar = replace(grammar, **behind._asdict(), **_options(given, within))
+            grammar = replace(grammar, **behind._asdict(), **_options(fields, within))
             check(grammar, backend)
         return grammar
     return None
@@ -120,32 +122,32 @@ def grammar_of(
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Errors name the field."""
+    """Prefix errors with the field's name."""
     try:
         yield
     except InvalidRequest as problem:
         raise bad_request(f"{where}: {problem}", where) from None
 
 
-def _at(given: Mapping[str, Any], name: str) -> Any:
-    value: Any = given
+def _at(fields: Mapping[str, Any], name: str) -> Any:
+    value: Any = fields
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
-    """What is said beside a grammar."""
+def _options(fields: Mapping[str, Any], within: str) -> dict[str, Any]:
+    """Return the options of a grammar that the request sets in other fields."""
     options: dict[str, Any] = {}
     patterns = ("structured_outputs.whitespace_pattern", "guided_whitespace_pattern")
-    if (pattern := next(filter(None, (_at(given, each) for each in patterns)), None)) is not None:
+    if (pattern := next(filter(None, (_at(fields, each) for each in patterns)), None)) is not None:
         options["whitespace"] = pattern
-    if _at(given, "structured_outputs.disable_any_whitespace"):
+    if _at(fields, "structured_outputs.disable_any_whitespace"):
         options["whitespace"] = COMPACT
-    if _at(given, "structured_outputs.lenient"):
+    if _at(fields, "structured_outputs.lenient"):
         options["lenient"] = True
     for where in ("structured_outputs.backend", "guided_decoding_backend"):
-        if (name := _at(given, where)) is None:
+        if (name := _at(fields, where)) is None:
             continue
         known = name.split(":")[0]
         if known not in _BACKENDS:
@@ -158,21 +160,21 @@ def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
 
 
 def _without_additional_properties(grammar: Grammar) -> Grammar:
-    """The same with closed objects, as vLLM has it; what is no schema stays as it is."""
+    """Return a grammar with closed objects, as in vLLM. A grammar without schemas is unchanged."""
     if grammar.kind not in ("json", "structural_tag"):
         return grammar
     closed = _closed(json.loads(grammar.text))
     return replace(grammar, text=json.dumps(closed, ensure_ascii=False, separators=(",", ":")))
 
 
-# Keywords of a schema that hold schemas by name, and those that hold none.
+# keywords that hold schemas by name, and keywords that hold no schema
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_SCHEMA = ("enum", "const", "default", "examples")
 
 
 def _closed(schema: Any) -> Any:
-    """A schema, or what holds some: objects that name properties and do not say whether there may
-    be others have none.
+    """Close the objects in a schema or in a part of one: objects that declare properties and do not
+    mention additional ones forbid them.
     """
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
@@ -193,18 +195,18 @@ def _closed(schema: Any) -> Any:
 
 @lru_cache(MOST_CHECKED)
 def check(grammar: Grammar, backend: BackendName) -> None:
-    """Raise `InvalidRequest` for a grammar that cannot be enforced. `backend`: the engine's."""
+    """Raise `InvalidRequest` if a grammar cannot be enforced. `backend` is the engine's default."""
     backend_named(grammar.backend or backend).check(grammar)
 
 
-# of a model whose own way is not known: a grammar makes any model write it, and some write it by
-# themselves
+# Notation for models whose own is unknown. A grammar makes any model write it, and some models
+# write it without one.
 _DEFAULT = "hermes"
 
 
 def call_format(demand: ToolDemand | None, served: Served) -> ChatFormat:
-    """How the answers to a request write calls: as the model does, or, where that is not known, as
-    Hermes does.
+    """Return the notation of tool calls in the answers: the model's own, or Hermes's if that is
+    unknown.
     """
     format = served.chat_format
     unknown = format.tools is None and not format.in_channels
@@ -216,17 +218,17 @@ def call_format(demand: ToolDemand | None, served: Served) -> ChatFormat:
 def with_calls(
     asks: Sequence[Ask], demand: ToolDemand | None, served: Served, *, goes_on: bool
 ) -> list[Ask]:
-    """The same asks, under a grammar of tool calls where the demand needs one. Where an answer may
-    be text, and the request has a schema for it, that is a part of the grammar.
+    """Return the asks, with a grammar of tool calls if the demand needs one. If an answer may also
+    be text and the request has a schema for it, the grammar includes the schema.
 
     Args:
-        asks: of one prompt each.
-        demand: None: no tool may be called.
-        served: knows how the model writes.
-        goes_on: the prompt ends with the beginning of the answer.
+        asks: Asks of the request.
+        demand: Tool calls to allow or force. None: no tool may be called.
+        served: Served model, with its notation.
+        goes_on: True if the prompt ends with the beginning of the answer.
 
     Raises:
-        ApiError: 400, calls cannot be made sure of.
+        ApiError: 400, tool calls cannot be guaranteed.
     """
     if demand is None:
         return list(asks)
@@ -235,17 +237,18 @@ def with_calls(
 
 def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> Ask:
     content, format = ask.params.grammar, call_format(demand, served)
-    if format is not served.chat_format:  # nothing has taught the model where to stop
+    if format is not served.chat_format:  # the model was not trained to stop after a call
         demand = replace(demand, parallel=False)
     if not demand.forced:
-        no_calls = served.chat_format.tools is None  # all that it says is text
+        no_calls = served.chat_format.tools is None  # its answers are only text
         if no_calls or (content is None and not any(tool.strict for tool in demand.tools)):
             return ask
     if content is not None and content.kind != "json":
         if not demand.forced:
             return ask
         raise bad_request(
-            f"a call of a tool is forced, and a {content.kind} grammar as well; give one.",
+            f"tool_choice forces a tool call, but the request has a {content.kind} grammar as "
+            "well; give only one.",
             "tool_choice",
         )
     assert served.tokenizer is not None

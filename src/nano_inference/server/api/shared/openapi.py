@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of an operation, from the models that read its requests."""
+"""Descriptions of operations for `/openapi.json`, from the models that read their requests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,15 +33,15 @@ def operation(
     error: Mapping[str, Any] = _ERROR,
     required: bool = True,
 ) -> dict[str, Any]:
-    """An operation's description, complete in itself.
+    """Return an operation's description, without references to other parts of the document.
 
     Args:
-        request: model of the body; None: there is no body.
-        answer: JSON schema of what is answered with 200.
-        summary: in a few words.
-        streams: the answer may be a stream of events instead.
+        request: Model of the body. None: there is no body.
+        answer: JSON schema of the answer with status 200.
+        summary: Summary, in a few words.
+        streams: True if the answer may be a stream of events.
         error: JSON schema of an error's body.
-        required: whether there must be a body.
+        required: True if a body is required.
     """
     content: dict[str, Any] = {"application/json": {"schema": dict(answer)}}
     if streams:
@@ -52,7 +52,7 @@ def operation(
             "200": {"description": "The answer", "content": content},
             **{
                 str(each): {
-                    "description": "Refused",
+                    "description": "Error",
                     "content": {"application/json": {"schema": dict(error)}},
                 }
                 for each in ERRORS
@@ -66,8 +66,8 @@ def operation(
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a model, its parts written out where they stand. The model must not hold
-    itself.
+    """Return the JSON schema of a model with all references replaced. The model must not be
+    recursive.
     """
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})
@@ -85,7 +85,7 @@ def _written_out(value: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def thing(*required: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an object. Properties that are `required` and not described may be anything."""
+    """Return the schema of an object. `required` properties without a schema may be anything."""
     return {
         "type": "object",
         "required": [*required],
@@ -94,12 +94,12 @@ def thing(*required: str, **properties: Any) -> dict[str, Any]:
 
 
 def list_of(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": dict(item)}
 
 
 def nullable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, or null."""
+    """Return a schema that also allows null."""
     return {"anyOf": [dict(schema), {"type": "null"}]}
 
 

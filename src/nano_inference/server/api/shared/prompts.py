@@ -1,5 +1,5 @@
-"""From a text, token ids or a conversation to a prompt within the model's limits, and to the parser
-of the answer.
+"""Prompts within the model's limits, from text, token ids or conversations, and the parsers of
+their answers.
 """
 
 import logging
@@ -26,8 +26,8 @@ log = logging.getLogger("nano_inference.server")
 
 
 def adapter_of(name: str | None, served: Served, field: str = "model") -> str | None:
-    """The adapter that a client asks for by the name of a model; None: the model alone, by one of
-    its names or none. Raises `ApiError`, 404, for any other name.
+    """Return the adapter that a request's model name selects, or None for the base model. Raises
+    `ApiError` 404 for an unknown name.
     """
     if name is None or name in served.all_names or name == served.engine.model_path:
         return None
@@ -43,30 +43,29 @@ def adapter_of(name: str | None, served: Served, field: str = "model") -> str | 
 
 
 def need_tokenizer(served: Served) -> Tokenizer:
-    """The tokenizer. Raises `ApiError`, 400, where the model has none."""
+    """Return the tokenizer. Raises `ApiError` 400 if the model has none."""
     if served.tokenizer is None:
         raise bad_request(
-            "the model has no tokenizer; only prompts of token ids can be served, by "
-            "/v1/completions."
+            "the model has no tokenizer; send prompts of token ids to /v1/completions."
         )
     return served.tokenizer
 
 
-def require_at_most(value: int, limit: int, name: str, what: str | None = None) -> None:
-    """Raise `ApiError`, 400, if `value` is beyond `limit`. `what` it counts, if that is not the
-    field itself.
+def require_at_most(value: int, limit: int, name: str, subject: str | None = None) -> None:
+    """Raise `ApiError` 400 if `value` exceeds `limit`. `subject` names the counted things, if they
+    are not the field itself.
     """
     if value > limit:
         raise bad_request(
-            f"{what or name} is {shown(value)}; this server takes at most {limit}.", name
+            f"{subject or name} is {shown(value)}; this server accepts at most {limit}.", name
         )
 
 
 def checked_prompt(
     token_ids: list[int], served: Served, name: str = "prompt", least: int = 1
 ) -> list[int]:
-    """`token_ids`, if they are a prompt that the model could read and that leaves room for `least`
-    completion tokens. Raises `ApiError`, 400.
+    """Return `token_ids` if they are a valid prompt that leaves room for `least` completion tokens.
+    Raises `ApiError` 400.
     """
     engine = served.engine
     if not token_ids:
@@ -83,42 +82,41 @@ def checked_prompt(
     return token_ids
 
 
-def prompt_list(given: object, name: str) -> list[str | list[int]]:
-    """Prompts that are given as text, as token ids, or as a list of these. Raises `ApiError`,
-    400.
-    """
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list):
+def prompt_list(prompts: object, name: str) -> list[str | list[int]]:
+    """Return a list of prompts from text, token ids, or a list of these. Raises `ApiError` 400."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list):
         raise bad_request(
-            f"{name} must be text, token ids or a list of these, not {shown(given)}.", name
+            f"{name} must be text, token ids or a list of these, not {shown(prompts)}.", name
         )
-    if not given:
+    if not prompts:
         raise bad_request(f"{name} is empty; give at least one token.", name)
-    if type(given[0]) is int:
-        return [given]
-    for each in given:
-        if not isinstance(each, str | list):
+    if type(prompts[0]) is int:
+        return [prompts]
+    for prompt in prompts:
+        if not isinstance(prompt, str | list):
             raise bad_request(
-                f"{name} holds {shown(each)}; it must be text, token ids or a list of these.", name
+                f"{name} holds {shown(prompt)}; it must be text, token ids or a list of these.",
+                name,
             )
-    return given
+    return prompts
 
 
 def room(
     token_ids: Sequence[int], asked: int | None, served: Served, default: int | None, name: str
 ) -> int:
-    """Completion tokens at most.
+    """Return the maximum number of completion tokens.
 
     Args:
-        token_ids: the prompt.
-        asked: what the client wants; None: `default`, or what the context leaves if that is less.
-        served: has the context's length.
-        default: None: all that the context leaves.
-        name: of the client's field.
+        token_ids: The prompt.
+        asked: The client's maximum. None: `default`, or the rest of the context if that is less.
+        served: Served model, with the length of its context.
+        default: Default maximum. None: the rest of the context.
+        name: Name of the client's field.
 
     Raises:
-        ApiError: 400, if prompt and `asked` do not fit together.
+        ApiError: 400, the prompt and `asked` do not fit into the context together.
     """
     left = served.engine.max_model_len - len(token_ids)
     if asked is None:
@@ -129,7 +127,7 @@ def room(
 
 
 def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str) -> ApiError:
-    """400: it does not fit into the context."""
+    """Return the error, 400, for a request that does not fit into the context."""
     limit = served.engine.max_model_len
     left = limit - num_prompt_tokens
     remedy = (
@@ -137,7 +135,7 @@ def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str)
         if left < 1 or name in ("prompt", "messages")
         else f"lower {name} to {left}"
     )
-    return bad_request(  # clients that shorten conversations by themselves look for OpenAI's words
+    return bad_request(  # OpenAI's wording, by which clients recognize it and shorten prompts
         f"This model's maximum context length is {limit} tokens, and the request is longer: "
         f"{num_prompt_tokens} in the "
         f"prompt and {shown(max_tokens)} for the completion; {remedy}.",
@@ -147,23 +145,22 @@ def too_long(num_prompt_tokens: int, max_tokens: int, served: Served, name: str)
 
 
 def require_possible_length(text: str, served: Served, name: str) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it. Raises
-    `ApiError`, 400.
+    """Reject a text that cannot fit into the context, before time is spent on tokenizing it. Raises
+    `ApiError` 400.
     """
     longest = served.longest_token
     if longest is not None and len(text) > longest * served.engine.max_model_len:
         raise bad_request(
             f"{name} has {len(text)} characters, more than the model's context of "
-            f"{served.engine.max_model_len} tokens "
-            "can hold.",
+            f"{served.engine.max_model_len} tokens can hold; shorten it.",
             name,
             "context_length_exceeded",
         )
 
 
 def text_of(content: object, where: str) -> str:
-    """The text of a message's content: a string, nothing, or a list of text parts. Raises
-    `ApiError`, 400.
+    """Return the text of a message's content: a string, null, or a list of text parts. Raises
+    `ApiError` 400.
     """
     if content is None:
         return ""
@@ -173,7 +170,7 @@ def text_of(content: object, where: str) -> str:
         raise bad_request(
             f"{where} must be a string or a list of parts, not {shown(content)}.", where
         )
-    texts = [_text_of_part(part, f"{where}.{place}") for place, part in enumerate(content)]
+    texts = [_text_of_part(part, f"{where}.{index}") for index, part in enumerate(content)]
     return "\n".join(text for text in texts if text)
 
 
@@ -184,7 +181,7 @@ def _text_of_part(part: object, where: str) -> str:
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise bad_request(f"{where} must be an object with a type, not {shown(part)}.", where)
     if kind not in ("text", "refusal"):
-        raise bad_request(f"{where} is of type {shown(kind)}; this model reads text alone.", where)
+        raise bad_request(f"{where} is of type {shown(kind)}; this model reads only text.", where)
     text = part.get(kind)
     if not isinstance(text, str):
         raise bad_request(f"{where}.{kind} must be a string, not {shown(text)}.", f"{where}.{kind}")
@@ -192,8 +189,8 @@ def _text_of_part(part: object, where: str) -> str:
 
 
 def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any]:
-    """A tool call's arguments, which come as JSON text. Raises `ApiError`, 400, unless they are an
-    object.
+    """Return the arguments of a tool call, which are JSON text. Raises `ApiError` 400 unless they
+    are an object.
     """
     value: object = arguments or {}
     if isinstance(arguments, str) and arguments:
@@ -208,7 +205,7 @@ def arguments_of(arguments: object, served: Served, where: str) -> dict[str, Any
     return value
 
 
-_TAIL = 64  # tokens of a prompt that say whether its template has opened the reasoning
+_TAIL = 64  # prompt tokens to search for a template's opening of the reasoning
 
 
 def encode_conversation(
@@ -222,8 +219,9 @@ def encode_conversation(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
 ) -> list[int]:
-    """The token ids of a conversation. Arguments: see `encode_chat`; with `add_special_tokens` what
-    the tokenizer puts around a text stands around it too. Raises `ApiError` and `InvalidRequest`.
+    """Return the token ids of a conversation. The arguments are those of `encode_chat`. With
+    `add_special_tokens` they are surrounded by the tokens that the tokenizer puts around any text.
+    Raises `ApiError` and `InvalidRequest`.
     """
     tokenizer = need_tokenizer(served)
     if tools:
@@ -244,7 +242,7 @@ def encode_conversation(
 
 
 def _around(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids between those that the tokenizer puts around any text."""
+    """Return the ids between those that the tokenizer puts around any text."""
     bare, whole = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=True)
     begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
     return [*whole[:begin], *token_ids, *whole[begin + len(bare) :]]
@@ -253,22 +251,21 @@ def _around(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
 @cache
 def _say_once() -> None:
     log.warning(
-        "a request offers tools, and this model's way to write calls is not known: its answers are "
-        "text, unless it writes calls as hermes has them or tool_choice forces one; "
-        "--tool-format names a way."
+        "a request offers tools, but this model's notation of tool calls is unknown: only calls "
+        "in Hermes's notation are recognized; set --tool-format to choose another."
     )
 
 
 def behind_reasoning(
     prompt: Sequence[int], served: Served, *, goes_on: bool = False, parsed: bool = True
 ) -> Behind:
-    """What the grammar of the answer to a prompt begins behind.
+    """Return the text that precedes the grammar of an answer.
 
     Args:
-        prompt: token ids.
-        served: knows how the model writes.
-        goes_on: the prompt ends with the beginning of the answer.
-        parsed: the answer tells reasoning apart, where it can see the markers.
+        prompt: Token ids.
+        served: Served model, with its notation.
+        goes_on: True if the prompt ends with the beginning of the answer.
+        parsed: True if the answer separates reasoning by its markers, if they are visible.
     """
     if served.chat_format.reasoning is None:
         return AT_ONCE
@@ -280,20 +277,21 @@ def behind_reasoning(
 
 
 def tail_of(prompt: Sequence[int], served: Served) -> str:
-    """The last words of a prompt, as `make_parser` has them."""
+    """Return the end of a prompt as text, as `make_parser` reads it."""
     return need_tokenizer(served).decode(prompt[-_TAIL:], skip_special_tokens=False)
 
 
 def parser_of(
     prompt: Sequence[int], served: Served, *, tools: bool, format: ChatFormat | None = None
 ) -> Callable[[], OutputParser] | None:
-    """Makes the parser of each answer to a prompt; None: all that the model can say is content.
+    """Return a function that makes the parser of each answer. None: the model's output is only
+    content.
 
     Args:
-        prompt: token ids.
-        served: knows how the model writes.
-        tools: whether the model was shown tools.
-        format: of the answers; None: the model's.
+        prompt: Token ids.
+        served: Served model, with its notation.
+        tools: True if the prompt offers tools.
+        format: Notation of the answers. None: the model's.
     """
     format = served.chat_format if format is None else format
     if not (format.reasoning or format.in_channels or (tools and format.tools)):

@@ -1,5 +1,5 @@
-"""A request that generates, whatever its protocol: an `ApiProtocol` makes a `Builder` of its body,
-whose `Ask`s hold the engine's work and its cost.
+"""Requests that generate, in any protocol. An `ApiProtocol` turns a body into a `Builder`, whose
+`Ask`s describe the engine's work and its cost.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,21 +46,24 @@ from nano_inference.types import (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt for the engine; its choices follow those of the asks before it.
+    """One prompt for the engine. Its choices follow those of the asks before it.
 
     Attributes:
-        stream: False: its samples come whole, also where the answer is a stream.
-        client_id: by which `Control.pauses.abort` finds it; None: the id of the HTTP request
-            (`x-request-id`).
-        unique: refused, 400, while another request has its `client_id`.
-        limits: what it asks of its group, of weight versions (the engine's integers) and of the
-            cost (see `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is
-            gone is answered with 409.
-        detokenize: False: its choices have no text but what the engine makes for stop strings.
-        text: what the text shows.
-        repeats_prompt: the answer tells of the prompt with each sample, not once.
-        experts_by_default: `routed_experts` were not asked for, so that they are left out where
-            they cost too much.
+        prompt: Token ids.
+        params: Sampling parameters.
+        num_samples: Number of samples of the prompt.
+        stream: False: report samples when they are complete, even if the answer is a stream.
+        client_id: Name under which `Control.pauses.abort` finds it. None: the id of the HTTP
+            request (`x-request-id`).
+        unique: Reject with 400 if another open request has this `client_id`.
+        detokenize: False: choices have only the text that the engine makes for stop strings.
+        text: Additional parts of the text.
+        limits: Limits on groups, weight versions (as the engine's integers) and cost (see
+            `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is gone is
+            answered with 409.
+        repeats_prompt: The answer describes the prompt once per sample instead of once.
+        experts_by_default: The client did not ask for `routed_experts`, so they are omitted if they
+            cost too much.
     """
 
     prompt: list[int]
@@ -78,20 +81,20 @@ class Ask:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, as builders need to know it.
+    """The served model and the server's settings, as builders need them.
 
     Attributes:
-        name: the `model` that clients name.
-        engine: its limits.
-        tokenizer: None where the model has none; only token ids can be served then.
-        chat_format: how it writes reasoning and tool calls.
-        config: the server's limits.
-        other_names: that clients may name as well; answers name the first.
-        version_name: what trainers call a version of the weights.
-        version_number: the version of this name, which may still be to come; None: there can be
-            none.
-        adapters: those that are loaded, by name.
-        responses: those that later requests may go on from.
+        name: `model` in requests and answers.
+        engine: Engine info, with its limits.
+        tokenizer: Tokenizer. None: the model has none, so only token ids can be served.
+        chat_format: Notation of reasoning and tool calls.
+        config: Server settings, with their limits.
+        other_names: Other names that requests may use. Answers use `name`.
+        version_name: Returns the trainer's name of a weight version.
+        version_number: Returns the weight version of a name, which may still be to come. None: no
+            version can have the name.
+        adapters: Returns the loaded adapters, by name.
+        responses: Stored responses that later requests may continue.
     """
 
     name: str
@@ -108,7 +111,7 @@ class Served:
     responses: KeptResponses = field(default_factory=lambda: KeptResponses(0))
 
     def __post_init__(self) -> None:
-        # What takes a while at its first use has it here, where no request waits for it.
+        # slow on first use, so run before any request waits for it
         if self.tokenizer is None:
             return
         _ = self.token_texts
@@ -117,17 +120,17 @@ class Served:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Of the model, without adapters."""
+        """Names of the model, without adapters."""
         return (self.name, *self.other_names)
 
     @cached_property
     def token_texts(self) -> TokenTexts | None:
-        """What single tokens say; None: there is no tokenizer."""
+        """Texts of single tokens, or None without a tokenizer."""
         return None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What holds where a request of the usual protocols leaves a sampling parameter out."""
+        """Values of sampling parameters that requests of the usual protocols omit."""
         use = self.config.generation_config or AUTO
         if use == AUTO:
             return self.engine.sampling_defaults
@@ -135,19 +138,19 @@ class Served:
 
     @property
     def defaults_for_people(self) -> Mapping[str, float]:
-        """What the page samples with, unless a person says otherwise."""
+        """Sampling parameters that the page uses by default."""
         return defaults_for_people(self.config.generation_config or AUTO, self.sampling_defaults)
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Characters of text that a token stands for at most; None: there is no such bound."""
+        """Maximum number of characters of a token's text. None: there is no such bound."""
         return None if self.token_texts is None else self.token_texts.longest
 
 
 @dataclass(slots=True)
 class RequestUsage:
-    """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of
-    its completions.
+    """Tokens of a request so far: of its distinct prompts, of their cached part, and of its
+    completions.
     """
 
     prompt_tokens: int
@@ -156,14 +159,14 @@ class RequestUsage:
 
 
 class Builder:
-    """One request. Made by `ApiProtocol.prepare`, which has checked all that can be checked without
-    the engine.
+    """One request, made by `ApiProtocol.prepare`, which checks everything that does not need the
+    engine.
 
     Attributes:
-        asks: what the engine is to do.
-        stream: whether the answer is a stream of events.
-        names: what its clients call the numbers that its cost follows from.
-        make_parser: of each choice's text; None: it is all content.
+        asks: Work for the engine.
+        stream: True if the answer is a stream of events.
+        names: Names that clients use for the numbers that determine the cost.
+        make_parser: Makes the parser of each choice's text. None: all text is content.
     """
 
     asks: Sequence[Ask] = ()
@@ -172,27 +175,25 @@ class Builder:
     make_parser: Callable[[], OutputParser] | None = None
 
     def start(self, usage: RequestUsage) -> bytes:
-        """What a stream begins with. The engine has taken the request, and its first tokens are
-        there.
-        """
+        """Return the beginning of a stream. Called when the first tokens have come."""
         return b""
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """A piece of a choice as events; its last piece says why it ended."""
+        """Return a piece of a choice as events. The last piece reports why the choice ended."""
         raise NotImplementedError
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
-        """What a stream ends with."""
+        """Return the end of a stream."""
         return DONE
 
     def failure(self, problem: ApiError) -> bytes:
-        """What a stream ends with that cannot go on: SDKs raise what this event says."""
+        """Return the end of a stream that has failed. SDKs raise the error in this event."""
         return data_event(openai_error(problem))
 
     def response(
         self, choices: Sequence[Choice], usage: RequestUsage
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        """The answer as a whole."""
+        """Return the whole answer."""
         raise NotImplementedError
 
 
@@ -200,18 +201,18 @@ CODE = "request_too_large"
 
 
 def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
-    """Return the asks of one request, which share `Limits.max_entries`. Records of experts that the
-    client did not ask for are left out if they do not fit.
+    """Return the asks of one request, with their shares of `Limits.max_entries`. Records of experts
+    that the client did not ask for are omitted if they do not fit.
 
-    `asks` is read one by one, and no further than the first that does not fit.
+    `asks` is read one by one, up to the first that does not fit.
 
     Args:
-        asks: of the request.
-        served: has the limit.
-        names: what the client calls the numbers of `Demand`.
+        asks: Asks of the request.
+        served: Served model, with the limit.
+        names: Names that the client uses for the numbers of `Demand`.
 
     Raises:
-        ApiError: 400; it says which number to lower, and to what.
+        ApiError: 400, naming the number to lower, and the value to lower it to.
     """
     budget = served.engine.max_request_entries
     taken, demands, left = list[Ask](), list[Demand](), budget
@@ -232,8 +233,8 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
         if left < 0:
             raise bad_request(
                 "the prompts of the request ask for more entries than "
-                f"max_request_entries={budget}; send the first "
-                f"{len(taken)} by themselves, or ask for less with each.",
+                f"max_request_entries={budget}; send the first {len(taken)} in a separate request, "
+                "or ask for less per prompt.",
                 code=CODE,
             )
         taken.append(ask)
@@ -262,7 +263,9 @@ def _without_experts(demand: Demand) -> Demand:
 
 
 def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
-    """The engine repeats no prompt: what the answer needs for that is not for masks."""
+    """Set the limit of entries for the engine, without the entries that only the answer needs: the
+    engine does not repeat the prompt.
+    """
     needed = demand._replace(repeats_prompt=False).entries()
     limits: Limits = {**ask.limits, "max_entries": needed + share * demand.num_samples}
     return replace(ask, limits=limits)
@@ -270,13 +273,13 @@ def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
 
 @dataclass(frozen=True)
 class ApiProtocol:
-    """How a protocol reads requests that generate.
+    """Reader of a protocol's requests that generate.
 
     Attributes:
-        request: the body.
-        builder: makes a builder of the body, what is served and the request's id. It raises
-            `ApiError`, `InvalidRequest` and the like, and may take a while (templates, tokenising).
-        openapi: what `/openapi.json` says of its route; see `openapi.py`.
+        request: Model of the body.
+        builder: Makes a builder from the body, the served model and the request's id. Raises
+            `ApiError`, `InvalidRequest` and their like. May be slow (templates, tokenization).
+        openapi: Description of the route in `/openapi.json`, from `openapi.py`.
     """
 
     request: type[Strict]
@@ -284,5 +287,5 @@ class ApiProtocol:
     openapi: Mapping[str, Any]
 
     def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
-        """Read a request; in a thread where the body is large."""
+        """Read a request. Call it in a thread if the body is large."""
         return self.builder(read_body(body, self.request, served.config), served, request_id)

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's sampling parameters."""
+"""Conversion of a request's fields to the engine's sampling parameters."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,24 +25,24 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 def kept_seconds(retention: Retention | None, fields: "SamplingFields") -> float | None:
-    """How long a retention keeps the blocks of a request; None: it does not say. Raises
-    `ApiError`.
+    """Return the seconds for which a retention keeps a request's blocks, or None if it is not set.
+    Raises `ApiError`.
     """
     if retention is None:
         return None
     seconds = MOST_KEPT_SECONDS if retention == "24h" else 0.0
     if fields.keep_cache_seconds not in (None, seconds):
         raise bad_request(
-            f'prompt_cache_retention="{retention}" and keep_cache_seconds say different things; '
-            "leave one of them out.",
+            f'prompt_cache_retention="{retention}" and keep_cache_seconds contradict each other; '
+            "omit one of them.",
             "prompt_cache_retention",
         )
     return seconds
 
 
 def hinted(seconds: float | None, served: Served) -> dict[str, Any]:
-    """Fields of `SamplingParams` of a time in the words of another API. There it is a hint: without
-    a prefix cache it has no effect, nor has the priority that goes with it.
+    """Return fields of `SamplingParams` for a cache time from another API's field. Such a time is
+    only a hint: without a prefix cache, time and priority have no effect.
     """
     if not seconds:
         return {}
@@ -52,20 +52,22 @@ def hinted(seconds: float | None, served: Served) -> dict[str, Any]:
 
 
 def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop") -> tuple[str, ...]:
-    """Stop strings within the limits. Raises `ApiError`, 400."""
+    """Return the stop strings if they are within the limits. Raises `ApiError` 400."""
     strings, config = tuple(stop or ()), served.config
     if len(strings) > config.max_stop:
         raise bad_request(
-            f"{name} holds {len(strings)} strings; this server takes {config.max_stop}.", name
+            f"{name} holds {len(strings)} strings; this server accepts at most {config.max_stop}.",
+            name,
         )
     for string in strings:
         if not string:
             raise bad_request(
-                f"{name} holds an empty string, which would end every answer at once.", name
+                f"{name} holds an empty string, which would end every answer at its start.",
+                name,
             )
         if len(string) > config.max_stop_length:
             raise bad_request(
-                f"{name} holds a string of {len(string)} characters; this server takes "
+                f"{name} holds a string of {len(string)} characters; this server accepts at most "
                 f"{config.max_stop_length}.",
                 name,
             )
@@ -75,13 +77,13 @@ def checked_stop(stop: Sequence[str] | None, served: Served, name: str = "stop")
 
 
 def require_logprobs(count: int, served: Served, name: str) -> None:
-    """Raise `ApiError`, 400, for more logprobs a token than the server tells."""
+    """Raise `ApiError` 400 for more logprobs per token than the server reports."""
     most = served.config.max_logprobs
     require_at_most(count, served.engine.vocab_size if most < 0 else most, name)
 
 
 def require_routed_experts(served: Served, name: str) -> None:
-    """Raise `ApiError`, 400, where the engine keeps no record of experts."""
+    """Raise `ApiError` 400 if the engine does not record experts."""
     if not served.engine.experts_per_token:
         raise bad_request(
             f"{name}: this server keeps no record of routed experts; start it with "
@@ -91,8 +93,8 @@ def require_routed_experts(served: Served, name: str) -> None:
 
 
 def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
-    """How many logprobs a token are asked for; -1: of the whole vocabulary. Raises `ApiError`, 400,
-    for too many.
+    """Return the number of logprobs per token that a request asks for. -1 is the whole vocabulary.
+    Raises `ApiError` 400 if there are too many.
     """
     count = served.engine.vocab_size if asked == -1 else asked
     require_logprobs(count or 0, served, name)
@@ -100,11 +102,11 @@ def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
 
 
 def version_number(name: object, served: Served, field: str) -> int | None:
-    """The engine's number of a weight version that a client names, by a string or a number; None:
-    it names none.
+    """Return the engine's number of the weight version that a client names by a string or a number.
+    None: the client names none.
 
-    Raises `ApiError`: 400 for something else, and for one that cannot come, 409 for a name that no
-    version has or can get.
+    Raises `ApiError`: 400 for a malformed name and for a version that cannot come, 409 for a name
+    that no version has or can get.
     """
     if name is None:
         return None
@@ -117,13 +119,13 @@ def version_number(name: object, served: Served, field: str) -> int | None:
     number = served.version_number(name)
     if number is None:
         raise ApiError(
-            409, f"there is no weight version {shown(name)}.", field, "weight_version_gone"
+            409, f"weight version {shown(name)} does not exist.", field, "weight_version_gone"
         )
     newest = served.engine.weight_version
     if number > newest and not served.config.rl:
         raise bad_request(
-            f"{field}: version {shown(name)} cannot come: {newest} serves, and weights change "
-            "only with --rl.",
+            f"{field}: version {shown(name)} cannot become live: version {newest} is live, and "
+            "weights change only with --rl.",
             field,
         )
     return number
@@ -142,59 +144,59 @@ def sampling_params(
     within: str = "",
     behind: Behind = AT_ONCE,
 ) -> SamplingParams:
-    """The engine's parameters.
+    """Return the engine's sampling parameters for a request.
 
     Args:
-        fields: of the request.
-        served: has the limits.
-        max_tokens: completion tokens at most.
-        stop: see `checked_stop`.
-        top_logprobs: most probable tokens to tell of each token.
-        scored_prompt: and of each token of the prompt; None: the prompt is not scored.
-        defaults: for what the request leaves out, such as `Served.sampling_defaults`; without them
-            it is neutral.
-        renamed: fields that the protocol names otherwise; None: they are left out.
-        within: stands before the names of fields in what is said of a grammar.
-        behind: what a grammar begins behind; see `behind_reasoning`.
+        fields: Fields of the request.
+        served: Served model, with its limits.
+        max_tokens: Maximum number of completion tokens.
+        stop: Stop strings, from `checked_stop`.
+        top_logprobs: Number of most probable tokens to report per token.
+        scored_prompt: Number of most probable tokens to report per prompt token. None: the prompt
+            is not scored.
+        defaults: Values of omitted fields, such as `Served.sampling_defaults`. Empty: neutral ones.
+        renamed: Fields that the protocol names differently. None: omitted.
+        within: Prefix of field names in errors about grammars.
+        behind: Text that precedes the grammar, from `behind_reasoning`.
 
     Raises:
-        ApiError: 400, a value is beyond the limits, or a grammar is none.
-        InvalidRequest: values that contradict each other.
+        ApiError: 400, a value is beyond the limits, or a grammar is invalid.
+        InvalidRequest: Values contradict each other.
     """
     vocab_size = served.engine.vocab_size
-    given = fields.model_dump(include=_NAMES, exclude_none=True)
-    given |= {name: value for name, value in renamed.items() if value is not None}
-    if (top_k := given.get("top_k")) is not None:
-        given["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
-    # OpenAI's range begins there; the engine's is of prefixes that hold something
-    if given.get("top_p") == 0:
-        del given["top_p"]
-        given["top_k"] = 1
-    if "seed" in given:
-        given["seed"] %= 2**64  # a signed one is the unsigned one of the same bits
-    if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"], vocab_size)
+    options = fields.model_dump(include=_NAMES, exclude_none=True)
+    options |= {name: value for name, value in renamed.items() if value is not None}
+    if (top_k := options.get("top_k")) is not None:
+        options["top_k"] = 0 if top_k < 0 else min(top_k, vocab_size)
+    # 0 is valid for OpenAI, but the engine needs a prefix with at least one token
+    if options.get("top_p") == 0:
+        del options["top_p"]
+        options["top_k"] = 1
+    if "seed" in options:
+        options["seed"] %= 2**64  # a negative seed is the unsigned one of the same bits
+    if "logit_bias" in options:
+        options["logit_bias"] = _bias(options["logit_bias"], vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
-        if name in given:
-            given[name] = _token_ids(given[name], name, vocab_size)
-    if given.get("routed_experts"):
+        if name in options:
+            options[name] = _token_ids(options[name], name, vocab_size)
+    if options.get("routed_experts"):
         require_routed_experts(served, f"{within}routed_experts")
     if scored_prompt is not None:
-        given |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
+        options |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
     grammar = grammar_of(
         _said_of_grammars(fields, within), within, behind, served.engine.grammar_backend
     )
     if grammar is not None:
         need_tokenizer(served)
-        given["grammar"] = grammar
-    own = {"max_tokens": max_tokens, "stop": tuple(stop), "top_logprobs": top_logprobs}
-    return SamplingParams(**{**defaults, **given, **own})
+        options["grammar"] = grammar
+    fixed = {"max_tokens": max_tokens, "stop": tuple(stop), "top_logprobs": top_logprobs}
+    return SamplingParams(**{**defaults, **options, **fixed})
 
 
 # each protocol has its own range of temperatures
 _NAMES = {*SamplingFields.model_fields, "temperature"} - {*GrammarFields.model_fields}
 _OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in ROWS)}
-# What stands in a body that asks for a grammar; the last may hide a letter of a name.
+# words in bodies that ask for a grammar; the escape may hide a letter of such a word
 _WORDS = (
     *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
     *(b"json_schema", b"json_object", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
@@ -203,7 +205,7 @@ _WORDS = (
 
 
 def may_ask_for_grammar(body: bytes) -> bool:
-    """Whether reading a body may take seconds, because it holds a grammar."""
+    """Return True if a body may hold a grammar, so that reading it may take seconds."""
     return any(word in body for word in _WORDS)
 
 
@@ -218,8 +220,8 @@ def _bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise bad_request(
-                f"logit_bias has the key {shown(key)}; keys are token ids in [0, {vocab_size}), "
-                "as strings.",
+                f"logit_bias has the key {shown(key)}; keys are token ids in "
+                f"[0, {vocab_size}), as strings.",
                 "logit_bias",
             )
     return {int(key): value for key, value in bias.items()}
