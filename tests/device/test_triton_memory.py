@@ -100,8 +100,8 @@ def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
     plain = str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB)))
     assert "CUDA graphs" not in plain
     assert "others" not in plain
-    assert "guessed" not in plain
-    assert "workspace, guessed" in str(
+    assert "(est.)" not in plain
+    assert "workspace (est.)" in str(
         planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB, estimated=True))
     )
 
@@ -266,7 +266,7 @@ def test_kernel_that_fails_at_full_size_says_what_runs(
         assemble(small(folder), Card(total=10 * GIB))
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
     with pytest.raises(
-        ConfigError, match=r"cuda_graphs=False runs without them \(RuntimeError: out of resource"
+        ConfigError, match=r"cannot be captured \(RuntimeError: out of resource"
     ):
         assemble(small(folder), Card(total=10 * GIB), fails)
 
