@@ -343,5 +343,5 @@ def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
 
 def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, vocab_size=500)
-    with pytest.raises(ConfigError, match=r"draft_model=.* has a vocabulary of 500 tokens"):
+    with pytest.raises(ConfigError, match=r"draft_model=.* has 500 tokens in its vocabulary"):
         engine_of(model, draft_model=str(folder))

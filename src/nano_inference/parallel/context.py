@@ -91,7 +91,7 @@ class Piece:
     its keys.
     """
 
-    own: slice  # this rank's rows in the exchange
+    own_rows: slice  # this rank's rows in the exchange
     queries: tuple[Tensor, ...]  # by rank: own rows whose queries are sent to it
     asked: tuple[int, ...]  # by rank: number of queries received from it
     arrived: Tensor  # [M] permutation of the received queries to the order of the batch
@@ -106,7 +106,7 @@ class Piece:
 class Rejoining:
     """Exchange that collects values of some rows of the batch from their owners."""
 
-    own: Tensor  # own rows that this rank contributes
+    own_rows: Tensor  # own rows that this rank contributes
     counts: tuple[int, ...]  # by rank: number of rows that it contributes
     # permutation of the concatenated values of all ranks to the order of the batch
     order: Tensor
@@ -163,8 +163,8 @@ def own_rows(
         slot_mapping=split.slots(batch.slot_mapping[rows]),
         row_chunks=batch.row_chunks[rows],
         cu_seqlens_q=torch.searchsorted(rows, batch.cu_seqlens_q),
-        logits_indices=step.logits.own,
-        score_rows=step.scores.own,
+        logits_indices=step.logits.own_rows,
+        score_rows=step.scores.own_rows,
         score_targets=batch.score_targets[scored],
         score_temperatures=batch.score_temperatures[scored],
         score_mask_rows=batch.score_mask_rows[scored],
@@ -237,7 +237,7 @@ def _piece(
     mine = index[is_own]
     start = int(mine[0]) if len(mine) else 0
     return Piece(
-        own=slice(start, start + len(mine)),
+        own_rows=slice(start, start + len(mine)),
         queries=tuple(queries),
         asked=_counts(askers, split.size),
         arrived=torch.argsort(torch.argsort(askers, stable=True)),
