@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from nano_inference.errors import WeightTransferError, WeightUpdateConflict, WeightUpdateError
 
-NICENESS = 10  # yields about a tenth of a core while decoding uses all cores
+NICENESS = 10  # leaves about a tenth of a core while decoding needs all cores
 MOST = 16  # concurrent calls of `before`, including abandoned ones
 
 Made = TypeVar("Made")
