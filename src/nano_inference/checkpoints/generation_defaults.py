@@ -61,8 +61,8 @@ def defaults_for_people(use: str, recommended: Mapping[str, float]) -> dict[str,
 def generation_defaults(folder: Path, model_path: str = "") -> dict[str, float]:
     """Return a model's recommendations as fields of `SamplingParams`.
 
-    They are in its generation_config.json. If that file recommends nothing, an embedded model's
-    card applies. Values that the engine does not accept are omitted with a warning. Raises
+    The source is the model's generation_config.json. If that file recommends nothing, an embedded
+    model's card applies. Values that the engine does not accept are omitted with a warning. Raises
     `ModelLoadError` for a file that cannot be read.
 
     Args:

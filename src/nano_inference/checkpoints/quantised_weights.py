@@ -369,8 +369,8 @@ def _mxfp4_packed(stored: Stored) -> Layout:
 def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
     """Return the layout of NVIDIA's 4-bit floats.
 
-    16 numbers share an 8-bit float, and all share a final scale. It divides in compressed-tensors
-    and multiplies in modelopt.
+    16 numbers share an 8-bit float, and all share a final scale. This scale divides in
+    compressed-tensors and multiplies in modelopt.
     """
     rows, columns = stored.matrix
     parts = {

@@ -151,7 +151,7 @@ class DrawParameters:
         plain = to_device(sampling_batch([DrawRequest(SamplingParams())] * size), self._device)
         places = {name: place[:size] for name, place in self._places.items()}
         rows = torch.arange(size, device=self._device)
-        # Captured for greedy rows too. That does not change the bits of other rows.
+        # The greedy path is captured, too. Other rows keep their bits.
         flags = {"any_filter": any_filter, "any_greedy": True, "any_raw": True}
         return replace(plain, rows=rows, noise_keys=keys, **places, **flags)
 
@@ -177,7 +177,8 @@ class DecodeGraphs:
     """Graphs of one model over one KV storage.
 
     The model holds the captured graphs and drops them when weights or KV tensors move
-    (`forget_recorded`). They are then captured again. Weights written in place need no new capture.
+    (`forget_recorded`). The next step captures new ones. Weights written in place need no new
+    capture.
 
     Args:
         model: Model whose forward is captured.

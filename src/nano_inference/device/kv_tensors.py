@@ -57,7 +57,7 @@ def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> 
 def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | None:
     """Return the block layout of the memory of layers with a state, or None if a block is its unit.
 
-    All models must have the same state. That memory is separate, with one unit for each block
+    All models must have the same state. The memory is separate, with one unit for each block
     within the window. Keys and values are stored in the block itself: the other layers of such
     models keep all tokens.
     """

@@ -55,8 +55,9 @@ class Deadline:
 def step_back() -> None:
     """Lower the priority of the calling thread, and of threads that it starts (including gloo's).
 
-    They use only the cores that decoding leaves idle. The priority cannot be raised again, so use
-    this only for short-lived threads. It has no effect on systems without thread priorities.
+    Such threads use only the cores that decoding leaves idle. The priority cannot be raised again,
+    so use this only for short-lived threads. The call has no effect on systems without thread
+    priorities.
     """
     if sys.platform == "linux":
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """`ProcessGroup`: processes that communicate by gloo or NCCL: an engine's ranks, or a trainer and
 its engines.
 
-It consists of torch's public classes: a store, and the backend (`ProcessGroupGloo`,
+The class uses torch's public classes: a store, and the backend (`ProcessGroupGloo`,
 `ProcessGroupNCCL`), which needs no default group and registers nothing. So it is independent of
 other groups in the process, and does not need the private `_new_process_group_helper`.
 """

@@ -1,7 +1,7 @@
 """Engine over several processes: rank 0 runs the scheduler, other ranks run the same steps on their
 parts.
 
-It needs msgspec: `pip install 'nano-inference[parallel]'`.
+Needs msgspec: `pip install 'nano-inference[parallel]'`.
 
 Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, parallel, sampling,
 weights.

@@ -103,7 +103,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Read the configurations of a config's models and plan the engine.
 
-    It reads no weights and has no side effects.
+    The function reads no weights and has no side effects.
 
     Args:
         config: Config of the engine.

@@ -4,9 +4,9 @@ experts.
 Rows are sent to the engine that holds their expert (`models/sharding/rank_exchange.py`), so no
 engine can compute a layer while another is idle. A step of one is a **round** of all, and engines
 without rows take part with none. Consecutive rounds form a **wave**. A wave begins when an idle
-engine has work and rings the bell for the next wave. It ends with a round in which no engine had
-work: then all are idle, and count the wave. A ring for an ended wave is ignored, so a bell that is
-heard late has no effect. (vLLM's engines with data-parallel attention use a similar counter.)
+engine has work and rings the bell for the next wave. The wave ends with a round in which no engine
+had work: then all are idle, and count the wave. A ring for an ended wave is ignored, so a bell that
+is heard late has no effect. (vLLM's engines with data-parallel attention use a similar counter.)
 
 At the start of a round, every engine reports its state. The reports determine, equally on all
 engines:

@@ -19,8 +19,8 @@ class Begin(msgspec.Struct, frozen=True):
     Attributes:
         rank, world_size: Rank of the worker, and number of ranks.
         address: Address of rank 0, in the notation of `Listener`.
-        token: Secret of the engine. It must not appear on a command line, in an environment or in a
-            log.
+        token: Secret of the engine, which must not appear on a command line, in an environment or
+            in a log.
         log_level: Level of the package's logger.
         parent: Process id of rank 0 if it starts the worker itself. The worker then ends with it. 0
             means that another program starts the worker.

@@ -87,7 +87,7 @@ class Introduction(msgspec.Struct, array_like=True):
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """Second message of rank 0. `reason` explains a rejection. It is empty on acceptance."""
+    """Second message of rank 0. `reason` explains a rejection, and is empty on acceptance."""
 
     magic: bytes
     proof: bytes

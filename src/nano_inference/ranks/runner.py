@@ -1,6 +1,6 @@
 """`RankedRunner`: runner of an engine whose models are shared by several ranks.
 
-It announces each step to the other ranks, then runs rank 0's part.
+Each step is announced to the other ranks before rank 0 runs its own part.
 """
 
 import weakref

@@ -38,7 +38,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 class TorchrunLauncher:
     """Launcher for rank 0, for processes that torchrun has already started.
 
-    It supports one engine at a time, with as many ranks as torchrun has started.
+    Supports one engine at a time, with as many ranks as torchrun has started.
 
     Raises `ConfigError` outside of torchrun.
     """

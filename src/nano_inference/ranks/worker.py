@@ -1,8 +1,8 @@
 """Worker process: `python -m nano_inference.ranks.worker`, started by `LocalLauncher`, or
 `run_worker` in any process.
 
-It builds its part of the model, then handles rank 0's messages until it is stopped. It also ends
-when rank 0 or its parent process ends.
+The process builds its part of the model, then handles rank 0's messages until it is stopped,
+or rank 0 or its parent process ends.
 """
 
 import logging

@@ -28,7 +28,7 @@ _TOKEN_ID_KEYS = {
     "eos_token_id": "eos_token_id",
     "padding_token_id": "pad_token_id",
 }
-# Ids that end a turn. They also end a sample if the file has a chat template.
+# Ids that end a turn, and also a sample if the file has a chat template.
 _TURN_ENDS = ("eot_token_id", "eom_token_id")
 
 _YARN: Mapping[str, str] = {

@@ -104,8 +104,8 @@ def describe_gguf(
     """Create a folder that describes a GGUF file, or return it if it exists.
 
     The folder holds `config.json`, `generation_config.json`, the tokenizer's files, and links to
-    the file or its parts, from which `loading` reads the weights. It takes some megabytes, mostly
-    for the tokenizer. Several processes may describe the same file simultaneously.
+    the file or its parts, from which `loading` reads the weights. The folder takes some megabytes,
+    mostly for the tokenizer. Several processes may describe the same file simultaneously.
 
     Args:
         path: Path of the `.gguf` file, or of any part of a split one; see `read_model`.
