@@ -420,7 +420,7 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         one, other = engines.each
         other.add_request(PROMPTS[1], replace(PARAMS, max_tokens=150))
         other.add_request(PROMPTS[0], PARAMS)
-        assert "not all of these were asked to sleep within 0.3 s" in sleep_with_weights(one)
+        assert "not all engines were asked to sleep within 0.3 s" in sleep_with_weights(one)
         assert (one.sleeping(), one.is_paused()) == ((), False)
         one.add_request(PROMPTS[1], PARAMS)
         engines.wait_until(lambda: [len(samples) for samples in engines.samples] == [1, 2])

@@ -125,7 +125,7 @@ def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
         NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 2\); install the same version"
     ):
         join(rendezvous, identity(rendezvous, 1, protocol=7))
-    with pytest.raises(NotOurs, match="one of 4 ranks, rank 0 as one of 3"):
+    with pytest.raises(NotOurs, match="one of 4 ranks, but rank 0 as one of 3"):
         join(rendezvous, identity(rendezvous, 1, world_size=4))
     with pytest.raises(NotOurs, match="rank 3 does not exist"):
         join(rendezvous, identity(rendezvous, 3))

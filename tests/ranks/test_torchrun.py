@@ -99,7 +99,7 @@ def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         TorchrunLauncher()
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="rank 0 builds the engine, with TorchrunLauncher"):
+    with pytest.raises(ConfigError, match="rank 0 must build the engine, with TorchrunLauncher"):
         serve_rank()
 
 
