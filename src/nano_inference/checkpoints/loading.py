@@ -161,9 +161,7 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
 
 
 def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
-    """Raise `ModelLoadError` if a parameter mixes plain tensors and codes, or has unsupported
-    codes.
-    """
+    """Raise `ModelLoadError` if codes are unsupported, or mixed with plain tensors."""
     plain = next(name for name, form in forms.items() if form is None)
     for name, weight in sources.items():
         why = getattr(weight, "why", None)

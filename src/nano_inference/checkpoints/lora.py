@@ -1,6 +1,4 @@
-"""LoRA adapters in PEFT's format: reading, checks against a model, and conversion to the decoder's
-parameters.
-"""
+"""LoRA adapters in PEFT's format: reading, checks, and conversion to the decoder's parameters."""
 
 import json
 import math
@@ -88,9 +86,7 @@ class LoraSettings:
             )
 
     def scale(self, rank: int, *modules: str) -> float:
-        """Return the factor of an adapter of this rank for a module, given any of the module's
-        names.
-        """
+        """Return the scale of an adapter of this rank for a module, given any of its names."""
         matching = (
             alpha
             for end, alpha in self.alphas
@@ -219,8 +215,9 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
 
 
 def _ending(pattern: str) -> str:
-    """Return the ending of module names that a PEFT pattern matches. Raises `AdapterError` for
-    others.
+    """Return the ending of module names that a PEFT pattern matches.
+
+    Raises `AdapterError` for others.
     """
     ending = pattern.removeprefix("^").removesuffix("$").removeprefix(".*")
     ending = ending.removeprefix("\\.").replace("\\.", ".")
@@ -413,8 +410,9 @@ class _Piece:
         self._write = placed(places)
 
     def write(self, pairs: Mapping[str, Pair]) -> None:
-        """Write an adapter's matrices. Raise `AdapterError` after the write if a number is not
-        finite.
+        """Write an adapter's matrices.
+
+        Raise `AdapterError` after the write if a number is not finite.
         """
         sources: list[Tensor] = []
         with torch.no_grad():

@@ -100,8 +100,9 @@ class Stored:
         return self.stem + end in self.tensors
 
     def tensor(self, end: str) -> Any:
-        """Return one of the tensors, to be read by slices. Raises `ModelLoadError` if it is
-        missing.
+        """Return one of the tensors, to be read by slices.
+
+        Raises `ModelLoadError` if it is missing.
         """
         name = self.stem + end
         if name not in self.tensors:

@@ -46,8 +46,9 @@ def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[TrainingSample]:
 def samples_of(
     columns: Mapping[str, Sequence[Any]], source: str, row_name: str
 ) -> list[TrainingSample]:
-    """Return the samples of columns. Errors call the whole `source`, and a row `row_name` and its
-    index.
+    """Return the samples of columns.
+
+    Errors call the whole `source`, and a row `row_name` and its index.
     """
     check_names(columns, source)
     num_rows = len(columns["prompt_tokens"])

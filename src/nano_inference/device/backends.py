@@ -1,6 +1,4 @@
-"""Choice of device, dtype and operations for a config: availability checks, fallbacks and their
-warnings.
-"""
+"""Choice of device, dtype and operations for a config: availability checks, fallbacks, warnings."""
 
 import functools
 import logging
@@ -244,8 +242,9 @@ MOST_THREADS = 64  # or the number of cores if larger: more threads may fail to 
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Return the number of threads of the CPU kernels and of torch. Raise `ConfigError` if too
-    many.
+    """Return the number of threads of the CPU kernels and of torch.
+
+    Raise `ConfigError` if too many.
     """
     most = max(MOST_THREADS, psutil.cpu_count() or 1)
     if config.num_threads is not None and config.num_threads > most:

@@ -114,8 +114,9 @@ class KeptFiles:
 
     @torch.inference_mode()
     def take(self, block: EvictedBlock) -> None:
-        """Write a block unless its file exists. A block that cannot be written is lost and
-        recomputed.
+        """Write a block unless its file exists.
+
+        A block that cannot be written is lost and recomputed.
         """
         with self._lock:
             entry = self._entries.pop(block.name, None)

@@ -237,9 +237,7 @@ class KVStorage:
         self._layers = [lie[place] for place in self.places]
 
     def lie(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of a layer's keys and values: two of [kv heads, units, block_size, row
-        width].
-        """
+        """Return a layer's keys and values as views [kv heads, units, block_size, row width]."""
         return self._layers[layer]
 
     def _lie(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -321,8 +319,9 @@ class KVStorage:
         return torch.cat([keys, self.states.read_blocks(block_ids)], dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
-        """Write the result of `read_blocks`, of any storage of the same shape. The blocks must be
-        unused.
+        """Write the result of `read_blocks`, of any storage of the same shape.
+
+        The blocks must be unused.
         """
         blocks = torch.tensor(block_ids, device=self.keys.device)
         size = self._kept * self.keys.itemsize

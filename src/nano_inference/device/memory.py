@@ -160,9 +160,7 @@ class MemoryBudget:
 
 
 def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
-    """Return the maximum sequence length by models and config, even if it does not fit in
-    memory.
-    """
+    """Return the maximum sequence length by models and config, even if memory is too small."""
     limit = min(spec.max_position for spec in specs)
     return min(config.max_model_len or limit, limit)
 
@@ -311,8 +309,9 @@ def _bytes_of_routes(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> in
 def _for_the_cache(
     config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int
 ) -> int:
-    """Return the bytes for the KV cache. Raise `ConfigError` if less than `smallest`, a block's
-    size.
+    """Return the bytes for the KV cache.
+
+    Raise `ConfigError` if less than `smallest`, a block's size.
     """
     asked = config.kv_cache_memory
     if asked is not None and asked < smallest:

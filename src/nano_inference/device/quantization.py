@@ -1,6 +1,4 @@
-"""Resolution of `EngineConfig.quantization="auto"` on this machine, and the hint at a faster
-setting.
-"""
+"""Resolution of `EngineConfig.quantization="auto"`, and hints at a faster setting."""
 
 import math
 from dataclasses import replace

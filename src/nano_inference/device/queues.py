@@ -25,13 +25,15 @@ Pool = Any  # memory shared by graphs
 
 
 class Event:
-    """Point in the device's work. Host work passes it immediately. On a GPU, a CUDA event takes its
-    place.
+    """Point in the device's work.
+
+    Host work passes it immediately. On a GPU, a CUDA event takes its place.
     """
 
     def query(self) -> bool:
-        """Return True if the device has passed the event. Raises the errors of preceding device
-        work.
+        """Return True if the device has passed the event.
+
+        Raises the errors of preceding device work.
         """
         return True
 

@@ -1,6 +1,4 @@
-"""Routed experts of samples, read from the policy's record while a sequence still holds its
-blocks.
-"""
+"""Routed experts of samples, read from the policy's record while their blocks are held."""
 
 from collections.abc import Callable
 

@@ -135,8 +135,9 @@ class ModelRunner:
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> StepResult:
-        """Copy blocks, then compute every batch. Return the hidden rows to draw from, and all
-        scores.
+        """Copy blocks, then compute every batch.
+
+        Return the hidden rows to draw from, and all scores.
         """
         began = self._working_time()
         self._copy_blocks(block_copies)
@@ -168,8 +169,9 @@ class ModelRunner:
         self.set_aside(POLICY, PREVIOUS, update.params)
 
     def give_back(self, memory: Memory) -> Sleep:
-        """Release the memory of the weights or the KV cache. Raises `OSError`, with nothing
-        released.
+        """Release the memory of the weights or the KV cache.
+
+        Raises `OSError`, with nothing released.
         """
         return give_back(memory, self.storages.values(), self.models.values())
 
@@ -188,8 +190,9 @@ class ModelRunner:
         return sampled
 
     def watch(self, lose: Callable[[RankLost], None]) -> None:
-        """Do nothing: no rank can be lost. Other runners call `lose` without keeping its object
-        alive.
+        """Do nothing: no rank can be lost.
+
+        Other runners call `lose` without keeping its object alive.
         """
 
     def end(self) -> None:

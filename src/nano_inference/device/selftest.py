@@ -140,15 +140,14 @@ def kernel_sets() -> list[KernelSet]:
 
 
 def usual_specs() -> list[ModelSpec]:
-    """Return specifications of a dense model and of a mixture of experts, for tests without a
-    model.
-    """
+    """Return a dense and a mixture-of-experts specification, for tests without a model."""
     return [spec_from_config(_DENSE), spec_from_config(_EXPERTS)]
 
 
 def selftest(specs: Iterable[ModelSpec], sets: Iterable[KernelSet]) -> Iterator[Verdict]:
-    """Run each set of kernels with the widths of each model. Yield the comparison with the
-    reference.
+    """Run each set of kernels with the widths of each model.
+
+    Yield the comparison with the reference.
     """
     specs = list(specs)
     for kernels in sets:

@@ -42,9 +42,7 @@ def specs_of(tensors: Sequence[Tensor]) -> list[TensorPlace]:
 
 
 def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPlace]:
-    """Return the columns of a batch class that have fixed addresses in captured graphs, at these
-    sizes.
-    """
+    """Return the columns of a batch class with fixed addresses in captured graphs."""
     return {
         name: TensorPlace(tuple(sizes[size] for size in each.sizes), torch_dtype(each.dtype))
         for name, each in columns_of(batch).items()
@@ -103,9 +101,7 @@ class Uploads:
         self._ring = Ring(queue, num_slots=4, num_words=4096)
 
     def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        """Copy host tensors consecutively, aligned to words, to the beginning of `target`
-        (int64).
-        """
+        """Copy host tensors, aligned to words, consecutively into `target` (int64)."""
         sizes = [_num_words(part.nbytes) for part in parts]
 
         def fill(words: np.ndarray) -> None:

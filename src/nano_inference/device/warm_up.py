@@ -87,9 +87,7 @@ def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
 
 
 def _step(rows: int, longest: int, block_size: int, weight_set: str) -> ForwardBatch:
-    """Return a decode plus prompts of up to `longest` tokens for the other rows, all in
-    one block.
-    """
+    """Return a decode, and prompts of up to `longest` tokens for the other rows, in one block."""
     lengths = [min(longest, rows - 1 - done) for done in range(0, rows - 1, longest)]
     position = min(block_size, longest - 1)
     chunks = [Rows([0], position, [0] * (position // block_size + 1))]

@@ -26,9 +26,7 @@ def segment_unit(columns: int) -> int:
 
 
 def check_segments(segments: Sequence[int], columns: int) -> None:
-    """Raise `ValueError` unless these are the bounds of 1, 2, 4 or 8 segments of `columns`
-    columns.
-    """
+    """Raise `ValueError` unless these are the bounds of 1, 2, 4 or 8 segments."""
     rising = all(first <= second for first, second in pairwise(segments))
     if (
         len(segments) - 1 not in (1, 2, 4, SEGMENTS)

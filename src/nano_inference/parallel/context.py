@@ -74,9 +74,7 @@ class ContextSplit:
         return local // run * (run * self.size) + rank * run + local % run
 
     def visible(self, positions: Tensor, window: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the visible keys [first, end) of rows at `positions`, counted among a rank's own
-        keys.
-        """
+        """Return the visible keys [first, end) of each row, counted among a rank's own keys."""
         first = (
             self.stored((positions - window + 1).clamp(min=0), rank)
             if window
@@ -87,9 +85,7 @@ class ContextSplit:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Exchange of a step from the view of one rank: P own rows, and M rows of all ranks that see
-    its keys.
-    """
+    """Exchange of a step on one rank: P own rows, and M rows of all ranks that see its keys."""
 
     own_rows: slice  # this rank's rows in the exchange
     queries: tuple[Tensor, ...]  # by rank: own rows whose queries are sent to it

@@ -33,9 +33,7 @@ class Deadline:
         return max(0.0, self._at - time.monotonic())
 
     def at_most(self, seconds: float = math.inf) -> float:
-        """Return the smaller of `seconds` and `left`, but never 0, which some calls treat as no
-        limit.
-        """
+        """Return the smaller of `seconds` and `left`, but never 0, which can mean no limit."""
         return min(seconds, max(self.left(), 0.001))
 
     def remaining(self) -> timedelta:

@@ -167,8 +167,9 @@ class ProcessGroup:
         return received
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Send a tensor to a rank, possibly returning before it arrives. Do not modify the tensor
-        afterwards.
+        """Send a tensor to a rank, possibly returning before it arrives.
+
+        Do not modify the tensor afterwards.
         """
         sending = self._sending.setdefault(peer, deque())
         if len(sending) == MOST_SENDING:  # gloo sends only once the peer receives
@@ -212,8 +213,9 @@ class ProcessGroup:
         return bool(flag.item())
 
     def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
-        """Wait for collectives. Raise `WeightTransferError` at the deadline, or if the other side
-        is gone.
+        """Wait for collectives.
+
+        Raise `WeightTransferError` at the deadline, or if the other side is gone.
         """
         try:
             for work in works:
@@ -285,8 +287,9 @@ class ProcessGroup:
     def _launched(
         self, call: Callable[[], Any], tensor: Tensor, deadline: Deadline, what: str
     ) -> Any:
-        """Start a collective. On CUDA its tensor is held until the collective or the group has
-        ended.
+        """Start a collective.
+
+        On CUDA its tensor is held until the collective or the group has ended.
         """
 
         def on_device() -> Any:

@@ -121,9 +121,7 @@ def _built(
 
 
 def _place_of_groups(rendezvous: Rendezvous, launcher: Launcher) -> tuple[str, Any]:
-    """Return the meeting point of process groups: a file in a private folder, or a network
-    store.
-    """
+    """Return the process groups' meeting point: a file in a private folder or a network store."""
     if rendezvous.folder is not None:
         return f"file:{rendezvous.folder}/groups", None
     assert launcher.host is not None
@@ -149,8 +147,9 @@ def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> Engin
 
 
 def digest_of(plan: EnginePlan) -> str:
-    """Return a digest of the models' specifications. Ranks with different digests read other
-    models.
+    """Return a digest of the models' specifications.
+
+    Ranks with different digests read other models.
     """
     return hashlib.sha256(repr(sorted(plan.specs.items())).encode()).hexdigest()
 

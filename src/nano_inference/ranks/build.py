@@ -1,6 +1,4 @@
-"""Plan of an engine before any weight is read: specs, shards, operations, memory budget,
-numerics.
-"""
+"""Plan of an engine before weights are read: specs, shards, operations, memory, numerics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

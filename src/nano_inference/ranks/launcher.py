@@ -50,8 +50,9 @@ class Launcher(Protocol):
         ...
 
     def start(self, begins: Sequence[Begin]) -> Sequence[Handle]:
-        """Start one process for each of `begins`. Return them in the same order. Raises
-        `ConfigError`.
+        """Start one process for each of `begins`.
+
+        Return them in the same order. Raises `ConfigError`.
         """
         ...
 

@@ -1,6 +1,4 @@
-"""Construction of an engine's parts from its plan: models by weight set, KV tensors,
-cache, runner.
-"""
+"""Construction of an engine's parts from its plan: models, KV tensors, cache, runner."""
 
 import logging
 from collections.abc import Mapping
@@ -321,9 +319,7 @@ def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
 
 
 def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
-    """Return advice on the share of the card that holds the longest sequence, if the KV cache
-    limits it.
-    """
+    """Return the card's share that holds the longest sequence, if the KV cache limits it."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     if (
         memory is None

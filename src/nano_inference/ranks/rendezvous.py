@@ -263,9 +263,7 @@ class Rendezvous:
                 )
 
     def _give_up(self) -> None:
-        """Close all connections, including unfinished greetings, so that no worker waits
-        in vain.
-        """
+        """Close all connections and greetings, so that no worker waits in vain."""
         with self._changed:
             self._is_open = False
         for link in self._links.values():
@@ -275,9 +273,7 @@ class Rendezvous:
         return "".join(f"; {reason.rstrip('.')}" for reason in tuple(self._refused))
 
     def _accept(self, stop: threading.Event) -> None:
-        """Greet each connection on a separate thread, so that a silent one does not block
-        others.
-        """
+        """Greet each connection on a separate thread, so that a silent one blocks no other."""
         while not stop.is_set():
             try:
                 link = self._listener.accept(0.1)

@@ -149,9 +149,7 @@ class StepSender:
         return new
 
     def _new_tokens(self, seqs: Iterable[Sequence]) -> tuple[list[int], list[int]]:
-        """Return the number of tokens of each sequence that are new to the workers, and all new
-        tokens.
-        """
+        """Return how many tokens of each sequence are new to the workers, and all new tokens."""
         known, counts, token_ids = self._known, list[int](), list[int]()
         for seq in seqs:
             before, now = known[seq.seq_id], len(seq.token_ids)

@@ -1,6 +1,4 @@
-"""Worker's part of an engine: its shard of the models on its device, driven by messages instead of
-a scheduler.
-"""
+"""Worker's part of an engine: its shard of the models, driven by messages."""
 
 from collections import deque
 from collections.abc import Callable

@@ -150,8 +150,9 @@ class WorkerGroup:
         self._reached(PLANNED)
 
     def sizes(self) -> list[Size]:
-        """Return the possible size of each rank's KV cache. Raise the error of a rank that cannot
-        be built.
+        """Return the possible size of each rank's KV cache.
+
+        Raise the error of a rank that cannot be built.
         """
         return [msgspec.convert(size, Size) for size in self._reached(SIZED)]
 
@@ -243,8 +244,9 @@ class WorkerGroup:
     def _wait(
         self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False
     ) -> None:
-        """Wait until `done` is true of all workers. With `beats`, a silent worker is lost after
-        `timeout`.
+        """Wait until `done` is true of all workers.
+
+        With `beats`, a silent worker is lost after `timeout`.
         """
         end = time.monotonic() + seconds
         while True:
@@ -268,9 +270,7 @@ class WorkerGroup:
                     )
 
     def _slowest(self) -> Worker:
-        """Return the worker that blocks the others: a silent one, or the one with the least
-        progress.
-        """
+        """Return the worker that blocks the others: silent, or with the least progress."""
         return self._silent() or min(self.workers, key=lambda worker: worker.handled)
 
     def _silent(self) -> Worker | None:

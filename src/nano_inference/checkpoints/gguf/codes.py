@@ -132,9 +132,7 @@ def read_blocks(kind: str, rows: np.ndarray, columns: int) -> Blocks:
 
 
 def numbers_of(kind: str, rows: np.ndarray, columns: int) -> np.ndarray:
-    """Return the numbers of stored rows, uint8 [rows, bytes], of any type: float32 [rows,
-    columns].
-    """
+    """Return stored rows, uint8 [rows, bytes], of any type as float32 [rows, columns]."""
     if kind in _FLOATS:
         return _FLOATS[kind](np.ascontiguousarray(rows))
     if kind not in KINDS:

@@ -128,9 +128,7 @@ def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None
 
 
 def _ropes_by_window(config: Config) -> Config:
-    """Return rotary parameters as transformers writes them if scaling applies only without a
-    window.
-    """
+    """Return transformers' rotary parameters if only layers without a window are scaled."""
     default = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     full = {**default, **config.pop("rope_scaling", {})}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": default}}
@@ -290,9 +288,7 @@ def require_names(family: Family, config: Config, stored: Stored) -> None:
 
 
 def tensor_names(family: Family, config: Config) -> dict[str, str]:
-    """Return a map of GGUF to Hugging Face names of all tensors possible with this
-    configuration.
-    """
+    """Return a map of GGUF to Hugging Face names of all possible tensors."""
     names = dict(family.global_names)
     for layer in range(config["num_hidden_layers"]):
         for key, hf_name in family.layer_names.items():

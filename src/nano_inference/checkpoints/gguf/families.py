@@ -84,9 +84,7 @@ def _mscales(log: float) -> Config:
 
 
 def _latent_mscales(log: float) -> Config:
-    """Return these parameters for DeepSeek, which stores a tenth and scales scores but not
-    cosines.
-    """
+    """Return DeepSeek's yarn parameters: it stores a tenth, and scales scores but not cosines."""
     mscale = round(10 * log, 6)
     return {"mscale_all_dim": mscale, "mscale": mscale}
 

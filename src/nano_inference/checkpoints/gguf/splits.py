@@ -36,9 +36,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words(contraction: str, digits: str) -> str:
-    """Return the expression of o200k and its descendants, in which words also end before a
-    capital.
-    """
+    """Return the expression of o200k and its descendants, which also split before capitals."""
     upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     start = r"[^\r\n\p{L}\p{N}]?"
     return "|".join(

@@ -344,9 +344,7 @@ def _merges(vocabulary: GgufVocabulary) -> Merges:
 
 
 def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> Merges:
-    """Return all pairs of tokens that form a token, by descending score, as SentencePiece
-    merges.
-    """
+    """Return all pairs of tokens that form a token, in SentencePiece's order of scores."""
     pairs = [
         (scores[token_id], len(token[:at]), len(token[at:]), token[:at], token[at:])
         for token, token_id in vocab.items()
@@ -362,9 +360,7 @@ _WHOLE = frozenset({_UNKNOWN, _CONTROL, _USER_DEFINED})
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, vocabulary: GgufVocabulary) -> None:
-    """Add tokens that are never split: control tokens, which are omitted from texts, and user
-    tokens.
-    """
+    """Add tokens that are never split: control tokens (omitted from texts) and user tokens."""
     named = set(vocabulary.special_tokens.values())
     model = backend.get_vocab(with_added_tokens=False)
     special, ordinary = list[AddedToken](), list[AddedToken]()

@@ -177,9 +177,7 @@ class GgufTensor:
         return kind_of(tensor.name) in self._family.turned
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, range, range]]:
-        """Yield the pieces of rows [start, stop): a tensor, the piece's rows in it, and the
-        selected rows.
-        """
+        """Yield the pieces of rows [start, stop): tensor, rows of the piece, selected rows."""
         at = 0
         for tensor, rows in self._target.pieces:
             count = _columns(tensor) if self._is_turned(tensor) else len(rows)
