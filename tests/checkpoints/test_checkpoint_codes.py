@@ -143,7 +143,9 @@ def test_plain_rows_among_codes_are_refused(tmp_path: Path) -> None:
     groups = {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
     fields |= {"config_groups": groups}
     write_model(tmp_path, config | {"quantization_config": fields}, kept)
-    with pytest.raises(ModelLoadError, match=r"gate_proj\.weight'.*shares a parameter with '.*up_proj"):
+    with pytest.raises(
+        ModelLoadError, match=r"gate_proj\.weight'.*shares a parameter with '.*up_proj"
+    ):
         load(tmp_path, "reference")
 
 

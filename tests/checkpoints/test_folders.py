@@ -49,7 +49,7 @@ def hub_error(kind: type[Exception]) -> Exception:
         (hub.GatedRepoError, "accept its licence on the hub"),
         (hub.LocalEntryNotFoundError, "the hub is unreachable"),
         (hub.OfflineModeIsEnabled, "the hub is unreachable"),
-        (hub.HfHubHTTPError, "answered with status 503"),
+        (hub.HfHubHTTPError, "returned status 503"),
         (PermissionError, r"could not be read \(PermissionError: long\)"),
     ],
 )

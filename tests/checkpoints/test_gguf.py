@@ -129,7 +129,8 @@ def test_every_type_is_read_as_the_gguf_package_reads_it_or_refused(
     raw = with_a_tensor_of(tmp_path / "m.gguf", kind)
     if not is_read(kind):
         with pytest.raises(
-            ModelLoadError, match=rf"tensor blk\.0\.ffn_down\.weight has an unsupported type: .*{name}"
+            ModelLoadError,
+            match=rf"tensor blk\.0\.ffn_down\.weight has an unsupported type: .*{name}",
         ):
             described(tmp_path / "m.gguf", tmp_path / "cache")
         assert files_in(tmp_path) == [tmp_path / "m.gguf"]
@@ -147,7 +148,9 @@ def test_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -> 
     name = b"blk.1.ffn_up.weight"
     at = raw.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two
     path.write_bytes(raw[:at] + (211).to_bytes(4, "little") + raw[at + 4 :])
-    with pytest.raises(ModelLoadError, match=r"blk\.1\.ffn_up\.weight has an unsupported type: .* type 211"):
+    with pytest.raises(
+        ModelLoadError, match=r"blk\.1\.ffn_up\.weight has an unsupported type: .* type 211"
+    ):
         described(path, tmp_path / "cache")
 
 
@@ -267,9 +270,7 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
 
 def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights()) | {"output_norm.weight": np.ones(HIDDEN, np.int32)}
-    with pytest.raises(
-        ModelLoadError, match=r"tensor output_norm\.weight has an unsupported type"
-    ):
+    with pytest.raises(ModelLoadError, match=r"tensor output_norm\.weight has an unsupported type"):
         described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 

@@ -376,7 +376,9 @@ def test_gate_and_up_of_several_shapes_are_refused(
     monkeypatch.setattr("tests.checkpoints.hf_to_gguf.tensors_of", uneven)
     strong(tmp_path / "hf", "granitemoe")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "granitemoe")
-    with pytest.raises(ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have the same shape"):
+    with pytest.raises(
+        ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have the same shape"
+    ):
         described(path, tmp_path / "cache")
 
 

@@ -263,7 +263,9 @@ def test_rule_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
 
 
 def test_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'rwkv'; supported: gemma4, gpt2, llama.*tokenizer_p"):
+    with pytest.raises(
+        ModelLoadError, match=r"'rwkv'; supported: gemma4, gpt2, llama.*tokenizer_p"
+    ):
         tokenizer_of(tmp_path, byte_level(model="rwkv"))
 
 

@@ -265,9 +265,7 @@ def test_kernel_that_fails_at_full_size_says_what_runs(
     ):
         assemble(small(folder), Card(total=10 * GIB))
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
-    with pytest.raises(
-        ConfigError, match=r"cannot be captured \(RuntimeError: out of resource"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be captured \(RuntimeError: out of resource"):
         assemble(small(folder), Card(total=10 * GIB), fails)
 
 

@@ -336,7 +336,9 @@ def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
     model: Path, tmp_path: Path
 ) -> None:
     folder = tiny_llama(tmp_path, hidden=32)
-    with pytest.raises(ConfigError, match=r"draft_model=.* cannot run with this policy: .*head_dim.*got 8"):
+    with pytest.raises(
+        ConfigError, match=r"draft_model=.* cannot run with this policy: .*head_dim.*got 8"
+    ):
         engine_of(model, draft_model=str(folder))
     engine_of(model, backend="reference", draft_model=str(folder)).shutdown()
 

@@ -560,7 +560,8 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path, name: str) -> Non
     fields = json.loads(json.dumps(QUANTISERS[name].fields).replace(": 32", ": 48"))
     write_quantised(tmp_path, name, config, llama_weights(config), **fields)
     with pytest.raises(
-        ModelLoadError, match=r"q_proj.weight' has 64 columns, .*not a multiple of the group size 48"
+        ModelLoadError,
+        match=r"q_proj.weight' has 64 columns, .*not a multiple of the group size 48",
     ):
         load(tmp_path)
 

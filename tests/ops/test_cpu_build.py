@@ -171,7 +171,10 @@ def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> N
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"dtype": "float16"}, "kernels do not support float16"), ({}, "multiples of 16 up to 576; got 24")],
+    [
+        ({"dtype": "float16"}, "kernels do not support float16"),
+        ({}, "multiples of 16 up to 576; got 24"),
+    ],
 )
 def test_what_has_no_kernels_runs_on_the_reference(
     tmp_path: Path,

@@ -316,8 +316,8 @@ def _for_the_cache(
     asked = config.kv_cache_memory
     if asked is not None and asked < smallest:
         raise ConfigError(
-            f"kv_cache_memory={asked:,} is too small for one block of {config.block_size} tokens; "
-            f"give at least {smallest:,} bytes."
+            f"kv_cache_memory of {asked:,} bytes is too small for one block of {config.block_size} "
+            f"tokens; give at least {smallest:,} bytes."
         )
     if not claims.total:
         free = free_memory()
