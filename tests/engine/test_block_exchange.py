@@ -233,7 +233,8 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
 
 def test_windows_on_several_ranks_are_refused_by_name(build: Build) -> None:
     with pytest.raises(
-        InvalidRequest, match="layers with a window are not exchanged by engines of several ranks"
+        InvalidRequest,
+        match="engines of several ranks cannot exchange blocks of layers with a window",
     ):
         _ = RankedRunner.block_shapes(SimpleNamespace(_units=object()))  # pyright: ignore[reportArgumentType]
 

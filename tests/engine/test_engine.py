@@ -852,7 +852,8 @@ def test_cache_knows_the_limit_of_a_container(
         build(kv_cache_memory=11 * 2**20)
     monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(2**15 - 1, limit))
     with pytest.raises(
-        ConfigError, match=f"a quarter of the free memory under {limit}, .* holds no block"
+        ConfigError,
+        match=f"a quarter of the free memory under {limit}, .* is too small for one block",
     ):
         build(kv_cache_memory=None)
 

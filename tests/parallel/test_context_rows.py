@@ -72,14 +72,14 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
         ("score_rows", "scores"),
         ("best_rows", "best"),
     ):
-        own = [step.rows[getattr(step, rejoining).own] for step in steps]
+        own = [step.rows[getattr(step, rejoining).own_rows] for step in steps]
         for step in steps:
             assert (
                 brought_together(own, getattr(step, rejoining).order)
                 == getattr(batch, wanted).tolist()
             )
         assert [getattr(part, wanted).tolist() for part in parts] == [
-            getattr(s, rejoining).own.tolist() for s in steps
+            getattr(s, rejoining).own_rows.tolist() for s in steps
         ]
     targets = [part.score_targets for part in parts]
     assert brought_together(targets, steps[0].scores.order) == batch.score_targets.tolist()
@@ -122,7 +122,7 @@ def test_every_row_merges_all_of_its_segments_in_order(
         total = 0
         for rank, piece in enumerate(pieces):
             answers = torch.cat([each[rank] for each in states])[piece.order]
-            own = rows[rank][piece.own].repeat_interleave(piece.counts)
+            own = rows[rank][piece.own_rows].repeat_interleave(piece.counts)
             assert answers[:, 0].tolist() == own.tolist()
             for row, segment in answers.tolist():
                 merged.setdefault(row, []).append(segment)

@@ -187,5 +187,5 @@ def test_numerics_of_all_ranks_are_the_same(folder: Path, monkeypatch: pytest.Mo
     config = EngineConfig(
         str(folder), device="cpu", backend="reference", num_threads=1, tensor_parallel=2
     )
-    with pytest.raises(ConfigError, match=r"rank 1 .*torch-1\.0 here and .* on rank 0"):
+    with pytest.raises(ConfigError, match=r"rank 1 .*torch-1\.0, but .* on rank 0"):
         InferenceEngine(config, ThreadLauncher())

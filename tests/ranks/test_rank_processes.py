@@ -172,7 +172,7 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
     text = str(found.value)
     assert "rank 1" in text
     assert f"process {worker.pid}" in text
-    assert ("does not go on" if when == "hung" else "killed by signal 9") in text
+    assert ("makes no progress" if when == "hung" else "killed by signal 9") in text
     assert f"requests lost: {ids[0]}, {ids[1]}" in text
     assert not workers()
     with pytest.raises(EngineDead):

@@ -165,7 +165,9 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path / "llama"), max_lora_rank=8) as engine:
         with pytest.raises(AdapterError, match="rank=16 is above max_lora_rank=8"):
             LoraPolicy(engine)
-        with pytest.raises(AdapterError, match="'wq' is no module of LlamaForCausalLM"):
+        with pytest.raises(
+            AdapterError, match="'wq' is not an adaptable module of LlamaForCausalLM"
+        ):
             LoraPolicy(engine, LoraSettings(rank=2, targets=("wq",)))
 
 

@@ -207,9 +207,9 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
 @pytest.mark.parametrize(
     ("action", "told", "at_once"),
     [
-        ("kill", "did not travel, the other side is gone", True),
-        ("silent", "did not travel within 3 s", False),
-        ("stopped", "the description of the weights did not travel within 3 s", False),
+        ("kill", "did not arrive, the other side is gone", True),
+        ("silent", "did not arrive within 3 s", False),
+        ("stopped", "the description of the weights did not arrive within 3 s", False),
         ("long", "a description of 10000000 bytes", True),
     ],
 )

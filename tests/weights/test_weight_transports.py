@@ -278,7 +278,7 @@ def test_missing_folder_and_no_weights_are_refused(
     with pytest.raises(WeightUpdateError, match="no such file"):
         manager.stage(tmp_path / "none")
     with pytest.raises(
-        WeightUpdateError, match=r"is empty; a model's folder holds .* \.safetensors files"
+        WeightUpdateError, match=r"is empty; a model folder holds .* \.safetensors files"
     ):
         manager.stage(tmp_path)
     with pytest.raises(WeightUpdateError, match="nothing to write"):

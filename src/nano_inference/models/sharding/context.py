@@ -81,7 +81,7 @@ class SharedContext:
                 def states(rows: Tensor, plan: object = plan) -> Tensor:
                     return self._partial.states(rows, view, layer, plan, scores)
 
-                out[piece.own] = self._merged(piece, heads, states, scores.sinks)
+                out[piece.own_rows] = self._merged(piece, heads, states, scores.sinks)
 
         return attend
 

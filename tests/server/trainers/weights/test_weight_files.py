@@ -123,7 +123,7 @@ def test_folders_and_files_on_disk(
         torch.save(weights, tmp_path / "model.bin")
         for path, told in (
             (tmp_path / "nowhere", "no such file or folder on the engine's machine"),
-            (tmp_path / "empty", "the folder is empty; a model's folder holds"),
+            (tmp_path / "empty", "the folder is empty; a model folder holds"),
             (tmp_path / "model.bin", "model.bin cannot be read as safetensors"),
             (marked, "weights-00002.safetensors has 1 bytes"),
             (plain, "came twice"),
