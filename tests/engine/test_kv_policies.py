@@ -457,7 +457,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
     engine.add_request(PROMPT, drawn(20))
     engine.step()
     engine.update_weights(NEW, kv_policy="wait")
-    with pytest.raises(InvalidRequest, match="version 0 is about to go"):
+    with pytest.raises(InvalidRequest, match="version 0 is being replaced"):
         engine.resume_from(partial, version=0)
     engine.resume_from(partial)
     assert [span.version for span in drain(engine)[-1].weight_versions] == [0, 1]

@@ -161,7 +161,7 @@ def test_update_that_would_wait(
         await control.pauses.pause("keep")
         await control.updates.begin()
         await control.updates.receive_file(safetensors_of(trainer.folder, None))
-        async with refused(control, 409, "would wait for requests that are paused"):
+        async with refused(control, 409, "would wait for paused requests"):
             await control.updates.finish(kv_policy="wait")
         await control.pauses.resume()
         await control.updates.begin()
