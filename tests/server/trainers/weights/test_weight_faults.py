@@ -63,7 +63,7 @@ def test_wrong_order_of_calls(
                 await control.updates.receive_broadcast("group", tensors)
             await trainer.leave()
             await control.updates.begin()
-            async with refused(control, 409, "open already", still_open=True):
+            async with refused(control, 409, "already open", still_open=True):
                 await control.updates.begin()
             async with refused(control, 400, "non-empty state dict"):
                 await control.updates.finish()
