@@ -494,7 +494,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
         greedy(stop_token_ids=frozenset({300, 5})),
         1,
         InvalidRequest,
-        "stop token id 300 .* 0 to 299",
+        r"stop token id 300 .* \(0 to 299\)",
     ),
     (
         [1],
