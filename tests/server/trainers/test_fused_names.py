@@ -339,7 +339,7 @@ ONE = "model.layers.0.mlp.experts.gate_up_proj"
             [WeightPatch(ONE, torch.tensor([6 * 64 * 64]), torch.zeros(1))],
             "has index 24576, which is outside its 24576",
         ),
-        ([WeightPatch(ONE, torch.tensor([-1]), torch.zeros(1))], "has index -1, outside"),
+        ([WeightPatch(ONE, torch.tensor([-1]), torch.zeros(1))], "has index -1, which is outside"),
         (
             [WeightPatch(ONE, torch.tensor([5000, 5000]), torch.zeros(2))],
             "index 904 more than once",
