@@ -261,7 +261,9 @@ class EngineConfig:
     lookahead: int | None = option(
         None, ENGINE, "Plan 0 or 1 steps ahead. Default: 1 on a GPU, else 0."
     )
-    batch_invariant: bool | None = option(None, ENGINE, "Give the same bits whatever else runs.")
+    batch_invariant: bool | None = option(
+        None, ENGINE, "Give the same bits regardless of other requests."
+    )
     cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from CUDA graphs.")
     num_threads: int | None = option(
         None,
@@ -297,7 +299,7 @@ class EngineConfig:
     enable_return_routed_experts: bool = option(
         False, ENGINE, "Record the experts of every token, for samples that ask for them."
     )
-    max_loras: int = option(0, ENGINE, "Maximum LoRA adapters loaded at once.", least=0)
+    max_loras: int = option(0, ENGINE, "Maximum LoRA adapters loaded at the same time.", least=0)
     max_lora_rank: int = option(64, ENGINE, "Highest LoRA rank to accept.", least=1)
     loras: tuple[str, ...] = option(
         (),
