@@ -234,7 +234,7 @@ def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, fol
     old = whole(engine)
     begun(engine)
     engine.unload_adapter("own")
-    with pytest.raises(InvalidRequest, match="adapter='own' is not loaded; these are: none is"):
+    with pytest.raises(InvalidRequest, match="adapter='own' is not loaded; loaded adapters: none"):
         engine.add_request(PROMPT, PARAMS)
     assert bits(rest(engine)) == bits(old)
     info = engine.load_adapter("own", matrices(folder, 3))

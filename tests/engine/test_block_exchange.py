@@ -299,7 +299,7 @@ def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     prompt = prompt_of(40)
     piece = piece_of(source, prompt)
     assert len(piece.names) == 10
-    with pytest.raises(InvalidRequest, match="do not fit this cache"):
+    with pytest.raises(InvalidRequest, match="not a valid piece for a cache"):
         target.blocks.import_blocks(piece)
     half = source.blocks.export_blocks(piece.names[:6])
     later = source.blocks.export_blocks(piece.names[:6], first=3)

@@ -153,7 +153,7 @@ def test_shutdown_ends_a_wait(build: Build) -> None:
 
 
 def test_unknown_mode_is_an_error(build: Build) -> None:
-    with pytest.raises(InvalidRequest, match="'stop' is not one of keep, wait, abort"):
+    with pytest.raises(InvalidRequest, match="'stop' must be one of keep, wait, abort"):
         build().pause("stop")
 
 

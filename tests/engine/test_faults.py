@@ -229,7 +229,7 @@ def test_memory_that_cannot_be_given_back_ends_it(
         raise torch.AcceleratorError(ILLEGAL)
 
     monkeypatch.setattr(Sleep, "__init__", fails)
-    with pytest.raises(EngineDead, match="could not be given back: AcceleratorError: CUDA error"):
+    with pytest.raises(EngineDead, match="could not be released: AcceleratorError: CUDA error"):
         engine.sleep(weights)
     with pytest.raises(EngineDead):
         engine.generate([1], PARAMS)

@@ -387,7 +387,7 @@ def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[st
 def test_unknown_policy_is_an_error(build: Build) -> None:
     engine = build()
     with pytest.raises(
-        WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"
+        WeightUpdateError, match="'retract' must be one of recompute, keep, abort, wait, finish_old"
     ):
         engine.update_weights(NEW, kv_policy="retract")
     assert engine.get_weight_version() == 0

@@ -297,7 +297,9 @@ def test_merged_adapter_is_neither_updated_nor_unloaded(
             lambda: engine.adapter_table.copy_from(copy),
             lambda: engine.unload_adapter("own"),
         ):
-            with pytest.raises(AdapterError, match=r"'own' is merged .*; unmerge_adapter\(\) it"):
+            with pytest.raises(
+                AdapterError, match=r"'own' is merged .*; call unmerge_adapter\(\) first"
+            ):
                 call()
 
     amid_a_merge(monkeypatch, engine, look)

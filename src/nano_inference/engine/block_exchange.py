@@ -223,7 +223,7 @@ class BlockExchange:
         count = len(piece.names) - piece.first
         if not 0 <= piece.first < len(piece.names) or len(piece.names) > self._cache.num_blocks:
             raise InvalidRequest(
-                f"blocks [{piece.first}, {len(piece.names)}) do not fit this cache of "
+                f"blocks [{piece.first}, {len(piece.names)}) are not a valid piece for a cache of "
                 f"{self._cache.num_blocks} blocks."
             )
         if len(piece.token_ids) != len(piece.names) * ours.block_size:
