@@ -154,7 +154,7 @@ class Updates:
         loop = self._shared.loop
         if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
             return
-        what = "paused requests" if loop.life.has_weights else "sleeping weights"
+        what = "paused requests" if loop.life.has_weights else "weights that are asleep"
         arrived = self.manager.pending.arrived() if loop.life.has_weights else []
         if arrived and arrived[0].version != version:
             first = arrived[0]

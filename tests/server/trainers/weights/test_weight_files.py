@@ -129,7 +129,7 @@ def test_folders_and_files_on_disk(
             (tmp_path / "empty", "the folder is empty; a model's folder holds"),
             (tmp_path / "model.bin", "model.bin cannot be read as safetensors"),
             (marked, "weights-00002.safetensors has 1 bytes"),
-            (plain, "occurs twice"),
+            (plain, "came twice"),
         ):
             await control.updates.begin()
             async with refused(control, 400, told):
