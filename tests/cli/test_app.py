@@ -282,7 +282,7 @@ def test_error_of_memory_is_one_line(
     monkeypatch.setattr("nano_inference.cli.info._plans", lacks)
     result = run("info", folders["chat"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: there is not enough memory to go on; use a smaller")
+    assert result.stderr.startswith("error: out of memory; use a smaller")
     assert result.stderr.count("\n") == 1
 
 

@@ -114,7 +114,7 @@ def test_no_server_is_one_sentence() -> None:
         result = run(*command, "--url", "http://127.0.0.1:1", stdin="hi\n")
         assert result.exit_code == 1
         assert result.stderr.startswith(
-            "error: nothing answers at http://127.0.0.1:1; start a server"
+            "error: no server is listening at http://127.0.0.1:1; start one"
         )
         assert result.stdout == ""
 

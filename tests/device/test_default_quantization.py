@@ -219,7 +219,7 @@ def test_engine_in_blocks_by_default_warns_once_that_updates_are_rounded(
             for _ in range(2):
                 engine.update_weights(norm, blocking=True)
             assert engine.get_weight_version() == 2
-        assert caplog.text.count("quantization=None serves them as they are sent") == count
+        assert caplog.text.count("Set quantization=None to serve them unrounded") == count
 
 
 @NEEDS_COMPILER

@@ -137,7 +137,10 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
         with pytest.raises(ConfigError, match=r"'fc.weight' of shape \(3, 4\) is not part of them"):
             engine.update_draft({name: tensors[name] * 3, "fc.weight": torch.zeros(3, 4)})
         assert torch.equal(kept.read(), tensors[name])
-    with engine_of(model) as engine, pytest.raises(InvalidRequest, match="names no heads"):
+    with (
+        engine_of(model) as engine,
+        pytest.raises(InvalidRequest, match="does not name draft heads"),
+    ):
         engine.update_draft({})
 
 

@@ -387,7 +387,7 @@ def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[st
 def test_unknown_policy_is_an_error(build: Build) -> None:
     engine = build()
     with pytest.raises(
-        WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"
+        WeightUpdateError, match="'retract' must be one of recompute, keep, abort, wait, finish_old"
     ):
         engine.update_weights(NEW, kv_policy="retract")
     assert engine.get_weight_version() == 0
@@ -457,7 +457,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
     engine.add_request(PROMPT, drawn(20))
     engine.step()
     engine.update_weights(NEW, kv_policy="wait")
-    with pytest.raises(InvalidRequest, match="version 0 is about to go"):
+    with pytest.raises(InvalidRequest, match="version 0 is being replaced"):
         engine.resume_from(partial, version=0)
     engine.resume_from(partial)
     assert [span.version for span in drain(engine)[-1].weight_versions] == [0, 1]

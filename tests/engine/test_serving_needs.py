@@ -149,7 +149,7 @@ def test_all_of_a_request_may_come_before_its_id_does(
 def test_id_that_was_not_given_out_or_is_in_use_is_refused(build: Build) -> None:
     engine = build()
     request_id = engine.submit([1], PARAMS, 1, lambda _: None, stream=False)
-    for wrong, why in ((99, "99 is not the id of a request"), (request_id, "is in use")):
+    for wrong, why in ((99, "request id 99 does not exist"), (request_id, "is in use")):
         with pytest.raises(InvalidRequest, match=why):
             engine.submit([1], PARAMS, 1, lambda _: None, stream=False, request_id=wrong)
     drain(engine)

@@ -174,11 +174,11 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
 def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), max_loras=1) as engine:
         policy = strong_policy(engine)
-        with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
+        with pytest.raises(AdapterError, match="kv_policy='wait' must be one of"):
             policy.publish(kv_policy="wait")
-        with pytest.raises(AdapterError, match="that can be printed"):
+        with pytest.raises(AdapterError, match="must be a printable string"):
             policy.publish("a\nb")
-    none = pytest.raises(AdapterError, match="set max_loras to how many it may")
+    none = pytest.raises(AdapterError, match="set max_loras to the number to allow")
     with engine_of(tiny_llama(tmp_path / "other"), max_loras=0) as engine, none:
         strong_policy(engine).publish()
 

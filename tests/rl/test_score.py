@@ -188,9 +188,9 @@ def test_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Pa
     ("sequences", "options", "message"),
     [
         ([[1], []], {}, "sequence 1 is empty"),
-        ([[1, 300]], {}, "token id 300 is outside the vocabulary: 0 to 299"),
+        ([[1, 300]], {}, r"token id 300 is outside the vocabulary \(0 to 299\)"),
         ([[1, -1]], {}, "token id -1"),
-        ([[1, 2.5]], {}, "2.5 is not an integer"),
+        ([[1, 2.5]], {}, "2.5 must be an integer"),
         (["text"], {}, "sequence 0 must be a list of token ids, not str"),
         ([7], {}, "sequence 0 must be a list of token ids, not int"),
         ([[1, 2]], {"from_position": 3}, "from_position=3 is outside sequence 0: 0 to 2"),
