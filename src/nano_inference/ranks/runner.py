@@ -100,7 +100,7 @@ class RankedRunner(ModelRunner):
         """See `ModelRunner`. What it raises is never one sample's: the others have drawn
         already.
         """
-        if not self.own.models[POLICY].part.place.is_last_stage:
+        if not self.own.models[POLICY].part.position.is_last_stage:
             return self.worker_group.samples.expect()
         try:
             return self._together(lambda: self.own.sample(result, batch))
