@@ -185,8 +185,11 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         (config(mlp_bias=True), "mlp_bias=True"),
         (config(num_key_value_heads=3), "4 attention heads.*3 key-value heads"),
         (config(rope_scaling={"rope_type": "longrope"}), "lacks 'short_factor'"),
-        (config(rope_scaling=longrope(long_factor=[1.5] * 8)), "longrope.*are equal"),
-        (config(rope_scaling=longrope(attention_factor=None)), "attention_factor is given"),
+        (
+            config(rope_scaling=longrope(long_factor=[1.5] * 8)),
+            "longrope.*requires equal short_factor and long_factor",
+        ),
+        (config(rope_scaling=longrope(attention_factor=None)), "and an attention_factor"),
         (
             config(rope_scaling=longrope(short_factor=[1.0], long_factor=[1.0])),
             "1 factors; heads of 16 dimensions need 8",

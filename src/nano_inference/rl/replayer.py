@@ -239,8 +239,7 @@ class DraftGrammar:
     def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
         """Return the mask of the token at a position, int32 [W].
 
-        You may change tokens before the last requested position only if this position is not after
-        it.
+        You may change tokens before the last requested position only if this position is earlier.
         """
         self._go(tokens, position)
         return self._state.words

@@ -86,7 +86,7 @@ def require_whole_groups(
             continue
         if bounds_of(segments, param.shape[1], form) != segments:
             raise ConfigError(
-                f"quantization={name!r} does not support tensor_parallel={ranks} for "
+                f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
                 f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not "
                 f"divided at multiples of {form.group or 4}; use tensor_parallel=1."
             )

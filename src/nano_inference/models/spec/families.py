@@ -57,7 +57,7 @@ def _input_biases(config: Config) -> tuple[bool, bool]:
 
 def _ernie_biases(config: Config) -> tuple[bool, bool]:
     if config.get("use_bias"):
-        raise ModelLoadError("config.json has use_bias=True; this decoder's MLPs have no biases.")
+        raise ModelLoadError("config.json has use_bias=True; biases of MLPs are not supported.")
     return False, False
 
 

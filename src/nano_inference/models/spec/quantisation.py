@@ -180,7 +180,7 @@ class _Description:
     def wrong(self, key: str, needed: str) -> ModelLoadError:
         return ModelLoadError(
             f"{self.where} describes a quantisation ({self.method}) with "
-            f"{key}={self.fields.get(key)!r}; {needed} is needed."
+            f"{key}={self.fields.get(key)!r}; it must be {needed}."
         )
 
     def one_of(self, key: str, known: Iterable[Any], default: Any) -> Any:
@@ -197,14 +197,14 @@ class _Description:
         if value in (None, -1):
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "a number of columns, or -1 for all,")
+            raise self.wrong(key, "a number of columns, or -1 for all")
         return value
 
     def block(self, key: str) -> Block:
         value = self.fields.get(key)
         sizes = value if isinstance(value, list | tuple) else ()
         if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-            raise self.wrong(key, "rows and columns of a block")
+            raise self.wrong(key, "the rows and columns of a block")
         return (sizes[0], sizes[1])
 
     def names(self, *keys: str) -> list[str]:
@@ -314,7 +314,7 @@ def _read_bitsandbytes(description: _Description) -> Quantisation:
     four = bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
     eight = bool(fields.get("load_in_8bit") or fields.get("_load_in_8bit"))
     if four == eight:
-        raise description.wrong("load_in_4bit", "one of load_in_4bit and load_in_8bit")
+        raise description.wrong("load_in_4bit", "the opposite of load_in_8bit")
     scheme = Scheme("bitsandbytes-4bit", 4) if four else Scheme("bitsandbytes-int8", 8, (1, None))
     return _read_one(description, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
 
