@@ -171,8 +171,8 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
     ("broken", "told"),
     [
         (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*Mamba.*not implemented"),
-        (config(architectures=[]), "missing.*LlamaForCausalLM"),
-        (without("architectures"), "missing.*LlamaForCausalLM"),
+        (config(architectures=[]), "names no architecture.*LlamaForCausalLM"),
+        (without("architectures"), "names no architecture.*LlamaForCausalLM"),
         (without("hidden_size"), "lacks 'hidden_size'"),
         (without("rms_norm_eps"), "lacks 'rms_norm_eps'"),
         (without("max_position_embeddings"), "lacks 'max_position_embeddings'"),

@@ -178,7 +178,7 @@ def test_places_of_medusa_read_the_same_row(engine: InferenceEngine, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kind": "hydra"}, "kind='hydra'"),
+        ({"kind": "hydra"}, "got 'hydra'"),
         ({"places": 0}, "places=0"),
         ({"known_tokens": [3, 24]}, "known_tokens must be ids from 0 to 23"),
     ],

@@ -63,9 +63,8 @@ class ForwardResult(NamedTuple):
     # temperature of each
     scores: Tensor
     best: BestTokens | None = None  # after rows `batch.best_rows`, if requested
-    rows: HeadRows = (
-        NO_ADAPTERS  # adapters of the rows of `hidden`, if any adapter changes the head
-    )
+    # adapters of the rows of `hidden`, if any adapter changes the head
+    rows: HeadRows = NO_ADAPTERS
 
 
 class Decoder:

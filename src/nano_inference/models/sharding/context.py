@@ -43,9 +43,8 @@ class SharedContext:
             1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim))
         )
         self._step: ContextStep | None = None
-        self._plans: dict[
-            int, list[object]
-        ] = {}  # plans of the current step for each piece, by window
+        # plans of the current step for each piece, by window
+        self._plans: dict[int, list[object]] = {}
 
     def own_rows(self, batch: ForwardBatch, block_size: int) -> ForwardBatch:
         """Return this rank's rows of a batch. `block_size` is that of its storage."""
