@@ -388,7 +388,7 @@ class TorchDecoder:
             ((routes >= 0) & (routes < moe.num_experts)).all()
         )
         if not rising:
-            raise RuntimeError("the engine has not chosen experts for every row.")
+            raise RuntimeError("the engine's choice of experts is missing or invalid for a row.")
         mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
         return dict(zip(mixed, routes.unbind(1), strict=True))
 
