@@ -163,7 +163,7 @@ def test_operation_that_breaks_the_law_is_named(
     assert result.exit_code == 1
     assert (
         result.stdout.count(
-            "layer 1, linear (down): the row of position 0 has other bits in one chunk"
+            "layer 1, linear (down): the row at position 0 has different bits in one chunk"
         )
         == 3
     )
@@ -201,7 +201,7 @@ def test_versions_come_from_folders(folders: dict[str, str], tmp_path: Path) -> 
     assert "weight versions 0, 3," in result.stdout
     result = run(*arguments)
     assert result.exit_code == 2
-    assert "the weights of version 3 are needed, were not given" in result.stderr
+    assert "the weights of version 3 are missing" in result.stderr
     result = run(*arguments, "-w", f"3={folders['base']}")
     assert result.exit_code == 1, "other weights"
 
@@ -212,12 +212,12 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
     for sample, words in (
         (
             replace(first, numerics="cpu-0/float32/cpu/torch-1"),
-            "sample 2: the sample was made with numerics 'cpu-0/",
+            "sample 2: the sample's numerics are 'cpu-0/",
         ),
         (replace(first, sampling_params=None), "sample 2: the sample has no sampling_params"),
         (
             replace(first, weight_version=7, weight_versions=(), kv_versions=()),
-            "version 7 are needed",
+            "version 7 are missing",
         ),
     ):
         write_jsonl([first, sample], other)

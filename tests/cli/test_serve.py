@@ -222,11 +222,11 @@ def test_model_is_named_before_the_server_is_imported(started: Configs) -> None:
     [
         (
             ("--pipeline-parallel", "99"),
-            "pipeline_parallel=99 is more than the model's 30 layers; use at most 30",
+            "pipeline_parallel=99 exceeds the model's 30 layers; use at most 30",
         ),
         (
             ("--tensor-parallel", "16"),
-            "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8",
+            "tensor_parallel=16 exceeds the model's 9 attention heads; use at most 8",
         ),
         (("--tensor-parallel", "2", "--expert-parallel", "2"), "which has no experts"),
         (("--expert-parallel", "2", "--replicas", "2"), "which has no experts"),

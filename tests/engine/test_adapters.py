@@ -317,7 +317,7 @@ def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder:
 
 def test_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
-    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
+    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own', which replay does not"):
         replay(engine, whole(engine))
 
 

@@ -193,7 +193,11 @@ def test_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Pa
         ([[1, 2.5]], {}, "2.5 must be an integer"),
         (["text"], {}, "sequence 0 must be a list of token ids, not str"),
         ([7], {}, "sequence 0 must be a list of token ids, not int"),
-        ([[1, 2]], {"from_position": 3}, "from_position=3 is outside sequence 0: 0 to 2"),
+        (
+            [[1, 2]],
+            {"from_position": 3},
+            "from_position=3 is outside sequence 0; it must be from 0 to 2",
+        ),
         ([[1, 2]], {"from_position": -1}, "from_position=-1"),
         ([[1, 2]], {"from_position": [0, 1]}, "2 positions for 1 sequences"),
         ([[1, 2]], {"from_position": 0.5}, "from_position=0.5 must be an integer"),

@@ -187,10 +187,10 @@ def _ranks(plans: "list[EnginePlan]") -> Rows:
             for name, (first, stop) in own.items()
             if any(other[name] != own[name] for other in held)
         ]
-        if (mesh := _part(plan).place.mesh).context > 1:
+        if (mesh := _part(plan).position.mesh).context > 1:
             parts.append(
-                f"part {_part(plan).place.context_rank + 1} of {mesh.context} of each sequence's "
-                "KV cache"
+                f"part {_part(plan).position.context_rank + 1} of {mesh.context} of each "
+                "sequence's KV cache"
             )
         budget = plan.memory_budget
         parts.append(f"weights {_size(budget.weights)}, KV cache up to {_size(budget.kv_cache)}")
