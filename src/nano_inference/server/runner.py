@@ -130,6 +130,7 @@ class Runner(uvicorn.Server):
         self._server = server
         server.stop = self._stop
         self.url = ""
+        self._last_signal = int(signal.SIGTERM)
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -183,7 +184,8 @@ class Runner(uvicorn.Server):
             with suppress(Exception):
                 await asyncio.wait_for(self._server.client.close(), _RUSH)
             logging.shutdown()
-            os._exit(1)  # a thread in the middle of a step would be waited for
+            # a normal exit would wait for a thread in the middle of a step
+            os._exit(128 + self._last_signal)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -205,6 +207,7 @@ class Runner(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM or SIGINT."""
+        self._last_signal = sig
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
