@@ -33,10 +33,13 @@ def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
     """Serve until SIGTERM or Ctrl-C. Sets up logging. Raises `NanoInferenceError`: the engine could
     not be built, another service has the folder of checkpoints, or nothing can listen there.
     """
-    for name in ("nano_inference", "uvicorn"):
+    for name, level in (
+        ("nano_inference", "INFO"),
+        ("nano_training_service", "INFO"),
+        ("uvicorn", "WARNING"),
+    ):
         send_to_stderr(logging.getLogger(name), "text")
-    logging.getLogger("nano_inference").setLevel("INFO")
-    logging.getLogger("uvicorn").setLevel("WARNING")
+        logging.getLogger(name).setLevel(level)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
             "host=%s can be reached from other machines, and no API key is set: all who "
@@ -44,7 +47,11 @@ def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
             config.host,
         )
     server = _server(_service(engine, config))
-    server.run()
+    try:
+        server.run()
+    except KeyboardInterrupt:  # uvicorn raises it again after its shutdown
+        if server.force_exit:
+            raise
     if not server.started:
         raise ConfigError(f"host={config.host!r}, port={config.port}: cannot listen there.")
 
