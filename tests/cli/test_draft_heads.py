@@ -38,7 +38,7 @@ def test_heads_are_trained_and_draft(
         assert drafted.exit_code == 0, drafted.output
         assert drafted.stdout == plain.stdout
     refused = run("draft-heads", folders[model], str(prompts), folder, *options, *FAST)
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "holds a model already" in refused.stderr
 
 
@@ -48,5 +48,5 @@ def test_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> Non
     folder = str(tmp_path / "heads")
     made = ("draft-heads", folders["chat"], str(prompts), folder, "--kind", "hydra")
     result = run(*made, "-n", "1", "--max-tokens", "4", *FAST)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "kind='hydra'" in result.stderr

@@ -102,7 +102,7 @@ def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 2 layers"),
+        (("--pipeline-parallel", "99"), "--pipeline-parallel 99 is more than the model's 2 layers"),
         (("--expert-parallel", "2"), "which has no experts"),
         (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
     ],
@@ -111,7 +111,7 @@ def test_info_says_which_ranks_a_model_cannot_have(
     folders: dict[str, str], options: tuple[str, ...], words: str
 ) -> None:
     result = run("info", folders["bare"], *options)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
 
 

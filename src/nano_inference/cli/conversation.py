@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +18,10 @@ from nano_inference.cli.terminal import (
     Interruptible,
     errors,
     has_colors,
+    keys_for_later,
     output,
     printable,
+    read_file,
     write,
     write_file,
 )
@@ -195,7 +198,8 @@ class Session:
         usage: Usage | None = None
         is_cut = False
         start = time.perf_counter()
-        with Interruptible(self.answer(messages, self)) as pieces:
+        keys = keys_for_later() if self.interactive else nullcontext()
+        with keys, Interruptible(self.answer(messages, self)) as pieces:
             for piece in pieces:
                 if piece.reasoning:
                     self._think(piece.reasoning)
@@ -278,11 +282,10 @@ def _read_conversation(file: Path) -> tuple[str | None, Messages]:
     """The system message and the other messages of a file that `/save` wrote. Raises
     `InvalidRequest`.
     """
+    text = read_file(file)
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidRequest(f"{file}: no such file.") from None
-    except (OSError, ValueError, RecursionError) as problem:
+        said: Any = json.loads(text)
+    except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{file} is not a saved conversation: {problem}.") from None
     system = said.get("system") if isinstance(said, dict) else 0
     messages: Any = said.get("messages") if isinstance(said, dict) else None

@@ -31,6 +31,7 @@ def parse_size(text: str | int) -> int:
 # -- options made from fields ----------------------------------------------------------------------
 
 Values = dict[str, Any]  # names of fields -> their values
+Flags = Mapping[str, tuple[str, str | None]]  # fields -> flags that turn them on and off
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class FieldOptions:
             )
             for each in self._fields()
         ]
+
+    def flags(self) -> "Flags":
+        """Return the flags of each field: the one that sets it, and the one that turns it off."""
+        return {each.name: _on_and_off(each) for each in self._fields()}
 
     def take(self, given: Values) -> Values:
         """The fields' values, taken out of a command's arguments."""
@@ -102,16 +107,45 @@ def _option(each: "Field[Any]", shown: str | None) -> Any:
             "metavar": "|".join(names),
             "autocompletion": lambda: [*names, *aliases],
         }
-    name = each.name.replace("_", "-")
-    has_opposite = each.default is True or each.type == bool | None
-    usual = (f"--{name}/--no-{name}",) if has_opposite else flags_of(each)
-    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
+    return typer.Option(*_flags(each), rich_help_panel=panel, **settings)
 
 
-def flags_of(each: "Field[Any]") -> tuple[str, ...]:
-    """Return the names of a field on the command line; for a switch, the flag that turns it on."""
-    given: tuple[str, ...] = each.metadata["flags"]
-    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
+def _flags(field: "Field[Any]") -> tuple[str, ...]:
+    """Return a field's flags as typer writes them; a switch may have the form `--x/--no-x`."""
+    name = field.name.replace("_", "-")
+    has_opposite = field.default is True or field.type == bool | None
+    usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
+    return field.metadata["flags"] or (usual,)
+
+
+def _on_and_off(field: "Field[Any]") -> tuple[str, str | None]:
+    on, _, off = _flags(field)[0].partition("/")
+    return on, off or None
+
+
+def with_flags(text: str, flags: "Flags") -> str:
+    """Return a message with options in place of fields: `--top-p 3.0` for `top_p=3.0`, and
+    `--kv-cache-memory` for `kv_cache_memory`.
+    """
+    if not flags:
+        return text
+    names = "|".join(sorted(flags, key=len, reverse=True))
+
+    def as_option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        on, off = flags[name]
+        if value is None:
+            return on if "_" in name else match[0]  # `dtype` is also a word
+        if value == "False":
+            return off or match[0]
+        return match[0] if value == "None" else on if value == "True" else f"{on} {value}"
+
+    return re.sub(
+        rf"(?<![\w/.=-])(?:[A-Z]\w+\.)?({names})"
+        r"(?:='?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))|(?![\w/=(-]))",
+        as_option,
+        text,
+    )
 
 
 def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:

@@ -25,6 +25,7 @@ from nano_inference.cli.terminal import (
     load_engine,
     output,
     printable,
+    read_file,
     write,
 )
 from nano_inference.config import EngineConfig
@@ -258,10 +259,7 @@ def _json_schema(given: str) -> Grammar:
         where, file = given, Path(given)
         if not file.is_file():
             raise typer.BadParameter(f"{given}: no such file.", param_hint="--json-schema")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(f"{given} cannot be read as UTF-8 text: {problem}") from problem
+        text = read_file(file)
     try:
         return Grammar.json_schema(text)
     except InvalidRequest as problem:

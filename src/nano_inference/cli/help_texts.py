@@ -3,10 +3,13 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from nano_inference.cli.field_options import Flags
 
 WIDE = 100  # columns in which no name of an option is cut
 _ALL = "nano_inference.help_all"  # a context's note that every option is wanted
@@ -16,10 +19,12 @@ class Command(TyperCommand):
     """A command whose `--help` hides the options that few people need.
 
     Attributes:
-        common: the parameters that `--help` shows; empty: all of them.
+        common: Parameters that `--help` shows. Empty: all.
+        flags: Options by configuration field, for messages (`field_options.with_flags`).
     """
 
     common: tuple[str, ...] = ()
+    flags: Flags = MappingProxyType({})
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help; the last line counts the options that it leaves out. A narrow terminal

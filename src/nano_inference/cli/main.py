@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import nano_inference
+from nano_inference.cli.field_options import Flags, with_flags
 from nano_inference.cli.help_texts import Command
 from nano_inference.cli.options import DEBUG, Verbose, in_own_words
 from nano_inference.cli.terminal import (
@@ -23,7 +24,14 @@ from nano_inference.cli.terminal import (
     set_up_logging,
     set_up_streams,
 )
-from nano_inference.errors import NO_MEMORY, NanoInferenceError
+from nano_inference.errors import (
+    NO_MEMORY,
+    AdapterError,
+    ConfigError,
+    InvalidRequest,
+    ModelLoadError,
+    NanoInferenceError,
+)
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,33 @@ def load_command(name: str) -> TyperCommand:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     module, _, function = row.function.partition(":")
-    alone.command(name, cls=Command)(getattr(import_module(module), function))
+    run = getattr(import_module(module), function)
+    alone.command(name, cls=Command)(run)
     command: Any = get_command(alone)
     command.common = row.common
+    command.flags = getattr(run, "flags", {})
     return command
+
+
+_WRONG_INPUT = (ConfigError, ModelLoadError, InvalidRequest, AdapterError)
+
+
+def exit_code(problem: BaseException) -> int:
+    """Return 2 for input that the caller can correct (an option, a prompt, a model, a path), and 1
+    for a failure of the machine, a server or the engine, which may not come again.
+    """
+    if not isinstance(problem, _WRONG_INPUT):
+        return 1
+    cause = problem.__cause__
+    is_path = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return 1 if isinstance(cause, OSError) and not is_path else 2
+
+
+def _flags(ctx: Any) -> Flags:
+    """Return the options of the command that runs, by field."""
+    name = ctx.invoked_subcommand
+    command: Any = load_command(name) if name in COMMANDS else None
+    return getattr(command, "flags", {})
 
 
 class _Commands(TyperGroup):
@@ -156,6 +187,7 @@ class _Commands(TyperGroup):
             if ctx.meta.get(DEBUG) and isinstance(problem.__cause__, NanoInferenceError):
                 raise problem.__cause__ from None
             in_own_words(problem)
+            problem.message = with_flags(problem.message, _flags(ctx))
             raise
         except BrokenPipeError:
             drop_output()
@@ -163,9 +195,11 @@ class _Commands(TyperGroup):
         except (NanoInferenceError, MemoryError) as problem:
             if ctx.meta.get(DEBUG):
                 raise
-            told = problem if isinstance(problem, NanoInferenceError) else NO_MEMORY
-            errors.print(Text(f"error: {told}", style="red"), soft_wrap=True)
-            raise typer.Exit(COMMANDS[ctx.invoked_subcommand].error_code) from None
+            message = str(problem) if isinstance(problem, NanoInferenceError) else NO_MEMORY
+            message = with_flags(message, _flags(ctx))
+            errors.print(Text(f"error: {message}", style="red"), soft_wrap=True)
+            code = max(exit_code(problem), COMMANDS[ctx.invoked_subcommand].error_code)
+            raise typer.Exit(code) from None
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         try:

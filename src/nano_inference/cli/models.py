@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, output
@@ -88,17 +88,25 @@ def models(
     if not found:
         errors.print("no models are on this machine")
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("name", min_width=max(map(len, found)), no_wrap=True)
-    table.add_column("what it is")
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("days ago", justify="right", no_wrap=True)
-    table.add_column("use it as", overflow="fold")
-    for kept in found.values():
-        table.add_row(
-            kept.name, kept.kind, f"{kept.size / 1e6:,.0f}", f"{kept.days:.0f}", kept.uses
+    rows = [("name", "kind", "MB", "days ago", "model path")] + [
+        (kept.name, kept.kind, f"{kept.size / 1e6:,.0f}", f"{kept.days:.0f}", kept.uses)
+        for kept in found.values()
+    ]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for row in rows:
+        *cells, path = (
+            text.rjust(width) if name in ("MB", "days ago") else text.ljust(width)
+            for name, text, width in zip(rows[0], row, [*widths, 0], strict=True)
         )
-    output.print(table)
+        start = "  ".join(cells) + "  "
+        path = _end_of(path, output.width - len(start)) if output.is_terminal else path
+        style = "dim" if row is rows[0] else ""
+        output.print(Text((start + path).rstrip(), style), soft_wrap=True)
+
+
+def _end_of(path: str, width: int) -> str:
+    """Return a path, without its beginning if it is longer than the width."""
+    return path if len(path) <= max(width, 12) else "…" + path[-max(width, 12) + 1 :]
 
 
 def _remove(found: dict[str, Kept], names: list[str]) -> None:
@@ -147,17 +155,17 @@ def _gguf() -> Iterator[Kept]:
     for folder in _folders("gguf"):
         name = f"gguf/{folder.name}"
         if (file := described_by(folder)) is not None:
-            yield Kept(name, "config.json and tokenizer of a .gguf file", (folder,), str(file))
+            yield Kept(name, ".gguf metadata", (folder,), str(file))
         elif (folder / "model.safetensors").is_file() or folder.name == "headers":
-            yield Kept(name, "copy of a .gguf file, not used any more", (folder,), "")
+            yield Kept(name, "unused copy", (folder,), "")
     for file in _folders("embedded"):
-        yield Kept(f"embedded/{file.name}", "joined parts of packages", (file,), str(file))
+        yield Kept(f"embedded/{file.name}", "joined parts", (file,), str(file))
 
 
 def _kernels() -> Iterator[Kept]:
     folders = tuple(each for each in _folders("kernels") if each.is_dir())
     if folders:
-        yield Kept("kernels", f"CPU kernels, {len(folders)} builds", folders, "")
+        yield Kept("kernels", f"{len(folders)} builds", folders, "")
 
 
 def _folders(name: str) -> list[Path]:

@@ -3,9 +3,8 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import re
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,8 +22,8 @@ from nano_inference.checkpoints.generation_defaults import (
     generation_defaults,
 )
 from nano_inference.checkpoints.names import plain_name, why_missing
-from nano_inference.cli.field_options import FieldOptions, Values, flags_of
-from nano_inference.cli.terminal import errors, set_up_logging
+from nano_inference.cli.field_options import FieldOptions, Values
+from nano_inference.cli.terminal import errors, read_file, set_up_logging
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
 from nano_inference.types import SAMPLING, SamplingParams
@@ -35,26 +34,19 @@ Made = TypeVar("Made")
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys of a file, one a line; empty lines are passed over. Raises `ConfigError`."""
-    lines = _read(file, "the keys in").splitlines()
+    """Return the keys in a file, one per line, without empty lines. Raises `ConfigError` if there
+    are none, `InvalidRequest` if the file cannot be read.
+    """
+    lines = read_file(file).splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"{file} holds no key; write one a line.")
+        raise ConfigError(f"{file} has no keys; write one per line.")
     return keys
 
 
 def read_template(file: Path) -> str:
-    """A chat template. Raises `ConfigError`."""
-    return _read(file, "the chat template in")
-
-
-def _read(file: Path, what: str) -> str:
-    if not file.exists():
-        raise typer.BadParameter(f"{what} {file} cannot be read: no such file.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{what} {file} cannot be read: {problem}") from None
+    """Return the chat template in a file. Raises `InvalidRequest`."""
+    return read_file(file)
 
 
 def require_packages(names: Iterable[str], what: str, model: str, extra: str) -> None:
@@ -106,6 +98,9 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
     # what typer reads
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__dict__["flags"] = {
+        name: pair for mark in marked.values() for name, pair in mark.flags().items()
+    }
     return run
 
 
@@ -274,20 +269,7 @@ def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
     try:
         return make(*arguments, **values)
     except NanoInferenceError as problem:
-        told = _with_flags(str(problem), make) if is_dataclass(make) else str(problem)
-        raise typer.BadParameter(told) from problem
-
-
-def _with_flags(told: str, config: Any) -> str:
-    """A sentence with options in place of fields: `--top-p 3.0` for `top_p=3.0`."""
-    flags = {each.name: flags_of(each)[0] for each in fields(config) if "help" in each.metadata}
-    names = "|".join(sorted(flags, key=len, reverse=True))
-    told = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], told)
-    return re.sub(
-        rf"\b({names})=(?!False|None)'?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))",
-        lambda found: f"{flags[found[1]]} {found[2]}",
-        told,
-    )
+        raise typer.BadParameter(str(problem)) from problem
 
 
 _HINTS = {

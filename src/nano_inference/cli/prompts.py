@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nano_inference.cli.terminal import read_file
 from nano_inference.errors import InvalidRequest
 
 # Text, token ids, or a conversation.
@@ -19,10 +20,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     `{"messages": [...]}`. Of any other file each line is a prompt. Raises `InvalidRequest`, naming
     the line.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {problem}") from problem
+    text = read_text(path)
     read: Callable[[str, str], Prompt] = _json_prompt if path.suffix == ".jsonl" else _text_prompt
     # Not splitlines: JSON may hold U+2028 and the like unescaped.
     lines = [
@@ -31,6 +29,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not lines:
         raise InvalidRequest(f"{path} holds no prompt; write one a line.")
     return [read(line, f"{path}, line {number}") for number, line in lines]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; `-` is standard input. Raises `InvalidRequest`."""
+    if str(path) != "-":
+        return read_file(path)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as problem:
+        raise InvalidRequest(
+            f"cannot read standard input: it is not {problem.encoding} text."
+        ) from problem
 
 
 def as_chat(prompt: Prompt) -> Prompt:

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from nano_inference.cli import options
+from nano_inference.cli.prompts import read_text
 from nano_inference.cli.terminal import Interruptible, errors, write
 from nano_inference.errors import InvalidRequest
 from nano_inference.system.http_client import HttpClient, Usage
@@ -65,16 +66,7 @@ def _prompt(given: str | None, file: Path | None) -> str:
             "there is no prompt; give one with -p TEXT, -f FILE, or on standard input."
         )
     if given is None:
-        try:
-            given = (
-                sys.stdin.read()
-                if file is None or str(file) == "-"
-                else file.read_text(encoding="utf-8")
-            )
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(
-                f"{file or 'standard input'} cannot be read as UTF-8 text: {problem}"
-            ) from None
+        given = read_text(file or Path("-"))
     if not given:
         raise InvalidRequest("the prompt is empty.")
     return given

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from rich.logging import RichHandler
 from rich.status import Status
 from rich.text import Text
 
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.system.progress import SELDOM, Show, heard_by, shown_by
 
 if TYPE_CHECKING:
@@ -68,8 +69,30 @@ def write_file(file: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(file)
     except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{file} cannot be written: {problem}") from None
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {reason(file, problem)}.") from problem
+
+
+def read_file(file: Path) -> str:
+    """Return the text of a UTF-8 file. Raises `InvalidRequest`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InvalidRequest(f"cannot read {file}: {reason(file, problem)}.") from problem
+
+
+def reason(file: Path, problem: OSError | UnicodeDecodeError) -> str:
+    """Return the reason why a file could not be read or written, as a clause."""
+    if isinstance(problem, UnicodeDecodeError):
+        return f"it is not UTF-8 text (byte {problem.start})"
+    if isinstance(problem, IsADirectoryError) or file.is_dir():
+        return "it is a folder"
+    if isinstance(problem, FileNotFoundError | NotADirectoryError) and not file.parent.is_dir():
+        return f"there is no folder {file.parent}"
+    if isinstance(problem, FileNotFoundError):
+        return "no such file"
+    return (problem.strerror or str(problem)).lower()
 
 
 def is_full(problem: OSError) -> bool:
@@ -134,7 +157,10 @@ def set_up_logging(*, verbose: bool) -> None:
 
 def load_engine(config: "EngineConfig") -> "InferenceEngine":
     """Build an engine; a terminal shows what is going on."""
-    with errors.status(f"loading {config.model_path}") as status, _shown_in(status):
+    name = config.model_path
+    if Path(name).exists():
+        name = Path(name).name
+    with errors.status(one_line(f"loading {name}")) as status, _shown_in(status):
         from nano_inference.engine.engine import InferenceEngine
 
         built = InferenceEngine(config)
@@ -149,7 +175,7 @@ def _tell_of_a_faster_setting(engine: "InferenceEngine", asked: "EngineConfig") 
     model, weights = engine.model, engine.memory_budget.weights
     facts = engine.config, asked, model.dtype, weights, model.device
     if faster_setting(*facts) is not None:
-        errors.print(told_weights(*facts), style="dim")
+        errors.print(told_weights(*facts), style="dim", soft_wrap=True)
 
 
 @contextmanager
@@ -161,8 +187,15 @@ def _shown_in(status: Status) -> Iterator[None]:
         with heard_by(_builds()):
             yield
         return
-    with shown_by(lambda line: status.update(Text(line))):
+    with shown_by(lambda line: status.update(one_line(line))):
         yield
+
+
+def one_line(text: str) -> Text:
+    """Return text for a spinner, shortened to the width of the terminal."""
+    line = Text(text)
+    line.truncate(errors.width - 2, overflow="ellipsis")  # 2: the spinner and a space
+    return line
 
 
 def _builds(clock: Callable[[], float] = time.monotonic) -> Show:
@@ -175,6 +208,28 @@ def _builds(clock: Callable[[], float] = time.monotonic) -> Show:
             errors.print(line)
 
     return hear
+
+
+@contextmanager
+def keys_for_later() -> Iterator[None]:
+    """Keep keys that are typed inside for the next prompt, Ctrl-D included, without echoing them.
+    Ctrl-C still interrupts.
+
+    In a terminal's line mode a Ctrl-D is an end of input that only a read in the same mode sees.
+    The line editor switches modes, and would read a zero byte.
+    """
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):  # not a terminal
+        yield
+        return
+    changed = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 class Interruptible(Generic[Item]):
