@@ -185,7 +185,7 @@ def test_text_is_utf_8_if_the_locale_has_only_ascii(folders: dict[str, str]) -> 
     ]
     assert outputs[0].stdout == outputs[1].stdout
     assert not outputs[0].stdout.isascii()
-    assert b"latin-1 lacks are printed as question marks" in outputs[2].stderr
+    assert b"Characters outside latin-1 are printed as question marks" in outputs[2].stderr
     assert b"question marks" not in outputs[0].stderr
 
 
@@ -235,11 +235,11 @@ def raised(problem: Exception, cause: Exception) -> Exception:
         (["generate", "MODEL", "-p", "x", "--top-p", "3"], 2, "--top-p 3.0 must be"),
         (["generate", "MODEL", "-p", "x", "--temperature", "hot"], 2, "'hot' is not a number."),
         (["generate", "MODEL", "-p", "x", "--top-k", "1.5"], 2, "'1.5' is not a whole number."),
-        (["generate", "MODEL", "-p", "x", "-m", "x.gguf"], 2, "use --model"),
+        (["generate", "MODEL", "-p", "x", "-m", "x.gguf"], 2, "For the model, use --model"),
         (["generate", "MODEL", "-p", "x", "--max-tokens", "0"], 2, "--max-tokens 0 must be"),
         (["generate", "MODEL", "-p", "x", "--tokenizer", "./nowhere"], 2, "no such folder"),
         (["generate", "MODEL", "--model", "MODEL", "-p", "x"], 2, "give one"),
-        (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "file keeps the formats"),
+        (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "such as q4_0, use file."),
         (["serve", "-m", "./no.gguf"], 2, "./no.gguf: no such file."),
         (["serve", "--model", "MODEL", "--port", "99999"], 2, "the largest value is 65535."),
         (["chat", "--model", "./no.gguf"], 2, "./no.gguf: no such file."),
@@ -262,12 +262,12 @@ def raised(problem: Exception, cause: Exception) -> Exception:
             2,
             "No such command 'complete'. Did you mean 'generate --url'?",
         ),
-        (["generate", "--url", "http://x", "-p", "x", "-n", "2"], 2, "--num-samples is for an"),
-        (["generate", "--url", "http://x", "-p", "x", "--logprobs"], 2, "--logprobs is for an"),
-        (["generate", "--url", "http://x", "-p", "x", "--dtype", "float32"], 2, "--dtype is for"),
+        (["generate", "--url", "http://x", "-p", "x", "-n", "2"], 2, "--num-samples requires a local engine"),
+        (["generate", "--url", "http://x", "-p", "x", "--logprobs"], 2, "--logprobs requires a local engine"),
+        (["generate", "--url", "http://x", "-p", "x", "--dtype", "float32"], 2, "--dtype requires a local engine"),
         (["generate", "--url", "http://x", "-p", "x", "-p", "y"], 2, "give -p once"),
-        (["generate", "MODEL", "-p", "x", "--api-key-file", "k"], 2, "--api-key-file is for a"),
-        (["generate", "MODEL"], 2, "there is no prompt"),
+        (["generate", "MODEL", "-p", "x", "--api-key-file", "k"], 2, "--api-key-file requires a server (--url)"),
+        (["generate", "MODEL"], 2, "the prompt is missing"),
         (["generate"], 2, "MODEL"),
         (["generate", "MODEL", "-p", "x", "--cache-type", "heap"], 2, "heap"),
         (["generate", "MODEL", "-p", "x", "-n", "0"], 2, "--num-samples"),

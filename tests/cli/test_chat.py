@@ -105,13 +105,13 @@ def test_commands_change_and_show_the_conversation(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/set parameter warmth 1", "there is no parameter 'warmth'"),
-        ("/set parameter temperature hot", "temperature must be a number, not 'hot'"),
+        ("/set parameter warmth 1", "unknown parameter 'warmth'"),
+        ("/set parameter temperature hot", "temperature must be a number; got 'hot'"),
         ("/set parameter max_tokens 1.5", "--max-tokens must be a whole number"),
         ("/set parameter top_p 7", "--top-p 7.0 must be"),
         ("/set temperature", "write /set parameter NAME VALUE"),
-        ("/save", "name a file"),
-        ("/load", "name a file"),
+        ("/save", "the file is missing"),
+        ("/load", "the file is missing"),
         ("/load /no/such", "cannot read /no/such: there is no folder /no."),
         ("/load /tmp/no-such", "cannot read /tmp/no-such: no such file."),
         ("/load pyproject.toml", "is not a saved conversation"),
@@ -153,7 +153,7 @@ def test_chat_with_an_adapter(folders: dict[str, str], tmp_path: Path) -> None:
     assert (plain.exit_code, own.exit_code) == (0, 0), own.stderr
     assert plain.stdout != own.stdout
     there = run("chat", "--url", "http://127.0.0.1:1", "--adapter", "own", stdin="one")
-    assert "--adapter is for an engine of your own" in COLOR.sub("", there.output)
+    assert "--adapter requires a local engine" in COLOR.sub("", there.output)
 
 
 def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
@@ -168,8 +168,8 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
     [
         ("base", "hi\n", "nano-inference generate"),
         ("bare", "hi\n", "tokenizer"),
-        ("chat", "/dance\n", "there is no command /dance"),
-        ("chat", "x" * 600 + "\n", "/clear forgets it"),
+        ("chat", "/dance\n", "unknown command /dance"),
+        ("chat", "x" * 600 + "\n", "/clear starts a new one"),
     ],
 )
 def test_chat_says_what_is_wrong(
@@ -282,8 +282,8 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     until(b"\xef\xbf\xbd")  # it is answering: random bytes, most of which are no text
     until(b"stopped", b"\x03")
     until(b">>>")
-    until(b"Ctrl-D or /exit leaves.", b"\x03")
-    until(b"error: there is no command /dance", b"/dance\n")
+    until(b"Press Ctrl-D or type /exit to leave.", b"\x03")
+    until(b"error: unknown command /dance", b"/dance\n")
     until(b">>>")
     with contextlib.suppress(OSError):  # the other side closes
         until(b"never said", b"\x04")
@@ -302,7 +302,7 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process, "/help\n")
     assert code == 0, err
-    assert "forget the conversation" in err
+    assert "start a new conversation" in err
     assert "Traceback" not in err
 
 
@@ -318,7 +318,7 @@ def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> 
             session = conversation.Session(partial(chat._ask_engine, engine), params, set())
             usage = [piece.usage for piece in session.answer(said, session)][-1]
         figures.append(conversation.figures(usage, 1.0, is_cut=False, stopped=False))
-    assert "a step" not in figures[0]
-    told = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
+    assert "per step" not in figures[0]
+    told = re.search(r"tok/s, ([0-9.]+) tokens per step; ", figures[1])
     assert told is not None
     assert float(told[1]) > 1.5

@@ -266,7 +266,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
 def test_files_without_prompts_or_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    for name, words in (("empty.txt", "holds no prompt"), ("binary.txt", "UTF-8")):
+    for name, words in (("empty.txt", "has no prompts"), ("binary.txt", "UTF-8")):
         with pytest.raises(InvalidRequest, match=words):
             read_prompts(tmp_path / name)
 
@@ -340,7 +340,7 @@ def test_logprobs_are_colors_on_a_terminal_and_numbers_elsewhere(folders: dict[s
     assert "48;5;228" in colors, "backgrounds come with a foreground of their own"
     for out in (plain, piped):
         assert not COLOR.search(out)
-        assert out.startswith("Every token is followed by its logprob.")
+        assert out.startswith("A logprob follows each token.")
         assert len(re.findall(r"\[-\d+\.\d\d\]", out)) > 5
 
 
@@ -445,7 +445,7 @@ def test_interrupt_keeps_what_was_finished(
     assert result.exit_code == 130
     assert result.stdout.startswith("prompt 2 of 3  short\n\nsample 1  3 tokens")
     assert "prompt 3" not in result.stdout
-    assert "Interrupted: 1 of 3 samples were finished." in result.stderr
+    assert "Interrupted: finished 1 of 3 samples." in result.stderr
 
 
 def test_first_interrupt_waits_for_the_next_delta(folders: dict[str, str]) -> None:

@@ -74,7 +74,7 @@ def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nothing", "nothing here is named"), ("smollm2-135m", "pip uninstall")]
+    ("name", "said"), [("nothing", "there is no entry"), ("smollm2-135m", "pip uninstall")]
 )
 def test_what_cannot_be_removed_is_refused_before_anything_is(
     cache: Path, name: str, said: str

@@ -157,8 +157,8 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
-        (("--admin-key-file", "{keys}"), "there is one admin key"),
+        (("--admin-key", "a", "--admin-key-file", "{keys}"), "the server has one admin key"),
+        (("--admin-key-file", "{keys}"), "the server has one admin key"),
         (("--api-key-file", "{empty}"), "has no keys"),
         (
             ("--in-process", "--restart-engine"),
@@ -169,7 +169,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--max-samples", "0"), "--max-samples 0 must be"),
         (("--max-batch-size", "0"), "--max-batch-size 0 must be"),
         (("--rl", "--host", "0.0.0.0"), "all who reach it could change the weights"),
-        (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 needs --ray"),
+        (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 requires --ray"),
         (("--rl-open",), "--rl-open needs --rl: it is for trainers"),
         (
             ("--rl", "--actor-llm-idx", "0"),
@@ -255,7 +255,7 @@ def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.Mo
     )
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 2
-    assert "needs zmq" in result.stderr
+    assert "requires zmq" in result.stderr
     assert "pip install 'nano-inference[server]'" in result.stderr
     assert not started
 

@@ -166,7 +166,7 @@ def test_chat_asks_for_no_more_than_fits() -> None:
         assert (body["max_tokens"], body["model"]) == (5, "second")
         result = run("chat", "second", "--url", seen.url, stdin="x" * 20 + "\n")
     assert result.exit_code == 2
-    assert "the limit is 20; /clear forgets it" in result.stderr
+    assert "of at most 20, which leaves no room for an answer; /clear" in result.stderr
 
 
 def test_what_the_server_says_is_shown() -> None:
@@ -179,13 +179,13 @@ def test_what_the_server_says_is_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "name a MODEL, or a server"),
-        (("--url", "http://x", "--dtype", "float32"), "--dtype is for an engine of your own"),
+        ((), "MODEL is missing; give one, or a server"),
+        (("--url", "http://x", "--dtype", "float32"), "--dtype requires a local engine"),
         (
             ("--url", "http://x", "--max-model-len", "5"),
-            "--max-model-len is for an engine of your own",
+            "--max-model-len requires a local engine",
         ),
-        (("smollm2-135m", "--api-key", "x"), "--api-key is for a server"),
+        (("smollm2-135m", "--api-key", "x"), "--api-key requires a server"),
     ],
 )
 def test_options_that_could_have_no_effect_are_refused(
