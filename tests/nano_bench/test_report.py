@@ -43,7 +43,7 @@ def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
     file.write_text(made.stdout)
     result = run("report", str(file), "-o", str(out), "--tokenizer", folders["base"])
     assert result.exit_code == 0, result.output
-    assert "4 samples, 0 lines left out" in result.stderr
+    assert "4 samples, 0 skipped lines" in result.stderr
     data = data_of(out.read_text())
     assert data["groups"] == ["ab", "cd"]
     samples = [json.loads(line) for line in made.stdout.splitlines()]
