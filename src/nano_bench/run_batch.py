@@ -107,7 +107,7 @@ def run_batch(
     nano-inference run-batch -i batch.jsonl -o out.jsonl --server http://127.0.0.1:8000
     """
     if (model is None) == (server is None):
-        raise ConfigError("--model and --server exclude each other; give exactly one.")
+        raise ConfigError("give exactly one of --model and --server.")
     _check_given(ctx, model is not None)
     if model is not None:
         require_packages(_NEEDED, "--model", model, "server")

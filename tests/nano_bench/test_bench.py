@@ -87,11 +87,11 @@ def test_errors_fail_the_command() -> None:
     ("words", "said"),
     [
         ((), "cannot be reached"),
-        (("--ramp", "3"), "add --rate"),
+        (("--ramp", "3"), "require --rate"),
         (("--rate", "2", "-c", "3"), "give one"),
         (("--slo", "speed=3s"), "is not a limit"),
         (("--duration", "soon"), "is not a time"),
-        (("--prompt-tokens", "many"), "is no length"),
+        (("--prompt-tokens", "many"), "is not a length"),
         (("--out", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
     ],
 )

@@ -307,11 +307,11 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give --model or --server"),
-        (("--model", "m", "--server", "u"), "give --model or --server"),
+        ((), "give exactly one of --model and --server"),
+        (("--model", "m", "--server", "u"), "give exactly one of --model and --server"),
         (("--server", "http://127.0.0.1:1"), "cannot be reached"),
-        (("--server", "http://127.0.0.1:1", "--dtype", "float32"), "nothing without --model"),
-        (("--model", "m", "--api-key", "k"), "nothing without --server"),
+        (("--server", "http://127.0.0.1:1", "--dtype", "float32"), "requires --model"),
+        (("--model", "m", "--api-key", "k"), "requires --server"),
         (("--model", "/no/such/folder"), "/no/such/folder"),
         (("--model", "m", "-o", "SOURCE"), "is the input"),
     ],
