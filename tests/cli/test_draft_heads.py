@@ -23,7 +23,9 @@ def test_heads_are_trained_and_draft(
     folder = str(tmp_path / "heads")
     result = run("draft-heads", folders[model], str(prompts), folder, *options, *FAST)
     assert result.exit_code == 0, result.output
-    told = re.findall(r"agreement (before|after) training, by position: ([\d.]+), ([\d.]+)\n", result.stdout)
+    told = re.findall(
+        r"agreement (before|after) training, by position: ([\d.]+), ([\d.]+)\n", result.stdout
+    )
     assert [when for when, *_ in told] == ["before", "after"]
     assert ", 4 samples" in result.stderr
     again = run(
