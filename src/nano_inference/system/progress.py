@@ -110,11 +110,11 @@ class Progress:
         return told(self._done)
 
     def _state(self, seconds: float) -> str:
-        rate = f"{told(round(self._done / seconds))}/s" if seconds > 0 else ""
+        rate = f", {told(round(self._done / seconds))}/s" if seconds > 0 else ""
         if self.total <= 0:
-            return f"{self._what}: {told(self._done)}, {rate}"
+            return f"{self._what}: {told(self._done)}{rate}"
         share = min(1.0, self._done / self.total)
-        return f"{self._what}: {told(self._done)} of {told(self.total)} ({share:.0%}), {rate}"
+        return f"{self._what}: {_told_of(self._done, self.total)} ({share:.0%}){rate}"
 
     def _say(self, line: str, end: bool = False) -> None:
         if _shown_by:
@@ -205,8 +205,21 @@ def _rounded(seconds: float) -> int:
 
 
 def told(num_bytes: int) -> str:
-    """Return a number of bytes as text, in the largest unit that it reaches."""
-    for size, unit in _UNITS:
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+    """Return a size in the largest unit that fits, such as `1.5 GiB` or `257 MiB`."""
+    size, unit = _unit(num_bytes)
+    return f"{_in_units(num_bytes, num_bytes, size)} {unit}"
+
+
+def _told_of(part: int, total: int) -> str:
+    """Return a part of a size, both in the unit of the whole: `155 of 257 MiB`."""
+    size, unit = _unit(total)
+    return f"{_in_units(part, total, size)} of {_in_units(total, total, size)} {unit}"
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    return next((row for row in _UNITS if num_bytes >= row[0]), (1, "bytes"))
+
+
+def _in_units(num_bytes: int, total: int, size: int) -> str:
+    digits = 1 if size > 1 and total < 10 * size else 0
+    return f"{num_bytes / size:.{digits}f}"
