@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self) -> None:
         free = [*self.nameless, *self.named, *self.pinned]
         if not free:
-            with pytest.raises(RuntimeError, match="no free KV block"):
+            with pytest.raises(RuntimeError, match="no KV block is free"):
                 self.pool.first_free()
             return
         block = self.pool.first_free()
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         block = self.block(pick)
         if not self.counts[block.block_id]:
-            with pytest.raises(RuntimeError, match="released more often"):
+            with pytest.raises(RuntimeError, match="released too often"):
                 self.pool.release(block)
             return
         self.pool.release(block)

@@ -432,7 +432,10 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
 
 
 def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None:
-    """Record the ids that filters kept for the newest token. Return `MASK_FULL` if they do not fit."""
+    """Record the ids that filters kept for the newest token.
+
+    Return `MASK_FULL` if they do not fit.
+    """
     assert sampled.masks is not None
     if not seq.request.params.sampling_mask:
         return None
