@@ -151,7 +151,7 @@ def test_check_sees_a_torn_list() -> None:
     pool = BlockPool(4)
     pool.check()
     pool._previous[2] = 0
-    with pytest.raises(AssertionError, match="torn"):
+    with pytest.raises(AssertionError, match="broken"):
         pool.check()
 
 

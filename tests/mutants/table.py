@@ -374,9 +374,9 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "vocabulary_tie_to_the_later_rank",
         "src/nano_inference/sampling/parts.py",
-        old="    winner = bests[:, :, 0].argmax(dim=0)  # of equals the first, which has the lower ids",
+        old="    winner = bests[:, :, 0].argmax(dim=0)  # a tie goes to the first rank, which has the lower ids",
         new="""\
-    # of equals the first, which has the lower ids
+    # a tie goes to the first rank, which has the lower ids
     winner = len(bests) - 1 - bests[:, :, 0].flip(0).argmax(dim=0)""",
         seen_by="tests/parallel/test_head.py -k lower",
     ),
