@@ -196,7 +196,7 @@ def test_bad_source_is_switched_off_and_harms_nothing(
     assert stats is not None
     assert stats.sources == ("grammar", "ngram")
     assert [record for record in caplog.messages if problem in record]
-    assert len([record for record in caplog.messages if "switched off" in record]) == 1
+    assert len([record for record in caplog.messages if "disabled draft source" in record]) == 1
 
 
 @pytest.mark.thorough

@@ -18,8 +18,8 @@ class Distribution:
     Attributes:
         logits: float32 [R, V], -inf for masked tokens. Filters do not change it.
         uncut: The same without masks, float32 [R, V]. None if no token is masked.
-        below: Once the temperature is applied, how far the maximum of `logits` is below that of `uncut`,
-            float32 [R].
+        below: Distance from the maximum of `logits` up to that of `uncut`, float32 [R]. Set once
+            the temperature is applied.
     """
 
     def __init__(self, logits: Tensor) -> None:
