@@ -29,7 +29,7 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
 
-_NOTHING = TopLogprobs((), ())  # stands for the first token of every prompt
+_NOTHING = TopLogprobs((), ())  # placeholder for the first token of every prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def commit(
             finish = finish or finish_of(seq)
             if finish is None or finish == LENGTH:
                 ended = follow_grammar(seq)
-                # the last token may complete the text; a failed grammar does not matter any more
+                # at the length limit a complete text counts, but a grammar failure does not
                 if finish is None or (ended is not None and ended.reason == "stop"):
                     finish = ended
             if seq.grammar is not None and finish is None:
@@ -191,9 +191,9 @@ def _rows_that_count(
 ) -> Iterator[tuple[int, Sequence]]:
     """Yield rows to commit. The caller commits each row before it asks for the next.
 
-    A row after drafts counts if all of these drafts were drawn. Its result is then bit for bit the
-    result without drafts. The first row that does not count is dropped, and so are the sequence's
-    later rows.
+    A row after drafts counts if all of these drafts were drawn. The result of such a row is bit for
+    bit the result without drafts. The first row that does not count is dropped, and so are the
+    sequence's later rows.
     """
     wrong: Sequence | None = None
     for row, seq in enumerate(owners):
@@ -276,8 +276,8 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Remove a sequence and free its blocks immediately.
 
-    A step in flight may still read them. That is safe, because later steps run after it on the same
-    in-order stream.
+    A step in flight may still read the blocks. Reusing them is safe, because later steps run after
+    it on the same in-order stream.
     """
     if seq.request.at_end is not None:
         seq.request.at_end(seq)
@@ -290,7 +290,7 @@ def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Keep the blocks of a finished sequence, if its request asked for that.
 
-    Blocks that an old version computed, even in part, are of no further use.
+    Blocks that an old version computed, even in part, are not kept.
     """
     params, adapter = seq.request.params, seq.adapter
     newest = adapter is None or sequences.adapters.get(adapter.name) is adapter

@@ -21,8 +21,8 @@ class Demand(NamedTuple):
         prompt: Number of prompt tokens.
         num_samples, max_tokens, top_logprobs, prompt_top_logprobs: Values of the request.
         numbers: Entries of each completion token in addition to its `top_logprobs`: the logprob, a
-            raw logprob, one id of a sampling mask (further ids are counted as they arrive), a count
-            for penalties.
+            raw logprob, one id of a sampling mask, a count for penalties. Further ids of a mask are
+            counted as they arrive.
         parameters: Number of ids in `logit_bias`, `allowed_token_ids` and `stop_token_ids`, plus
             the characters of `stop`.
         scores_prompt: True if `prompt_logprobs` are requested.
@@ -90,8 +90,8 @@ def require_affordable(demand: Demand, budget: int, names: "Names | None" = None
     """Return the entries of a request.
 
     Raise `RequestTooLarge` if they exceed `budget`. The message names the values to lower. `names`
-    maps fields of `Demand` to the client's names; None uses those of `SamplingParams` and
-    `add_request`.
+    maps fields of `Demand` to the client's names. Without it, the message uses the names in
+    `SamplingParams` and `add_request`.
     """
     cost = demand.entries()
     if cost <= budget:

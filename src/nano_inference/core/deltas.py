@@ -18,7 +18,7 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
 def deltas_since(seq: Sequence, begin: int) -> list[Delta]:
     """Return a sequence's completion tokens from index `begin` on, without text.
 
-    A new delta starts wherever the weight version, the adapter version or the context changes.
+    Each change of weight version, adapter version or context starts a new delta.
     """
     starts = {start for _, start in (*seq.version_starts, *seq.adapter_starts)} | {
         context.token_start for context in seq.contexts

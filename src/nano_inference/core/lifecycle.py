@@ -30,7 +30,7 @@ class Why(NamedTuple):
 
 
 class Phase(Enum):
-    """Whether steps are launched, and whether new requests are admitted or held."""
+    """Two switches: steps are launched or not, and new requests are admitted or held."""
 
     RUNNING = auto()  # launches steps, admits new requests
     DRAINING = auto()  # launches steps, holds new requests
@@ -168,7 +168,7 @@ Event = (
 
 
 def after(life: Lifecycle, event: Event) -> Lifecycle:
-    """Return the state after an event. Pure; every event is valid in every state."""
+    """Return the state after an event. Pure. Every event is valid in every state."""
     match event:
         case Pause() | UndoPause() | Resume():
             return _after_pause(life, event)

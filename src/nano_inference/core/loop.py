@@ -191,7 +191,7 @@ class EngineLoop:
         lookahead: Number of steps that may be in flight while another is launched.
         numerics: Numerics fingerprint that samples carry.
         hooks: Parts of the engine that the loop calls. None for no hooks.
-        sequences: Empty list of sequences to share with other objects. None for a new one.
+        sequences: Empty `Sequences` to share with other objects. None for a new one.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ POLICY = "policy"  # the weight set that samples are drawn from
 PREVIOUS = "previous"  # the policy's old weights, while sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores samples
 DRAFT = "draft"  # a model that drafts tokens; no sequence belongs to it
-# weight sets that hold versions of another set; blocks are named by that set
+# weight set -> the set whose versions it holds, which names its blocks
 _LINEAGE = {PREVIOUS: POLICY}
 
 
@@ -255,10 +255,11 @@ class Sequence:
     """Known tokens, the number computed, and the blocks that hold their keys and values.
 
     A step closes the gap between `len(token_ids)` (plus tokens in flight) and
-    `num_computed_tokens`. Prefill, decode and recomputation are therefore the same case. Until its
-    prompt is computed, a sequence represents all `num_samples` samples of its group; then it is
-    forked. A sequence with `num_samples=0` only scores its tokens, and ends when they are scored.
-    `request` holds the caller's values.
+    `num_computed_tokens`. Prefill, decode and recomputation are therefore the same case.
+
+    A sequence represents all `num_samples` samples of its group until its prompt is computed, and
+    is then forked. A sequence with `num_samples=0` only scores its tokens, and ends when they are
+    scored. `request` holds the caller's values.
 
     Attributes:
         most_tokens: Number of known tokens, prompt included, at which the sequence ends by length.
@@ -418,7 +419,7 @@ class Sequence:
         versions = [version for version, _ in self.version_starts[:1]]
         for past in self.request.past_contexts:
             versions += [span.version for span in past.versions]
-        # the newest context may have drawn nothing and have been released since
+        # the newest context may have drawn nothing, and its blocks may be released
         for context in self.contexts:
             if self.num_computed_tokens or context.token_start < self.num_completion_tokens:
                 versions += [context.version, *(span.version for span in context.past)]
@@ -445,9 +446,9 @@ class Sequence:
         return block_ids
 
     def fork(self, seq_id: int, sample_index: int, output_text: GrowingText | None) -> "Sequence":
-        """Return another sample of the same prompt.
+        """Return another sample of the same prompt, with `output_text` as its text.
 
-        The two share all blocks so far; `output_text` is the new sample's own text.
+        The two samples share all blocks so far.
         """
         return replace(
             self,

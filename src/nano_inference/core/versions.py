@@ -49,10 +49,11 @@ def change_version(
     """Adapt sequences and cache to new weights of a weight set. Nothing may be in flight.
 
     Running sequences recompute their context under the new weights, or with `keep` keep their keys
-    and values. Their blocks then mix versions and are not published any more. A prompt that is
-    being scored is always recomputed, because scores must come from one version. With `finish_old`,
-    sequences that have begun stay on the old version, now in the weight set `previous`. Old blocks
-    cannot match other sequences, because block names include the version.
+    and values. Their blocks then mix versions and are no longer published. A prompt that is being
+    scored is always recomputed, because scores must come from one version. With `finish_old`,
+    sequences that have begun stay on the old version, now in the weight set `previous`.
+
+    Old blocks cannot match other sequences, because block names include the version.
     """
     old, sequences.versions[weight_set] = sequences.versions[weight_set], version
     if kv_policy == "finish_old":
@@ -85,9 +86,10 @@ def change_adapter(
     """Serve a new adapter, or a new version of an adapter. Nothing may be in flight.
 
     Sequences of the old version recompute their context under the new one. With `keep` they keep
-    their keys and values, and publish no blocks any more. With `finish_old`, sequences that have
-    begun stay on the old version. Old blocks cannot match other sequences, because block names
-    include the adapter's version.
+    their keys and values, and no longer publish blocks. With `finish_old`, sequences that have
+    begun stay on the old version.
+
+    Old blocks cannot match other sequences, because block names include the adapter's version.
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter

@@ -34,7 +34,7 @@ MEMORY = 200.0
 CAUTION = 4.0
 PRIOR = 0.3
 CERTAIN = 0.97  # upper limit of a draft's chance
-NEVER = (0.0, 0.0)  # drafts of a kind that were reached, and drawn
+NEVER = (0.0, 0.0)  # counts of a new kind: drafts that were reached, and drawn
 MODEL_PRIOR = 0.8  # chance of a model's drafts before any was seen
 # In a step without a model's drafts, their counts shrink to this share.
 FORGETTING = 0.99
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
     num_known: int
     source: str
     guess: Guess
-    chances: Listed[float]  # that each draft and all before it are drawn
+    chances: Listed[float]  # probabilities that each draft and all before it are drawn
 
 
 class Drafter:

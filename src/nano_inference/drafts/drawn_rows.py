@@ -20,7 +20,7 @@ class DrawnRows:
         self._steps: deque[tuple[dict[tuple[int, int], int], Tensor]] = deque(maxlen=STEPS)
 
     def keep(self, chunks: Chunks, rows: Tensor) -> None:
-        """Keep the rows of a step's logits, in order. They must not be modified afterwards.
+        """Keep the rows of a step's logits, in order. Do not modify them afterwards.
 
         A row counts only if its token becomes known.
         """

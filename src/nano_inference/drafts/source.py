@@ -1,4 +1,4 @@
-"""`DraftSource`: a source of guesses; `Watched`: a guard around a source that may misbehave."""
+"""`DraftSource`: a source of guesses. `Watched`: a guard around a source that may misbehave."""
 
 import threading
 from collections.abc import Sequence as Listed
@@ -51,7 +51,7 @@ class BadSource(Exception):
 
 
 class Watched:
-    """A third-party source. It runs on its own thread, so a hang cannot block steps.
+    """A third-party source, run on its own thread so that a hang cannot block steps.
 
     Args:
         inner: Source to run.
@@ -101,7 +101,7 @@ class Watched:
         for token_ids, kinds in cut:
             wrong = [each for each in token_ids if not 0 <= each < self._vocab_size]
             if wrong:
-                raise BadSource(f"guessed token {wrong[0]}; the vocabulary has {self._vocab_size}")
+                raise BadSource(f"token {wrong[0]} is outside the vocabulary of {self._vocab_size}")
             if len(kinds) != len(token_ids):
                 raise BadSource(f"returned {len(kinds)} kinds for {len(token_ids)} tokens")
         return cut

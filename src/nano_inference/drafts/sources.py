@@ -185,8 +185,8 @@ def measure_costs(
 ) -> StepCosts:
     """Time steps of one sequence with drafts that are discarded.
 
-    Nothing else may be running. The steps are those of the engine, on its own cache. Its counters
-    of tokens and steps are reset afterwards.
+    Nothing else may be running. The steps are those of the engine, on its own cache. The runner's
+    counters are reset afterwards.
     """
     seconds: dict[int, float] = {}
     time = partial(_seconds, sequences, cache, runner, config)

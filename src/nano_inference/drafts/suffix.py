@@ -1,7 +1,7 @@
 """Drafts from texts seen before: a sample's own, its siblings', an earlier epoch's.
 
-The index finds the longest suffix of a sample in its texts, and guesses the tokens that followed,
-as in prompt lookup (Saxena 2023) and SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
+The index finds the longest suffix of a sample in its texts, and guesses the tokens that followed.
+Prompt lookup (Saxena 2023) and SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) do the same.
 """
 
 import sys

@@ -332,7 +332,7 @@ class BlockPool:
 
     def _link(self, block: Block) -> None:
         kind = self._kind(block)
-        # last of its kind; an unnamed block goes to the very front
+        # last of its kind; an unnamed block goes to the front
         after = (
             self._previous[(self._bar, self._rail, self._head)[kind - 1]] if kind else self._head
         )

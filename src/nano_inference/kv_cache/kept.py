@@ -110,7 +110,7 @@ class Kept:
         return [*changed, *(name for name, _ in gone)], gone
 
     def free(self, name: int) -> None:
-        """Record that the block of a kept name has no holder any more."""
+        """Record that the block of a kept name has lost its last holder."""
         self._free.push(_key(self.marks[name]), name)
 
     def first(self) -> int | None:

@@ -83,7 +83,7 @@ class EvictedBlocks(Protocol):
     """
 
     def take(self, block: EvictedBlock) -> None:
-        """Save a block. It may be reused once the call returns."""
+        """Save a block, which may be reused once the call returns."""
         ...
 
     def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
@@ -403,7 +403,7 @@ class KVCacheManager(ABC):
 
         The caller writes the other blocks, publishes them and releases the table.
 
-        The table is empty if block `start` would leave a gap after the cached blocks. It is shorter
+        The table is empty if block `start` would leave a gap after the cached blocks, and shorter
         than `end` if too few blocks are free.
         """
         table = self._whole_match(token_ids, prefix, end * self.block_size)

@@ -35,9 +35,9 @@ class Node:
 
 
 class RadixKVCache(KVCacheManager):
-    """A KV cache with a tree over token ids for each namespace. Its edges are runs of whole blocks.
+    """A KV cache with a tree over token ids for each namespace. Edges are runs of whole blocks.
 
-    Token ids alone determine a block's position in the tree. Its hash only marks that it is in the
+    A block's position in the tree depends only on token ids. Its hash only marks that it is in the
     tree. The pool records the block above each block, and so reuses leaves first. The tree records
     only contents.
 
@@ -105,7 +105,10 @@ class RadixKVCache(KVCacheManager):
             above = block
 
     def _forget(self, block: Block) -> None:
-        """Evict a block and everything below it, which is nothing as long as a leaf is free."""
+        """Evict a block and everything below it.
+
+        A block to evict has others below it only if no leaf is free.
+        """
         node = self._node_of[block.block_id]
         for child in node.children.values():
             self._drop(child)

@@ -76,9 +76,9 @@ UNIFORM = BlockLayout()
 class UnitPool:
     """Units of each block, and the free units.
 
-    A block has its units of full layers while a table holds it or its contents have a name. It also
-    keeps its units of sliding layers, but they may be reclaimed once the block is in no table's
-    window: least recently released first.
+    A block has its units of full layers while a table holds it or its contents have a name. Its
+    units of sliding layers stay too, but may be reclaimed once the block is in no table's window:
+    least recently released first.
 
     Attributes:
         unit_of: Unit of each block, row by row [layout.num_units, num_blocks], full layers first.
@@ -142,7 +142,7 @@ class UnitPool:
     def leave(self, block: Block, still_held: bool) -> None:
         """Remove a table that had this block in its window.
 
-        A block that no table holds any more keeps its units; `offer` explains why.
+        A block that is no longer held keeps its units, for the reason given in `offer`.
         """
         block.num_users -= 1
         if not block.num_users:

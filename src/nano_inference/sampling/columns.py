@@ -1,9 +1,8 @@
 """Columns of a step: quantities of a row, a chunk or a sample, each declared once.
 
 A column is a field of `core.batch.ForwardBatch` or `sampling.sampling_batch.SamplingBatch`. Code
-that handles all columns reads these declarations: uploads to the device, the fixed buffers of
-captured graphs, the messages between ranks, and the CPU kernels, whose structures have the same
-names.
+that handles all columns reads these declarations: uploads to the device, fixed buffers of captured
+graphs, messages between ranks. The structures of the CPU kernels have the same names.
 
 The host computes in numpy. `Arrays` converts a batch's arrays to the type that the runner reads.
 """

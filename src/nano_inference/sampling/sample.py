@@ -111,7 +111,7 @@ def sample_with_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row, and return it with its logprob.
 
-    Temperature 0 is greedy; its logprob is the model's own.
+    Temperature 0 is greedy and returns the model's own logprob.
 
     Args:
         logits: [batch, vocab_size], any floating dtype.

@@ -147,7 +147,7 @@ class SamplingTable(Generic[A]):
     def put(
         self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]
     ) -> None:
-        """Overwrite a slot. Its completion is empty until `TokenCounts.add`."""
+        """Overwrite a slot for a sample that has no completion tokens yet."""
         self._fixed = None
         for held in (self._bias, self._masks, self._counts):
             held.pop(slot, None)
