@@ -108,7 +108,7 @@ def require_affordable(demand: Demand, budget: int, names: "Names | None" = None
 
 
 def most_mask_ids(demand: Demand, budget: int) -> int:
-    """Return the most ids that the sampling mask of one sample may hold in total.
+    """Return the maximum number of ids in the sampling mask of one sample.
 
     Samples share equally the entries that the rest of the request leaves.
     """

@@ -17,8 +17,8 @@ class Chunk(NamedTuple):
     Attributes:
         samples: Number of sequences that draw the token after the known ones: 0, 1, or a whole
             group, whose other samples are forked.
-        fresh_blocks: Most KV blocks that the chunk allocates, including a copy of a shared block. 0
-            leaves the block table unchanged.
+        fresh_blocks: Maximum number of KV blocks that the chunk allocates, including a copy of a
+            shared block. 0 leaves the block table unchanged.
         drafts: Guesses of the tokens after the known ones, which are the input of the last rows.
             Each of these rows also draws a token, and counts as computed only if its guess was
             drawn.
@@ -43,7 +43,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's decision, which `core.apply.apply` carries out.
+    """One step's decision. `core.apply.apply` carries it out.
 
     Attributes:
         seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, drafts: Fields of `Chunk`, one

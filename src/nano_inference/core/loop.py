@@ -435,13 +435,11 @@ class EngineLoop:
         return self.take()
 
     def watch(self, watch: Watch) -> None:
-        """Call `watch` with every later step, like `LoopHooks.watches`. Call this between two
-        steps.
-        """
+        """Call `watch` with every later step, like `LoopHooks.watches`. Only between steps."""
         self.watches = (*self.watches, watch)
 
     def unwatch(self, watch: Watch) -> None:
-        """Stop calling `watch`. Call this between two steps."""
+        """Stop calling `watch`. Only between steps."""
         self.watches = tuple(each for each in self.watches if each is not watch)
 
     def become(self, event: Event) -> None:
@@ -553,10 +551,7 @@ class EngineLoop:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Return True if an update with this `kv_policy` would have to wait.
-
-        It waits for requests or for earlier updates.
-        """
+        """Return True if an update with this policy would wait for requests or earlier updates."""
         queued = map(policy_of, self.weights.pending.arrived())
         return not all(map(self._is_ready, [*queued, kv_policy]))
 

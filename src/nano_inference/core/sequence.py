@@ -138,7 +138,7 @@ class GrowingMask:
     """A sample's `SamplingMask` in the making, at four bytes per id.
 
     Args:
-        most: Most ids that the mask may hold in total; None for no limit.
+        most: Maximum number of ids in the mask. None for no limit.
         rows: Ids of the known tokens, one row each.
     """
 

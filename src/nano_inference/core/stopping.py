@@ -47,7 +47,7 @@ def grammar_failure(problem: str) -> Finish:
 
 
 def may_stop(seq: Sequence) -> bool:
-    """Return True if the newest token may stop the sequence, which `min_tokens` can prevent."""
+    """Return True if `min_tokens` allows the newest token to stop the sequence."""
     request = seq.request
     return len(seq.token_ids) - request.num_prompt_tokens > request.params.min_tokens
 
@@ -135,8 +135,7 @@ def copied_text(seq: Sequence) -> GrowingText | None:
 
 
 def take_text(seq: Sequence, ended: bool) -> tuple[str | None, Finish | None]:
-    """Return the text of a sequence that was not taken yet, including withheld text if it has
-    ended.
+    """Return the new text of a sequence, including withheld text once it has ended.
 
     If that raises, the sequence loses its text, and the second value is its finish.
     """

@@ -58,7 +58,7 @@ class Drafter:
     Args:
         sources: Sources of guesses. An earlier source wins if two are equally sure.
         costs: Costs of a step. None to use as many drafts as possible.
-        most: Most drafts of one sequence in a step.
+        most: Maximum number of drafts of one sequence in a step.
         model: Source that takes time for each draft, or None. It guesses only as many tokens as may
             pay off, for sequences that the other sources are less sure of.
     """

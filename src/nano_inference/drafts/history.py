@@ -38,7 +38,7 @@ class _Pasts:
         return sum(len(past.token_ids) for past in self.samples.values())
 
     def keep(self, key: tuple[int, int], past: Past, most: int) -> None:
-        """Add a sample, replacing one with the same key, and keep the `most` newest.
+        """Add a sample, replacing any sample with the same key. Keep the `most` newest samples.
 
         The index is rebuilt once more than half of its samples are gone.
         """
@@ -61,9 +61,9 @@ class HistoryDrafts:
     Like prefixes, samples with different `cache_salt` or adapter are kept apart.
 
     Args:
-        most_tokens: Most tokens of all kept samples, at about 600 bytes each. The least recently
-            used prompt is dropped first.
-        most_samples: Most samples of one prompt. The newest are kept.
+        most_tokens: Maximum number of tokens of all kept samples, at about 600 bytes each. The
+            least recently used prompt is dropped first.
+        most_samples: Maximum number of samples of one prompt. The newest are kept.
     """
 
     name = "history"

@@ -1,4 +1,4 @@
-"""Drafts by a model: a smaller one, or the policy itself with fewer layers.
+"""Drafts by a model: a smaller one, or the policy itself with fewer layers or quantized weights.
 
 The model draws with the noise of the sample's own positions and with the sample's own parameters.
 If its distribution is close to the policy's, it mostly draws the policy's token, even at
@@ -6,8 +6,8 @@ temperature 1. This is coupling by common random numbers (Daliri, Musco, Suresh 
 2408.07978). Greedy drafts agree less often.
 
 Its keys and values use the slots of the sample's own blocks, so prefixes, forks and preemption need
-no work here. A separate model has its own KV tensors. The policy with fewer layers writes to the
-policy's KV tensors after the computed tokens, and the next step overwrites these slots before it
+no work here. A separate model has its own KV tensors. The policy as its own draft model writes to
+the policy's KV tensors, after the computed tokens. The next step overwrites these slots before it
 reads them. Stale values can only make drafts wrong.
 """
 
@@ -31,7 +31,7 @@ from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling
 from nano_inference.structured.mask_bits import bans_under
 from nano_inference.types import SamplingParams
 
-MOST_BEHIND = 512  # most rows per call that only update the model's own cache
+MOST_BEHIND = 512  # limit of rows per call that only update the model's own cache
 SURE = 8  # number of kinds, by the model's own probability of a draft
 SLOWLY = 0.8  # weight of the old mean when a new time is measured
 
@@ -81,7 +81,7 @@ class Drafting:
         seq: The sequence.
         start: First position to compute for the next draft.
         table: Blocks of the sequence, then scratch blocks.
-        most: Most drafts.
+        most: Maximum number of drafts.
     """
 
     def __init__(self, seq: Sequence, start: int, table: list[int], most: int) -> None:

@@ -22,7 +22,7 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess((), ())
-KINDS = 256  # most kinds of a third-party source, because statistics are kept for each
+KINDS = 256  # limit for a third-party source, because statistics are kept for each kind
 
 
 class DraftSource(Protocol):

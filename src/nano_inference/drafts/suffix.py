@@ -13,8 +13,8 @@ from nano_inference.core.sequence import Sequence, SequenceStatus
 from nano_inference.drafts.source import NO_GUESS, Guess
 
 MOST_PLACES = 8  # remembered occurrences of a pair of tokens: the newest
-LONGEST_MATCH = 8  # most tokens of a suffix to compare
-MOST_READ = 4096  # most tokens to index per step, which takes a few milliseconds
+LONGEST_MATCH = 8  # maximum length of a compared suffix
+MOST_READ = 4096  # maximum number of tokens to index per step (a few milliseconds)
 ALIGNED = 16  # first kind of guesses from a text with the same noise
 
 Place = tuple[Listed[int], int]  # a text, and the index after an occurrence
@@ -107,8 +107,8 @@ class SuffixDrafts:
 
     Args:
         siblings: True to search the group's other samples too.
-        most_entries: Most entries of all indexes, at about 300 bytes each. The least recently used
-            index is dropped first.
+        most_entries: Maximum number of entries of all indexes, at about 300 bytes each. The least
+            recently used index is dropped first.
     """
 
     def __init__(self, siblings: bool = True, most_entries: int = 500_000) -> None:

@@ -37,7 +37,7 @@ class BlockChanges:
     Not thread-safe: the cache and the reader of reports must share a lock.
 
     Args:
-        most: Most changes to keep. Beyond that the next report is whole.
+        most: Maximum number of changes to keep. Beyond that the next report is whole.
     """
 
     def __init__(self, most: int = 65536) -> None:

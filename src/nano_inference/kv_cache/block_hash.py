@@ -20,7 +20,7 @@ def adapter_key(name: str, version: int) -> str:
 class Namespace:
     """Everything except token ids that determines the contents of a KV block.
 
-    It is part of every block's name.
+    A namespace is part of the names of its blocks.
 
     Attributes:
         weight_set: Weight set that computed the block (`"policy"`, `"reference"`, ...).

@@ -38,8 +38,8 @@ class PagedKVCache(KVCacheManager):
     ) -> None:
         """Name these full blocks.
 
-        If another block already has the name, it keeps it, unless it is stripped and the new one is
-        not.
+        If another block already has the name, that block keeps it, unless it is stripped and the
+        new block is not.
         """
         for index in blocks:
             block, name = self._pool.blocks[table[index]], prefix.hashes[index]

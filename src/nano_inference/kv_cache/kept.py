@@ -61,7 +61,7 @@ class Kept:
     that several requests keep has the latest of their times and the highest of their priorities.
 
     Args:
-        most: Most blocks that may be kept. Beyond that the smallest marks are dropped.
+        most: Maximum number of kept blocks. Beyond that the smallest marks are dropped.
         is_free: Returns True if no table holds the block of this name.
         clock: Returns the time in seconds.
     """

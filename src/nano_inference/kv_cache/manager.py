@@ -272,7 +272,7 @@ class KVCacheManager(ABC):
     ) -> None:
         """Make these full blocks matchable.
 
-        If other blocks with the same contents are matchable, they stay so, unless they are
+        If another block with the same contents is matchable, that block stays so, unless it is
         stripped.
         """
 

@@ -57,11 +57,11 @@ class BlockLayout:
         return max(0, start - self.window + 1) // block_size if self.num_sliding else 0
 
     def most_in_window(self, length: int, block_size: int) -> int:
-        """Return the most blocks that a chunk's rows and their windows can touch, for any start."""
+        """Return the maximum number of blocks that a chunk's rows and their windows touch."""
         return (self.window + length - 1 + block_size - 2) // block_size + 1
 
     def most_units(self, num_tokens: int, length: int, block_size: int) -> int:
-        """Return the most units that a sequence of `num_tokens` tokens needs.
+        """Return the maximum number of units that a sequence of `num_tokens` tokens needs.
 
         Assumes that it is computed in chunks of `length` tokens.
         """

@@ -10,16 +10,14 @@ from torch import Tensor
 
 
 def exponential_noise(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """Return standard exponential noise for every token id.
+    """Return standard exponential noise for every token id, float32 [R, V].
+
+    Values are between 2**-32 and about 16.6. Small values, which win, have a fine resolution.
 
     Args:
         keys: int64 [R, 2] from `noise_keys`.
         vocab_size: Number of token ids V.
         first: Token id of the first column.
-
-    Returns:
-        float32 [R, V], between 2**-32 and about 16.6. Small values, which win, have a fine
-            resolution.
     """
     halves = _signed32(keys)
     bits = _mix32(torch.arange(first, first + vocab_size, dtype=torch.int32, device=keys.device))

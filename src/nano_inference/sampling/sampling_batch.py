@@ -46,7 +46,7 @@ class SamplingBatch(FilterColumns[A]):
     # some sample needs raw logprobs (greedy ones always do)
     any_raw: bool = _of_all(lambda p: p.raw_logprobs or p.temperature == 0)
     any_kept: bool = _of_all(lambda p: p.sampling_mask)  # some sample needs its kept tokens
-    most_top: int = _of_all(lambda p: p.top_logprobs)  # most best tokens that a sample needs
+    most_top: int = _of_all(lambda p: p.top_logprobs)  # maximum number of best tokens for a sample
 
     def __len__(self) -> int:
         return len(self.rows)
