@@ -227,7 +227,7 @@ def test_model_that_fails_is_switched_off(
         with caplog.at_level(logging.ERROR):
             assert bits(engine.generate(PROMPTS, params)) == bits(plain)
         assert engine.drafter.model is None
-        assert "'model' are switched off: it raised RuntimeError('no')" in caplog.text
+        assert "disabled draft source 'model': raised RuntimeError('no')" in caplog.text
 
 
 def test_not_finite_drafts_are_none(model: Path) -> None:

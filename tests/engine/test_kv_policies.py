@@ -339,7 +339,7 @@ def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: K
     samples = drain(engine)
     ended = {s.request_id: s for s in samples}
     assert ended[strict].finish_reason == "abort"
-    assert ended[strict].stop_reason == "it is too stale"
+    assert ended[strict].stop_reason == "exceeds max_staleness"
     assert 4 <= len(ended[strict].completion_tokens) < 30
     assert len(ended[strict].logprobs) == len(ended[strict].completion_tokens)
     assert [ended[i].finish_reason for i in (strict + 1, fresh)] == ["length", "length"]
@@ -535,7 +535,7 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     )
     engine.update_weights(OLD, kv_policy="recompute")
     (sample,) = drain(engine)
-    assert sample.stop_reason == ("it is too stale" if limit == 2 else None)
+    assert sample.stop_reason == ("exceeds max_staleness" if limit == 2 else None)
 
 
 def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
@@ -554,5 +554,5 @@ def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None
     engine.update_weights(NEWER, kv_policy="keep")
     assert drain(engine) == []
     (sample,) = [delta.finished for delta in deltas if delta.finished]
-    assert sample.stop_reason == "it is too stale"
+    assert sample.stop_reason == "exceeds max_staleness"
     assert min(span.version for entry in sample.kv_versions for span in entry.versions) == 0
