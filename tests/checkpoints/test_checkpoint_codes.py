@@ -327,7 +327,7 @@ def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_ranks_cut_no_group(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq-128")
-    told = "128 columns of 'layers.0.o' are not cut at multiples of 128; use tensor_parallel=1"
+    told = "128 columns of 'layers.0.o' are not divided at multiples of 128; use tensor_parallel=1"
     with pytest.raises(ConfigError, match=f"'file' is not possible .*{told}"):
         engine_of(folder, backend="reference", tensor_parallel=2)
 

@@ -193,7 +193,7 @@ def test_download_tells_its_bytes(
     assert resolve_model("someone/something") == tmp_path
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "downloading someone/something: 256.0 KiB of 1.0 MiB (25%), 128.0 KiB/s",
+        "downloading someone/something: 0.2 of 1.0 MiB (25%), 128 KiB/s",
         "downloading someone/something: 5.0 MiB in 16 s",
     ]
     assert capsys.readouterr().err == ""  # the hub's own bars are not shown

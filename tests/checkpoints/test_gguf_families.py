@@ -471,7 +471,7 @@ def test_pattern_may_name_each_layer(tmp_path: Path) -> None:
 
 
 def test_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"layer_types .* 7 entries are needed"):
+    with pytest.raises(ModelLoadError, match=r"layer_types .* must have 7 entries"):
         gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [True, True, False]})
 
 

@@ -348,7 +348,7 @@ def test_value_of_another_type_is_named_by_its_place(
         ({"max_tokens": 0}, "max_tokens=0 must be an integer"),
         ({"logit_bias": [{"key": 3, "value": None}]}, r"logit_bias\[3\]=nan"),
         ({"stop_token_ids": [-1]}, "stop_token_ids entry=-1"),
-        ({"min_tokens": 999}, "min_tokens=999 is larger"),
+        ({"min_tokens": 999}, "min_tokens=999 exceeds max_tokens="),
     ],
 )
 def test_record_that_checks_itself_says_what_is_wrong(

@@ -227,7 +227,7 @@ def test_model_that_fails_is_switched_off(
         with caplog.at_level(logging.ERROR):
             assert bits(engine.generate(PROMPTS, params)) == bits(plain)
         assert engine.drafter.model is None
-        assert "'model' are switched off: it raised RuntimeError('no')" in caplog.text
+        assert "disabled draft source 'model': raised RuntimeError('no')" in caplog.text
 
 
 def test_not_finite_drafts_are_none(model: Path) -> None:
@@ -317,10 +317,10 @@ def test_layers_are_spread() -> None:
         ({"draft_model": "self"}, "needs draft_layers or draft_quantization"),
         ({"draft_layers": 3}, "needs draft_model='self'"),
         ({"draft_quantization": "int8"}, "needs draft_model='self'"),
-        ({"draft_model": "self", "draft_quantization": "file"}, "codes of plain weights"),
+        ({"draft_model": "self", "draft_quantization": "file"}, "codes are made from plain weights"),
         (
             {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
-            "makes codes of plain weights",
+            "quantises plain weights",
         ),
         ({"draft_model": "self", "draft_layers": 3}, "exceeds the 2 layers"),
         ({"draft_model": "self", "draft_layers": 1, "tensor_parallel": 2}, "runs on one rank"),

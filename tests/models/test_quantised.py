@@ -296,7 +296,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any], Any]) -> None:
     fields, told = REFUSED[name]
     with pytest.raises(
-        ModelLoadError, match=f"quantised with ({told}).*, as config.json says.*unquantised.*GGUF"
+        ModelLoadError,
+        match=f"quantisation ({told}).*, declared in config.json,.*unquantised.*GGUF",
     ):
         spec_from_config(llama_config() | wrap(fields))
 
@@ -304,15 +305,19 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; 2 or 4 or 8 is needed"),
+        ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; it must be 2 or 4 or 8"),
         ("gptq", {"bits": "4"}, r"\(gptq\) with bits='4'"),
         ("gptq", {"group_size": 0}, r"\(gptq\) with group_size=0"),
         ("gptq", {"checkpoint_format": "gptq_v3"}, "checkpoint_format='gptq_v3'"),
         ("gptq", {"dynamic": {"+:(": {}}}, r"\(gptq\) with a value of the wrong kind"),
-        ("awq", {"bits": 8}, r"\(awq\) with bits=8; 4 is needed"),
+        ("awq", {"bits": 8}, r"\(awq\) with bits=8; it must be 4"),
         ("awq", {"group_size": True}, r"\(awq\) with group_size=True"),
-        ("fp8-blocks", {"weight_block_size": [128]}, r"weight_block_size=\[128\]; rows and"),
-        ("bitsandbytes-nf4", {"load_in_8bit": True}, "one of load_in_4bit and load_in_8bit"),
+        (
+            "fp8-blocks",
+            {"weight_block_size": [128]},
+            r"weight_block_size=\[128\]; it must be the rows and",
+        ),
+        ("bitsandbytes-nf4", {"load_in_8bit": True}, "the opposite of load_in_8bit"),
         ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )

@@ -141,5 +141,5 @@ def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama")
-    with pytest.raises(ConfigError, match="pipeline_parallel=3 is more than the model's 2 layers"):
+    with pytest.raises(ConfigError, match="pipeline_parallel=3 exceeds the model's 2 layers"):
         InferenceEngine(settled(model, pipeline_parallel=3))

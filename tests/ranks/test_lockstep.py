@@ -509,7 +509,7 @@ def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="which has no experts"):
         InferenceEngine(config_of(tiny_model(tmp_path, "llama"), expert_parallel=2))
     crowd = Lockstep(ThreadGroup.make(5)[0], ThreadBell())
-    with pytest.raises(ConfigError, match="are more than the model's 4 experts"):
+    with pytest.raises(ConfigError, match="exceed the model's 4 experts"):
         InferenceEngine(config_of(folder, expert_parallel=5), lockstep=crowd)
     with lockstep(folder) as engines:
         engine = engines.each[0]

@@ -136,7 +136,7 @@ def test_update_that_one_rank_cannot_take_changes_none(
         update = pair.update_weights(new, kv_policy="finish_old")
         (same,) = [sample for _ in range(20) for sample in pair.step()]
         with pytest.raises(
-            WeightUpdateError, match="no memory to keep the old weights aside: rank 1"
+            WeightUpdateError, match="not enough memory to keep the old weights: rank 1"
         ):
             update.result(0)
     assert pair.weights_checksum() == before

@@ -111,7 +111,7 @@ def test_path_is_no_part_of_what_is_said(
     assert str(problem) in (
         "the folder has no .safetensors file; convert it, other formats are not supported.",
         "the folder is empty; a model folder holds config.json and .safetensors files.",
-        "there is no such file or folder on the engine's machine.",
+        "the path does not exist on the engine's machine; pass a file or folder there.",
     )
 
 

@@ -22,7 +22,7 @@ from nano_inference.weights.transports.trainer_broadcasts import join_trainer
 
 CPU = torch.device("cpu")
 # on a slow machine the call that says it may be given up before it does
-TOO_LATE = r"(found no group|accepted a connection but did not respond) within 0\.7 s"
+TOO_LATE = r"(could not join its group|accepted a connection but did not respond) within 0\.7 s"
 STORE = """
 import os, signal, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)

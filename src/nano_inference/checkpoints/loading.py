@@ -94,7 +94,7 @@ def load_params(
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
     if quantization == FILE:
-        if part is not None and (ranks := part.place.mesh.tensor) > 1:
+        if part is not None and (ranks := part.position.mesh.tensor) > 1:
             require_whole_groups(spec, ranks, FILE, _file_formats(folder, whole, weights))
         quantization = _file_formats(folder, table, weights)
     params = allocate(table, dtype, device, matrix, quantization)
@@ -206,7 +206,11 @@ def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> 
 def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantization: Formats) -> str:
     in_codes = quantization and not isinstance(quantization, str)
     doing = "loading" if in_codes or spec.quantisation is None else "dequantising and loading"
-    rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
+    rank = (
+        ""
+        if part is None or part.position.mesh.world_size == 1
+        else f" (rank {part.position.rank})"
+    )
     return f"{doing} {(described_by(folder) or folder).name}{rank}"
 
 

@@ -187,7 +187,9 @@ def plan_memory(
     states = state_layout(specs, config.block_size)
     if states is not None:
         return _with_states(config, held, states, claims, dtype, device, asked_len)
-    layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
+    layout = (
+        common_layout(specs, asked_len, some.position.mesh.pipeline) if knows_units else UNIFORM
+    )
     unit_bytes = _bytes_of_unit(config, held, layout, dtype, asked_len)
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)

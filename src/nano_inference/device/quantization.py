@@ -18,6 +18,7 @@ from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 
 LEAST_IN_BLOCKS = 0.5  # share of a model's weights
+_CAUTION = "answers may differ slightly"
 LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
 
@@ -95,9 +96,10 @@ def faster_setting(
     ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
     is_open = ranks == 1 and asked.quantization == "auto"
     if is_open and (size := blocks_bytes(config.model_path)):
-        return f"--quantization file: {gibibytes(size)}, about {4 if is_wide else 2}x faster"
+        gain = f"{gibibytes(size)}, about {4 if is_wide else 2}x faster"
+        return f"--quantization file: {gain}; {_CAUTION}"
     if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
-        return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster"
+        return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster; {_CAUTION}"
     return None
 
 

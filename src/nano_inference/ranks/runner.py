@@ -101,7 +101,7 @@ class RankedRunner(ModelRunner):
 
         Errors concern the whole engine, because the other ranks have already drawn.
         """
-        if not self.own.models[POLICY].part.place.is_last_stage:
+        if not self.own.models[POLICY].part.position.is_last_stage:
             return self.worker_group.samples.expect()
         try:
             return self._together(lambda: self.own.sample(result, batch))

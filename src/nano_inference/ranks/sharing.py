@@ -35,7 +35,7 @@ class SentUpdates:
     """
 
     def __init__(self, worker_group: WorkerGroup, model: Decoder) -> None:
-        spec, mesh = model.part.whole, model.part.place.mesh
+        spec, mesh = model.part.whole, model.part.position.mesh
         self._worker_group, self._model = worker_group, model
         tables = [
             param_table(spec, shard_of(spec, Place(mesh, rank))) for rank in range(mesh.world_size)

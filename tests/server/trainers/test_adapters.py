@@ -182,7 +182,7 @@ def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]
     assert "'lora_name' needs to be provided" in post(url, UNLOAD, {}, 400).text
     load(url, "b", folders["b"])
     load(url, "c", folders["b"])
-    assert "as many as max_loras allows" in load(url, "d", folders["b"], 400)
+    assert "adapters are already loaded; unload one of" in load(url, "d", folders["b"], 400)
     unload(url, "b")
     unload(url, "c")
     assert models(url) == before
@@ -206,7 +206,7 @@ def test_adapter_that_is_not_there_is_a_404(
 
 
 def test_engine_without_adapters_says_so(rl_server: str, folders: dict[str, str]) -> None:
-    assert "this engine takes no adapters; set max_loras" in load(rl_server, "a", folders["a"], 400)
+    assert "adapters are disabled; set max_loras" in load(rl_server, "a", folders["a"], 400)
 
 
 @pytest.mark.thorough(cases=["two"])
