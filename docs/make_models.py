@@ -37,7 +37,7 @@ def _bases(spec: ModelSpec) -> bool:
     return len(turning) > 1
 
 
-# What a family has beside Llama, and how its spec says so.
+# Differences of a family from Llama, and the test of its spec.
 WORDS: tuple[tuple[str, Says], ...] = (
     ("text part of a vision model", lambda spec: spec.is_text_part),
     ("QKV biases", lambda spec: spec.qkv_bias),
@@ -107,7 +107,7 @@ def cases_by_class(cases: Mapping[str, Case]) -> dict[str, list[Case]]:
 
 
 def words(cases: Iterable[Case]) -> str:
-    """What any of these models has beside Llama."""
+    """Return the differences of any of these models from Llama."""
     specs = [spec_from_config(case["config"]) for case in cases]
     kinds = {rope.kind for spec in specs for rope in spec.ropes if rope.factor > 0}
     kinds -= {"none", "default"}
