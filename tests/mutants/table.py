@@ -602,8 +602,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "replicas_of_other_numerics",
         "src/nano_inference/fleet/supervisor.py",
-        old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas',
-        new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # of all replicas',
+        old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in all replicas',
+        new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # equal in all replicas',
         seen_by="tests/fleet/test_fleet.py -k alike",
     ),
     Fault(
