@@ -51,4 +51,4 @@ def test_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> Non
     made = ("draft-heads", folders["chat"], str(prompts), folder, "--kind", "hydra")
     result = run(*made, "-n", "1", "--max-tokens", "4", *FAST)
     assert result.exit_code == 2
-    assert "kind='hydra'" in result.stderr
+    assert "kind must be one of 'medusa', 'eagle'; got 'hydra'" in result.stderr

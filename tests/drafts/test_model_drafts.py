@@ -317,7 +317,10 @@ def test_layers_are_spread() -> None:
         ({"draft_model": "self"}, "needs draft_layers or draft_quantization"),
         ({"draft_layers": 3}, "needs draft_model='self'"),
         ({"draft_quantization": "int8"}, "needs draft_model='self'"),
-        ({"draft_model": "self", "draft_quantization": "file"}, "codes are made from plain weights"),
+        (
+            {"draft_model": "self", "draft_quantization": "file"},
+            "codes are made from plain weights",
+        ),
         (
             {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
             "quantises plain weights",

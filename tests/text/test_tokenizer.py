@@ -104,7 +104,7 @@ def test_missing_or_malformed_file_is_named(tmp_path: Path, name: str) -> None:
 def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ModelLoadError, match="holds a list"):
+    with pytest.raises(ModelLoadError, match="must hold a JSON object, not a list"):
         load_tokenizer(tmp_path)
 
 
