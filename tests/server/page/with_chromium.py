@@ -252,6 +252,8 @@ def killed(page: Page) -> dict[str, Any]:
 def engine_killed(page: Page) -> dict[str, Any]:
     begun(page)
     let("kill")
+    # A poll at the moment of death only sees that its call failed; the next one sees the state.
+    until(page, "document.getElementById('status').textContent === 'restarting the engine…'")
     return cut(page) | replayed(page)
 
 

@@ -54,6 +54,12 @@ async function nameModels() {
   byId("pick-label").hidden = data.length < 2;
 }
 
+/** The status shown for the code of a 503. */
+const NOT_READY = {
+  starting: "starting the engine…",
+  engine_restarting: "restarting the engine…",
+};
+
 /** Polls the server as long as the page is open. The server may die and come back. */
 async function watch() {
   let named = false;
@@ -78,8 +84,8 @@ async function watch() {
         await new Promise((done) => keys.addEventListener("changed", done, { once: true }));
         continue;
       }
-      const isStarting = problem instanceof Refused && problem.code === "starting";
-      say("wait", isStarting ? "starting the engine…" : "reconnecting…", problem.message);
+      const state = problem instanceof Refused ? NOT_READY[problem.code] : undefined;
+      say("wait", state ?? "reconnecting…", problem.message);
     }
     await new Promise((done) => setTimeout(done, PERIOD));
   }
