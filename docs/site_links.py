@@ -14,4 +14,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _name(link: re.Match[str]) -> str:
     path = link[2].removeprefix("../")
-    return f"`{path}`" if path.endswith(link[1].strip("`")) else f"{link[1]} (`{path}`)"
+    name = link[1].strip("`")
+    return link[1] if path.rstrip("/").endswith(name.rstrip("/")) else f"{link[1]} (`{path}`)"
