@@ -96,9 +96,10 @@ test-verl: $(VERL) ## those with verl on Ray
 test-ray: $(RAY) ## those with replicas on Ray
 	$(BIN)/python -m pytest -m slow --tier all tests/nano_ray
 
-lint: $(INSTALLED) ## formatting and lint rules
+lint: $(INSTALLED) ## formatting, lint rules and English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/prose.py --check
 
 types: $(INSTALLED) ## static types
 	$(BIN)/pyright --pythonpath $(BIN)/python

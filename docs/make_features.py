@@ -28,7 +28,7 @@ def page(text: str) -> str:
 
 def table() -> str:
     """One line a row of `nano_inference.features`."""
-    lines = ["| | asked by | not with | because |", "|---|---|---|---|"]
+    lines = ["| feature | option | not with | reason | do this |", "|---|---|---|---|---|"]
     lines += [_line(row) for limits in ALL_LIMITS for row in limits.rows]
     return "\n".join(lines)
 
@@ -37,18 +37,20 @@ def _line(row: Row) -> str:
     asked = ", ".join(map(_named, row.asked_by))
     if row.when:
         asked += f" with {', '.join(map(_named, row.when))}"
-    clashes = [_named(each) for each in row.clashes]
-    clashes += [f"backend {each}" for each in BACKENDS if each not in row.backends]
+    traits = [each.name for each in row.clashes if each.name in TRAITS]
+    clashes = [_named(each) for each in row.clashes if each.name not in TRAITS]
+    if traits:
+        clashes.insert(0, f"models with {', '.join(traits)}")
+    if backends := [each for each in BACKENDS if each not in row.backends]:
+        clashes.append(f"backend {', '.join(backends)}")
     if row.needs:
         clashes.append(f"without {' or '.join(map(_named, row.needs))}")
-    return f"| {row.feature} | {asked} | {', '.join(clashes)} | {row.reason}; {row.instead} |"
+    return f"| {row.feature} | {asked} | {', '.join(clashes)} | {row.reason} | {row.instead} |"
 
 
 def _named(asked: Asked) -> str:
     if asked.name in FACTS:
         return FACTS[asked.name]
-    if asked.name in TRAITS:
-        return f"models with {asked.name}"
     return ", ".join(f"`{each}`" for each in str(asked).split(" or "))
 
 

@@ -6,7 +6,7 @@ current; a test does that too.
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,62 +37,62 @@ def _bases(spec: ModelSpec) -> bool:
     return len(turning) > 1
 
 
-# What a family has beside Llama, and how its spec says so.
+# Differences of a family from Llama, and the test of its spec.
 WORDS: tuple[tuple[str, Says], ...] = (
-    ("the text part of a model that reads pictures", lambda spec: spec.is_text_part),
-    ("biases of q, k, v", lambda spec: spec.qkv_bias),
-    ("bias of the output", lambda spec: spec.o_bias),
-    ("norms of query and key heads", lambda spec: spec.qk_norm == "head"),
-    ("norms of values", lambda spec: spec.value_norm),
-    ("norms of whole queries and keys", lambda spec: spec.qk_norm == "full"),
-    ("norms after the blocks", lambda spec: spec.norms == "post"),
-    ("norms before and after the blocks", lambda spec: spec.norms == "both"),
-    ("norms of 1 + w", lambda spec: spec.norm_offset != 0),
-    ("norms without weights", lambda spec: spec.bare_norms),
-    ("a norm of embeddings", lambda spec: spec.embed_norm),
+    ("text part of a vision model", lambda spec: spec.is_text_part),
+    ("QKV biases", lambda spec: spec.qkv_bias),
+    ("o bias", lambda spec: spec.o_bias),
+    ("QK norm", lambda spec: spec.qk_norm == "head"),
+    ("V norm", lambda spec: spec.value_norm),
+    ("QK norm over all heads", lambda spec: spec.qk_norm == "full"),
+    ("post-norms", lambda spec: spec.norms == "post"),
+    ("pre- and post-norms", lambda spec: spec.norms == "both"),
+    ("(1 + w) norms", lambda spec: spec.norm_offset != 0),
+    ("weightless norms", lambda spec: spec.bare_norms),
+    ("embedding norm", lambda spec: spec.embed_norm),
     ("sliding windows", lambda spec: min(spec.windows) > 0),
     ("sliding and full layers", lambda spec: max(spec.windows) > 0 == min(spec.windows)),
-    ("two rotary bases or scalings", _bases),
-    ("layers that do not turn", _any_rope(lambda rope: rope.kind == "none")),
-    ("rotation of neighbours", _any_rope(lambda rope: rope.interleaved)),
-    ("heads turn the other way", _any_rope(lambda rope: rope.factor < 0)),
+    ("RoPE per layer kind", _bases),
+    ("NoPE layers", _any_rope(lambda rope: rope.kind == "none")),
+    ("interleaved RoPE", _any_rope(lambda rope: rope.interleaved)),
+    ("inverse rotation", _any_rope(lambda rope: rope.factor < 0)),
     (
-        "a part of each head turns",
+        "partial RoPE",
         lambda spec: spec.latent is None and any(rope.share != 1 for rope in spec.ropes),
     ),
-    ("queries scaled beyond the original context", _any_rope(lambda rope: rope.query_beta != 0)),
-    ("full layers with heads of their own", lambda spec: len({k[:2] for k in spec.kinds}) > 1),
-    ("keys that make values", lambda spec: any(kind.joint for kind in spec.kinds)),
+    ("query scaling by position", _any_rope(lambda rope: rope.query_beta != 0)),
+    ("separate heads in full layers", lambda spec: len({k[:2] for k in spec.kinds}) > 1),
+    ("shared K and V projection", lambda spec: any(kind.joint for kind in spec.kinds)),
     (
-        "layers that read another's keys",
+        "KV sharing across layers",
         lambda spec: any(kind.keys_of != layer for layer, kind in enumerate(spec.kinds)),
     ),
-    ("inputs of layers", lambda spec: spec.layer_inputs > 0),
-    ("scaled layers", lambda spec: spec.layer_scales),
+    ("per-layer inputs", lambda spec: spec.layer_inputs > 0),
+    ("layer scales", lambda spec: spec.layer_scales),
     ("attention sinks", lambda spec: spec.attention_sinks),
-    ("a cap of attention scores", lambda spec: spec.attention_cap > 0),
-    ("a cap of logits", lambda spec: spec.logits_cap > 0),
+    ("score soft cap", lambda spec: spec.attention_cap > 0),
+    ("logit soft cap", lambda spec: spec.logits_cap > 0),
     ("gated attention", lambda spec: spec.gated_attention),
-    ("attention over latents", lambda spec: spec.latent is not None),
-    ("layers of a gated delta rule", lambda spec: isinstance(spec.state, DeltaNet)),
+    ("MLA", lambda spec: spec.latent is not None),
+    ("gated DeltaNet layers", lambda spec: isinstance(spec.state, DeltaNet)),
     (
-        "layers of short convolutions",
+        "short convolutions",
         lambda spec: spec.state is not None and not isinstance(spec.state, DeltaNet),
     ),
     ("GELU", lambda spec: spec.activation == "gelu_tanh"),
-    ("a bounded gate", lambda spec: spec.activation == "clamped_swiglu"),
-    ("an MLP without a gate (xIELU)", lambda spec: spec.activation == "xielu"),
-    ("an MLP without a gate (squared ReLU)", lambda spec: spec.activation == "relu2"),
-    ("scaled embeddings", lambda spec: spec.embed_scale != 1),
-    ("scaled residuals", lambda spec: spec.residual_scale != 1),
-    ("divided logits", lambda spec: spec.logits_divisor != 1),
+    ("clamped SwiGLU", lambda spec: spec.activation == "clamped_swiglu"),
+    ("ungated MLP (xIELU)", lambda spec: spec.activation == "xielu"),
+    ("ungated MLP (squared ReLU)", lambda spec: spec.activation == "relu2"),
+    ("embedding scale", lambda spec: spec.embed_scale != 1),
+    ("residual scale", lambda spec: spec.residual_scale != 1),
+    ("logit divisor", lambda spec: spec.logits_divisor != 1),
     ("fused projections", lambda spec: spec.fused_qkv or spec.fused_gate_up),
     ("experts", lambda spec: spec.moe is not None),
-    ("chosen by sigmoids", _routing(lambda routing: routing.scores == "sigmoid")),
-    ("in groups", _routing(lambda routing: routing.groups > 1)),
-    ("chosen with a bias", lambda spec: spec.moe is not None and spec.moe.bias is not None),
-    ("beside an MLP", lambda spec: spec.moe is not None and spec.moe.beside),
-    ("a shared expert", lambda spec: spec.moe is not None and spec.moe.shared is not None),
+    ("sigmoid scores", _routing(lambda routing: routing.scores == "sigmoid")),
+    ("grouped", _routing(lambda routing: routing.groups > 1)),
+    ("selection bias", lambda spec: spec.moe is not None and spec.moe.bias is not None),
+    ("parallel MLP", lambda spec: spec.moe is not None and spec.moe.beside),
+    ("shared expert", lambda spec: spec.moe is not None and spec.moe.shared is not None),
 )
 
 
@@ -107,19 +107,18 @@ def cases_by_class(cases: Mapping[str, Case]) -> dict[str, list[Case]]:
 
 
 def words(cases: Iterable[Case]) -> str:
-    """What any of these models has beside Llama."""
+    """Return the differences of any of these models from Llama."""
     specs = [spec_from_config(case["config"]) for case in cases]
     kinds = {rope.kind for spec in specs for rope in spec.ropes if rope.factor > 0}
     kinds -= {"none", "default"}
     said = [word for word, says in WORDS if any(map(says, specs))]
-    return ", ".join([*said, *(f"rope scaling {kind}" for kind in sorted(kinds))])
+    return ", ".join([*said, *(f"{kind} RoPE scaling" for kind in sorted(kinds))])
 
 
 def families(cases: Mapping[str, Case]) -> Iterator[str]:
     """The table of families."""
     head = [
-        *("architecture", "beside Llama", "largest difference", "same bits"),
-        *BACKENDS.values(),
+        *("architecture", "differences from Llama", "largest difference", "backends"),
         *EXACT.values(),
     ]
     yield from _head(head)
@@ -130,26 +129,26 @@ def families(cases: Mapping[str, Case]) -> Iterator[str]:
             for backend in BACKENDS
             if "difference" in case[backend]
         ]
-        equal, of = (sum(case["schedules"][each] for case in own) for each in ("equal", "of"))
         yield _row(
             f"`{name}`",
             words(own),
             _number(max(differences)),
-            f"{equal} of {of}",
-            *(_has(own, backend) for backend in BACKENDS),
+            _backends(own),
             *(_exact(own, kind) for kind in EXACT),
         )
 
 
 def formats(measured: Mapping[str, Case]) -> Iterator[str]:
-    """The table of quantised formats."""
-    yield from _head(["`quant_method`", "checkpoint", "largest difference", "same bits"])
-    for name, each in sorted(measured.items(), key=lambda item: (item[1]["method"], item[0])):
+    """The table of quantised formats: one row a method."""
+    yield from _head(["`quant_method`", "checkpoints", "largest difference", "same bits"])
+    for method in sorted({case["method"] for case in measured.values()}):
+        cases = {name: case for name, case in measured.items() if case["method"] == method}
+        equal, of = (sum(case[key] for case in cases.values()) for key in ("equal", "of"))
         yield _row(
-            f"`{each['method']}`",
-            name,
-            _number(each["difference"]),
-            f"{each['equal']} of {each['of']}",
+            f"`{method}`",
+            ", ".join(sorted(cases)),
+            _number(max(case["difference"] for case in cases.values())),
+            f"{equal} of {of}",
         )
 
 
@@ -164,6 +163,12 @@ def _head(names: list[str]) -> Iterator[str]:
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _backends(cases: Sequence[Case]) -> str:
+    """Return the backends that run a class, or "all"."""
+    names = [shown for key, shown in BACKENDS.items() if _has(cases, key) == "yes"]
+    return "all" if len(names) == len(BACKENDS) else ", ".join(names)
 
 
 def _has(cases: Iterable[Case], kind: str) -> str:

@@ -166,7 +166,7 @@ def test_scheduler_part_is_the_same_values() -> None:
 def test_stages_decide_the_lookahead() -> None:
     make(pipeline_parallel=2, lookahead=1)
     for options in ({"lookahead": 0}, {"pipeline_parallel": 3, "lookahead": 1}):
-        with pytest.raises(ConfigError, match="leave it out"):
+        with pytest.raises(ConfigError, match="omit lookahead"):
             make(**({"pipeline_parallel": 2} | options))
 
 

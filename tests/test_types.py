@@ -152,7 +152,7 @@ def test_allowed_set_must_leave_something_to_draw() -> None:
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(
-        InvalidRequest, match="min_tokens=5 is larger than max_tokens=4; lower it to that"
+        InvalidRequest, match="min_tokens=5 exceeds max_tokens=4; lower min_tokens or raise"
     ):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(InvalidRequest, match="sampling_mask needs temperature > 0 and a filter"):

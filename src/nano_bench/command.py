@@ -1,4 +1,4 @@
-"""`nano-inference bench`: put load on a server with OpenAI's routes, and say how it did."""
+"""`nano-inference bench`: measure a server with OpenAI's routes under load."""
 
 import importlib.util
 import itertools
@@ -30,19 +30,23 @@ from nano_inference.cli import (
 )
 from nano_inference.errors import ConfigError
 
-REQUESTS = 256  # where neither a number nor a duration is given
+REQUESTS = 256  # default without --duration
 SHOWN_ERRORS = 5
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-_SENT, _PACE, _SAID = "What is sent", "How fast", "What is said"
+_SENT, _PACE, _SAID = "Requests", "Load", "Results"
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """When requests set out.
+    """Times at which requests start.
 
     Attributes:
-        rate: a second; None: `concurrency` are always under way.
-        ramp: the rate at the end.
+        requests: Number of requests, or None.
+        seconds: Seconds in which requests start, or None.
+        concurrency: Requests in flight in a closed loop.
+        rate: Requests per second in an open loop. None: closed loop.
+        evenly: True for constant intervals, False for random ones.
+        ramp: Rate at the end, or None for a constant rate.
     """
 
     requests: int | None
@@ -66,12 +70,13 @@ class _Pace:
         if self.rate is None:
             return f"{much}, {self.concurrency} at once"
         rise = "" if self.ramp is None else f" to {self.ramp:g}"
-        return f"{much}, {self.rate:g}{rise} a second" + ", evenly" * self.evenly
+        return f"{much}, {self.rate:g}{rise} per second" + ", evenly" * self.evenly
 
 
 def bench(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")
+        str,
+        typer.Argument(metavar="URL", help="Address of the server, such as http://127.0.0.1:8000."),
     ],
     model: ServedModel = None,
     api_key: ApiKey = None,
@@ -83,7 +88,7 @@ def bench(
             "-n",
             min=1,
             rich_help_panel=_PACE,
-            help=f"How many. Default: {REQUESTS}, or as many as --duration lets.",
+            help=f"Number of requests. Default: {REQUESTS}, or unlimited with --duration.",
         ),
     ] = None,
     duration: Annotated[
@@ -102,7 +107,7 @@ def bench(
             min=1,
             rich_help_panel=_PACE,
             show_default="32",
-            help="Closed loop: so many requests are always under way.",
+            help="Keep this many requests in flight (closed loop).",
         ),
     ] = None,
     rate: Annotated[
@@ -110,12 +115,14 @@ def bench(
         typer.Option(
             min=1e-3,
             rich_help_panel=_PACE,
-            help="Open loop instead: so many requests set out a second, whatever is under way.",
+            help="Send this many requests per second, without waiting for answers (open loop).",
         ),
     ] = None,
     arrivals: Annotated[
         Literal["poisson", "constant"],
-        typer.Option(rich_help_panel=_PACE, help="With --rate: at random times, or evenly."),
+        typer.Option(
+            rich_help_panel=_PACE, help="With --rate, send at random or constant intervals."
+        ),
     ] = "poisson",
     ramp: Annotated[
         float | None,
@@ -123,21 +130,24 @@ def bench(
             min=1e-3,
             metavar="RATE",
             rich_help_panel=_PACE,
-            help="The rate goes evenly from --rate at the begin to this one at the end.",
+            help="Change the rate linearly from --rate to this rate at the end.",
         ),
     ] = None,
     timeout: Annotated[
-        str, typer.Option(metavar="TIME", rich_help_panel=_PACE, help="For one request.")
+        str,
+        typer.Option(
+            metavar="TIME", rich_help_panel=_PACE, help="Give up a request after this time."
+        ),
     ] = "10m",
     warm_up: Annotated[
         int,
-        typer.Option(min=0, rich_help_panel=_PACE, help="Requests that come first, uncounted."),
+        typer.Option(min=0, rich_help_panel=_PACE, help="Unmeasured requests to send first."),
     ] = 8,
     prompts: Annotated[
         Literal["tokens", "text", "chat"],
         typer.Option(
             rich_help_panel=_SENT,
-            help="Completions of random token ids, of random words, or chats of random words.",
+            help="Send completions of random token ids, completions of random words, or chats.",
         ),
     ] = "tokens",
     prompt_tokens: Annotated[
@@ -145,8 +155,8 @@ def bench(
         typer.Option(
             metavar="LENGTH",
             rich_help_panel=_SENT,
-            help="128; uniform:LEAST:MOST; lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:MOST. "
-            "Of text and chats: words.",
+            help="Prompt length: 128; uniform:MIN:MAX; lognormal:MEDIAN:SIGMA or "
+            "lognormal:MEDIAN:SIGMA:MAX. Counts words for text and chats.",
         ),
     ] = "64",
     output_tokens: Annotated[
@@ -162,60 +172,59 @@ def bench(
         typer.Option(
             min=0,
             rich_help_panel=_SENT,
-            help="Prompts of a group begin with the same so many tokens, before their own.",
+            help="Start the prompts of a group with this many shared tokens.",
         ),
     ] = 0,
     prefix_groups: Annotated[
-        int, typer.Option(min=1, rich_help_panel=_SENT, help="How many groups there are.")
+        int, typer.Option(min=1, rich_help_panel=_SENT, help="Number of groups.")
     ] = 1,
     vocab_size: Annotated[
         int,
         typer.Option(
-            min=LOWEST_ID + 1, rich_help_panel=_SENT, help="Random token ids are below it."
+            min=LOWEST_ID + 1, rich_help_panel=_SENT, help="Draw token ids below this number."
         ),
     ] = HIGHEST_ID,
-    stream: Annotated[
-        bool, typer.Option(rich_help_panel=_SENT, help="Answers come piece by piece.")
-    ] = True,
+    stream: Annotated[bool, typer.Option(rich_help_panel=_SENT, help="Stream answers.")] = True,
     ignore_eos: Annotated[
         bool,
         typer.Option(
             rich_help_panel=_SENT,
-            help="Answers have their full length. OpenAI's own servers do not know this field.",
+            help="Generate up to the full output length. OpenAI's own servers reject this field.",
         ),
     ] = True,
-    temperature: Annotated[float, typer.Option(min=0.0, rich_help_panel=_SENT)] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, rich_help_panel=_SENT, help="Sampling temperature.")
+    ] = 1.0,
     seed: Annotated[
-        int, typer.Option(rich_help_panel=_SENT, help="Of prompts, lengths and random times.")
+        int, typer.Option(rich_help_panel=_SENT, help="Seed of prompts, lengths and random times.")
     ] = 0,
     slo: Annotated[
         str | None,
         typer.Option(
             metavar="LIMITS",
             rich_help_panel=_SAID,
-            help="Count the requests within limits, such as ttft=500ms,itl=50ms. ttft: the first "
-            "token; itl: the longest wait between two pieces; tpot: the mean for each further "
-            "token; e2e: the whole.",
+            help="Count requests within limits, such as ttft=500ms,itl=50ms. ttft: first token; "
+            "itl: longest gap between two pieces; tpot: mean per further token; e2e: whole answer.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", rich_help_panel=_SAID, help="Write a JSON file of all."),
+        typer.Option("--out", "-o", rich_help_panel=_SAID, help="Write results as JSON."),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(rich_help_panel=_SAID, help="Draw a PNG picture. Needs matplotlib."),
+        typer.Option(rich_help_panel=_SAID, help="Draw a PNG picture (requires matplotlib)."),
     ] = None,
     pid: Annotated[
         int | None,
-        typer.Option(rich_help_panel=_SAID, help="A server on this machine, for its CPU seconds."),
+        typer.Option(rich_help_panel=_SAID, help="Measure the CPU seconds of this process."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.
+    """Measure a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.
 
-    Exit code 0: every request was answered; 1: some failed, and the table says of what; 2: wrong
-    use, or there is no server; 130: Ctrl-C, with the figures until then.
+    Exit code 0: every request succeeded. 1: some failed (the table has the reasons). 2: wrong
+    input, or no server. 130: Ctrl-C, after the figures so far.
 
     Examples:
 
@@ -238,12 +247,12 @@ def bench(
     )
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot needs matplotlib, which this installation lacks; pip install "
-            "'nano-inference[plots]' brings it."
+            "--plot requires matplotlib, not installed here; run: pip install "
+            "'nano-inference[plots]'"
         )
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file} cannot be written: there is no such folder.")
+            raise ConfigError(f"cannot write {file}: there is no folder {file.absolute().parent}.")
     target = load.Target(url, model or "", key_of(api_key, api_key_file))
     done, target = load.run(_measure(target, shape, pace, warm_up, _time(timeout), seed, pid))
     row = done.row() | _within(done, limits)
@@ -252,10 +261,10 @@ def bench(
     for text, count in Counter(done.errors).most_common(SHOWN_ERRORS):
         errors.print(f"{count} x {text}", markup=False, soft_wrap=True)
     if done.gave_up:
-        errors.print(f"The load ended early: {target.url} could not be reached any more.")
+        errors.print(f"The load ended early: lost the connection to {target.url}.")
     if out is not None:
-        told = {"url": target.url, "model": target.model, "sent": str(shape), "pace": str(pace)}
-        report = told | {"seed": seed, "limits": limits, "version": nano_inference.__version__}
+        about = {"url": target.url, "model": target.model, "sent": str(shape), "pace": str(pace)}
+        report = about | {"seed": seed, "limits": limits, "version": nano_inference.__version__}
         report |= {"summary": row, "requests": [*_rows(done)]}
         write_file(out, json.dumps(report, indent=1) + "\n")
         errors.print(f"written: {out}", style="dim", soft_wrap=True)
@@ -278,7 +287,7 @@ async def _measure(
     seed: int,
     pid: int | None,
 ) -> tuple[outcomes.Load, load.Target]:
-    """Warm up, then the load. Raises `ConfigError` where there is no server."""
+    """Warm up, then run the load. Raises `ConfigError` if there is no server."""
     try:
         (await connect(*target.address)).close()
         if not target.model:
@@ -314,9 +323,9 @@ def _pace(
     ramp: float | None,
 ) -> _Pace:
     if rate is None and (ramp is not None or evenly):
-        raise ConfigError("--ramp and --arrivals are about a rate; add --rate.")
+        raise ConfigError("--ramp and --arrivals require --rate.")
     if rate is not None and concurrency is not None:
-        raise ConfigError("--rate and --concurrency are two kinds of load; give one.")
+        raise ConfigError("--rate and --concurrency exclude each other; give one.")
     seconds = None if duration is None else _time(duration)
     if requests is None and seconds is None:
         requests = REQUESTS
@@ -324,25 +333,25 @@ def _pace(
 
 
 def _time(text: str) -> float:
-    """Seconds that `500ms`, `30s` or `5m` mean. Raises `ConfigError`."""
+    """Return the seconds of a time such as `500ms` or `5m`. Raises `ConfigError`."""
     parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text.strip())
     if parts is None or not float(parts[1]):
-        raise ConfigError(f"{text!r} is no time; write one such as 500ms, 30s or 5m.")
+        raise ConfigError(f"{text!r} is not a time; write one such as 500ms, 30s or 5m.")
     return float(parts[1]) * _SECONDS[parts[2]]
 
 
 def _limits(text: str | None) -> dict[str, float]:
-    """Seconds by names of `outcomes.LIMITED`. Raises `ConfigError`."""
-    found: dict[str, float] = {}
+    """Return limits in seconds by name in `outcomes.LIMITED`. Raises `ConfigError`."""
+    limits: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else []:
         name, _, value = part.partition("=")
         if name.strip() not in outcomes.LIMITED:
             raise ConfigError(
-                f"--slo: {part!r} is no limit; write {', '.join(outcomes.LIMITED)} with a time, "
-                "such as ttft=500ms."
+                f"--slo: {part!r} is not a limit; write one of {', '.join(outcomes.LIMITED)} with "
+                "a time, such as ttft=500ms."
             )
-        found[name.strip()] = _time(value)
-    return found
+        limits[name.strip()] = _time(value)
+    return limits
 
 
 def _within(done: outcomes.Load, limits: dict[str, float]) -> dict[str, Any]:
@@ -392,11 +401,11 @@ def _figures(row: dict[str, Any]) -> Table:
 
 def _latencies(row: dict[str, Any]) -> Table:
     table = Table()
-    for place, column in enumerate(("milliseconds", "p50", "p90", "p99", "most")):
-        table.add_column(column, justify="right" if place else "left")
+    for index, column in enumerate(("milliseconds", "p50", "p90", "p99", "max")):
+        table.add_column(column, justify="right" if index else "left")
     for name, key in _LATENCIES.items():
-        found: dict[str, float] = row[key] or {}
-        table.add_row(name, *(f"{found[p]:,.1f}" if p in found else "-" for p in _PERCENTS))
+        values: dict[str, float] = row[key] or {}
+        table.add_row(name, *(f"{values[p]:,.1f}" if p in values else "-" for p in _PERCENTS))
     return table
 
 
@@ -404,17 +413,17 @@ _PERCENTS = ("p50", "p90", "p99", "p100")
 
 
 def _rows(done: outcomes.Load) -> Iterator[dict[str, Any]]:
-    """A request each, in the order in which they set out; seconds since the load's begin."""
-    for each in done.outcomes:
+    """Yield a row per request in order of their start. Times are seconds since the load began."""
+    for one in done.outcomes:
         yield {
-            "began_s": round(each.began - done.began, 6),
-            "first_token_s": None if each.first_token is None else round(each.first_token, 6),
-            "longest_gap_s": round(max(outcomes.gaps(each.pieces)), 6) if each.pieces[1:] else None,
-            "whole_s": round(each.ended - each.began, 6),
-            "prompt_tokens": each.prompt_tokens,
-            "cached_tokens": each.cached_tokens,
-            "output_tokens": each.tokens,
-            "counted_by": None if each.error else each.counted_by,
-            "error_kind": each.kind,
-            "error": each.error,
+            "began_s": round(one.began - done.began, 6),
+            "first_token_s": None if one.first_token is None else round(one.first_token, 6),
+            "longest_gap_s": round(max(outcomes.gaps(one.pieces)), 6) if one.pieces[1:] else None,
+            "whole_s": round(one.ended - one.began, 6),
+            "prompt_tokens": one.prompt_tokens,
+            "cached_tokens": one.cached_tokens,
+            "output_tokens": one.tokens,
+            "counted_by": None if one.error else one.counted_by,
+            "error_kind": one.kind,
+            "error": one.error,
         }

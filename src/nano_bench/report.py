@@ -1,4 +1,4 @@
-"""`nano-inference report`: a file of samples as one page for a browser."""
+"""`nano-inference report`: write a file of samples as an HTML page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,45 +20,47 @@ def report(
             exists=True,
             dir_okay=False,
             show_default=False,
-            help="Samples as JSON lines, such as `generate --json` writes.",
+            help="JSON lines from `generate --json`.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--output", "-o", help="The page.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Write the page to this file.")],
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="The tokenizer of this folder says what tokens are; without one, and without "
-            "token_texts in the rows, ids are shown.",
+            help="Read the tokenizer from this folder. Default: show token_texts of the rows, or "
+            "token ids.",
         ),
     ] = None,
     trainer_column: Annotated[
-        str, typer.Option(metavar="NAME", help="The rows' logprobs that mismatch is against.")
+        str, typer.Option(metavar="NAME", help="Column of logprobs to compare with.")
     ] = "trainer_logprobs",
-    title: Annotated[str | None, typer.Option(help="Default: the file's name.")] = None,
+    title: Annotated[
+        str | None, typer.Option(help="Title of the page. Default: the file's name.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Make a page of samples: groups side by side, tokens coloured.
+    """Write an HTML page of samples, with coloured tokens.
 
-    One HTML file that needs no other. Rows that cannot be read are left out, counted and listed
-    with their reasons.
+    The page is a single file with groups side by side. Unreadable rows are skipped, counted and
+    listed with their reasons.
 
     Examples:
 
     nano-inference report samples.jsonl -o report.html --tokenizer models/smollm2
     """
     if out.exists() and out.samefile(file):
-        raise ConfigError(f"{out} holds the samples and cannot be the page too.")
+        raise ConfigError(f"{out} is the file of samples; choose another --output.")
     page = Page(None if tokenizer is None else _pieces(tokenizer), trainer_column)
     with errors.status(f"reading {file}"), file.open("rb") as lines:
         page.read(lines)
     for reason in page.reasons[:SHOWN_REASONS]:
         errors.print(reason, markup=False, soft_wrap=True)
     if not page.count:
-        raise InvalidRequest(f"{file} holds no sample that can be read ({page.refused} lines).")
+        raise InvalidRequest(f"{file} has no readable samples ({page.refused} lines).")
     write_file(out, page.html(title or file.name))
-    errors.print(f"{page.count:,} samples, {page.refused:,} lines left out: {out}", soft_wrap=True)
+    errors.print(f"{page.count:,} samples, {page.refused:,} skipped lines: {out}", soft_wrap=True)
 
 
 def _pieces(folder: Path) -> Pieces:
@@ -68,9 +70,9 @@ def _pieces(folder: Path) -> Pieces:
 
     def pieces(ids: list[int]) -> list[str]:
         detokenizer = Detokenizer(loaded, skip_special_tokens=False)
-        found = [detokenizer.push((each,)) for each in ids]
-        if found:
-            found[-1] += detokenizer.finish()
-        return found
+        texts = [detokenizer.push((token_id,)) for token_id in ids]
+        if texts:
+            texts[-1] += detokenizer.finish()
+        return texts
 
     return pieces

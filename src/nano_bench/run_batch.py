@@ -1,4 +1,4 @@
-"""`nano-inference run-batch`: a file of requests in OpenAI's batch form, answered row by row."""
+"""`nano-inference run-batch`: answer a file of requests in OpenAI's batch format."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,8 +32,8 @@ from nano_inference.server import ServerConfig
 if TYPE_CHECKING:
     from nano_bench.batches import Answer, Ask, Counts
 
-SELDOM = 30.0  # seconds between two lines of progress, where there is no terminal
-_OFTEN = 0.2  # and between two states of a terminal's line
+SELDOM = 30.0  # seconds between two lines of progress without a terminal
+_OFTEN = 0.2  # seconds between two updates of a terminal's line
 _URLS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"))
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "zmq")
 _SERVER = (
@@ -49,7 +49,13 @@ def run_batch(
     *,
     source: Annotated[
         Path,
-        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Requests, one a line."),
+        typer.Option(
+            "--input",
+            "-i",
+            exists=True,
+            dir_okay=False,
+            help="Input file with one request per line.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -72,14 +78,16 @@ def run_batch(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", min=1, help="Requests under way at once.")
+        int, typer.Option("--concurrency", "-c", min=1, help="Maximum requests in flight.")
     ] = 64,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 3600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Timeout of a request in seconds.")
+    ] = 3600.0,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="A request without a seed gets one that follows from this and its custom_id. "
-            "Default: 0 with --model; with --server bodies are sent as they are."
+            help="Derive seeds of requests without one from this seed and their custom_id. "
+            "Default: 0 with --model; with --server, requests are sent unchanged."
         ),
     ] = None,
     served: Annotated[Values, FieldOptions(ServerConfig, _SERVER)],
@@ -87,11 +95,11 @@ def run_batch(
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch form.
+    """Answer a file of requests in OpenAI's batch format.
 
-    Rows come in the order of the lines, and a request that cannot be served is a row with an error.
-    The same command goes on with a run that was cut off. Exit code 0: every row holds an answer; 1:
-    some do not; 2: wrong use, or the server is gone (what was answered is kept); 130: Ctrl-C.
+    Output rows have the order of the input lines. A request that fails gets a row with an error.
+    Run the same command again to resume an interrupted run. Exit code 0: every request succeeded.
+    1: some failed. 2: wrong input, or a lost connection (finished rows are kept). 130: Ctrl-C.
 
     Examples:
 
@@ -99,23 +107,23 @@ def run_batch(
     nano-inference run-batch -i batch.jsonl -o out.jsonl --server http://127.0.0.1:8000
     """
     if (model is None) == (server is None):
-        raise ConfigError("give --model or --server, one of them.")
+        raise ConfigError("give exactly one of --model and --server.")
     _check_given(ctx, model is not None)
     if model is not None:
         require_packages(_NEEDED, "--model", model, "server")
     if out.exists() and out.samefile(source):
-        raise ConfigError(f"{out} is the input and cannot be the output too.")
+        raise ConfigError(f"{out} is the input file; choose another --output.")
     from nano_bench.batches import Output, Reader, lines_of, run_lines
 
     if model is not None:
-        # as many as may come at once, each with its samples
+        # the most samples that can be in flight
         served["max_queued_samples"] = concurrency * (served["max_samples"] or 128)
         config = ServerConfig(in_process=True, request_timeout=timeout, **served)
-        asked = _of_engine(EngineConfig(model, **engine), config)
+        asker = _of_engine(EngineConfig(model, **engine), config)
         reader = Reader(_URLS, 0 if seed is None else seed)
     else:
         target = Target(server or "", key=key_of(api_key, api_key_file))
-        asked = _of_server(target, timeout)
+        asker = _of_server(target, timeout)
         reader = Reader(_URLS, seed)
 
     async def answer_all(output: Output) -> None:
@@ -123,17 +131,17 @@ def run_batch(
             lines = lines_of(file)
             output.pass_over(lines, reader)
             if output.counts.found:
-                errors.print(f"{output.counts.found:,} rows are there already.", style="dim")
-            async with asked as ask:
-                with _Told(output.counts, file.tell, source.stat().st_size) as told:
-                    await run_lines(lines, reader, ask, output, concurrency, told.look)
+                errors.print(f"Resuming after {output.counts.found:,} rows.", style="dim")
+            async with asker as ask:
+                with _Progress(output.counts, file.tell, source.stat().st_size) as progress:
+                    await run_lines(lines, reader, ask, output, concurrency, progress.look)
 
     with Output(out) as output:
         try:
             run(answer_all(output))
         except KeyboardInterrupt:
             errors.print(
-                f"Interrupted: {output.counts.rows:,} rows are whole; the same command goes on."
+                f"Interrupted after {output.counts.rows:,} rows; run the same command to resume."
             )
             raise typer.Exit(130) from None
         finally:
@@ -144,11 +152,11 @@ def run_batch(
 
 
 def _check_given(ctx: typer.Context, in_process: bool) -> None:
-    """No option is passed over. Raises `ConfigError`."""
+    """Raise `ConfigError` for an option that would have no effect."""
     theirs = ("api_key", "api_key_file") if in_process else (*_SERVER, *_ENGINE)
     if (flag := first_given(ctx, theirs)) is not None:
         needs = "--server" if in_process else "--model"
-        raise ConfigError(f"{flag} means nothing without {needs}.")
+        raise ConfigError(f"{flag} requires {needs}.")
 
 
 @asynccontextmanager
@@ -186,14 +194,14 @@ async def _of_server(target: Target, timeout: float) -> "AsyncIterator[Ask]":
         connections.close()
 
 
-class _Told:
-    """How far a run has come: a line of the terminal, or one now and then."""
+class _Progress:
+    """Progress of a run: a line of the terminal, or a printed line now and then."""
 
-    def __init__(self, counts: "Counts", place: Callable[[], int], size: int) -> None:
-        self._counts, self._place, self._size = counts, place, size
+    def __init__(self, counts: "Counts", position: Callable[[], int], size: int) -> None:
+        self._counts, self._position, self._size = counts, position, size
         self._status = errors.status("") if errors.is_terminal else None
 
-    def __enter__(self) -> "_Told":
+    def __enter__(self) -> "_Progress":
         self._began = self._said = time.monotonic()
         if self._status is not None:
             self._status.start()
@@ -206,12 +214,12 @@ class _Told:
             errors.print(self._text(), style="dim", soft_wrap=True)
 
     def look(self) -> None:
-        """A row has been written."""
+        """Note that a row was written, and update the line if it is time."""
         now = time.monotonic()
         if now - self._said < (_OFTEN if self._status is not None else SELDOM):
             return
         self._said = now
-        text = f"{self._text()}; {self._place() / max(self._size, 1):.0%} of the file is read"
+        text = f"{self._text()}; {self._position() / max(self._size, 1):.0%} of the input read"
         if self._status is not None:
             self._status.update(text)
         else:

@@ -54,8 +54,8 @@ class Lengths:
             numbers.append(math.inf)
         if len(numbers) != _COUNTS.get(kind) or not _make_sense(kind, numbers):
             raise ConfigError(
-                f"{text!r} is no length; write 128, uniform:16:512 (least, most) or "
-                "lognormal:200:0.8:2048 (median, sigma, most)."
+                f"{text!r} is not a length; write 128, uniform:16:512 (min, max) or "
+                "lognormal:200:0.8:2048 (median, sigma, max)."
             )
         return cls(kind, tuple(numbers))
 

@@ -1,7 +1,7 @@
 """nano-inference: an LLM inference engine for reinforcement learning.
 
-Token ids in; tokens, exact logprobs and weight versions out; policy weights swapped in while it
-decodes.
+It takes token ids and returns tokens, exact logprobs and weight versions. You can swap the policy's
+weights while it decodes.
 """
 
 import os
@@ -64,14 +64,15 @@ if TYPE_CHECKING:
 
 _report_moves()
 
-# MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
-# this before its first product. Without it, it cuts long sums between threads on Intel's servers;
-# with it, it rounds narrow products differently by the number of threads on AMD's.
+# MKL computes torch's products on x86 and reads this variable before its first product. On Intel
+# processors the setting gives the same bits with any number of threads: without it, MKL splits long
+# sums between threads. On AMD processors it does the opposite: it makes the rounding of narrow
+# products depend on the number of threads.
 if _vendor() == "intel":
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
-# seconds for it.
+# Names whose modules import torch are loaded on first access, because `nano-inference --help`
+# should not wait seconds for torch.
 _NEEDS_TORCH = {
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",

@@ -1,4 +1,4 @@
-"""`python -m nano_inference` is the command `nano-inference`."""
+"""Entry point of `python -m nano_inference`, which runs the command `nano-inference`."""
 
 from nano_inference.cli import app
 

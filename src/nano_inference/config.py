@@ -1,6 +1,4 @@
-"""Frozen configuration. Every default is settled here or in `resolve`; nothing else in the package
-invents one.
-"""
+"""Frozen configuration. Every default of the package is set here or in `resolve`."""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -18,8 +16,8 @@ from nano_inference.fields.options import (
 )
 from nano_inference.structured.grammar import BackendName
 
-# Entries of one request (`core/budget.py`): 128 samples of 32,768 tokens, or 16 of 8,192 with their
-# 20 best tokens.
+# Entries per request (`core/budget.py`), enough for 128 samples of 32,768 tokens, or for 16 of
+# 8,192 with top_logprobs=20.
 DEFAULT_ENTRIES = 5_000_000
 
 CacheType = Literal["paged", "radix"]
@@ -27,36 +25,36 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-# formats that weights are kept in as codes, and what stands for one of them or for none
+# formats of quantised weights
 Codes = Literal["int8", "int8-32", "int4", "file"]
 Quantization = Literal["auto", "none", Codes]
 KVCacheDType = Literal["auto", "int8"]
 CpuSums = Literal["auto", "pairs", "tiles"]
-SELF = "self"  # the model that drafts is the policy, with fewer layers
+SELF = "self"  # draft_model: layers of the policy itself
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
-# keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
+# number of keys in an attention segment, at absolute positions; equals that of kernels/attention.h
 SEGMENT = 512
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one step may use.
+    """Limits of a single step.
 
     Attributes:
-        max_batch_size: sequences in a step.
-        max_tokens_per_batch: tokens in a step, all sequences together. May be smaller than the
-            running set: then the oldest requests come first, and the samples of one go on evenly.
-        block_size: tokens in a KV block.
-        max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
-        enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
-        enable_chunked_prefill: let a prompt be computed over several steps.
-        groups: groups of sequences that take turns, as many as steps are on their way at once: the
-            stages of a pipeline. Above 1 a sequence is not planned while a token of it is on its
-            way, and a step draws for at most its share of the sequences, so that the others fill
-            the other stages.
-        max_drafts: of one sequence in a step. Above 0 too a sequence is not planned while a token
-            of it is on its way.
+        max_batch_size: Maximum sequences per step.
+        max_tokens_per_batch: Maximum tokens per step, over all sequences. May be smaller than the
+            number of running sequences. The oldest requests then run first, and the samples of one
+            request advance evenly.
+        block_size: Tokens per KV block.
+        max_chunk_tokens: Maximum tokens of one sequence per step. None sets no limit of its own.
+        enable_prefix_caching: Let a new sequence reuse blocks that an earlier one computed.
+        enable_chunked_prefill: Allow a prompt to be computed over several steps.
+        groups: Number of groups of sequences that take turns, one per step in flight (the stages of
+            a pipeline). Above 1, a sequence with a token in flight is not planned. A step then
+            draws for at most its share of the sequences, so that the others fill the other stages.
+        max_drafts: Maximum drafts of one sequence per step. Above 0, a sequence with a token in
+            flight is not planned.
     """
 
     max_batch_size: int = 256
@@ -70,127 +68,129 @@ class SchedulerConfig:
 
     @property
     def max_draws(self) -> int:
-        """Rows that a step draws at: bounds the memory of the draw."""
+        """Maximum rows that a step draws at. It bounds the memory of the draw."""
         return max(self.max_batch_size, self.max_drafts + 1)
 
 
 @strict_options(ConfigError)
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine is built from. Unknown or contradictory options raise
-    `ConfigError`.
+    """Complete configuration of an engine. Unknown or contradictory options raise `ConfigError`.
 
     Attributes:
-        model_path: a Hugging Face folder, a hub id, a `.gguf` file, or an embedded model:
-            `"smollm2-135m"`, `"gemma3-270m"`.
-        tokenizer_path: another folder to take the tokenizer from; None: the model's.
-        ref_model_path: a frozen model that scores every finished sample
-            (`TrainingSample.ref_logprobs`), with the policy's vocabulary; the same path as
-            `model_path`: a frozen copy of the initial policy. None: no scores.
-        cache_type: how prefixes are indexed. `"paged"`: a hash table over full blocks; `"radix"`: a
-            tree over token ids.
-        block_size: tokens in a KV block.
-        max_batch_size: sequences in a step.
-        max_tokens_per_batch: tokens in a step, all sequences together.
-        max_chunk_tokens: tokens of one sequence in a step; None: the step's limit.
-        max_model_len: tokens of prompt and completion together; None: what the model was made for.
-            Larger than the model's, or than what fits in the KV cache: lowered, with a start-up
-            line that says so.
-        kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
-            `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size *
-            max_model_len` tokens can use. Memory is free within the limits of control groups,
-            such as those of containers (docs/caches.md); more than is free raises `ConfigError`.
-        kv_cache_dtype: what keys and values are kept as. `"auto"`: numbers of `dtype`; `"int8"`:
-            codes of 8 bits, with a scale for each token and head, which take about half of
-            bfloat16's memory (docs/caches.md). For `backend="cpu"` and `"reference"`.
-        gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
-            KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
-            bfloat16 on CUDA and on a CPU that computes it faster (docs/models.md), else float32;
-            bfloat16 for a checkpoint that is quantised, which is dequantised while it is loaded,
-            with `quantization`, and in the place of float16 where the CPU kernels run, which have
-            none.
-        quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
-            multiply codes (docs/models.md). `"auto"`: `"file"` for a `.gguf` file on a CPU whose
+        model_path: Hugging Face folder, hub id, `.gguf` file, or embedded model (`"smollm2-135m"`,
+            `"gemma3-270m"`).
+        tokenizer_path: Folder or hub id to read the tokenizer from. None uses the model's.
+        ref_model_path: Frozen model that scores every finished sample
+            (`TrainingSample.ref_logprobs`). It needs the policy's vocabulary. The same path as
+            `model_path` gives a frozen copy of the initial policy. None disables scoring.
+        cache_type: Index of cached prefixes. `"paged"` is a hash table over full blocks, `"radix"`
+            a tree over token ids.
+        block_size: Tokens per KV block.
+        max_batch_size: Maximum sequences per step.
+        max_tokens_per_batch: Maximum tokens per step, over all sequences.
+        max_chunk_tokens: Maximum tokens of one sequence per step. None leaves only the step's
+            limit.
+        max_model_len: Maximum tokens of prompt and completion together. None uses the model's own
+            limit. Values above that limit or the size of the KV cache are lowered, with a log line
+            at start-up.
+        kv_cache_memory: Size of the KV cache in bytes. None takes a quarter of the free memory on a
+            CPU and the rest of `gpu_memory_utilization` on CUDA, but at most the memory of
+            `max_batch_size * max_model_len` tokens. Free memory respects the limits of control
+            groups, such as a container's (docs/caches.md). A value above it raises `ConfigError`.
+        kv_cache_dtype: Format of keys and values. `"auto"` stores them in `dtype`. `"int8"` stores
+            codes of 8 bits with a scale per token and head, in about half the memory of bfloat16
+            (docs/caches.md). Needs `backend="cpu"` or `"reference"`.
+        gpu_memory_utilization: Share of the GPU's memory that may be in use in total: weights, KV
+            cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`. `"auto"` uses the checkpoint's
+            dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
+            it faster (docs/models.md), and float32 on others. Quantised checkpoints, which are
+            dequantised during loading, use bfloat16, and so does any model with `quantization`.
+            Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
+        quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
+            which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
+            (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32
+            weights. `"int4"`: 4 bits in layers and 8 in the head, a scale per 32 weights. `"file"`:
+            the blocks of a `.gguf` file or the codes of a quantised checkpoint, unchanged. None or
+            `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
-            reference model ask for plain weights; else None, as for embedded models. `"int8"`: 8
-            bits, a scale a row (o and down: one a segment of a row); `"int8-32"`: 8 bits, a scale
-            for 32 weights; `"int4"`: 4 bits in layers, 8 in the head, a scale for 32 weights;
-            `"file"`: the blocks of a `.gguf` file, or the codes of a quantised checkpoint, as they
-            are. Updates are quantised as they come, which an engine that `"auto"` put into blocks
-            warns of. None or `"none"`: weights of `dtype`. For `backend="cpu"` and `"reference"`.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
-        backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
-            needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;
-            `"reference"`: plain torch; `"auto"`: the best that this machine and the other options
-            allow.
-        attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and
-            `"flex"` belong to the reference backend, `"cpu"` to the CPU's, `"triton"` to CUDA's.
-            `"flex"`: torch's flex_attention, compiled for a handful of shapes as they come up
-            (seconds each; on a CPU it needs a C++ compiler). It does not keep schedule invariance.
-        cpu_sums: in which order the CPU kernels add up products of bfloat16. `"pairs"`: the same
-            bits on every processor. `"tiles"`: as the matrix instructions of Intel's servers (AMX)
-            do it, on which it is several times faster; other processors compute the same bits more
-            slowly, with kernels that a compiler has to build. `"auto"`: tiles where there is AMX,
-            else pairs. Samples name the order (`TrainingSample.numerics`).
-        enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
-        enable_chunked_prefill: let a prompt be computed over several steps.
-        lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1
-            on CUDA; with stages as many as there are other stages, and nothing else is possible.
-        batch_invariant: a token's bits depend on the weights and the tokens before it alone, never
-            on what else runs. True: refuse what does not keep this; on CUDA products then run on
-            kernels of our own instead of cuBLAS's, which is slower. None: where it is free (the CPU
-            kernels, the reference backend on a CPU).
-        cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have
-            none). False: launch every kernel from Python, to measure or to debug.
-        num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the
-            machine's cores; None: the physical cores that this process may run on, within the
-            limits of control groups. For torch's it holds for the whole process.
-        max_request_entries: numbers that one request may make the engine hold and its answer carry,
-            all its samples together: a logprob, an id of a sampling mask, a bias …
-            (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
-            ends.
-        grammar_backend: what makes the masks of grammars that name no backend (docs/structured.md):
-            `"llguidance"`, or `"xgrammar"` or `"outlines"` with the extra of that name.
-        speculation: what guesses the next tokens, so that a step may compute several of a sample
-            (docs/speculation.md); no token and no bit depends on it. `"ngram"`: the sample's own
-            text; `"suffix"`: its siblings' too; `"history"`: earlier samples of the same prompt
-            too; `"auto"`: `"suffix"`. All but `"none"` guess what a grammar forces too.
-        draft_model: a model that guesses too: a path as `model_path`, with the policy's vocabulary,
-            or `"self"`: layers of the policy itself (`draft_layers`). It draws with the noise of
-            the samples, and has one rank. None: there is none.
-        draft_layers: of `draft_model="self"`: how many of the policy's layers it has, spread
-            evenly; the first and the last are among them. None: all.
-        draft_quantization: of `draft_model="self"`: it has the policy's weights as codes, in a
-            format as `quantization` names them, made anew after each weight update. None: it shares
-            them.
-        max_drafts: guessed tokens of one sample in a step.
-        enable_return_routed_experts: keep a record of the experts that every token goes through, so
-            that samples can have them (`SamplingParams.routed_experts`): two bytes an expert beside
-            the KV cache, counted as part of it. For models with experts, on one rank, with
-            `backend="cpu"` or `"reference"`.
-        max_loras: how many adapters of low rank may be loaded at once (docs/adapters.md); 0: as
-            many as `loras` names. On one rank, for `backend="cpu"` and `"reference"` on a CPU.
-        max_lora_rank: of their matrices, at most 256.
-        loras: adapters to begin with, each `"NAME=FOLDER"`, a folder as PEFT saves it.
-        kept_cache_folder: where blocks go that a request asked to keep
-            (`SamplingParams.keep_cache_seconds`) and whose memory others need; they come back when
-            a prompt begins with them (docs/caches.md). They lie in a private folder of this engine
-            in there, which is removed at its end. On one rank. None: they are lost.
-        kept_cache_bytes: of these files at most; beyond that the oldest go. None: 4 GiB.
-        seed: where fresh request seeds come from; None: the operating system's entropy.
-        tensor_parallel: ranks that share every layer, a process each (the engine's own is the
-            first): 1, 2, 4, 8 ….
-        pipeline_parallel: stages, each with layers of its own. As many groups of sequences take
-            turns in them, so fewer sequences than stages leave some of them waiting.
-        context_parallel: ranks that share the keys and values of every sequence: 1, 2, 4 …. Of
-            every block each stores its part, so `block_size` must be a multiple of 512 tokens a
-            rank; long prompts are computed by all of them. For `backend="cpu"` and `"reference"`.
-        expert_parallel: over how many ranks the experts of a mixture are spread: 1, or as many as
-            `tensor_parallel`. With one tensor rank: engines in lockstep, of which this is one; only
-            a fleet starts those.
-        rank_timeout: seconds that a rank may take for what others wait for, before the engine ends
-            for it.
+            reference model need plain weights. Otherwise, and for embedded models, None. Weight
+            updates are quantised on arrival. The engine warns of this if `"auto"` chose the blocks.
+            Needs `backend="cpu"` or `"reference"`.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
+        backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
+            on first use within seconds. `"cuda"`: Triton kernels, built on first use, and cuBLAS.
+            `"reference"`: plain torch. `"auto"`: the best one that the machine and the other
+            options allow.
+        attention: Implementation of attention. `"auto"` uses the backend's own. `"reference"` and
+            `"flex"` belong to the reference backend, `"cpu"` to the CPU backend, `"triton"` to the
+            CUDA backend. `"flex"` is torch's flex_attention, compiled on demand for a handful of
+            shapes (seconds each, and a CPU needs a C++ compiler). It is not schedule-invariant.
+        cpu_sums: Order in which the CPU kernels add products of bfloat16. `"pairs"` gives the same
+            bits on every processor. `"tiles"` is the order of the matrix instructions of Intel
+            servers (AMX), which are several times faster. Other processors compute the same bits
+            more slowly, with kernels that need a compiler. `"auto"` uses tiles with AMX, otherwise
+            pairs. Samples name the order (`TrainingSample.numerics`).
+        enable_prefix_caching: Let a new sequence reuse blocks that an earlier one computed.
+        enable_chunked_prefill: Allow a prompt to be computed over several steps.
+        lookahead: Steps planned before the tokens of the last one are known, 0 or 1. None: 0 on a
+            CPU, 1 on CUDA. With pipeline stages it always equals the number of other stages.
+        batch_invariant: Make the bits of a token depend only on the weights and the preceding
+            tokens, never on concurrent requests. True rejects options that break this, and replaces
+            cuBLAS on CUDA by slower kernels of our own. None enables it if it costs nothing (CPU
+            kernels, and the reference backend on a CPU).
+        cuda_graphs: Replay captured graphs in decode-only steps (CUDA backend only). False launches
+            every kernel from Python, for measuring or debugging.
+        num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64 or the
+            number of cores. None uses the physical cores available to this process, within the
+            limits of control groups. For torch the value applies to the whole process.
+        max_request_entries: Maximum numbers that the engine holds and returns for one request, over
+            all its samples: logprobs, ids of sampling masks, biases and so on (docs/sampling.md).
+            Larger requests are rejected. A sample ends early if its mask outgrows its share.
+        grammar_backend: Library that builds the masks of grammars that name no backend
+            (docs/structured.md): `"llguidance"`, or `"xgrammar"` or `"outlines"` with the extra of
+            that name.
+        speculation: Source of draft tokens, which let a step compute several tokens of a sample
+            (docs/speculation.md). No token and no bit depends on it. `"ngram"` drafts from the
+            sample's own text, `"suffix"` also from its siblings, `"history"` also from earlier
+            samples of the same prompt. `"auto"` is `"suffix"`. All except `"none"` also draft the
+            tokens that a grammar forces.
+        draft_model: Additional draft model: a path like `model_path`, with the policy's vocabulary,
+            or `"self"` for layers of the policy itself (`draft_layers`). It draws with the noise of
+            the samples and runs on one rank. None disables it.
+        draft_layers: Number of the policy's layers that `draft_model="self"` uses, spread evenly
+            and including the first and the last. None uses all.
+        draft_quantization: Format of the codes of `draft_model="self"`, as for `quantization`. They
+            are made from the policy's weights after each update. None shares the policy's weights.
+        max_drafts: Maximum draft tokens per sample and step.
+        enable_return_routed_experts: Record the experts of every token, so that samples can return
+            them (`SamplingParams.routed_experts`). The record takes two bytes per expert and counts
+            as part of the KV cache. For models with experts, on one rank, with `backend="cpu"` or
+            `"reference"`.
+        max_loras: Maximum adapters loaded at the same time (docs/adapters.md). 0 means as many as
+            `loras` names. On one rank, with `backend="cpu"` or `"reference"` on a CPU.
+        max_lora_rank: Highest LoRA rank accepted, at most 256.
+        loras: Adapters to load at start-up, each as `"NAME=FOLDER"` with a folder saved by PEFT.
+        kept_cache_folder: Folder for blocks that a request asked to keep
+            (`SamplingParams.keep_cache_seconds`) and that are evicted from memory. They are read
+            back when a prompt begins with them (docs/caches.md). The engine writes to a private
+            subfolder, which it removes at its end. On one rank. None drops such blocks.
+        kept_cache_bytes: Maximum size of these files in bytes. Beyond it the oldest are removed.
+            None is 4 GiB.
+        seed: Seed of the seeds drawn for requests without one. None uses the operating system's
+            entropy.
+        tensor_parallel: Ranks that share every layer: 1, 2, 4, 8 and so on. Each is a process. The
+            first is the engine's own.
+        pipeline_parallel: Stages, each with its own layers. As many groups of sequences take turns
+            in them, so some stages idle if there are fewer sequences than stages.
+        context_parallel: Ranks that share the keys and values of every sequence: 1, 2, 4 and so on.
+            Each stores its part of every block, so `block_size` must be a multiple of 512 tokens
+            per rank. All of them compute long prompts. Needs `backend="cpu"` or `"reference"`.
+        expert_parallel: Ranks over which the experts of a mixture are spread: 1, or as many as
+            `tensor_parallel`. With one tensor rank, the number of engines in lockstep, which only a
+            fleet starts.
+        rank_timeout: Seconds to wait for a rank before the engine shuts down.
     """
 
     model_path: str
@@ -261,7 +261,9 @@ class EngineConfig:
     lookahead: int | None = option(
         None, ENGINE, "Plan 0 or 1 steps ahead. Default: 1 on a GPU, else 0."
     )
-    batch_invariant: bool | None = option(None, ENGINE, "Give the same bits whatever else runs.")
+    batch_invariant: bool | None = option(
+        None, ENGINE, "Give the same bits regardless of other requests."
+    )
     cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from CUDA graphs.")
     num_threads: int | None = option(
         None,
@@ -297,7 +299,7 @@ class EngineConfig:
     enable_return_routed_experts: bool = option(
         False, ENGINE, "Record the experts of every token, for samples that ask for them."
     )
-    max_loras: int = option(0, ENGINE, "Maximum LoRA adapters loaded at once.", least=0)
+    max_loras: int = option(0, ENGINE, "Maximum LoRA adapters loaded at the same time.", least=0)
     max_lora_rank: int = option(64, ENGINE, "Highest LoRA rank to accept.", least=1)
     loras: tuple[str, ...] = option(
         (),
@@ -344,20 +346,20 @@ class EngineConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything guesses the next tokens."""
+        """True if tokens are drafted."""
         return self.speculation != "none" or self.draft_model is not None
 
     @property
     def codes(self) -> Codes | None:
-        """The codes that weights are kept as; None: they are numbers, or `"auto"` is not settled
-        yet, which building an engine does.
+        """Format of quantised weights. None for plain weights, and for `"auto"` until an engine is
+        built from the configuration.
         """
-        asked = self.quantization
-        return None if asked is None or asked == "auto" or asked == "none" else asked
+        codes = self.quantization
+        return None if codes is None or codes == "auto" or codes == "none" else codes
 
     @property
     def scheduler(self) -> SchedulerConfig:
-        """The part of the configuration that scheduling reads."""
+        """Part of the configuration that the scheduler reads."""
         return SchedulerConfig(
             max_batch_size=self.max_batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
@@ -371,8 +373,8 @@ class EngineConfig:
 
 
 def with_plain_weights(config: EngineConfig) -> EngineConfig:
-    """The config of an engine whose weights a trainer reads or sends: `quantization="auto"` means
-    plain weights there, which an update does not round.
+    """Return the config of an engine whose weights a trainer reads or sends. `quantization="auto"`
+    becomes plain weights, so that updates are not rounded.
     """
     return replace(config, quantization=None) if config.quantization == "auto" else config
 
@@ -390,22 +392,22 @@ def _check_text(config: EngineConfig) -> None:
 
 
 def _check_choices(config: EngineConfig) -> None:
-    for each in fields(config):
-        value: object = getattr(config, each.name)
-        allowed = (None, 0, 1) if each.name == "lookahead" else choices(each)
+    for field in fields(config):
+        value: object = getattr(config, field.name)
+        allowed = (None, 0, 1) if field.name == "lookahead" else choices(field)
         if allowed and not any(
             type(value) is type(choice) and value == choice for choice in allowed
         ):
             listed = ", ".join(repr(choice) for choice in allowed)
-            raise ConfigError(f"{each.name}={value!r} is not available; choose one of {listed}.")
+            raise ConfigError(f"{field.name}={value!r} is not available; choose one of {listed}.")
 
 
 def _check_adapters(config: EngineConfig) -> None:
     names: list[str] = []
-    for each in config.loras:
-        parts = each.split("=", 1) if isinstance(each, str) else []  # pyright: ignore
+    for entry in config.loras:
+        parts = entry.split("=", 1) if isinstance(entry, str) else []  # pyright: ignore
         if len(parts) < 2 or not all(parts):
-            raise ConfigError(f"loras: {each!r} must be NAME=FOLDER.")
+            raise ConfigError(f"loras: {entry!r} must be NAME=FOLDER.")
         names.append(parts[0])
     if len({*names}) < len(names):
         raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
@@ -436,8 +438,8 @@ def _check_ranks(config: EngineConfig) -> None:
     if others and config.lookahead not in (None, others):
         raise ConfigError(
             f"lookahead={config.lookahead} is not possible with "
-            f"pipeline_parallel={config.pipeline_parallel}: as many "
-            "steps are planned ahead as there are other stages; leave it out."
+            f"pipeline_parallel={config.pipeline_parallel}, which plans {others} steps ahead; "
+            "omit lookahead."
         )
     if config.expert_parallel not in (1, config.tensor_parallel) and config.tensor_parallel != 1:
         raise ConfigError(
@@ -449,8 +451,8 @@ def _check_ranks(config: EngineConfig) -> None:
 def _check_drafts(config: EngineConfig) -> None:
     if config.draft_quantization == "file":
         raise ConfigError(
-            f"draft_quantization={config.draft_quantization!r} is not possible: drafts have codes "
-            "of plain weights; use 'int8', 'int8-32' or 'int4'."
+            f"draft_quantization={config.draft_quantization!r} is not possible, because the codes "
+            "are made from plain weights; use 'int8', 'int8-32' or 'int4'."
         )
 
 
@@ -460,9 +462,8 @@ def _check_context(config: EngineConfig) -> None:
         return
     if config.block_size % unit:
         raise ConfigError(
-            f"context_parallel={ranks} shares each block out at multiples of {SEGMENT} tokens, so "
-            "block_size="
-            f"{config.block_size} must be a multiple of {unit}; use "
+            f"block_size={config.block_size} must be a multiple of {unit} with "
+            f"context_parallel={ranks}, which splits blocks at multiples of {SEGMENT} tokens; use "
             f"block_size={-(-config.block_size // unit) * unit}."
         )
 

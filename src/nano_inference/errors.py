@@ -1,84 +1,84 @@
-"""The exceptions of the public interface. Everything this package raises on purpose is a
-`NanoInferenceError`.
+"""Exceptions of the public interface. The package raises only subclasses of `NanoInferenceError` on
+purpose.
 """
 
 from typing import Any
 
 
 class NanoInferenceError(Exception):
-    """Base of every error that the engine raises on purpose."""
+    """Base class of all errors that the package raises on purpose."""
 
 
 def one_line(problem: BaseException) -> str:
-    """What was raised, for a sentence: its class, and the first line of what it says."""
+    """Return the class of an exception and the first line of its message, for use in a sentence."""
     lines = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {lines[0].rstrip('.')}" if lines else type(problem).__name__
 
 
 NO_MEMORY = (
-    "there is not enough memory to go on; use a smaller model, or raise the limit of this process "
+    "out of memory; use a smaller model, or raise the limit of this process "
     "(ulimit -v, or the container's)."
 )
 
 
 class ConfigError(NanoInferenceError, ValueError):
-    """An option is unknown, out of range, contradicts another one, or is not available on this
+    """Option that is unknown, out of range, in conflict with another one, or not available on this
     machine.
     """
 
 
 class ModelLoadError(NanoInferenceError):
-    """A model folder, file or tensor is missing, misshapen or of an unknown architecture."""
+    """Model folder, file or tensor that is missing, malformed or of an unknown architecture."""
 
 
 class InvalidRequest(NanoInferenceError, ValueError):
-    """A request that cannot be served as it stands: bad token ids, bad sampling parameters."""
+    """Request that cannot be served, for example due to bad token ids or sampling parameters."""
 
 
 class RequestTooLarge(InvalidRequest):
-    """A well-formed request that can never fit this engine. The message says which limit and what
-    would fit.
+    """Well-formed request that can never fit this engine. The message names the limit and the
+    values that would fit.
     """
 
 
 class VersionGone(InvalidRequest):
-    """A request is for weights of one version, and newer ones serve."""
+    """Request for a weight version that newer weights have replaced."""
 
 
 class RequestAborted(NanoInferenceError):
-    """A call waited for a request that was aborted, and has nothing partial to return."""
+    """Call that waited for a request which was aborted, and has no partial result to return."""
 
 
 class AdapterError(NanoInferenceError, ValueError):
-    """An adapter cannot be loaded or is not loaded; nothing has changed."""
+    """Adapter that cannot be loaded or is not loaded. The engine is unchanged."""
 
 
 class AdapterNotFound(InvalidRequest, AdapterError):
-    """There is no adapter of this name, or in this folder."""
+    """Adapter name or folder that does not exist."""
 
 
 class WeightUpdateError(NanoInferenceError):
-    """A weight update was refused. The old version goes on serving, untouched."""
+    """Weight update that was rejected. The engine continues to serve the old version, unchanged."""
 
 
 class WeightUpdateConflict(WeightUpdateError):
-    """A step of a weight update came at the wrong time: out of order, during another update, while
-    weights sleep.
+    """Step of a weight update at the wrong time: out of order, during another update, or while the
+    weights are asleep.
     """
 
 
 class WeightTransferError(WeightUpdateError):
-    """Weights did not arrive in time, or their sender is gone."""
+    """Weights that did not arrive in time, or whose sender disconnected."""
 
 
 class EngineDead(NanoInferenceError):
-    """The engine was shut down, or a step failed in a way that leaves its state unknown.
+    """Engine that was shut down, or failed in a way that leaves its state unknown.
 
     Attributes:
-        public: the reason as strangers may hear it, without the text of an exception, which may
-            hold a path or what another client has asked. Empty: they may hear none.
-        samples: every `TrainingSample` that had ended and that the failed call (`generate` without
-            `stream`, or `step`) would have returned.
+        public: Reason that may be shown to clients. It contains no exception text, which may hold a
+            path or another client's data. Empty if there is none to show.
+        samples: Every completed `TrainingSample` that the failed call (`generate` without `stream`,
+            or `step`) would have returned.
     """
 
     def __init__(self, message: str, public: str = "") -> None:
@@ -88,4 +88,4 @@ class EngineDead(NanoInferenceError):
 
 
 class RankLost(NanoInferenceError):
-    """A rank of a model that is shared by several did not answer in time, or is gone."""
+    """Rank of a model shared by several ranks that did not answer in time or exited."""

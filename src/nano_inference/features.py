@@ -1,5 +1,5 @@
-"""One table of the features that do not go together, and `require`, which rejects a setting that a
-row forbids. Configurations, the engine, the server and docs/what-works.md read the table. Relations
+"""Table of features that cannot be combined, and `require`, which rejects a setting that a row
+forbids. Configurations, the engine, the server and docs/what-works.md read the table. Relations
 between numbers and limits of the machine are checked elsewhere.
 """
 
@@ -13,44 +13,45 @@ from nano_inference.errors import ConfigError, InvalidRequest, NanoInferenceErro
 ON_GPU = "reference on a GPU"
 BACKENDS = ("cpu", "reference", ON_GPU, "cuda")
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-TORCHS = ("cpu", "reference", ON_GPU)  # those that plain torch and the CPU kernels compute
-# the backend that an attention belongs to
+TORCHS = ("cpu", "reference", ON_GPU)  # backends of plain torch and of the CPU kernels
+# backend of each attention
 ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
     "reference": "reference",
     "flex": "reference",
     "cpu": "cpu",
     "triton": "cuda",
 }
-# facts that no option says
+# facts that no option holds
 LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
-# calls; the value is how a message names them
+# calls; the value of one is its name in messages
 WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
 _CLASHES = {LOCKSTEP: "for engines in lockstep", SHARED: "with several ranks"}
-# facts about a model; the value of one is the name of its architecture
+# facts about a model; the value of one is the architecture's name
 SINKS, CAPS = "attention sinks", "caps of attention scores"
 LATENTS, STATES = "attention over latents", "layers with a state"
 KINDS, WIDE_NORMS = "layers of several kinds", "a norm of queries and keys over all heads"
-NO_EXPERTS, NO_ROUTES = "no experts", "no routed experts"  # in any model; in the policy
+# no experts in any model, and no routed experts in the policy
+NO_EXPERTS, NO_ROUTES = "no experts", "no routed experts"
 TRAITS = (SINKS, CAPS, LATENTS, STATES, KINDS, WIDE_NORMS, NO_EXPERTS, NO_ROUTES)
 _SECRETS = ("admin_key",)
 
 
 class Runs(NamedTuple):
-    """The backend that was settled, and the device that it runs on."""
+    """Backend in use, and the device that it runs on."""
 
     backend: str
     device: str
 
     @property
     def key(self) -> str:
-        """The backend, as `Row.backends` names it."""
+        """Name of the backend in `Row.backends`."""
         on_gpu = self.backend == "reference" and not self.device.startswith("cpu")
         return ON_GPU if on_gpu else self.backend
 
 
 class Asked(NamedTuple):
-    """An option, a parameter or a fact; with `values` only these of its values, else all that turn
-    it on.
+    """Option, parameter or fact that a row reads. With `values`, only these values count. Otherwise
+    every value that turns it on counts.
     """
 
     name: str
@@ -61,11 +62,11 @@ class Asked(NamedTuple):
 
 
 class Setting:
-    """The options and facts of a request or a configuration, by name.
+    """Options and facts of a request or a configuration, by name.
 
     Args:
-        options: dataclasses, such as an `EngineConfig`.
-        facts: what is known beyond them, such as `lockstep=True`; they hide options of their name.
+        options: Dataclasses, such as an `EngineConfig`.
+        facts: Additional values, such as `lockstep=True`. They hide options of the same name.
     """
 
     def __init__(self, *options: Any, **facts: Any) -> None:
@@ -73,17 +74,17 @@ class Setting:
         self._facts = facts
 
     def has(self, name: str) -> bool:
-        """Whether anything is known of a name."""
+        """Return True if a name has a value."""
         return name in self._facts or any(hasattr(each, name) for each in self._options)
 
     def value(self, name: str) -> Any:
-        """Return the value of an option or a fact; None if nothing is known of it."""
+        """Return the value of an option or a fact, or None if it has none."""
         if name in self._facts:
             return self._facts[name]
         return next((getattr(each, name) for each in self._options if hasattr(each, name)), None)
 
     def is_on(self, asked: Asked) -> bool:
-        """Whether it is asked for."""
+        """Return True if an option, parameter or fact is turned on."""
         value = self.value(asked.name)
         if asked.values:
             return self.has(asked.name) and value in asked.values
@@ -91,7 +92,7 @@ class Setting:
         return not off and value != self._default(asked.name)
 
     def said(self, asked: Asked) -> str:
-        """An option that is on, as a message names it."""
+        """Return the text by which a message names an option that is on."""
         return _shown(asked.name, self.value(asked.name))
 
     def _default(self, name: str) -> Any:
@@ -99,26 +100,26 @@ class Setting:
             return 1
         if name in self._facts:
             return None
-        found = (_defaults(each.__class__) for each in self._options if hasattr(each, name))
-        return next((each.get(name) for each in found), None)
+        defaults = (_defaults(each.__class__) for each in self._options if hasattr(each, name))
+        return next((each.get(name) for each in defaults), None)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something that does not go with something else. Features that have several reasons have
+    """Feature and the settings that it cannot be combined with. A feature with several reasons has
     several rows.
 
     Attributes:
-        feature: its name in the docs.
-        asked_by: what asks for it, each by itself.
-        reason: why; the middle of a sentence.
-        instead: what to do; the end of a sentence.
-        backends: those that it goes with.
-        ranks: options of several ranks that it goes with.
-        models: what models may not have.
-        excludes: what else it does not go with.
-        needs: one of these must be asked for.
-        when: the row holds only with all of these.
+        feature: Name of the feature in the docs.
+        asked_by: Options and facts that each turn the feature on.
+        reason: Reason, as the middle of a sentence.
+        instead: Advice, as the end of a sentence.
+        backends: Backends that support it.
+        ranks: Options of several ranks that it can be combined with.
+        models: Traits that a model must not have.
+        excludes: Other settings that it cannot be combined with.
+        needs: Settings of which one must be on.
+        when: Settings that must all be on for the row to apply.
     """
 
     feature: str
@@ -134,14 +135,12 @@ class Row:
 
     @property
     def clashes(self) -> tuple[Asked, ...]:
-        """All that it does not go with, other than backends."""
+        """Settings other than backends that the feature cannot be combined with."""
         ranks = [Asked(name) for name in RANKS if name not in self.ranks]
         return (*ranks, *map(Asked, self.models), *self.excludes)
 
     def problem_with(self, setting: Setting) -> str | None:
-        """Return a sentence about the part of a setting that this row forbids; None if it forbids
-        nothing.
-        """
+        """Return a sentence about the part of a setting that this row forbids, or None."""
         asked = next(filter(setting.is_on, self.asked_by), None)
         if asked is None or not all(map(setting.is_on, self.when)):
             return None
@@ -168,12 +167,12 @@ class Row:
 
 
 class Limits(NamedTuple):
-    """The rows that hold for one kind of setting.
+    """Rows that apply to one kind of setting.
 
     Attributes:
-        name: of the kind, in the docs.
-        error: what `require` raises.
-        rows: of the table.
+        name: Name of the kind in the docs.
+        error: Error that `require` raises.
+        rows: Rows of the table.
     """
 
     name: str
@@ -182,14 +181,14 @@ class Limits(NamedTuple):
 
 
 def require(limits: Limits, setting: Setting) -> None:
-    """Raise the error of `limits` for what one of its rows forbids."""
+    """Raise the error of `limits` if one of its rows forbids the setting."""
     for row in limits.rows:
         if (problem := row.problem_with(setting)) is not None:
             raise limits.error(problem)
 
 
 def _backends(setting: Setting) -> Iterator[tuple[str, str]]:
-    """How each backend that is asked for, or that runs, is said; and the backend."""
+    """Yield each backend that is requested or in use, after its text for a message."""
     if setting.is_on(Asked("backend")):
         yield f"with backend={setting.value('backend')!r}", setting.value("backend")
     attention = setting.value("attention")
@@ -204,7 +203,7 @@ def _shown(name: str, value: Any) -> str:
     if name == LOCKSTEP:
         return "lockstep of engines"
     if name == HEADS:
-        return f"draft_model={value!r}, which holds heads that draft,"
+        return f"draft_model={value!r}, which holds draft heads,"
     if name in (WHOLE_MODEL, BESIDE_POLICY):
         return str(value)
     if name in _SECRETS:
@@ -214,8 +213,8 @@ def _shown(name: str, value: Any) -> str:
 
 @cache
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields; of a field that is settled later, the default
-    without `rl`.
+    """Return the default of each field of a dataclass. For a field that is resolved later, it is
+    the default without `rl`.
     """
     return {
         each.name: each.metadata["unset"][0] if "unset" in each.metadata else each.default
@@ -225,7 +224,7 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def _feature(name: str, *asked_by: str | Asked) -> partial[Row]:
-    """Return what makes the rows of a feature."""
+    """Return a function that makes rows of a feature."""
     return partial(
         Row, name, tuple(Asked(each) if isinstance(each, str) else each for each in asked_by)
     )
@@ -236,10 +235,10 @@ _FLEX = Asked("attention", ("flex",))
 _NO_PREFIXES = Asked("enable_prefix_caching", (False,))
 
 _adapters = _feature("LoRA adapters", "max_loras", "loras")
-_experts = _feature("records of routed experts", "enable_return_routed_experts")
-_draft = _feature("a model that drafts", "draft_model")
+_experts = _feature("recording of routed experts", "enable_return_routed_experts")
+_draft = _feature("draft models", "draft_model")
 _cheaper = _feature(
-    "a cheaper copy of the policy that drafts", "draft_layers", "draft_quantization"
+    "cheaper copies of the policy as draft models", "draft_layers", "draft_quantization"
 )
 _kept = _feature("files of kept KV blocks", "kept_cache_folder")
 _coded_keys = _feature("a KV cache in 8 bits", "kv_cache_dtype")
@@ -252,7 +251,7 @@ _flex = _feature("flex attention", _FLEX)
 ENGINE_ROWS = (
     *(
         _feature(f"{backend} attention", Asked("attention", names))(
-            f"it belongs to backend={backend!r}", "leave one of the two out", backends=allowed
+            f"it belongs to backend={backend!r}", "omit one of the two", backends=allowed
         )
         for backend, names, allowed in (
             ("reference", ("reference", "flex"), ("reference", ON_GPU)),
@@ -272,18 +271,18 @@ ENGINE_ROWS = (
         "its kernels take heads of one size", "use attention='auto'", models=(KINDS,)
     ),
     _feature("limits of chunks", "max_chunk_tokens")(
-        "prompts are not split then",
-        "leave one of the two out",
+        "prompts are not split",
+        "omit one of the two",
         excludes=(Asked("enable_chunked_prefill", (False,)),),
     ),
     _invariance(
-        "sums depend there on the other rows of a step",
-        "use backend='cuda' on a GPU, or leave batch_invariant out",
+        "sums depend on the other rows of a step",
+        "use backend='cuda' on a GPU, or omit batch_invariant",
         backends=("cpu", "reference", "cuda"),
         excludes=(_FLEX,),
     ),
-    _feature("orders of sums of the CPU kernels", "cpu_sums")(
-        "only the CPU kernels know several", "leave cpu_sums out", backends=("cpu",)
+    _feature("summation orders of the CPU kernels", "cpu_sums")(
+        "only the CPU kernels have several orders", "omit cpu_sums", backends=("cpu",)
     ),
     _feature("quantised weights", "quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
@@ -295,20 +294,20 @@ ENGINE_ROWS = (
         "its kernels read plain keys and values", _PLAIN, backends=TORCHS, excludes=(_FLEX,)
     ),
     _coded_keys(
-        "its keys are small already, or its heads of several sizes",
+        "its keys are already small, or its heads differ in size",
         "use kv_cache_dtype='auto'",
         models=(LATENTS, KINDS),
     ),
     _context(
-        "its kernels do not compute attention in part",
+        "its kernels do not compute partial attention",
         _PLAIN,
         backends=TORCHS,
         excludes=(_FLEX,),
     ),
-    _adapters("one rank computes adapters", "leave max_loras or the ranks out", ranks=()),
+    _adapters("adapters run on one rank", "omit max_loras or the ranks", ranks=()),
     _adapters(
         "it has no operations for adapters",
-        "leave max_loras out, or use backend='cpu' or 'reference' on a CPU",
+        "omit max_loras, or use backend='cpu' or 'reference' on a CPU",
         backends=("cpu", "reference"),
     ),
     _experts(
@@ -318,49 +317,49 @@ ENGINE_ROWS = (
         excludes=(Asked(LOCKSTEP),),
     ),
     _experts("its steps keep no record of experts", _PLAIN, backends=TORCHS),
-    _experts("there is nothing to record", "leave it out", models=(NO_ROUTES,)),
+    _experts("there is nothing to record", "omit it", models=(NO_ROUTES,)),
     _draft(
-        "a model that drafts runs on one rank",
+        "a draft model runs on one rank",
         "use speculation='suffix'",
         ranks=(),
         excludes=(Asked(LOCKSTEP),),
     ),
     _draft(
-        "a rejected draft cannot be taken out of a state",
+        "a rejected draft cannot be removed from a state",
         "use speculation='suffix'",
         models=(STATES,),
     ),
-    _feature("heads that draft", HEADS)(
-        "CUDA has no kernels for such heads", "use draft_model='self'", backends=TORCHS
+    _feature("draft heads", HEADS)(
+        "CUDA has no kernels for draft heads", "use draft_model='self'", backends=TORCHS
     ),
     _cheaper(
         "it describes a cheaper copy of the policy",
-        "give draft_model='self', or leave it out",
+        "set draft_model='self', or omit it",
         needs=(Asked("draft_model", ("self",)),),
     ),
     _feature("drafts by the policy itself", Asked("draft_model", ("self",)))(
-        "a whole copy of the policy would gain nothing",
-        "give one of them",
+        "a full copy of the policy saves no time",
+        "set one of them",
         needs=(Asked("draft_layers"), Asked("draft_quantization")),
     ),
     _feature("quantised drafts", "draft_quantization")(
-        "it makes codes of plain weights",
+        "it quantises plain weights",
         "use quantization=None",
         excludes=(Asked("quantization"),),
     ),
     _kept(
         "blocks are written and read by one rank",
-        "leave kept_cache_folder or the ranks out",
+        "omit kept_cache_folder or the ranks",
         ranks=(),
         excludes=(Asked(LOCKSTEP),),
     ),
-    _kept("there is nothing to keep", "leave one of the two out", excludes=(_NO_PREFIXES,)),
+    _kept("there is nothing to keep", "omit one of the two", excludes=(_NO_PREFIXES,)),
     _feature("the size of files of kept KV blocks", "kept_cache_bytes")(
-        "it limits the files in there", "give both", needs=(Asked("kept_cache_folder"),)
+        "it limits the files in that folder", "set both", needs=(Asked("kept_cache_folder"),)
     ),
     _lockstep(
         "with one tensor rank it means engines in lockstep, which have one rank each",
-        "set tensor_parallel to as many, or leave one of the two out",
+        "set tensor_parallel to the same number, or omit one of the two",
         excludes=(Asked("pipeline_parallel"), Asked("context_parallel")),
         when=(Asked("tensor_parallel", (1,)),),
     ),
@@ -369,8 +368,8 @@ ENGINE_ROWS = (
         "use expert_parallel with tensor_parallel instead",
         ranks=("expert_parallel",),
     ),
-    _spread("there is nothing to spread", "leave it out", models=(NO_EXPERTS,)),
-    _spread("its router reads other rows than its experts", "use replicas", models=(KINDS,)),
+    _spread("there are no experts to spread", "omit it", models=(NO_EXPERTS,)),
+    _spread("its router and its experts read different rows", "use replicas", models=(KINDS,)),
     *(
         _feature(name, option)("ranks do not share these layers", "use replicas", models=models)
         for name, option, models in (
@@ -381,7 +380,7 @@ ENGINE_ROWS = (
     ),
     *(
         _feature(name, option)(
-            "ranks share whole heads of keys",
+            "ranks share whole key heads",
             "use pipeline_parallel or replicas",
             models=models,
         )
@@ -397,71 +396,71 @@ _ONE = Asked("replicas", (1,))
 
 SERVER_ROWS = (
     *(
-        _feature("TLS", one)("it takes both files", "give both, or neither", needs=(Asked(other),))
+        _feature("TLS", one)("TLS needs both files", "set both, or neither", needs=(Asked(other),))
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"))
     ),
     _feature("a Unix socket", "uds")(
-        "the server listens on it instead of an address",
-        "leave host and port out",
+        "the server listens on the socket instead of an address",
+        "omit host and port",
         excludes=(Asked("host"), Asked("port")),
     ),
     _feature("shared prefixes", "share_prefixes")(
-        "replicas share them with each other", "leave it out", excludes=(_ONE,)
+        "replicas share prefixes with each other", "omit it", excludes=(_ONE,)
     ),
-    _feature("watching over replicas", "stall_timeout")(
+    _feature("detection of stalled replicas", "stall_timeout")(
         "only another replica can resume the requests of a stalled one",
-        "leave it out",
+        "omit it",
         excludes=(_ONE,),
     ),
     _feature("restarts of the engine", "restart_engine")(
-        "with one replica the engine in the server's own process is not started again",
-        "leave one of the two out",
+        "an engine in the server's own process cannot be restarted",
+        "omit one of the two",
         excludes=(Asked("in_process"),),
         when=(_ONE,),
     ),
     _feature("engines in the server's process", "in_process")(
-        "each needs a process of its own", "leave in_process out", excludes=(Asked(LOCKSTEP),)
+        "each needs a process of its own", "omit in_process", excludes=(Asked(LOCKSTEP),)
     ),
     _feature("access without a key", "rl_open")(
-        "it says that no admin key is needed",
-        "leave out one of the two",
+        "it opens the routes without an admin key",
+        "omit one of the two",
         excludes=(Asked("admin_key"),),
     ),
     _feature(
-        "routes of trainers",
+        "routes for trainers",
         *("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP),
-    )("it is for trainers", "give both, or leave it out", needs=(Asked("rl", (True,)),)),
+    )("it is for trainers", "set both, or omit it", needs=(Asked("rl", (True,)),)),
     *(
         _feature("a weight group", one)(
-            f"{', '.join(_GROUP)} belong together", "give all three", needs=(Asked(other),)
+            f"{', '.join(_GROUP)} belong together", "set all three", needs=(Asked(other),)
         )
         for one, other in zip(_GROUP, (*_GROUP[1:], _GROUP[0]), strict=True)
     ),
     _feature("staying out of a weight group", "disable_weight_updates")(
-        "there is no group to leave out",
-        "name the group, or leave it out",
+        "there is no group to stay out of",
+        "name the group, or omit it",
         needs=(Asked(_GROUP[0]),),
     ),
 )
 
 REQUEST_ROWS = (
-    _feature("the best tokens of a prompt", "prompt_top_logprobs")(
-        "they come with the prompt's logprobs",
-        "give both",
+    _feature("top logprobs of a prompt", "prompt_top_logprobs")(
+        "they are returned with the prompt's logprobs",
+        "set both",
         needs=(Asked("prompt_logprobs", (True,)),),
     ),
     _feature("priorities of kept blocks", "cache_priority")(
-        "only kept blocks have one", "give both", needs=(Asked("keep_cache_seconds"),)
+        "only kept blocks have a priority", "set both", needs=(Asked("keep_cache_seconds"),)
     ),
 )
 
-# requests that the configuration of the engine rules out
+# requests that conflict with the engine's configuration
 SERVED_ROWS = (
     _feature("kept blocks", "keep_cache_seconds")(
-        "the engine keeps no blocks", "leave it out", excludes=(_NO_PREFIXES,)
+        "the engine keeps no blocks", "omit it", excludes=(_NO_PREFIXES,)
     ),
     _feature("routed experts of a sample", "routed_experts")(
-        "the engine keeps no record of them otherwise",
+        "otherwise the engine does not record them",
         "build the engine with it",
         needs=(Asked("enable_return_routed_experts", (True,)),),
     ),
@@ -469,14 +468,14 @@ SERVED_ROWS = (
 
 CALL_ROWS = (
     _feature(
-        "calls that use the whole model: embed, replay, PolicyModel, DraftTrainer …",
+        "calls that use the whole model, such as embed, replay, PolicyModel, DraftTrainer",
         WHOLE_MODEL,
     )(
-        "it works on the whole model in one process",
-        "use an engine of one rank",
+        "it needs the whole model in one process",
+        "use an engine with one rank",
         excludes=(Asked(SHARED),),
     ),
-    _feature("changes of weights other than the policy's", BESIDE_POLICY)(
+    _feature("updates of weights other than the policy's", BESIDE_POLICY)(
         "the engines agree only on updates of the policy",
         "use replicas",
         excludes=(Asked(LOCKSTEP),),
@@ -484,8 +483,8 @@ CALL_ROWS = (
 )
 
 UPDATE_ROWS = (
-    _feature("requests that end with old weights", Asked("kv_policy", ("finish_old",)))(
-        "each would have to keep the old experts for the others",
+    _feature("requests that finish on old weights", Asked("kv_policy", ("finish_old",)))(
+        "each engine would have to keep its old experts for the others",
         "use another kv_policy",
         excludes=(Asked(LOCKSTEP),),
     ),

@@ -1,6 +1,4 @@
-"""Frozen nouns of the public interface: what a caller asks for and what comes back. Standard
-library only.
-"""
+"""Frozen types of the public interface: requests and results. Standard library only."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,33 +16,35 @@ SAMPLING = "Sampling"  # group of options in `--help`
 
 FinishReason = Literal["stop", "length", "abort"]
 
-# What becomes of running requests when weights change. recompute: their context is computed again
-# under the new ones; keep: they go on with the keys and values that they have; abort: they end with
-# what they have; wait: the update waits for them; finish_old: they finish on the old weights, which
-# are kept aside for them.
+# Effect of a weight update on running requests.
+# recompute: recompute their context under the new weights, then continue.
+# keep: continue with the keys and values computed so far.
+# abort: end them with the tokens sampled so far.
+# wait: delay the update until they finish.
+# finish_old: finish them on the old weights, which stay in memory until then.
 KvPolicy = Literal["recompute", "keep", "abort", "wait", "finish_old"]
 
-# What becomes of them at a pause. keep: they stop where they are; wait: they finish first; abort:
-# they end.
+# Effect of a pause on running requests. keep: suspend them; wait: let them finish first;
+# abort: end them.
 PauseMode = Literal["keep", "wait", "abort"]
 
-# stop_reason of samples that ended because enough others had finished
+# stop_reason of a sample that ended because enough others of its group had finished
 GROUP_COMPLETE = "group complete"
-# and of such as were to be begun by a version that serves no more
+# stop_reason of a sample whose requested weight version is no longer served
 VERSION_GONE = "the weight version is gone"
-# what begins the stop_reason of samples that failed
+# prefix of the stop_reason of a failed sample
 ERROR = "error: "
 
-# that a request may ask to keep its blocks: no request can hold them for ever
+# upper limit of keep_cache_seconds, so that no request can hold blocks forever
 MOST_KEPT_SECONDS = 86400.0
 
-# Parts of the memory that an engine can give back while it sleeps.
+# Parts of its memory that a sleeping engine can release.
 Memory = Literal["weights", "kv_cache"]
 
 
 class Limits(TypedDict, total=False):
-    """What a request asks of its group, of weight versions and of the cost; see
-    `InferenceEngine.add_request`.
+    """Limits of a request: group size, weight versions and cost. `InferenceEngine.add_request`
+    documents them.
     """
 
     num_wanted: int | None
@@ -55,7 +55,7 @@ class Limits(TypedDict, total=False):
 
 
 class UpdateOptions(TypedDict, total=False):
-    """How a weight update is taken; see `InferenceEngine.update_weights`."""
+    """Options of a weight update. `InferenceEngine.update_weights` documents them."""
 
     kv_policy: KvPolicy | None
     version: int | None
@@ -66,53 +66,58 @@ class UpdateOptions(TypedDict, total=False):
 @strict_options(InvalidRequest)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn and when a sample ends. Checked at construction: `InvalidRequest`.
+    """Sampling distribution, stop conditions and requested outputs. Raises `InvalidRequest` at
+    construction if a value is invalid.
 
     The distribution is made in this order: bias, penalties, masks (`allowed_token_ids`,
     `min_tokens`), temperature, top_k, top_p, min_p (`docs/sampling.md`).
 
     Attributes:
-        temperature: 0 is greedy: the most likely token, the lower id where two are equal.
-        max_tokens: completion tokens at most.
-        stop_token_ids: ids that end the sample; the id itself is kept as its last token.
-        stop: strings that end the sample. The tokens up to and including the one that completes the
-            string are kept; the sample's `text` ends before it.
-        top_p: keep the shortest prefix, by falling probability, whose mass reaches this; 1 keeps
-            all.
-        top_k: keep exactly this many tokens; 0 keeps all.
-        min_p: keep tokens at least this probable relative to the most probable; 0 keeps all.
-        presence_penalty: taken off the logit of every token that the completion holds; in [-2, 2].
-        frequency_penalty: the same, times how often the completion holds it; in [-2, 2].
-        repetition_penalty: positive logits of tokens that prompt or completion hold are divided by
-            it, negative ones multiplied (arXiv:1909.05858); in [0.01, 100], and 1 changes nothing.
-        logit_bias: token id -> what is added to its logit, in [-100, 100].
-        allowed_token_ids: the only ids that may be drawn; None: all. Give the end-of-sequence id
-            too if the sample may end by it.
-        min_tokens: completion tokens before a stop id may be drawn (until then it is masked) or a
-            stop string counts.
-        ignore_eos: do not stop at the model's own end-of-sequence ids.
-        seed: with the sample index and the position this decides every draw; None: fresh entropy,
-            returned with the sample.
-        top_logprobs: also return the ids and logprobs of this many most probable tokens at every
-            position.
-        prompt_logprobs: also return the model's own logprob of every prompt token. Such a request
-            reads no cached prefix.
-        raw_logprobs: also return the model's own logprobs (temperature 1, nothing applied).
-        sampling_mask: also return which ids the filters kept, token by token.
-        cache_salt: prefixes are shared only between requests of the same salt.
-        priority: lower goes first; equal ones by arrival.
-        prompt_top_logprobs: also return the ids and logprobs of this many most probable tokens at
-            every token of the prompt; needs `prompt_logprobs`.
-        grammar: that the completion follows (docs/structured.md). At the end of a text of it the
-            sample ends, also before `min_tokens`.
-        adapter: name of the adapter that samples, on top of the weights (docs/adapters.md); None:
-            the weights alone.
-        routed_experts: also return the experts that each token went through; needs an engine of
+        temperature: Sampling temperature. 0 is greedy: the most likely token, the lower id on a
+            tie.
+        max_tokens: Maximum number of completion tokens.
+        stop_token_ids: Token ids that end the sample. The id is kept as its last token.
+        stop: Strings that end the sample. Tokens up to and including the one that completes the
+            string are kept. The sample's `text` ends before the string.
+        top_p: Keep the shortest prefix of tokens, by falling probability, whose mass reaches this
+            value. 1 keeps all.
+        top_k: Keep exactly this many tokens. 0 keeps all.
+        min_p: Keep tokens at least this probable relative to the most probable one. 0 keeps all.
+        presence_penalty: Value in [-2, 2] subtracted from the logit of every token in the
+            completion.
+        frequency_penalty: Value in [-2, 2] subtracted from a token's logit once for each of its
+            occurrences in the completion.
+        repetition_penalty: Factor in [0.01, 100] for tokens in the prompt or the completion.
+            Positive logits are divided by it, negative ones multiplied (arXiv:1909.05858). 1
+            changes nothing.
+        logit_bias: Map from token id to a value in [-100, 100] that is added to its logit.
+        allowed_token_ids: Only ids that may be drawn. None allows all. Include the end-of-sequence
+            id if the sample may end by it.
+        min_tokens: Number of completion tokens before a stop id or a stop string can end the
+            sample. Stop ids are masked until then.
+        ignore_eos: Continue after the model's own end-of-sequence ids.
+        seed: Seed that decides every draw, together with sample index and position. None draws a
+            fresh seed, which is returned with the sample.
+        top_logprobs: Number of most probable tokens whose ids and logprobs to return at every
+            completion position.
+        prompt_logprobs: Return the model's own logprob of every prompt token. Such a request reads
+            no cached prefix.
+        raw_logprobs: Return the model's own logprobs (temperature 1, nothing applied).
+        sampling_mask: Return the ids that the filters kept at every completion position.
+        cache_salt: Salt of the prefix cache. Only requests with equal salts share prefixes.
+        priority: Scheduling priority. Lower values run first, equal values by arrival.
+        prompt_top_logprobs: Number of most probable tokens whose ids and logprobs to return at
+            every prompt position. Needs `prompt_logprobs`.
+        grammar: Grammar that the completion follows (docs/structured.md). The sample ends when its
+            text is complete, even before `min_tokens`.
+        adapter: Name of the adapter to sample with (docs/adapters.md). None samples with the
+            weights only.
+        routed_experts: Return the experts that each token was routed to. Needs an engine with
             `enable_return_routed_experts`.
-        keep_cache_seconds: keep the sample's blocks in the cache for so long after its end: of
-            blocks that nothing uses they are evicted last (docs/caches.md). At most 86400, a day;
-            0: they are evicted like others.
-        cache_priority: of kept blocks those of a higher one are evicted later; needs
+        keep_cache_seconds: Seconds for which to keep the sample's blocks in the cache after its
+            end, at most 86400 (a day). Kept blocks are evicted after all other unused ones
+            (docs/caches.md). 0 keeps none.
+        cache_priority: Eviction priority of kept blocks. Higher ones are evicted later. Needs
             `keep_cache_seconds`.
     """
 
@@ -150,7 +155,7 @@ class SamplingParams:
         0.0, SAMPLING, "Lower the logits of tokens that the completion contains."
     )
     frequency_penalty: float = option(
-        0.0, SAMPLING, "Lower them once for each time that they occur."
+        0.0, SAMPLING, "Lower the logit of a token once for each time that it occurs."
     )
     repetition_penalty: float = option(
         1.0, SAMPLING, "Above 1: make repeating tokens of prompt and completion less likely."
@@ -212,37 +217,35 @@ class SamplingParams:
             self._check_allowed(self.allowed_token_ids)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; lower "
-                "it to that."
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower "
+                "min_tokens or raise max_tokens."
             )
         if self.sampling_mask and not self.filters:
             raise InvalidRequest(
-                "sampling_mask needs temperature > 0 and a filter (top_k, top_p or min_p): "
-                "without one every token is "
-                "kept."
+                "sampling_mask needs temperature > 0 and a filter (top_k, top_p or min_p); "
+                "otherwise every token is kept."
             )
 
     def _check_allowed(self, allowed: frozenset[int]) -> None:
         if not allowed:
             raise InvalidRequest(
-                "allowed_token_ids is empty, so nothing could be drawn; leave it out to allow all."
+                "allowed_token_ids is empty, so no token can be drawn; omit it to allow all."
             )
         if unreachable := self.stop_token_ids - allowed:
             raise InvalidRequest(
-                f"stop token id {min(unreachable)} is not among allowed_token_ids and could never "
-                "be drawn; add it "
-                "there, or take it out of stop_token_ids."
+                f"stop token id {min(unreachable)} is not among allowed_token_ids and can never "
+                "be drawn; add it to allowed_token_ids or remove it from stop_token_ids."
             )
         if self.min_tokens and allowed <= self.stop_token_ids:
             raise InvalidRequest(
                 f"every one of the {len(allowed)} allowed_token_ids stops the sample, so "
-                "min_tokens="
-                f"{self.min_tokens} leaves nothing to draw."
+                f"min_tokens={self.min_tokens} leaves no token to draw; allow an id that does "
+                "not stop it."
             )
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already change the distribution."""
+        """True if earlier tokens change the distribution."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -251,13 +254,13 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether some filter can cut the distribution. Greedy choice never does."""
+        """True if a filter can cut the distribution. Greedy sampling applies none."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def cuts(self) -> bool:
-        """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below
-        0. At temperature 0 that is 0 whatever is cut, as logprobs are the raw ones.
+        """True if a mask or a filter can cut the distribution, so that `log_kept_mass` can be below
+        0. At temperature 0 the kept mass is always 1, because logprobs are the raw ones.
         """
         masks = (
             self.allowed_token_ids is not None or self.min_tokens > 0 or self.grammar is not None
@@ -270,7 +273,7 @@ _FLAGS = ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask", "rou
 
 def _require_name(adapter: object) -> None:
     if adapter is not None and not (isinstance(adapter, str) and adapter):
-        raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
+        raise InvalidRequest(f"adapter={adapter!r} must be a non-empty string or None.")
 
 
 def _require_keeping(seconds: float, priority: int) -> None:
@@ -280,8 +283,8 @@ def _require_keeping(seconds: float, priority: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) belong to weights of this version: tokens of a completion that were
-    sampled from them, or positions of a context that were computed by them.
+    """Span of tokens [start, end) that weights of one version produced: completion tokens sampled
+    from them, or context positions computed by them.
     """
 
     version: int
@@ -291,7 +294,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """Ids that the filters kept, in CSR form: token i was drawn among
+    """Ids that the filters kept, in CSR form. Token i was drawn from
     `token_ids[offsets[i]:offsets[i + 1]]`.
     """
 
@@ -300,27 +303,25 @@ class SamplingMask:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]]) -> "SamplingMask":
-        """The mask of these ids, token by token."""
+        """Build the mask from the kept ids of each token."""
         return cls((0, *accumulate(map(len, rows))), tuple(chain.from_iterable(rows)))
 
     def rows(self) -> list[tuple[int, ...]]:
-        """The ids that were kept, token by token."""
+        """Return the kept ids of each token."""
         return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets)]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Which experts tokens went through, layer by layer. `numpy.asarray` of it is the array of its
-    shape, without a copy.
+    """Experts that each token was routed to, in every layer. `numpy.asarray` reads it as an array
+    of `shape` without a copy. Raises `InvalidRequest` if `shape`, `dtype` and `data` do not match.
 
     Attributes:
-        shape: rows, layers of the model, experts of a token. There is a row for each token of
-            prompt and completion but the last one, which nothing was computed of.
-        dtype: of an id.
-        data: the ids in C order, little-endian; those of a token and layer rise. A layer without
-            experts has zeros.
-
-    Raises `InvalidRequest` where the three do not fit together.
+        shape: Number of rows, of layers of the model, and of experts per token. Every token of
+            prompt and completion has a row, except the last one, which is never fed to the model.
+        dtype: Data type of an expert id.
+        data: Expert ids in C order, little-endian, ascending within a token and layer. A layer
+            without experts has zeros.
     """
 
     shape: tuple[int, ...]
@@ -332,18 +333,18 @@ class RoutedExperts:
         fits = math.prod(self.shape) * size == len(self.data)
         if len(self.shape) != 3 or min(self.shape) < 0 or not fits:
             raise InvalidRequest(
-                f"routed experts of shape {self.shape} and {self.dtype} do not fit "
-                f"{len(self.data)} bytes."
+                f"routed experts of shape {self.shape} and {self.dtype} do not match "
+                f"{len(self.data)} bytes of data; pass three dimensions and all their ids."
             )
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        """By which numpy reads it."""
+        """NumPy's description of the array."""
         typestr = "|u1" if self.dtype == "uint8" else "<u2"
         return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
 
     def rows(self, start: int, end: int | None = None) -> "RoutedExperts":
-        """The rows from `start` on, before `end`."""
+        """Return rows [start, end). None as `end` means up to the last row."""
         kept = range(self.shape[0])[start:end]
         width = self.shape[1] * self.shape[2] * (1 if self.dtype == "uint8" else 2)
         data = self.data[kept.start * width : kept.stop * width]
@@ -351,10 +352,11 @@ class RoutedExperts:
 
 
 class ContextVersions(NamedTuple):
-    """Which weights computed what the completion tokens [token_start, token_end) attended to.
+    """Weight versions that computed the context of completion tokens [token_start, token_end).
 
-    `versions` tile the context of the last of them, by position in the whole sequence; an earlier
-    one saw the part before it. Neighbours of one version are one span.
+    Spans in `versions` tile the context of the last of these tokens, by position in the whole
+    sequence. Earlier tokens attended to the part before them. Adjacent positions of equal version
+    share a span.
     """
 
     token_start: int
@@ -363,7 +365,7 @@ class ContextVersions(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """The most probable tokens of one position, best first, ties by lower id."""
+    """Most probable tokens of one position, best first, ties by lower id."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -371,60 +373,59 @@ class TopLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One finished (or aborted) sample: what RL training needs of it. All per-token tuples have one
-    entry a token.
+    """Finished or aborted sample with everything that RL training needs. Per-token tuples have one
+    entry per token.
 
     Attributes:
-        prompt_tokens: the prompt as it was given.
-        completion_tokens: sampled ids, a stop id included.
-        logprobs: log-probability of each completion token under the distribution that it was drawn
-            from (after masks, temperature and filters; natural log). At temperature 0 these are the
-            raw ones.
-        ref_logprobs: the reference model's own log-probability of each completion token
-            (temperature 1, nothing applied); None where there is no reference model, or the sample
-            was aborted before it was scored.
-        weight_version: of the weights that sampled the last token.
+        prompt_tokens: Token ids of the prompt.
+        completion_tokens: Sampled ids, including a stop id.
+        logprobs: Log-probability of each completion token under the distribution it was drawn from
+            (after masks, temperature and filters; natural log). At temperature 0 these are the raw
+            ones.
+        ref_logprobs: Reference model's own log-probability of each completion token (temperature 1,
+            nothing applied). None without a reference model, or if the sample was aborted before it
+            was scored.
+        weight_version: Version of the weights that sampled the last token.
         finish_reason: `"stop"`, `"length"` or `"abort"`.
-        stop_reason: the id or the string that stopped it; for an abort a word on why, where there
-            is more to say; else None.
-        weight_versions: which version sampled which tokens, in order, without gaps. Tokens that
-            were appended belong to the span before them.
-        kv_versions: which versions computed the keys and values that the tokens attended to; a new
-            entry only where that changed: at an update, or where the context was computed again.
+        stop_reason: Id or string that stopped the sample. For an abort, its cause if known.
+            Otherwise None.
+        weight_versions: Spans of completion tokens by the version that sampled them, in order and
+            without gaps. Appended tokens belong to the span before them.
+        kv_versions: Versions that computed the keys and values that the tokens attended to. A new
+            entry begins only if they changed: at an update, or if the context was recomputed.
             Appended tokens have none.
-        loss_mask: False at tokens that were appended (a tool's, an environment's), not sampled;
-            their logprob is 0.
-        raw_logprobs: the model's own log-probabilities (temperature 1, nothing applied), if asked
-            for.
-        log_kept_mass: log of the mass that masks and filters left of the distribution over the full
-            vocabulary, after bias, penalties and temperature (0 where nothing was cut): `logprobs +
-            log_kept_mass` is what a trainer over the full vocabulary computes at that temperature.
-            At temperature 0 it is 0, as `logprobs` are raw.
-        sampling_mask: the ids that the filters kept, if asked for.
-        top_logprobs: the most probable tokens at each position, if asked for, under the
-            distribution that `logprobs` is of. Tokens that filters or masks cut are not among them.
-        prompt_logprobs: the model's own log-probability of each prompt token after those before it,
-            if asked for. The first is nan.
-        numerics: fingerprint of the arithmetic; the same fingerprint promises the same bits.
-        seed: with `sample_index` and the weights it reproduces the sample.
-        sample_index: position in the request's group.
-        request_id: what `add_request` returned.
-        group_id: the request that began the sample's group. `resume_from` keeps it, so the samples
-            of one prompt have one `group_id` in all turns. None: the sample comes from a file of an
+        loss_mask: False for tokens that were appended (by a tool or an environment) instead of
+            sampled. Their logprob is 0.
+        raw_logprobs: Model's own log-probabilities (temperature 1, nothing applied), if requested.
+        log_kept_mass: Log of the probability mass that masks and filters left, relative to the full
+            vocabulary after bias, penalties and temperature. 0 if nothing was cut, and at
+            temperature 0, since `logprobs` are raw there. `logprobs + log_kept_mass` is the value
+            that a trainer over the full vocabulary computes at that temperature.
+        sampling_mask: Ids that the filters kept, if requested.
+        top_logprobs: Most probable tokens at each position, if requested, under the same
+            distribution as `logprobs`. Tokens that filters or masks cut are not among them.
+        prompt_logprobs: Model's own log-probability of each prompt token given those before it, if
+            requested. The first is nan.
+        numerics: Fingerprint of the arithmetic. Equal fingerprints promise equal bits.
+        seed: Seed that reproduces the sample, together with `sample_index` and the weights.
+        sample_index: Position in the request's group.
+        request_id: Id that `add_request` returned.
+        group_id: Id of the request that began the sample's group. `resume_from` keeps it, so all
+            samples of one prompt share it in all turns. None for a sample read from a file of an
             older release.
-        cached_tokens: prompt tokens that the prefix cache provided, as first computed for the
-            group.
-        text: the completion as text, where the prompt was text or stop strings were given. It ends
-            before a stop string and leaves special tokens out.
-        sampling_params: what the request asked for: with prompt, seed and weights all that a replay
-            needs.
-        prompt_top_logprobs: the most probable tokens in the place of each prompt token, if asked
-            for, under the distribution that `prompt_logprobs` is of. The first entry is empty.
-        adapter_versions: which version of its adapter (`sampling_params.adapter`) sampled which
-            tokens, as in `weight_versions`; empty without one.
-        routed_experts: the experts that each token went through as its keys and values were
-            computed, if asked for and known.
-        routed_experts_unknown: why they are not known; None: they are, or were not asked for.
+        cached_tokens: Prompt tokens found in the prefix cache when the group was first computed.
+        text: Completion as text, if the prompt was text or stop strings were given. It ends before
+            a stop string and omits special tokens.
+        sampling_params: Sampling parameters of the request. With prompt, seed and weights they
+            suffice for a replay.
+        prompt_top_logprobs: Most probable tokens at the position of each prompt token, if
+            requested, under the same distribution as `prompt_logprobs`. The first entry is empty.
+        adapter_versions: Spans of completion tokens by the version of the adapter
+            (`sampling_params.adapter`) that sampled them. Empty without an adapter.
+        routed_experts: Experts that each token was routed to when its keys and values were
+            computed, if requested and known.
+        routed_experts_unknown: Reason why `routed_experts` is unknown. None if it is known or was
+            not requested.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -457,29 +458,30 @@ class TrainingSample:
 
     @property
     def oldest_weight_version(self) -> int:
-        """The oldest version that sampled a token of it: what a filter for stale samples asks."""
+        """Oldest version that sampled a token of this sample. Use it to filter stale samples."""
         return min((span.version for span in self.weight_versions), default=self.weight_version)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a sample while it grows.
+    """Part of a streamed sample: the tokens since the previous part.
 
     Attributes:
-        request_id, sample_index: which sample.
-        token_ids, logprobs: what was sampled since the last piece.
-        text: new text that will not change, where text is wanted; it may lag behind the tokens.
-        finished: the whole sample, in its last piece, which has no tokens.
-        top_logprobs, raw_logprobs: of `token_ids`, as in `TrainingSample`; None unless asked for.
-        cached_tokens: prompt tokens that the prefix cache provided.
-        queued: seconds from when the request was handed in until its first chunk was planned, or
-            until it ended.
-        log_kept_mass: of `token_ids`, as in `TrainingSample`; None where neither masks nor filters
-            can cut.
-        weight_version: of the weights that sampled `token_ids`; 0 where there are none.
-        past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`);
-            the weights of `weight_version` computed the rest. See `TrainingSample.kv_versions`.
-        adapter_version: of the adapter that sampled `token_ids`; 0 where there is none.
+        request_id, sample_index: Sample that it belongs to.
+        token_ids, logprobs: Tokens sampled since the previous part.
+        text: New text that will not change, if the request yields text. It may lag the tokens.
+        finished: Whole sample, in its last part. That part has no tokens.
+        top_logprobs, raw_logprobs: Values for `token_ids`, as in `TrainingSample`. None unless
+            requested.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        queued: Seconds from submission until the first chunk was planned, or until the request
+            ended.
+        log_kept_mass: Values for `token_ids`, as in `TrainingSample`. None if neither masks nor
+            filters can cut.
+        weight_version: Version of the weights that sampled `token_ids`. 0 without tokens.
+        past_versions: Context positions that earlier weights computed (`kv_policy="keep"`). Weights
+            of `weight_version` computed all others, as in `TrainingSample.kv_versions`.
+        adapter_version: Version of the adapter that sampled `token_ids`. 0 without an adapter.
     """
 
     request_id: int
@@ -500,15 +502,15 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter that requests may ask for.
+    """Adapter that requests can name.
 
     Attributes:
-        name: by which they do.
-        version: that serves.
-        rank: the largest of its matrices.
-        targets: kinds of modules that it changes.
-        num_bytes: of its numbers.
-        folder: that it was read from; None: its tensors were given.
+        name: Name of the adapter.
+        version: Version in use.
+        rank: Highest rank of its matrices.
+        targets: Kinds of modules that it changes.
+        num_bytes: Size of its matrices in bytes.
+        folder: Folder that it was read from. None if its tensors were passed directly.
     """
 
     name: str
@@ -521,14 +523,14 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What became of drafts since the engine was built (docs/speculation.md).
+    """Draft counters since the engine was built (docs/speculation.md).
 
     Attributes:
-        sources: that are asked; one that failed is missing.
-        drafted, accepted: by source: rows computed for drafts at each place behind the known
-            tokens, and those of them whose draft was drawn.
-        step_rows, step_seconds: what a step was found to cost by its rows, at start; empty: it was
-            not measured.
+        sources: Draft sources in use. A source that failed is missing.
+        drafted, accepted: Rows computed for drafts and rows whose draft was accepted, by source and
+            by position after the known tokens.
+        step_rows, step_seconds: Cost of a step by its number of rows, measured at start-up. Empty
+            if not measured.
     """
 
     sources: tuple[str, ...]
@@ -539,55 +541,56 @@ class SpeculationStats:
 
     @property
     def num_drafted(self) -> int:
-        """Rows that were computed for drafts."""
+        """Total number of rows computed for drafts."""
         return sum(map(sum, self.drafted.values()))
 
     @property
     def num_accepted(self) -> int:
-        """Those of them that were not in vain."""
+        """Total number of rows whose draft was accepted."""
         return sum(map(sum, self.accepted.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of one engine since it was built, and its state now.
+    """Counters of an engine since it was built, and its current state.
 
     Attributes:
-        num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
-        num_held: sequences that wait for a weight version, or for the end of a pause.
-        weight_version: that new tokens are computed by.
-        num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full
-            the memory is.
-        num_cached_blocks: of the free ones, those in which a prefix can still be found.
-        num_shared_blocks: of the others, those that more than one sequence holds.
-        kv_leaked_blocks: blocks that were in use when the engine was last without a request: 0, or
-            there is a bug.
-        kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
-        num_steps, num_preemptions: since the engine was built, like all that follow.
-        tokens_computed: rows that went through a forward, of all weight sets.
-        prompt_tokens_computed, prompt_tokens_cached: of the policy; computed, and found in the
-            prefix cache.
-        hit_rate: share of `prompt_tokens_cached` in both.
-        prompt_tokens: of the requests that were let in; a prompt counts once, whatever its samples
-            and recomputations.
-        prompt_tokens_queried: tokens looked up in the prefix cache; `prompt_tokens_cached` of them
-            were found there. A sequence that was preempted looks again, with its completion so far.
-        completion_tokens: sampled.
-        tokens_per_second: completion tokens by time spent in steps.
-        step_microseconds: host time of an average step, by phase: what the loop did in it, and in
-            `wait` for the device. A CPU is its own device: there `forward` and `sample` hold the
-            work itself.
-        ranks_busy, ranks_waiting: seconds of each rank in steps: with its own part, and waiting for
-            other stages of the pipeline (rank 0: for samples). As the host sees it, which on a GPU
-            is only ahead of the work.
-        grammars_compiled, grammars_failed: compilations of grammars, beside the steps; one serves
-            all requests of a grammar while it is kept.
-        grammar_seconds: that they took.
-        speculation: None: it is off.
-        num_kept_blocks: that requests asked to keep (`SamplingParams.keep_cache_seconds`) and that
-            are in memory now.
-        kept_file_bytes: of kept blocks that were evicted, in files now.
-        kept_blocks_written, kept_blocks_read: to files, and back.
+        num_waiting, num_running: Sequences in each state. A group whose prompt is not computed yet
+            counts once.
+        num_held: Sequences that wait for a weight version or for the end of a pause.
+        weight_version: Version of the weights that new tokens are computed with.
+        num_free_blocks, num_blocks: Free and total blocks. For layers with a window, read `kv_use`
+            instead to see how full the memory is.
+        num_cached_blocks: Free blocks that still hold a cached prefix.
+        num_shared_blocks: Used blocks that more than one sequence holds.
+        kv_leaked_blocks: Blocks in use when the engine last had no request. A value above 0 is a
+            bug.
+        kv_use: Share of the KV memory that sequences hold. The rest may still cache prefixes.
+        num_steps, num_preemptions: Counts since the engine was built, like all counters below.
+        tokens_computed: Rows computed by forward passes, over all weight sets.
+        prompt_tokens_computed, prompt_tokens_cached: Prompt tokens of the policy that were
+            computed, and found in the prefix cache.
+        hit_rate: `prompt_tokens_cached` as a share of both.
+        prompt_tokens: Prompt tokens of admitted requests. A prompt counts once, regardless of
+            samples and recomputations.
+        prompt_tokens_queried: Tokens looked up in the prefix cache, of which `prompt_tokens_cached`
+            were found. A preempted sequence looks up again, including its completion so far.
+        completion_tokens: Number of sampled tokens.
+        tokens_per_second: Completion tokens per second spent in steps.
+        step_microseconds: Host time of an average step in microseconds, by phase. `wait` is the
+            time spent waiting for the device. On a CPU, `forward` and `sample` include the
+            computation itself.
+        ranks_busy, ranks_waiting: Seconds that each rank spent in steps on its own part, and
+            waiting for other pipeline stages (rank 0: for samples). Measured on the host, which on
+            a GPU only runs ahead of the device.
+        grammars_compiled, grammars_failed: Compilations of grammars, which run in parallel to
+            steps. All requests of a grammar share one while it is kept.
+        grammar_seconds: Seconds spent in these compilations.
+        speculation: Draft counters. None if speculation is off.
+        num_kept_blocks: Blocks in memory that requests asked to keep
+            (`SamplingParams.keep_cache_seconds`).
+        kept_file_bytes: Bytes of evicted kept blocks in files.
+        kept_blocks_written, kept_blocks_read: Kept blocks written to files and read back.
     """
 
     num_waiting: int

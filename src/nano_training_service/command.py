@@ -43,8 +43,8 @@ def train_service(
 ) -> None:
     """Train LoRA adapters of a model over HTTP.
 
-    The API of the client `tinker`, until Ctrl-C or SIGTERM; docs/training-service.md has a quick
-    start.
+    Serves the API of the client `tinker` until Ctrl-C or SIGTERM. docs/training-service.md has a
+    quick start.
 
     Examples:
 

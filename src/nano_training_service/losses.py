@@ -145,7 +145,7 @@ def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Setting
     for key, value in config.items():
         if key not in loss.settings:
             known = ", ".join(loss.settings) or "none"
-            raise Refused(f"loss_fn_config[{key!r}] means nothing to {name}, which has {known}.")
+            raise Refused(f"loss_fn_config[{key!r}] is not a setting of {name}; it has {known}.")
         if isinstance(value, str) or not math.isfinite(value):
             raise Refused(f"loss_fn_config[{key!r}]={value!r} must be a finite number.")
     return loss, {**loss.settings, **{key: float(value) for key, value in config.items()}}

@@ -1,6 +1,4 @@
-"""`serve` runs the service until it is told to stop; `running_service` runs one for the length of a
-`with` block.
-"""
+"""`serve` runs the service until a signal. `running_service` runs one within a `with` block."""
 
 import logging
 import threading
@@ -30,21 +28,31 @@ _GRACE = 3
 
 
 def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C. Sets up logging. Raises `NanoInferenceError`: the engine could
-    not be built, another service has the folder of checkpoints, or nothing can listen there.
+    """Serve until SIGTERM or Ctrl-C. Sets up logging.
+
+    Raises:
+        NanoInferenceError: The engine could not be built, another service uses `state_dir`, or the
+            address is unavailable.
     """
-    for name in ("nano_inference", "uvicorn"):
+    for name, level in (
+        ("nano_inference", "INFO"),
+        ("nano_training_service", "INFO"),
+        ("uvicorn", "WARNING"),
+    ):
         send_to_stderr(logging.getLogger(name), "text")
-    logging.getLogger("nano_inference").setLevel("INFO")
-    logging.getLogger("uvicorn").setLevel("WARNING")
+        logging.getLogger(name).setLevel(level)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: all who "
-            "reach it may use it.",
+            "host=%s is reachable from other machines, and no API key is set: every client that "
+            "reaches the service can use it.",
             config.host,
         )
     server = _server(_service(engine, config))
-    server.run()
+    try:
+        server.run()
+    except KeyboardInterrupt:  # uvicorn raises it again after its shutdown
+        if server.force_exit:
+            raise
     if not server.started:
         raise ConfigError(f"host={config.host!r}, port={config.port}: cannot listen there.")
 
@@ -53,17 +61,17 @@ def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
 def running_service(
     base: EngineConfig | Base, config: TrainServiceConfig, *, timeout: float = 60.0
 ) -> Iterator[str]:
-    """A service on a thread of this process; yields its URL, the client's `base_url`. For tests,
-    notebooks and examples.
+    """Run a service on a thread of this process and yield its URL, the client's `base_url`. For
+    tests, notebooks and examples.
 
     Args:
-        base: what to build an engine from, or what is there already, which the service closes.
-        config: how; `port=0` takes a free port.
-        timeout: seconds that it may take to listen, once the engine is built.
+        base: Configuration of the engine, or an existing base, which the service closes.
+        config: Configuration of the service. `port=0` takes a free port.
+        timeout: Seconds that the service may take to listen after the engine is built.
 
     Raises:
-        NanoInferenceError: the engine could not be built, another service has the folder of
-            checkpoints, or nothing can listen there.
+        NanoInferenceError: The engine could not be built, another service uses `state_dir`, or the
+            address is unavailable.
     """
     server = _server(_service(base, config))
     thread = threading.Thread(target=server.run, name="nano-inference train-service", daemon=True)
@@ -72,7 +80,7 @@ def running_service(
         deadline = time.monotonic() + timeout
         while not server.started:
             if not thread.is_alive() or time.monotonic() > deadline:
-                raise NanoInferenceError("the service did not start; its log says why.")
+                raise NanoInferenceError("the service did not start; see its log.")
             time.sleep(0.01)
         yield server.url
     finally:
@@ -81,15 +89,15 @@ def running_service(
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens."""
+    """uvicorn server that logs its address."""
 
     url = ""
 
     async def startup(self, sockets: list | None = None) -> None:
-        """Listen."""
+        """Start to listen, and log the address."""
         try:
             await super().startup(sockets)
-        except SystemExit:  # uvicorn has logged why
+        except SystemExit:  # uvicorn logged the reason
             self.should_exit = True
         if self.started:
             host = self.config.host
@@ -118,7 +126,7 @@ def _server(service: Service) -> _Server:
 
 
 def _service(base: EngineConfig | Base, config: TrainServiceConfig) -> Service:
-    """The folder of checkpoints comes first: to load a model takes longer."""
+    """Build the service. The folder of checkpoints is checked before the model is loaded."""
     checkpoints = Checkpoints(Path(config.state_dir), config.max_checkpoint_bytes)
     try:
         built = _engine_base(base, config) if isinstance(base, EngineConfig) else base

@@ -206,7 +206,7 @@ def _dense(sparse: Any, dtype: np.dtype, shape: Sequence[int], room: _Room) -> A
 
 def _array(data: bytes, dtype: np.dtype) -> NDArray:
     if len(data) % dtype.itemsize:
-        raise Refused(f"{len(data)} bytes are no whole number of values of {dtype.name}.")
+        raise Refused(f"{len(data)} bytes are not a multiple of the size of {dtype.name}.")
     return np.frombuffer(data, dtype)
 
 

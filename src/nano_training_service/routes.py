@@ -159,7 +159,7 @@ def _parsed(body: bytes, kind: type[Asked]) -> Asked:
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise Refused(f"{where}: {first['msg']}.") from None
     except (ValueError, RecursionError):
-        raise Refused("the body is no JSON.") from None
+        raise Refused("the body is not JSON.") from None
 
 
 def _ticket(future: Future) -> dict[str, Any]:

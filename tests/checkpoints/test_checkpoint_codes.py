@@ -61,15 +61,15 @@ FORMS = {
     "bitsandbytes-int8": "int8",
 }
 REFUSED = {
-    "compressed-int4-ordered": r"order of their own \(act-order\)",
-    "gptq-ordered": r"order of their own \(act-order\)",
-    "gptq-v2": r"order of their own \(act-order\)",
+    "compressed-int4-ordered": r"columns are reordered \(act-order\)",
+    "gptq-ordered": r"columns are reordered \(act-order\)",
+    "gptq-v2": r"columns are reordered \(act-order\)",
     "compressed-int4-48": "no format has codes of 4 bits in groups of 48 columns",
-    "compressed-int4-float32-zeros": "zero points times scales of 32 bits have too many digits",
-    "fp8-blocks": "codes of fp8 are no whole numbers",
-    "compressed-mxfp4": "codes of mxfp4-packed are no whole numbers",
-    "compressed-nvfp4": "codes of nvfp4 are no whole numbers",
-    "bitsandbytes-nf4": "codes of bitsandbytes-4bit are no whole numbers",
+    "compressed-int4-float32-zeros": "zero points and 32-bit scales have too many digits",
+    "fp8-blocks": "codes of fp8 are not integers",
+    "compressed-mxfp4": "codes of mxfp4-packed are not integers",
+    "compressed-nvfp4": "codes of nvfp4 are not integers",
+    "bitsandbytes-nf4": "codes of bitsandbytes-4bit are not integers",
 }
 
 
@@ -129,7 +129,7 @@ def test_what_fits_into_no_format_is_refused_and_is_dequantised_without_the_opti
         load(folder, "reference")
     told = str(raised.value)
     assert "'model.layers.0.self_attn.q_proj.weight'" in told
-    assert told.endswith("leave the option away, and the checkpoint is dequantised.")
+    assert told.endswith("omit the option to dequantise the checkpoint.")
     assert not formats_of(load(folder, "reference", None))
 
 
@@ -143,7 +143,9 @@ def test_plain_rows_among_codes_are_refused(tmp_path: Path) -> None:
     groups = {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
     fields |= {"config_groups": groups}
     write_model(tmp_path, config | {"quantization_config": fields}, kept)
-    with pytest.raises(ModelLoadError, match=r"gate_proj\.weight'.*together with '.*up_proj"):
+    with pytest.raises(
+        ModelLoadError, match=r"gate_proj\.weight'.*shares a parameter with '.*up_proj"
+    ):
         load(tmp_path, "reference")
 
 
@@ -325,7 +327,7 @@ def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_ranks_cut_no_group(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq-128")
-    told = "128 columns of 'layers.0.o' are not cut at multiples of 128; use tensor_parallel=1"
+    told = "128 columns of 'layers.0.o' are not divided at multiples of 128; use tensor_parallel=1"
     with pytest.raises(ConfigError, match=f"'file' is not possible .*{told}"):
         engine_of(folder, backend="reference", tensor_parallel=2)
 

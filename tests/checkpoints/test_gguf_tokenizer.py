@@ -263,7 +263,9 @@ def test_rule_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
 
 
 def test_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'rwkv'; known are gemma4, gpt2, llama.*tokenizer_p"):
+    with pytest.raises(
+        ModelLoadError, match=r"'rwkv'; supported: gemma4, gpt2, llama.*tokenizer_p"
+    ):
         tokenizer_of(tmp_path, byte_level(model="rwkv"))
 
 
@@ -360,10 +362,10 @@ def test_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
     [
         ({"merges": ["h e", "x yz"]}, "out of vocabulary"),
         ({"merges": ["he"]}, "the merge 'he' is not two tokens"),
-        ({"token_type": [NORMAL]}, "260 tokens and 1 of token_type"),
-        ({"scores": [0.0]}, "260 tokens and 1 of scores"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1], "scores": [0.0, 0.0]}, "'a' is there twice"),
-        ({"eos_token_id": 260}, "eos_token_id is 260, of 260 tokens"),
+        ({"token_type": [NORMAL]}, "token_type has 1 entries for 260 tokens"),
+        ({"scores": [0.0]}, "scores has 1 entries for 260 tokens"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1], "scores": [0.0, 0.0]}, "'a' is duplicated"),
+        ({"eos_token_id": 260}, "eos_token_id=260 exceeds the 260 tokens"),
         ({"tokens": [1, 2, 3], "token_type": [1, 1, 1], "scores": [0.0] * 3}, ""),
         ({"merges": [1, 2]}, ""),
         ({"tokens": "text"}, ""),

@@ -271,7 +271,7 @@ def test_broken_config_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"is empty; a model's folder holds config\.json"):
+    with pytest.raises(ModelLoadError, match=r"is empty; a model folder holds config\.json"):
         load_spec(tmp_path)
     (tmp_path / "README.md").touch()
     with pytest.raises(ModelLoadError, match=r"config\.json is missing"):

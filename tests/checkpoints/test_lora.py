@@ -102,7 +102,9 @@ def test_adapter_of_experts_is_rejected_with_the_setting_that_works(
     every = saved("all-linear", "every")
     options: dict[str, Any] = {"kv_cache_memory": 2**24, "device": "cpu", "max_loras": 1}
     with InferenceEngine(EngineConfig(str(tmp_path), backend=case.backend, **options)) as engine:
-        with pytest.raises(AdapterError, match=r"takes no adapter in .*; train with target") as no:
+        with pytest.raises(
+            AdapterError, match=r"accepts no adapter in .*; train with target"
+        ) as no:
             engine.load_adapter("own", every)
         setting = str(no.value).partition("target_modules=")[2].removesuffix(".")
         engine.load_adapter("own", saved(json.loads(setting), "some"))
@@ -122,7 +124,7 @@ def test_head_saved_with_its_adapter_must_be_the_models(tmp_path: Path, tied: bo
         with InferenceEngine(EngineConfig(str(tmp_path), dtype=dtype, **options)) as engine:
             engine.load_adapter("own", tmp_path / "adapter")
             for changed in (tensors[base] * 1.5, tensors[base][1:]):
-                with pytest.raises(AdapterError, match=r"has other numbers than the model's head"):
+                with pytest.raises(AdapterError, match=r"differs from the model's head"):
                     engine.load_adapter("own", {**tensors, base: changed}, LoraSettings(4))
             engine.update_weights(engine.weight_sync.state_dict())
             engine.load_adapter("own", tmp_path / "adapter")
@@ -151,17 +153,17 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a module that is not there": (
         {f"{Q}x.lora_A.weight": torch.ones(RANK, 64)},
-        "self_attn.q_projx', which takes no adapter in LlamaForCausalLM",
+        "self_attn.q_projx', which accepts no adapter in LlamaForCausalLM",
     ),
     "an embedding": (
         {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(RANK, 300)},
-        "is no matrix of an adapter",
+        "is not a LoRA matrix",
     ),
-    "another base": ({f"{Q}.lora_A.weight": torch.ones(RANK, 32)}, "of another base model"),
+    "another base": ({f"{Q}.lora_A.weight": torch.ones(RANK, 32)}, "belongs to another base model"),
     "another rank": ({f"{Q}.lora_B.weight": torch.ones(64, RANK + 1)}, "do not fit its weight"),
     "a rank too large": (
         {f"{Q}.lora_A.weight": torch.ones(65, 64), f"{Q}.lora_B.weight": torch.ones(64, 65)},
-        "rank 65, above max_lora_rank=64",
+        "rank 65 of 'model.layers.0.self_attn.q_proj' exceeds max_lora_rank=64",
     ),
     "integers": ({f"{Q}.lora_A.weight": torch.ones(RANK, 64).int()}, "torch.int32"),
     "nan": ({f"{Q}.lora_A.weight": torch.full((RANK, 64), torch.nan)}, "is not finite"),
@@ -171,15 +173,21 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "that holds its numbers",
     ),
     "half of it": ({f"{Q}.lora_A.weight": None}, "lora_A of 'model.layers.0.self_attn.q_proj' is"),
-    "DoRA": ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no matrix of an adapter"),
+    "DoRA": ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is not a LoRA matrix"),
 }
 SETTINGS = {
-    "another kind": ({"peft_type": "IA3"}, "peft_type='IA3' is not served"),
-    "DoRA": ({"use_dora": True}, "use_dora=True is not served"),
-    "biases": ({"bias": "all"}, "bias='all' is not served"),
+    "another kind": ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+    "DoRA": ({"use_dora": True}, "use_dora=True is not supported"),
+    "biases": ({"bias": "all"}, "bias='all' is not supported"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "the adapter is of weights that PEFT chang"),
-    "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights='olora': the adapter is of"),
+    "PiSSA": (
+        {"init_lora_weights": "pissa_niter_4"},
+        "the adapter belongs to base weights that PEFT modified",
+    ),
+    "OLoRA": (
+        {"init_lora_weights": "olora"},
+        "init_lora_weights='olora': the adapter belongs to base weights",
+    ),
     "from some tokens on": ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens=[7] is"),
     "layers twice": ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication=[[0, 1], [0, 1]]"),
     "alphas": ({"alpha_pattern": {"(q|v)_proj": 3}}, "alpha_pattern: '(q|v)_proj' must be"),
@@ -237,7 +245,7 @@ def test_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
         with pytest.raises(AdapterError, match=r"adapter_config\.json is missing"):
             engine.load_adapter("own", folder)
         (folder / "adapter" / WEIGHTS).unlink()
-        with pytest.raises(AdapterError, match="pickled adapters are not read"):
+        with pytest.raises(AdapterError, match="pickled adapters are not supported"):
             engine.load_adapter("own", folder / "adapter")
 
 

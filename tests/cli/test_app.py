@@ -1,5 +1,6 @@
 """What holds for every command: help, errors, exit codes, options of the shell."""
 
+import errno
 import inspect
 import logging
 import os
@@ -12,6 +13,7 @@ import tomllib
 from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer import BadParameter
@@ -19,8 +21,16 @@ from typer import BadParameter
 import nano_inference
 from nano_inference import InferenceEngine
 from nano_inference.cli import app
-from nano_inference.cli.field_options import parse_size
-from nano_inference.cli.main import COMMANDS, load_command
+from nano_inference.cli.field_options import parse_size, with_flags
+from nano_inference.cli.main import COMMANDS, exit_code, load_command
+from nano_inference.errors import (
+    AdapterError,
+    ConfigError,
+    EngineDead,
+    ModelLoadError,
+    RequestTooLarge,
+)
+from nano_inference.system.http_client import ServerError
 from tests.cli.running import ENTRY, FAST, finish, run, spawn
 
 
@@ -175,7 +185,7 @@ def test_text_is_utf_8_if_the_locale_has_only_ascii(folders: dict[str, str]) -> 
     ]
     assert outputs[0].stdout == outputs[1].stdout
     assert not outputs[0].stdout.isascii()
-    assert b"latin-1 lacks are printed as question marks" in outputs[2].stderr
+    assert b"Characters outside latin-1 are printed as question marks" in outputs[2].stderr
     assert b"question marks" not in outputs[0].stderr
 
 
@@ -213,6 +223,11 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
         nano_inference.nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def raised(problem: Exception, cause: Exception) -> Exception:
+    problem.__cause__ = cause
+    return problem
+
+
 @pytest.mark.thorough(cases=[])
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
@@ -220,19 +235,26 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
         (["generate", "MODEL", "-p", "x", "--top-p", "3"], 2, "--top-p 3.0 must be"),
         (["generate", "MODEL", "-p", "x", "--temperature", "hot"], 2, "'hot' is not a number."),
         (["generate", "MODEL", "-p", "x", "--top-k", "1.5"], 2, "'1.5' is not a whole number."),
-        (["generate", "MODEL", "-p", "x", "-m", "x.gguf"], 2, "use --model"),
+        (["generate", "MODEL", "-p", "x", "-m", "x.gguf"], 2, "For the model, use --model"),
         (["generate", "MODEL", "-p", "x", "--max-tokens", "0"], 2, "--max-tokens 0 must be"),
         (["generate", "MODEL", "-p", "x", "--tokenizer", "./nowhere"], 2, "no such folder"),
         (["generate", "MODEL", "--model", "MODEL", "-p", "x"], 2, "give one"),
-        (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "file keeps the formats"),
+        (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "such as q4_0, use file."),
         (["serve", "-m", "./no.gguf"], 2, "./no.gguf: no such file."),
         (["serve", "--model", "MODEL", "--port", "99999"], 2, "the largest value is 65535."),
         (["chat", "--model", "./no.gguf"], 2, "./no.gguf: no such file."),
         (["generate", "--url", "http://x", "-f", "no-such-file"], 2, "no-such-file: no such file."),
         (["draft-heads", "MODEL", "no-such-file", "x"], 2, "'no-such-file' does not exist"),
-        (["generate", "MODEL", "-p", "x", "--max-tokens", "99999"], 1, "max_model_len"),
+        (
+            ["generate", "MODEL", "-p", "x", "--max-tokens", "99999"],
+            2,
+            "exceed --max-model-len 60000; --max-tokens",
+        ),
+        (["generate", "MODEL", "-p", "x", "--kv-cache-memory", "1"], 2, "--kv-cache-memory of 1 "),
+        (["generate", "MODEL", "-p", "x", "--json-schema", "{no"], 2, "--json-schema: "),
+        (["generate", "pyproject.toml", "-p", "x"], 2, "neither a folder nor a .gguf"),
         (["generate", "/no/such/folder.gguf", "-p", "x"], 2, "folder.gguf: no such file."),
-        (["info", "pyproject.toml"], 1, "neither a folder nor a .gguf"),
+        (["info", "pyproject.toml"], 2, "neither a folder nor a .gguf"),
         (["generate", "MODEL", "-p", "x", "--device", "tpu"], 2, "--device tpu is not supported"),
         (["run", "MODEL"], 2, "Did you mean 'chat'?"),
         (
@@ -240,12 +262,28 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
             2,
             "No such command 'complete'. Did you mean 'generate --url'?",
         ),
-        (["generate", "--url", "http://x", "-p", "x", "-n", "2"], 2, "--num-samples is for an"),
-        (["generate", "--url", "http://x", "-p", "x", "--logprobs"], 2, "--logprobs is for an"),
-        (["generate", "--url", "http://x", "-p", "x", "--dtype", "float32"], 2, "--dtype is for"),
+        (
+            ["generate", "--url", "http://x", "-p", "x", "-n", "2"],
+            2,
+            "--num-samples requires a local engine",
+        ),
+        (
+            ["generate", "--url", "http://x", "-p", "x", "--logprobs"],
+            2,
+            "--logprobs requires a local engine",
+        ),
+        (
+            ["generate", "--url", "http://x", "-p", "x", "--dtype", "float32"],
+            2,
+            "--dtype requires a local engine",
+        ),
         (["generate", "--url", "http://x", "-p", "x", "-p", "y"], 2, "give -p once"),
-        (["generate", "MODEL", "-p", "x", "--api-key-file", "k"], 2, "--api-key-file is for a"),
-        (["generate", "MODEL"], 2, "there is no prompt"),
+        (
+            ["generate", "MODEL", "-p", "x", "--api-key-file", "k"],
+            2,
+            "--api-key-file requires a server (--url)",
+        ),
+        (["generate", "MODEL"], 2, "the prompt is missing"),
         (["generate"], 2, "MODEL"),
         (["generate", "MODEL", "-p", "x", "--cache-type", "heap"], 2, "heap"),
         (["generate", "MODEL", "-p", "x", "-n", "0"], 2, "--num-samples"),
@@ -270,7 +308,46 @@ def test_errors_are_short_and_have_a_code(
     assert "Traceback" not in result.output
     assert result.stdout == ""
     told = [line for line in result.stderr.splitlines() if not line.startswith("sampling")]
-    assert code == 2 or len(told) == 1
+    assert len(told) == 1 or "Usage:" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (ConfigError("a"), 2),
+        (ModelLoadError("a"), 2),
+        (RequestTooLarge("a"), 2),
+        (AdapterError("a"), 2),
+        (ServerError("a"), 1),
+        (EngineDead("a"), 1),
+        (MemoryError(), 1),
+        (raised(ConfigError("a"), FileNotFoundError()), 2),
+        (raised(ConfigError("a"), PermissionError()), 1),
+        (raised(ModelLoadError("a"), OSError(errno.ENOSPC, "full")), 1),
+    ],
+)
+def test_exit_code_is_2_for_input_that_the_caller_can_correct(
+    problem: Exception, code: int
+) -> None:
+    assert exit_code(problem) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("top_p=3.0 must be below 1.", "--top-p 3.0 must be below 1."),
+        ("give kv_cache_memory of at least 9 bytes", "give --kv-cache-memory of at least 9 bytes"),
+        ("raise EngineConfig.max_model_len.", "raise --max-model-len."),
+        ("dtype='auto' needs dtype", "--dtype auto needs dtype"),
+        ("enable_prefix_caching=False is slow", "--no-prefix-caching is slow"),
+        ("enable_prefix_caching=True", "--prefix-caching"),
+        ("/data/max_model_len/x, max_model_lens", "/data/max_model_len/x, max_model_lens"),
+    ],
+)
+def test_errors_name_options_in_place_of_fields(text: str, shown: str) -> None:
+    command: Any = load_command("serve")
+    flags = {**command.flags, "top_p": ("--top-p", None)}
+    assert with_flags(text, flags) == shown
 
 
 def test_error_of_memory_is_one_line(
@@ -282,7 +359,7 @@ def test_error_of_memory_is_one_line(
     monkeypatch.setattr("nano_inference.cli.info._plans", lacks)
     result = run("info", folders["chat"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: there is not enough memory to go on; use a smaller")
+    assert result.stderr.startswith("error: out of memory; use a smaller")
     assert result.stderr.count("\n") == 1
 
 

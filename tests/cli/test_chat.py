@@ -105,22 +105,27 @@ def test_commands_change_and_show_the_conversation(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/set parameter warmth 1", "there is no parameter 'warmth'"),
-        ("/set parameter temperature hot", "temperature must be a number, not 'hot'"),
-        ("/set parameter max_tokens 1.5", "max_tokens must be a whole number"),
-        ("/set parameter top_p 7", "top_p=7.0 must be"),
+        ("/set parameter warmth 1", "unknown parameter 'warmth'"),
+        ("/set parameter temperature hot", "temperature must be a number; got 'hot'"),
+        ("/set parameter max_tokens 1.5", "--max-tokens must be a whole number"),
+        ("/set parameter top_p 7", "--top-p 7.0 must be"),
         ("/set temperature", "write /set parameter NAME VALUE"),
-        ("/save", "name a file"),
-        ("/load", "name a file"),
-        ("/load /no/such", "/no/such: no such file."),
+        ("/save", "the file is missing"),
+        ("/load", "the file is missing"),
+        ("/load /no/such", "cannot read /no/such: there is no folder /no."),
+        ("/load /tmp/no-such", "cannot read /tmp/no-such: no such file."),
         ("/load pyproject.toml", "is not a saved conversation"),
+        ("/load src", "cannot read src: it is a folder."),
+        ("/save /no/such/file", "cannot write /no/such/file: there is no folder /no/such."),
+        ("/save src", "cannot write src: it is a folder."),
         ('"""never ends', "has no end"),
     ],
 )
 def test_commands_say_what_is_wrong(folders: dict[str, str], line: str, words: str) -> None:
     result = run("chat", folders["chat"], *FAST, stdin=line + "\n")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
+    assert "Errno" not in result.stderr
 
 
 def test_tab_completes_commands_and_parameters() -> None:
@@ -148,7 +153,7 @@ def test_chat_with_an_adapter(folders: dict[str, str], tmp_path: Path) -> None:
     assert (plain.exit_code, own.exit_code) == (0, 0), own.stderr
     assert plain.stdout != own.stdout
     there = run("chat", "--url", "http://127.0.0.1:1", "--adapter", "own", stdin="one")
-    assert "--adapter is for an engine of your own" in COLOR.sub("", there.output)
+    assert "--adapter requires a local engine" in COLOR.sub("", there.output)
 
 
 def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
@@ -163,15 +168,15 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
     [
         ("base", "hi\n", "nano-inference generate"),
         ("bare", "hi\n", "tokenizer"),
-        ("chat", "/dance\n", "there is no command /dance"),
-        ("chat", "x" * 600 + "\n", "/clear forgets it"),
+        ("chat", "/dance\n", "unknown command /dance"),
+        ("chat", "x" * 600 + "\n", "/clear starts a new one"),
     ],
 )
 def test_chat_says_what_is_wrong(
     folders: dict[str, str], model: str, stdin: str, words: str
 ) -> None:
     result = run("chat", folders[model], "--max-model-len", "512", *FAST, stdin=stdin)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in result.stderr
     assert result.stdout == ""
 
@@ -179,6 +184,58 @@ def test_chat_says_what_is_wrong(
 def test_chat_asks_for_no_more_than_fits(folders: dict[str, str]) -> None:
     result = run("chat", folders["chat"], "--max-model-len", "64", *FAST, stdin="hi\n")
     assert result.exit_code == 0, result.stderr
+
+
+ANSWERS = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from nano_inference.cli.conversation import Session
+from nano_inference.system.http_client import Piece
+from nano_inference.types import SamplingParams
+
+def answer(messages, session):
+    yield Piece("BEGIN")
+    time.sleep(1.0)
+    yield Piece("END " + messages[-1]["content"])
+
+Session(answer, SamplingParams(), set()).run()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_keys_typed_during_an_answer_are_read_after_it() -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ANSWERS],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+
+    def until(words: bytes) -> None:
+        nonlocal seen
+        while words not in seen:
+            assert select.select([ours], [], [], 60)[0], seen
+            seen += os.read(ours, 4096)
+        _, _, seen = seen.partition(words)
+
+    until(b">>>")
+    os.write(ours, b"one\n")
+    until(b"BEGIN")
+    os.write(ours, b"two\n")
+    until(b"END one")
+    until(b"BEGIN")
+    os.write(ours, b"\x04")
+    until(b"END two")
+    with contextlib.suppress(OSError):  # the other side closes
+        while select.select([ours], [], [], 20)[0] and os.read(ours, 4096):
+            pass
+    os.close(ours)
+    assert process.wait(timeout=20) == 0
 
 
 @pytest.mark.thorough
@@ -225,8 +282,8 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     until(b"\xef\xbf\xbd")  # it is answering: random bytes, most of which are no text
     until(b"stopped", b"\x03")
     until(b">>>")
-    until(b"Ctrl-D or /exit leaves.", b"\x03")
-    until(b"error: there is no command /dance", b"/dance\n")
+    until(b"Press Ctrl-D or type /exit to leave.", b"\x03")
+    until(b"error: unknown command /dance", b"/dance\n")
     until(b">>>")
     with contextlib.suppress(OSError):  # the other side closes
         until(b"never said", b"\x04")
@@ -245,7 +302,7 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process, "/help\n")
     assert code == 0, err
-    assert "forget the conversation" in err
+    assert "start a new conversation" in err
     assert "Traceback" not in err
 
 
@@ -261,7 +318,7 @@ def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> 
             session = conversation.Session(partial(chat._ask_engine, engine), params, set())
             usage = [piece.usage for piece in session.answer(said, session)][-1]
         figures.append(conversation.figures(usage, 1.0, is_cut=False, stopped=False))
-    assert "a step" not in figures[0]
-    told = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
+    assert "per step" not in figures[0]
+    told = re.search(r"tok/s, ([0-9.]+) tokens per step; ", figures[1])
     assert told is not None
     assert float(told[1]) > 1.5

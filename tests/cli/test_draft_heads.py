@@ -23,9 +23,11 @@ def test_heads_are_trained_and_draft(
     folder = str(tmp_path / "heads")
     result = run("draft-heads", folders[model], str(prompts), folder, *options, *FAST)
     assert result.exit_code == 0, result.output
-    told = re.findall(r"agreement (before|after), by place: ([\d.]+), ([\d.]+)\n", result.stdout)
+    told = re.findall(
+        r"agreement (before|after) training, by position: ([\d.]+), ([\d.]+)\n", result.stdout
+    )
     assert [when for when, *_ in told] == ["before", "after"]
-    assert "of 4 samples" in result.stderr
+    assert ", 4 samples" in result.stderr
     again = run(
         *("draft-heads", folders[model], str(prompts), str(tmp_path / "more")),
         *("--from", folder, "--known-tokens", "40", *options, *FAST),
@@ -38,8 +40,8 @@ def test_heads_are_trained_and_draft(
         assert drafted.exit_code == 0, drafted.output
         assert drafted.stdout == plain.stdout
     refused = run("draft-heads", folders[model], str(prompts), folder, *options, *FAST)
-    assert refused.exit_code == 1
-    assert "holds a model already" in refused.stderr
+    assert refused.exit_code == 2
+    assert "already contains a model" in refused.stderr
 
 
 def test_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
@@ -48,5 +50,5 @@ def test_unknown_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> Non
     folder = str(tmp_path / "heads")
     made = ("draft-heads", folders["chat"], str(prompts), folder, "--kind", "hydra")
     result = run(*made, "-n", "1", "--max-tokens", "4", *FAST)
-    assert result.exit_code == 1
-    assert "kind='hydra'" in result.stderr
+    assert result.exit_code == 2
+    assert "kind must be one of 'medusa', 'eagle'; got 'hydra'" in result.stderr

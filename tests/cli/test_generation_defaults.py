@@ -169,7 +169,7 @@ def test_value_that_is_not_taken_is_left_out_with_a_warning(
         json.dumps(told | {"top_k": told.get("top_k", 3)})
     )
     assert generation_defaults(tmp_path) == ({"top_k": 3} if "top_k" not in told else {})
-    assert f"has {next(iter(told))}=" in caplog.text
+    assert f"ignoring unsupported {next(iter(told))}=" in caplog.text
 
 
 def test_embedded_model_recommends_what_its_card_says(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_command_line_takes_it_where_nothing_is_given(
 
     params, told = sampled()
     assert (params.temperature, params.top_k) == (0.0, 5)
-    assert "default sampling parameters from the model: temperature=0, top_k=5" in told
+    assert "sampling as the model recommends: temperature=0, top_k=5" in told
     params, told = sampled("--temperature", "0.5")
     assert (params.temperature, params.top_k) == (0.5, 5)
     params, told = sampled("--generation-config", "none")

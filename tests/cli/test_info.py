@@ -49,7 +49,7 @@ def test_info_reads_no_weights(folders: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(folders["bare"]) / "config.json").read_text())
     result = run("info", str(tmp_path))
     assert result.exit_code == 0, result.stderr
-    assert "none: prompts must be token ids" in result.stdout
+    assert "none: pass token ids" in result.stdout
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3", "olmo2", "granite"])
@@ -57,7 +57,7 @@ def test_info_of_every_kind(tmp_path: Path, family: str) -> None:
     result = run("info", str(tiny_model(tmp_path, family)), "--dtype", "bfloat16")
     assert result.exit_code == 0, result.stderr
     assert "cpu-" in result.stdout
-    assert ("layers see the last" in result.stdout) == (family in ("gemma3", "phi3"))
+    assert ("layers attend to the last" in result.stdout) == (family in ("gemma3", "phi3"))
 
 
 @pytest.mark.thorough
@@ -82,7 +82,7 @@ def test_info_of_ranks_agrees_with_an_engine_of_several(folders: dict[str, str])
             each["memory"]["num_blocks"] for each in ranks
         )
     text = run("info", folders["chat"], *options).stdout
-    assert "memory on cpu, of rank 0" in text
+    assert "memory on cpu, rank 0" in text
     assert "layers 1; query heads 2 to 3" in " ".join(text.split())
 
 
@@ -102,7 +102,7 @@ def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 2 layers"),
+        (("--pipeline-parallel", "99"), "--pipeline-parallel 99 exceeds the model's 2 layers"),
         (("--expert-parallel", "2"), "which has no experts"),
         (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
     ],
@@ -111,7 +111,7 @@ def test_info_says_which_ranks_a_model_cannot_have(
     folders: dict[str, str], options: tuple[str, ...], words: str
 ) -> None:
     result = run("info", folders["bare"], *options)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
 
 

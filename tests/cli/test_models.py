@@ -1,10 +1,13 @@
 """`nano-inference models`: what is listed, and what may be removed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from nano_inference.cli import models
 from tests.cli.running import run
 
 
@@ -37,7 +40,7 @@ def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
     assert rows["gguf/headers"]["bytes"] == 70
     for name in ("gguf/abc-v3", "gguf/headers"):
         assert (rows[name]["kind"], rows[name]["uses"]) == (
-            "copy of a .gguf file, not used any more",
+            "unused copy",
             "",
         )
     assert rows["gguf/def-v4"]["bytes"] == 41  # not the file that it links to
@@ -46,6 +49,18 @@ def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
     assert rows["smollm2-135m"]["kind"] == "package"
     shown = run("models").stdout
     assert all(name in shown for name in rows)
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_table_has_a_line_per_model(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(models, "output", Console(width=columns, force_terminal=True))
+    lines = run("models").stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) == 1 + len(json.loads(run("models", "--json").stdout))
+    (line,) = [line for line in lines if line.startswith("gguf/def-v4")]
+    assert re.search(r"  …\S+/m\.gguf$", line)
 
 
 def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
@@ -59,12 +74,12 @@ def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nothing", "nothing here is named"), ("smollm2-135m", "pip uninstall")]
+    ("name", "said"), [("nothing", "there is no entry"), ("smollm2-135m", "pip uninstall")]
 )
 def test_what_cannot_be_removed_is_refused_before_anything_is(
     cache: Path, name: str, said: str
 ) -> None:
     result = run("models", "--remove", "kernels", "--remove", name)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in result.stderr
     assert (cache / "kernels/avx2-1/libnano.so").exists()

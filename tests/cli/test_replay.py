@@ -80,7 +80,7 @@ def test_what_generate_writes_replays(
     assert result.exit_code == 0, result.output
     tokens = sum(len(sample.completion_tokens) for sample in read_jsonl(path))
     assert (
-        f"4 of 4 samples are equal to the bit: {tokens} tokens looked at, weight version 0, "
+        f"4 of 4 samples are bitwise equal: {tokens} tokens compared, weight version 0, "
         in result.stdout
     )
     assert f"/{dtype}/cpu/" in result.stdout
@@ -134,7 +134,7 @@ def test_change_is_found(folders: dict[str, str], written: Path, tmp_path: Path,
     assert words in lines[1]
     assert "every operation gives the same bits" in lines[2]
     assert "version 0, SHA-256 " in lines[2]
-    assert lines[3].startswith(f"{len(samples) - 1} of {len(samples)} samples are equal")
+    assert lines[3].startswith(f"{len(samples) - 1} of {len(samples)} samples are bitwise equal")
 
 
 def test_operation_that_breaks_the_law_is_named(
@@ -163,7 +163,7 @@ def test_operation_that_breaks_the_law_is_named(
     assert result.exit_code == 1
     assert (
         result.stdout.count(
-            "layer 1, linear (down): the row of position 0 has other bits in one chunk"
+            "layer 1, linear (down): the row at position 0 has different bits in one chunk"
         )
         == 3
     )
@@ -201,7 +201,7 @@ def test_versions_come_from_folders(folders: dict[str, str], tmp_path: Path) -> 
     assert "weight versions 0, 3," in result.stdout
     result = run(*arguments)
     assert result.exit_code == 2
-    assert "the weights of version 3 are needed, were not given" in result.stderr
+    assert "the weights of version 3 are missing" in result.stderr
     result = run(*arguments, "-w", f"3={folders['base']}")
     assert result.exit_code == 1, "other weights"
 
@@ -212,12 +212,12 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
     for sample, words in (
         (
             replace(first, numerics="cpu-0/float32/cpu/torch-1"),
-            "sample 2: the sample was made with numerics 'cpu-0/",
+            "sample 2: the sample's numerics are 'cpu-0/",
         ),
         (replace(first, sampling_params=None), "sample 2: the sample has no sampling_params"),
         (
             replace(first, weight_version=7, weight_versions=(), kv_versions=()),
-            "version 7 are needed",
+            "version 7 are missing",
         ),
     ):
         write_jsonl([first, sample], other)
@@ -227,11 +227,11 @@ def test_bad_input(folders: dict[str, str], written: Path, tmp_path: Path) -> No
     other.write_text("{}")
     for arguments, words in (
         ((str(other), "--model", folders["chat"]), "column 'prompt_tokens' is missing"),
-        ((str(empty), "--model", folders["chat"]), "holds no sample"),
-        ((str(tmp_path / "none"), "--model", folders["chat"]), "there is no file"),
+        ((str(empty), "--model", folders["chat"]), "has no samples"),
+        ((str(tmp_path / "none"), "--model", folders["chat"]), "no such file"),
         ((str(written), "--model", str(tmp_path)), "config.json"),
         ((str(written), "--model", folders["chat"], "-w", "3"), "VERSION=FOLDER"),
-        ((str(written), "--model", folders["chat"], "-w", "3=a", "-w", "3=b"), "given twice"),
+        ((str(written), "--model", folders["chat"], "-w", "3=a", "-w", "3=b"), "occurs twice"),
         ((str(written), "--model", folders["chat"], "-w", f"0={tmp_path}"), "no .safetensors file"),
         ((str(written),), "--model"),
     ):

@@ -157,23 +157,23 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--admin-key", "a", "--admin-key-file", "{keys}"), "there is one admin key"),
-        (("--admin-key-file", "{keys}"), "there is one admin key"),
-        (("--api-key-file", "{empty}"), "holds no key"),
+        (("--admin-key", "a", "--admin-key-file", "{keys}"), "the server has one admin key"),
+        (("--admin-key-file", "{keys}"), "the server has one admin key"),
+        (("--api-key-file", "{empty}"), "has no keys"),
         (
             ("--in-process", "--restart-engine"),
             "--restart-engine is not possible with --in-process",
         ),
-        (("--tls-cert", "c.pem"), "--tls-cert c.pem needs tls_key"),
+        (("--tls-cert", "c.pem"), "--tls-cert c.pem needs --tls-key"),
         (("--tool-format", "morse"), "tool format 'morse' does not exist"),
         (("--max-samples", "0"), "--max-samples 0 must be"),
         (("--max-batch-size", "0"), "--max-batch-size 0 must be"),
         (("--rl", "--host", "0.0.0.0"), "lets anyone who reaches it change the weights"),
-        (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 needs --ray"),
+        (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 requires --ray"),
         (("--rl-open",), "--rl-open needs --rl: it is for trainers"),
         (
             ("--rl", "--actor-llm-idx", "0"),
-            "weight_update_group_world_size, actor_llm_idx belong together; give all three",
+            "--weight-update-group-world-size, --actor-llm-idx belong together; set all three",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_serve_says_what_is_wrong(
     (tmp_path / "empty").write_text("\n")
     places = {"keys": str(tmp_path / "keys"), "empty": str(tmp_path / "empty")}
     result = run("serve", "smollm2-135m", *(argument.format(**places) for argument in arguments))
-    assert result.exit_code == (1 if "no key" in words else 2)
+    assert result.exit_code == 2
     assert words in " ".join(result.stderr.replace("│", " ").split())
     assert not started
 
@@ -222,11 +222,11 @@ def test_model_is_named_before_the_server_is_imported(started: Configs) -> None:
     [
         (
             ("--pipeline-parallel", "99"),
-            "pipeline_parallel=99 is more than the model's 30 layers; use at most 30",
+            "--pipeline-parallel 99 exceeds the model's 30 layers; use at most 30",
         ),
         (
             ("--tensor-parallel", "16"),
-            "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8",
+            "--tensor-parallel 16 exceeds the model's 9 attention heads; use at most 8",
         ),
         (("--tensor-parallel", "2", "--expert-parallel", "2"), "which has no experts"),
         (("--expert-parallel", "2", "--replicas", "2"), "which has no experts"),
@@ -244,7 +244,7 @@ def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
     if more == ("--ray",):
         monkeypatch.setattr(pytest.importorskip("nano_ray.serving"), "connect", starts)
     result = run("serve", "smollm2-135m", "--port", "0", *arguments, *more)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
 
 
@@ -254,8 +254,8 @@ def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.Mo
         command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name)
     )
     result = run("serve", "smollm2-135m")
-    assert result.exit_code == 1
-    assert "needs zmq" in result.stderr
+    assert result.exit_code == 2
+    assert "requires zmq" in result.stderr
     assert "pip install 'nano-inference[server]'" in result.stderr
     assert not started
 
@@ -266,6 +266,6 @@ def test_ray_has_to_be_installed(started: Configs, monkeypatch: pytest.MonkeyPat
         command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
     )
     result = run("serve", "smollm2-135m", "--ray")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pip install 'nano-inference[ray]'" in result.stderr
     assert not started

@@ -96,9 +96,9 @@ def test_whole_file_is_the_prompt(tmp_path: Path) -> None:
     [
         (("-p", "x", "-f", "y"), 2, "give one"),
         (("-f", "missing.txt"), 2, "missing.txt: no such file"),
-        (("-p", ""), 1, "the prompt is empty"),
+        (("-p", ""), 2, "the prompt is empty"),
         (("-p", "x", "--top-p", "3"), 2, "--top-p 3.0 must be"),
-        (("-p", "x", "--api-key-file", "missing"), 2, "the keys in missing cannot be read"),
+        (("-p", "x", "--api-key-file", "missing"), 2, "cannot read missing: no such file."),
     ],
 )
 def test_generate_says_what_is_wrong(arguments: tuple[str, ...], code: int, words: str) -> None:
@@ -114,7 +114,7 @@ def test_no_server_is_one_sentence() -> None:
         result = run(*command, "--url", "http://127.0.0.1:1", stdin="hi\n")
         assert result.exit_code == 1
         assert result.stderr.startswith(
-            "error: nothing answers at http://127.0.0.1:1; start a server"
+            "error: no server is listening at http://127.0.0.1:1; start one"
         )
         assert result.stdout == ""
 
@@ -165,27 +165,27 @@ def test_chat_asks_for_no_more_than_fits() -> None:
         (body,) = seen.bodies("/v1/chat/completions")
         assert (body["max_tokens"], body["model"]) == (5, "second")
         result = run("chat", "second", "--url", seen.url, stdin="x" * 20 + "\n")
-    assert result.exit_code == 1
-    assert "the limit is 20; /clear forgets it" in result.stderr
+    assert result.exit_code == 2
+    assert "of at most 20, which leaves no room for an answer; /clear" in result.stderr
 
 
 def test_what_the_server_says_is_shown() -> None:
     refused = Answer(400, {"error": {"message": "the prompt is too long."}})
     with scripted_http(lambda path, _: MODELS if path == "/v1/models" else refused) as seen:
         result = run("chat", "--url", seen.url, stdin="hi\n")
-    assert (result.exit_code, result.stderr) == (1, "error: the prompt is too long.\n")
+    assert (result.exit_code, result.stderr) == (2, "error: the prompt is too long.\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "name a MODEL, or a server"),
-        (("--url", "http://x", "--dtype", "float32"), "--dtype is for an engine of your own"),
+        ((), "MODEL is missing; give one, or a server"),
+        (("--url", "http://x", "--dtype", "float32"), "--dtype requires a local engine"),
         (
             ("--url", "http://x", "--max-model-len", "5"),
-            "--max-model-len is for an engine of your own",
+            "--max-model-len requires a local engine",
         ),
-        (("smollm2-135m", "--api-key", "x"), "--api-key is for a server"),
+        (("smollm2-135m", "--api-key", "x"), "--api-key requires a server"),
     ],
 )
 def test_options_that_could_have_no_effect_are_refused(

@@ -58,7 +58,7 @@ def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budg
         scores_prompt=demand.scores_prompt,
     )
     if not changes:
-        assert message.endswith("; raise it.")
+        assert message.endswith("; raise max_request_entries.")
         assert least._replace(counts_prompt=demand.counts_prompt).entries() > budget
         return
     assert all(getattr(demand, field) == old > new for field, (old, new) in changes.items())

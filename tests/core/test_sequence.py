@@ -10,9 +10,7 @@ def test_sequence_names_where_a_field_of_the_request_is() -> None:
     seq = Sequence(0, CheckedRequest(3, 1, SamplingParams(max_tokens=2)), [5])
     assert seq.request_id == 3
     for name in ("seed", "params", "num_prompt_tokens"):
-        with pytest.raises(
-            AttributeError, match=r"read sequence\.request for those of its request"
-        ):
+        with pytest.raises(AttributeError, match=r"read them from sequence\.request"):
             getattr(seq, name)
     with pytest.raises(AttributeError, match="'Sequence' object has no attribute 'sede'"):
         _ = getattr(seq, "sede")  # noqa: B009

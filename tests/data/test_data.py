@@ -348,7 +348,7 @@ def test_value_of_another_type_is_named_by_its_place(
         ({"max_tokens": 0}, "max_tokens=0 must be an integer"),
         ({"logit_bias": [{"key": 3, "value": None}]}, r"logit_bias\[3\]=nan"),
         ({"stop_token_ids": [-1]}, "stop_token_ids entry=-1"),
-        ({"min_tokens": 999}, "min_tokens=999 is larger"),
+        ({"min_tokens": 999}, "min_tokens=999 exceeds max_tokens="),
     ],
 )
 def test_record_that_checks_itself_says_what_is_wrong(
@@ -364,7 +364,7 @@ def test_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
     columns = data.to_columns([SAMPLE, SAMPLE]) | {"finish_reason": ["stop", "eos"]}
     pyarrow.parquet.write_table(pa.table(columns), path)
     with pytest.raises(
-        DataError, match=r"bad\.parquet, row 1, column 'finish_reason': 'eos' is none of"
+        DataError, match=r"bad\.parquet, row 1, column 'finish_reason': 'eos' is not one of"
     ):
         data.read_parquet(path)
 
@@ -407,7 +407,7 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
             read(tmp_path / f"more.{name}")
         with pytest.raises(DataError, match=rf"less\.{place}: column 'seed' is missing"):
             read(tmp_path / f"less.{name}")
-    with pytest.raises(DataError, match=r"'logprobs' has 2 rows and 'prompt_tokens' has 1"):
+    with pytest.raises(DataError, match=r"'logprobs' has 2 rows, but 'prompt_tokens' has 1"):
         data.from_columns(columns | {"logprobs": [(), ()]})
 
 

@@ -147,7 +147,7 @@ def test_bug_in_the_thread_that_steps_is_told_to_whoever_awaits(build: Build) ->
 
     async def run() -> None:
         async with AsyncInferenceEngine(engine) as shared:
-            with pytest.raises(EngineDead, match="the thread that steps has ended: KeyError"):
+            with pytest.raises(EngineDead, match="the stepping thread has ended: KeyError"):
                 await asyncio.wait_for(shared.generate([[1, 2]], PARAMS), PATIENCE)
             with pytest.raises(EngineDead):
                 await asyncio.wait_for(shared.generate([[1, 2]], PARAMS), PATIENCE)

@@ -348,7 +348,7 @@ def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
     assert held.exists()
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="not a folder itself"):
+    with pytest.raises(ConfigError, match="it is not a directory"):
         build(kept_cache_folder=str(link))
     lock = tmp_path / "nano-kept.lock"
     lock.unlink()
@@ -362,7 +362,7 @@ def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
         build(kept_cache_folder=str(tmp_path))
     lock.unlink()
     tmp_path.chmod(0o770)
-    with pytest.raises(ConfigError, match="others own it or may write there"):
+    with pytest.raises(ConfigError, match="other users own it or may write there"):
         build(kept_cache_folder=str(tmp_path))
     tmp_path.chmod(0o700)
     monkeypatch.setattr(kept_files, "_PATIENCE", 0.05)

@@ -58,7 +58,7 @@ def test_what_cannot_be_had_is_refused_at_once(options: dict[str, Any], told: st
 
 def test_latents_stay_as_they_are(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigError, match="has attention over latents: its keys are small already"):
+    with pytest.raises(ConfigError, match="has attention over latents: its keys are already small"):
         plan_engine(EngineConfig(str(folder), device="cpu", kv_cache_dtype="int8"))
 
 

@@ -307,7 +307,7 @@ def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
     assert samples[first].routed_experts is not None
     assert samples[second].routed_experts is None
     assert samples[second].routed_experts_unknown == (
-        "keys of 0 of 8 tokens were there when the sample ended"
+        "only 0 of 8 tokens had keys in the cache when the sample ended"
     )
 
 

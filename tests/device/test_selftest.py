@@ -122,8 +122,8 @@ def _unknown() -> list[KernelSet]:
 @pytest.mark.parametrize(
     ("sets", "told"),
     [
-        (_crashing, "cpu made up, float32, cpu: DIFFERS: it crashes (SIGILL)"),
-        (_unknown, "DIFFERS: it fails: KernelsUnavailable: instruction set 'mmx' is unknown"),
+        (_crashing, "cpu made up, float32, cpu: DIFFERS: crashed (SIGILL)"),
+        (_unknown, "DIFFERS: failed: KernelsUnavailable: instruction set 'mmx' is unknown"),
     ],
 )
 def test_info_selftest_exits_with_1_for_a_bad_set(

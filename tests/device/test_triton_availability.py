@@ -93,7 +93,7 @@ def test_no_gpu_is_said_in_torchs_words(
 def test_card_that_is_not_there(card: Callable[..., None]) -> None:
     card()
     assert choose_device("auto") == torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"'cuda:2' is not available: the last of 2 is 'cuda:1'"):
+    with pytest.raises(ConfigError, match=r"'cuda:2' does not exist: the last of 2 is 'cuda:1'"):
         choose_device("cuda:2")
 
 

@@ -227,7 +227,7 @@ def test_model_that_fails_is_switched_off(
         with caplog.at_level(logging.ERROR):
             assert bits(engine.generate(PROMPTS, params)) == bits(plain)
         assert engine.drafter.model is None
-        assert "'model' are switched off: it raised RuntimeError('no')" in caplog.text
+        assert "disabled draft source 'model': raised RuntimeError('no')" in caplog.text
 
 
 def test_not_finite_drafts_are_none(model: Path) -> None:
@@ -317,12 +317,15 @@ def test_layers_are_spread() -> None:
         ({"draft_model": "self"}, "needs draft_layers or draft_quantization"),
         ({"draft_layers": 3}, "needs draft_model='self'"),
         ({"draft_quantization": "int8"}, "needs draft_model='self'"),
-        ({"draft_model": "self", "draft_quantization": "file"}, "codes of plain weights"),
+        (
+            {"draft_model": "self", "draft_quantization": "file"},
+            "codes are made from plain weights",
+        ),
         (
             {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
-            "makes codes of plain weights",
+            "quantises plain weights",
         ),
-        ({"draft_model": "self", "draft_layers": 3}, "more than the 2 layers"),
+        ({"draft_model": "self", "draft_layers": 3}, "exceeds the 2 layers"),
         ({"draft_model": "self", "draft_layers": 1, "tensor_parallel": 2}, "runs on one rank"),
         ({"draft_model": "nowhere"}, "nowhere"),
     ],
@@ -336,12 +339,14 @@ def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
     model: Path, tmp_path: Path
 ) -> None:
     folder = tiny_llama(tmp_path, hidden=32)
-    with pytest.raises(ConfigError, match=r"draft_model=.* cannot run beside .*head_dim=8"):
+    with pytest.raises(
+        ConfigError, match=r"draft_model=.* cannot run with this policy: .*head_dim.*got 8"
+    ):
         engine_of(model, draft_model=str(folder))
     engine_of(model, backend="reference", draft_model=str(folder)).shutdown()
 
 
 def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, vocab_size=500)
-    with pytest.raises(ConfigError, match=r"draft_model=.* has a vocabulary of 500 tokens"):
+    with pytest.raises(ConfigError, match=r"draft_model=.* has 500 tokens in its vocabulary"):
         engine_of(model, draft_model=str(folder))

@@ -234,7 +234,7 @@ def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, fol
     old = whole(engine)
     begun(engine)
     engine.unload_adapter("own")
-    with pytest.raises(InvalidRequest, match="adapter='own' is not loaded; these are: none is"):
+    with pytest.raises(InvalidRequest, match="adapter='own' is not loaded; loaded adapters: none"):
         engine.add_request(PROMPT, PARAMS)
     assert bits(rest(engine)) == bits(old)
     info = engine.load_adapter("own", matrices(folder, 3))
@@ -262,18 +262,22 @@ def test_limits(folder: Path) -> None:
     with make(folder) as engine:
         for name in ("one", "two"):
             engine.load_adapter(name, matrices(folder, 1))
-        with pytest.raises(AdapterError, match="2 adapters are loaded, as many as max_loras"):
+        with pytest.raises(AdapterError, match="max_loras=2 adapters are already loaded"):
             engine.load_adapter("three", matrices(folder, 1))
         engine.load_adapter("two", matrices(folder, 2), version=7)
         for version in (7, 3, -1, 1.5):
-            with pytest.raises(AdapterError, match="must be a whole number above 7"):
+            with pytest.raises(AdapterError, match="must be an integer above 7"):
                 engine.load_adapter("two", matrices(folder, 2), version=version)
-        with pytest.raises(AdapterError, match="adapter 'three' is not loaded; these are: 'one'"):
+        with pytest.raises(
+            AdapterError, match="adapter 'three' is not loaded; loaded adapters: 'one'"
+        ):
             engine.unload_adapter("three")
-        with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
+        with pytest.raises(AdapterError, match="kv_policy='wait' must be one of"):
             engine.load_adapter("two", matrices(folder, 2), kv_policy="wait")
         for name in ("", "x" * 257, 3, "a\nb"):
-            with pytest.raises(AdapterError, match="must be a text of 1 to 256 characters"):
+            with pytest.raises(
+                AdapterError, match="must be a printable string of 1 to 256 characters"
+            ):
                 engine.load_adapter(name, matrices(folder, 1))
         assert [(info.name, info.version) for info in engine.adapters()] == [("one", 1), ("two", 7)]
 
@@ -281,7 +285,7 @@ def test_limits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_loras": 1, "tensor_parallel": 2}, "one rank computes adapters"),
+        ({"max_loras": 1, "tensor_parallel": 2}, "adapters run on one rank"),
         ({"max_lora_rank": 257}, "max_lora_rank=257 must be at most 256"),
         ({"loras": ("own",)}, "loras: 'own' must be NAME=FOLDER"),
         ({"loras": ("a=x", "a=y")}, "names an adapter twice"),
@@ -296,7 +300,7 @@ def test_configuration_that_cannot_be_is_refused(
 
 
 def test_engine_without_room_for_adapters_says_so(folder: Path) -> None:
-    expected = pytest.raises(AdapterError, match="set max_loras to how many it may")
+    expected = pytest.raises(AdapterError, match="set max_loras to the number to allow")
     with make(folder, max_loras=0) as engine, expected:
         engine.load_adapter("own", matrices(folder, 1))
 
@@ -313,7 +317,7 @@ def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder:
 
 def test_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
-    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
+    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own', which replay does not"):
         replay(engine, whole(engine))
 
 

@@ -233,7 +233,8 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
 
 def test_windows_on_several_ranks_are_refused_by_name(build: Build) -> None:
     with pytest.raises(
-        InvalidRequest, match="layers with a window are not exchanged by engines of several ranks"
+        InvalidRequest,
+        match="engines of several ranks cannot exchange blocks of layers with a window",
     ):
         _ = RankedRunner.block_shapes(SimpleNamespace(_units=object()))  # pyright: ignore[reportArgumentType]
 
@@ -286,7 +287,7 @@ def test_blocks_of_old_weights_are_refused(build: Build) -> None:
     source.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
     assert source.blocks.export_blocks(names) is None, "an old block was found"
     target.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
-    with pytest.raises(VersionGone, match="version 0; version 1 serves"):
+    with pytest.raises(VersionGone, match="version 0; this engine serves version 1"):
         target.blocks.import_blocks(piece)
     # not computed under the new ones yet
     assert move(source, target, source.blocks.names(prompt_of(12))) == 0
@@ -299,7 +300,7 @@ def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     prompt = prompt_of(40)
     piece = piece_of(source, prompt)
     assert len(piece.names) == 10
-    with pytest.raises(InvalidRequest, match="piece that fits"):
+    with pytest.raises(InvalidRequest, match="not a valid piece for a cache"):
         target.blocks.import_blocks(piece)
     half = source.blocks.export_blocks(piece.names[:6])
     later = source.blocks.export_blocks(piece.names[:6], first=3)

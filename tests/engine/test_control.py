@@ -115,14 +115,14 @@ def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
     engine = build()
     engine.pause()
     with pytest.raises(
-        InvalidRequest, match="this thread paused the engine and would now wait for itself"
+        InvalidRequest, match="this thread paused the engine and would wait for itself"
     ):
         engine.generate(PROMPT, drawn())
     engine.add_request(PROMPT, drawn())
     engine.resume()
     engine.step()
     engine.pause()
-    with pytest.raises(WeightUpdateError, match="would wait for requests that are paused"):
+    with pytest.raises(WeightUpdateError, match="would wait for paused requests"):
         engine.update_weights(NEW, blocking=True, kv_policy="wait")
     engine.update_weights(NEW, blocking=True)
     assert engine.get_weight_version() == 1
@@ -153,7 +153,7 @@ def test_shutdown_ends_a_wait(build: Build) -> None:
 
 
 def test_unknown_mode_is_an_error(build: Build) -> None:
-    with pytest.raises(InvalidRequest, match="'stop' is not one of keep, wait, abort"):
+    with pytest.raises(InvalidRequest, match="'stop' must be one of keep, wait, abort"):
         build().pause("stop")
 
 
@@ -286,14 +286,14 @@ def test_going_on_under_exactly_some_version(build: Build) -> None:
         engine.step()
     (partial,) = engine.abort(1)
     engine.update_weights(NEW, kv_policy="finish_old")
-    with pytest.raises(InvalidRequest, match="version 7 is gone; this engine serves 1"):
+    with pytest.raises(InvalidRequest, match="version 7 is not live; this engine serves version 1"):
         engine.resume_from(partial, version=7)
     resumed = engine.resume_from(partial, version=0)
     samples = drain(engine)
     assert {s.weight_version for s in samples} == {0}
     expected = build().generate(PROMPT, drawn())[0]
     assert same(next(s for s in samples if s.request_id == resumed), expected)
-    with pytest.raises(InvalidRequest, match="version 0 is gone"):
+    with pytest.raises(InvalidRequest, match="version 0 is not live"):
         engine.resume_from(partial, version=0)
 
 
@@ -302,17 +302,17 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
     sample = engine.generate(PROMPT, drawn(4))[0]
     for bad, message in [
         ({"append": [999]}, "outside the vocabulary"),
-        ({"append": ["x"]}, "not an integer"),
+        ({"append": ["x"]}, "must be an integer"),
         ({"max_new_tokens": 0}, "must be a positive integer"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
             engine.resume_from(sample, **bad)
     early = replace(sample, sampling_params=replace(drawn(30), min_tokens=20))
-    with pytest.raises(InvalidRequest, match="before its min_tokens=20; give at least 16"):
+    with pytest.raises(InvalidRequest, match="before its min_tokens=20; set at least 16"):
         engine.resume_from(early, max_new_tokens=5)
     with pytest.raises(RequestTooLarge, match="max_model_len"):
         engine.resume_from(sample, max_new_tokens=100_000)
-    with pytest.raises(InvalidRequest, match="other bits"):
+    with pytest.raises(InvalidRequest, match="the bits would differ"):
         engine.resume_from(replace(sample, numerics="cuda-9"), max_new_tokens=1)
     with pytest.raises(InvalidRequest, match="no sampling_params"):
         engine.resume_from(replace(sample, sampling_params=None), max_new_tokens=1)

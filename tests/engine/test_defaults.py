@@ -69,7 +69,7 @@ def test_choose_dtype_of_float16_is_bfloat16_where_the_kernels_run(
         for _ in range(2):
             assert choose_dtype(EngineConfig("m"), spec, CPU) == torch.bfloat16
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "rounded to bfloat16; dtype='float32' keeps every digit" in line
+    assert "rounding weights to bfloat16. dtype='float32' keeps full precision" in line
     for options in ({"dtype": "float16"}, {"backend": "reference"}):
         assert choose_dtype(EngineConfig("m", **options), spec, CPU) == torch.float16
 
@@ -83,7 +83,7 @@ def test_engine_of_float16_says_why_it_is_slow_and_what_to_do(
         pass
     (line,) = (each.getMessage() for each in caplog.records if each.levelno == logging.WARNING)
     assert "many times slower than the CPU kernels" in line
-    assert "float16 has no CPU kernels; use dtype='bfloat16' or 'float32'." in line
+    assert "the CPU kernels do not support float16; use dtype='bfloat16' or 'float32'." in line
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-32", "int4"])

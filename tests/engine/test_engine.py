@@ -454,7 +454,7 @@ def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
     live = engine.add_request([2], greedy(4))
     assert engine.abort([done]) == []
     for never in (999, -1, "1"):
-        with pytest.raises(InvalidRequest, match="is not the id of a request; 2 were made"):
+        with pytest.raises(InvalidRequest, match="does not exist; valid ids are 0 to 1"):
             engine.abort([live, never])
     assert engine.has_pending(), "a refused call ends nothing"
     assert engine.abort([]) == []
@@ -468,17 +468,17 @@ LONGEST = 512
 BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
     ([], greedy(), 1, InvalidRequest, "empty"),
     (np.array([], dtype=np.int64), greedy(), 1, InvalidRequest, "empty"),
-    ([1, 300], greedy(), 1, InvalidRequest, "300 is outside the vocabulary: 0 to 299"),
-    ([-1], greedy(), 1, InvalidRequest, "-1 is outside the vocabulary: 0 to 299"),
+    ([1, 300], greedy(), 1, InvalidRequest, r"300 is outside the vocabulary \(0 to 299\)"),
+    ([-1], greedy(), 1, InvalidRequest, r"-1 is outside the vocabulary \(0 to 299\)"),
     ([2**70], greedy(), 1, InvalidRequest, "outside the vocabulary"),
-    ([1.0], greedy(), 1, InvalidRequest, "token id 1.0 is not an integer"),
-    ([1, "2"], greedy(), 1, InvalidRequest, "token id '2' is not an integer"),
+    ([1.0], greedy(), 1, InvalidRequest, "token id 1.0 must be an integer"),
+    ([1, "2"], greedy(), 1, InvalidRequest, "token id '2' must be an integer"),
     ([1, None], greedy(), 1, InvalidRequest, "token id None"),
     ([True], greedy(), 1, InvalidRequest, "token id True"),
     ([[1, 2]], greedy(), 1, InvalidRequest, "token id"),
-    (np.array([1.5]), greedy(), 1, InvalidRequest, "not an integer"),
-    (torch.tensor([1.0]), greedy(), 1, InvalidRequest, "not an integer"),
-    (torch.tensor([[1, 2]]), greedy(), 1, InvalidRequest, "not an integer"),
+    (np.array([1.5]), greedy(), 1, InvalidRequest, "must be an integer"),
+    (torch.tensor([1.0]), greedy(), 1, InvalidRequest, "must be an integer"),
+    (torch.tensor([[1, 2]]), greedy(), 1, InvalidRequest, "must be an integer"),
     ("text", greedy(), 1, InvalidRequest, "needs a tokenizer.*tokenizer_path"),
     (b"text", greedy(), 1, InvalidRequest, "token ids.*not bytes"),
     (None, greedy(), 1, InvalidRequest, "token ids.*not NoneType"),
@@ -494,7 +494,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
         greedy(stop_token_ids=frozenset({300, 5})),
         1,
         InvalidRequest,
-        "stop token id 300 .* 0 to 299",
+        r"stop token id 300 .* \(0 to 299\)",
     ),
     (
         [1],
@@ -508,7 +508,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
         greedy(logit_bias={300: 1.0}),
         1,
         InvalidRequest,
-        "logit_bias key 300 is outside the vocabulary: 0 to 299",
+        r"logit_bias key 300 is outside the vocabulary \(0 to 299\)",
     ),
     ([1], greedy(allowed_token_ids=[5, 300]), 1, InvalidRequest, "allowed token id 300 is outside"),
     (
@@ -523,14 +523,14 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
         greedy(top_logprobs=301),
         1,
         InvalidRequest,
-        "top_logprobs=301 is more than the vocabulary has: 300",
+        r"top_logprobs=301 exceeds the vocabulary size \(300\)",
     ),
     (
         [1],
         greedy(prompt_logprobs=True, prompt_top_logprobs=301),
         1,
         InvalidRequest,
-        "prompt_top_logprobs=301 is more than the vocabulary has: 300",
+        r"prompt_top_logprobs=301 exceeds the vocabulary size \(300\)",
     ),
     ([1], greedy(stop=["a"]), 1, InvalidRequest, "a stop string needs a tokenizer.*tokenizer_path"),
     ([{"role": "user", "content": "a"}], greedy(), 1, InvalidRequest, "a chat needs a tokenizer"),
@@ -539,7 +539,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
         greedy(1),
         1,
         RequestTooLarge,
-        "512 tokens .*max_model_len=512; at most 511 fit",
+        "512 tokens .*max_model_len=512; shorten it to 511",
     ),
     (
         [1] * 500,
@@ -615,7 +615,7 @@ def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) 
     """The model's own end id counts too: with `min_tokens` all of these would be masked."""
     everything_else = frozenset(range(300)) - {2}
     engine = build()
-    with pytest.raises(InvalidRequest, match="nothing to draw"):
+    with pytest.raises(InvalidRequest, match="leaves no token to draw"):
         engine.add_request([1], SamplingParams(stop_token_ids=everything_else, min_tokens=1))
     (sample,) = engine.generate(
         [1], SamplingParams(stop_token_ids=everything_else, min_tokens=1, ignore_eos=True)
@@ -632,7 +632,7 @@ def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
     ):
         engine.add_request([7] * 40, greedy(9))
     assert len(engine.generate([7] * 40, greedy(8, ignore_eos=True))[0].completion_tokens) == 8
-    with pytest.raises(RequestTooLarge, match=r"prompt of 48 tokens .* at most 47 fit"):
+    with pytest.raises(RequestTooLarge, match=r"prompt of 48 tokens .* shorten it to 47"):
         engine.add_request([7] * 48, greedy(1))
     assert len(engine.generate([7] * 47, greedy(1))[0].completion_tokens) == 1
 
@@ -640,7 +640,8 @@ def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
 def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
     engine = build(enable_chunked_prefill=False, max_tokens_per_batch=20)
     with pytest.raises(
-        RequestTooLarge, match=r"max_tokens_per_batch=20.*enable it, or allow 21 tokens"
+        RequestTooLarge,
+        match=r"max_tokens_per_batch=20.*enable chunked prefill, or set max_tokens_per_batch=21",
     ):
         engine.add_request([7] * 15, greedy(6))
     assert len(engine.generate([7] * 15, greedy(5, ignore_eos=True))[0].completion_tokens) == 5
@@ -852,7 +853,8 @@ def test_cache_knows_the_limit_of_a_container(
         build(kv_cache_memory=11 * 2**20)
     monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(2**15 - 1, limit))
     with pytest.raises(
-        ConfigError, match=f"a quarter of the free memory under {limit}, .* holds no block"
+        ConfigError,
+        match=f"a quarter of the free memory under {limit}, .* is too small for one block",
     ):
         build(kv_cache_memory=None)
 

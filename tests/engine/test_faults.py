@@ -109,8 +109,7 @@ def told(fault: str) -> str:
             r"to 0\.85 or max_tokens"
         )
     return (
-        "a step failed on the device, which this process cannot use any more: .*illegal "
-        "memory access"
+        "a step failed on the device, which this process can no longer use: .*illegal memory access"
     )
 
 
@@ -230,7 +229,7 @@ def test_memory_that_cannot_be_given_back_ends_it(
         raise torch.AcceleratorError(ILLEGAL)
 
     monkeypatch.setattr(Sleep, "__init__", fails)
-    with pytest.raises(EngineDead, match="could not be given back: AcceleratorError: CUDA error"):
+    with pytest.raises(EngineDead, match="could not be released: AcceleratorError: CUDA error"):
         engine.sleep(weights)
     with pytest.raises(EngineDead):
         engine.generate([1], PARAMS)
@@ -250,7 +249,7 @@ def test_card_that_is_full_when_it_wakes_is_tried_again(
 
     monkeypatch.setattr(Sleep, "end", full)
     with pytest.raises(
-        NanoInferenceError, match=r"no memory to wake weights in.* sleeps on"
+        NanoInferenceError, match=r"not enough memory to wake weights.* stays asleep"
     ) as problem:
         engine.wake()
     assert not isinstance(problem.value, EngineDead)

@@ -423,7 +423,7 @@ def test_sample_whose_grammar_has_ended_is_not_gone_on_with(
     (whole,) = engine.generate(PROMPT, params)
     told = replace(whole, finish_reason="abort", stop_reason=None)  # the word of its end was lost
     again = engine.intake.new_request_id()
-    with pytest.raises(InvalidRequest, match="not known whether the sample has ended"):
+    with pytest.raises(InvalidRequest, match="may already have ended"):
         engine.resume_many([told], lambda _: None, stream=False, request_id=again)
 
 
@@ -477,7 +477,7 @@ def test_model_without_an_end_of_sequence_has_no_grammars(
     no_end = replace(checks, spec=replace(checks.spec, eos_token_ids=()))
     monkeypatch.setattr(engine.intake.grammars, "_read", lambda: vocabulary_of(no_end))
     (sample,) = engine.generate(PROMPT, DIGITS)
-    assert "names an end-of-sequence token" in str(sample.stop_reason)
+    assert "needs a model with an end-of-sequence token" in str(sample.stop_reason)
 
 
 def test_asyncio_callers_get_structured_samples(build: Build) -> None:

@@ -217,7 +217,9 @@ def test_request_for_one_version_waits_for_it(build: Build, lookahead: int) -> N
     (sample,) = drain(engine)
     assert sample.weight_versions[0].version == 1
     assert bits(sample) == bits(build(NEW).generate(PROMPT, drawn())[0])
-    with pytest.raises(VersionGone, match="exact_version=0 is gone; this engine serves 1"):
+    with pytest.raises(
+        VersionGone, match="exact_version=0 was replaced; this engine serves version 1"
+    ):
         engine.add_request(PROMPT, drawn(), exact_version=0)
     assert not engine.has_pending()
 

@@ -339,7 +339,7 @@ def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: K
     samples = drain(engine)
     ended = {s.request_id: s for s in samples}
     assert ended[strict].finish_reason == "abort"
-    assert ended[strict].stop_reason == "it is too stale"
+    assert ended[strict].stop_reason == "exceeds max_staleness"
     assert 4 <= len(ended[strict].completion_tokens) < 30
     assert len(ended[strict].logprobs) == len(ended[strict].completion_tokens)
     assert [ended[i].finish_reason for i in (strict + 1, fresh)] == ["length", "length"]
@@ -387,7 +387,7 @@ def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[st
 def test_unknown_policy_is_an_error(build: Build) -> None:
     engine = build()
     with pytest.raises(
-        WeightUpdateError, match="'retract' is not one of recompute, keep, abort, wait, finish_old"
+        WeightUpdateError, match="'retract' must be one of recompute, keep, abort, wait, finish_old"
     ):
         engine.update_weights(NEW, kv_policy="retract")
     assert engine.get_weight_version() == 0
@@ -457,7 +457,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
     engine.add_request(PROMPT, drawn(20))
     engine.step()
     engine.update_weights(NEW, kv_policy="wait")
-    with pytest.raises(InvalidRequest, match="version 0 is about to go"):
+    with pytest.raises(InvalidRequest, match="version 0 is being replaced"):
         engine.resume_from(partial, version=0)
     engine.resume_from(partial)
     assert [span.version for span in drain(engine)[-1].weight_versions] == [0, 1]
@@ -535,7 +535,7 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     )
     engine.update_weights(OLD, kv_policy="recompute")
     (sample,) = drain(engine)
-    assert sample.stop_reason == ("it is too stale" if limit == 2 else None)
+    assert sample.stop_reason == ("exceeds max_staleness" if limit == 2 else None)
 
 
 def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
@@ -554,5 +554,5 @@ def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None
     engine.update_weights(NEWER, kv_policy="keep")
     assert drain(engine) == []
     (sample,) = [delta.finished for delta in deltas if delta.finished]
-    assert sample.stop_reason == "it is too stale"
+    assert sample.stop_reason == "exceeds max_staleness"
     assert min(span.version for entry in sample.kv_versions for span in entry.versions) == 0

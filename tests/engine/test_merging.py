@@ -112,15 +112,15 @@ def test_what_would_see_two_adapters_is_refused(engine: InferenceEngine) -> None
     params = SamplingParams(max_tokens=4, adapter="other", ignore_eos=True)
     request = engine.add_request(PROMPT, params)
     engine.step()
-    with pytest.raises(AdapterError, match=f"request {request} is computed with adapter 'other'"):
+    with pytest.raises(AdapterError, match=f"request {request} uses adapter 'other'"):
         engine.merge_adapter("own")
     while engine.has_pending():
         engine.step()
     engine.merge_adapter("own")
     sums = engine.weights_checksum()
-    with pytest.raises(InvalidRequest, match="'other' cannot be computed while adapter 'own'"):
+    with pytest.raises(InvalidRequest, match="'other' is not available while adapter 'own'"):
         sample(engine, "other")
-    with pytest.raises(AdapterError, match="'own' is merged already"):
+    with pytest.raises(AdapterError, match="'own' is already merged"):
         engine.merge_adapter("other")
     new = {"model.norm.weight": engine.model.params["norm"] * 1.5}
     for update in (engine.update_weights, engine.weight_sync.stage):
@@ -155,7 +155,7 @@ def test_codes_and_open_sessions_are_refused(folder: Path) -> None:
     with make(folder) as engine:
         engine.load_adapter("own", adapter_of(folder, 0), SETTINGS)
         engine.weight_sync.begin()
-        with pytest.raises(AdapterError, match="an update is on its way"):
+        with pytest.raises(AdapterError, match="during a weight update"):
             engine.merge_adapter("own")
         assert bits(sample(engine, "own"))
 
@@ -197,7 +197,7 @@ def test_request_for_the_merged_adapter_keeps_it_merged(
     request = engine.add_request(PROMPT, params())
     for _ in range(steps):
         engine.step()
-    with pytest.raises(AdapterError, match=f"unmerged, while request {request} is computed with"):
+    with pytest.raises(AdapterError, match=f"unmerged while request {request} uses adapter"):
         engine.unmerge_adapter()
     assert engine.weights_checksum() == sums
     (found,) = rest(engine)
@@ -297,7 +297,9 @@ def test_merged_adapter_is_neither_updated_nor_unloaded(
             lambda: engine.adapter_table.copy_from(copy),
             lambda: engine.unload_adapter("own"),
         ):
-            with pytest.raises(AdapterError, match=r"'own' is merged .*; unmerge_adapter\(\) it"):
+            with pytest.raises(
+                AdapterError, match=r"'own' is merged .*; call unmerge_adapter\(\) first"
+            ):
                 call()
 
     amid_a_merge(monkeypatch, engine, look)
@@ -318,7 +320,7 @@ def test_weights_that_sleep_are_neither_merged_nor_unmerged(
         "nano_inference.device.sleep.discard", lambda tensor: tensor.untyped_storage().fill_(0)
     )
     beside, sums = sample(engine, "own"), engine.weights_checksum()
-    refused = pytest.raises(AdapterError, match="while the weights are asleep; wake")
+    refused = pytest.raises(AdapterError, match="while the weights are asleep; call wake")
 
     def sleep() -> None:
         engine.sleep(weights=True)
@@ -370,7 +372,7 @@ def test_update_that_began_before_is_refused_where_it_would_be_queued(
     thread.join()
     rest(engine)
     assert [str(each) for each in problems] == [
-        "adapter 'own' is merged into the weights; unmerge_adapter() it first."
+        "adapter 'own' is merged into the weights; call unmerge_adapter() first."
     ]
     assert engine.weights_checksum() == sums
 

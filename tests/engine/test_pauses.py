@@ -339,7 +339,7 @@ def test_pauses_of_two_engines_are_both_remembered(build: Build) -> None:
         one.resume()
     one.step()
     one.pause()
-    with pytest.raises(WeightUpdateError, match="would wait for requests that are paused"):
+    with pytest.raises(WeightUpdateError, match="would wait for paused requests"):
         one.update_weights(NEW, blocking=True, kv_policy="wait")
 
 

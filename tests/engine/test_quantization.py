@@ -93,7 +93,7 @@ def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) 
     places = torch.tensor([3])
     good, bad = (NORM, places, torch.tensor([1.5])), (UP, places, torch.tensor([0.5]))
     for name in (UP, HEAD):
-        with pytest.raises(WeightUpdateError, match=r"cannot be patched: .* send the whole tensor"):
+        with pytest.raises(WeightUpdateError, match=r"cannot be patched, .* send the whole tensor"):
             engine.update_weights([good, (name, *bad[1:])], blocking=True)
     assert engine.weights_checksum() == before
     embedding = (EMBEDDING, places, torch.tensor([0.5]))  # not the head
@@ -190,7 +190,7 @@ REFUSED = [
     ({"backend": "cuda"}, "is not possible with backend='cuda'"),
     ({"attention": "triton"}, "is not possible with attention='triton'"),
     ({"tensor_parallel": 16}, "at most 8 ranks"),
-    ({"tensor_parallel": 2}, "64 columns of 'layers.0.o' are not cut at multiples of 32"),
+    ({"tensor_parallel": 2}, "64 columns of 'layers.0.o' are not divided at multiples of 32"),
 ]
 
 

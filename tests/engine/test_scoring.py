@@ -185,7 +185,7 @@ def test_longest_possible_sample_is_scored(policy: Path) -> None:
 
 def test_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path, vocab_size=301)
-    with pytest.raises(ConfigError, match=r"301.*300.*must have the policy's"):
+    with pytest.raises(ConfigError, match=r"301.*300.*a model with the policy's vocabulary"):
         build(policy, ref_model_path=str(other))
 
 

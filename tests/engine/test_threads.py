@@ -84,7 +84,7 @@ def test_lock_is_taken_again_by_its_owner_alone() -> None:
         other.start()
         other.join(PATIENCE)
     assert found == [False]
-    with pytest.raises(RuntimeError, match="not this thread's"):
+    with pytest.raises(RuntimeError, match="does not hold the lock"):
         lock.release()
     assert lock.acquire(blocking=False)
     lock.release()

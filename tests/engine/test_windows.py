@@ -165,7 +165,9 @@ def test_memory_table_says_what_a_token_costs_later(build: Build) -> None:
     ):
         assert told in str(budget)
     assert "left the window" not in str(build("llama").memory_budget)
-    with pytest.raises(ConfigError, match=r"holds no block of 4 tokens; give at least 2,048 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"is too small for one block of 4 tokens; give at least 2,048 bytes"
+    ):
         build("gemma3", num_units=3)
 
 

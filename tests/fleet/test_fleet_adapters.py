@@ -143,7 +143,7 @@ def test_what_is_refused_or_not_there_changes_no_replica(model: Path, tmp_path: 
     async def test() -> None:
         async with serving(model, 2) as client:
             before = await load(client, good)
-            with pytest.raises(AdapterError, match="of another base model"):
+            with pytest.raises(AdapterError, match="belongs to another base model"):
                 await load(client, bad)
             with pytest.raises(AdapterNotFound, match="'other' is not loaded"):
                 await client.call("unload_adapter", name="other")

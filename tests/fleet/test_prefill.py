@@ -211,7 +211,7 @@ def test_where_blocks_cannot_be_brought_they_are_computed(model: Path) -> None:
 
 def test_engines_whose_blocks_stay_where_they_are_are_refused(model: Path) -> None:
     async def test() -> None:
-        with pytest.raises(InvalidRequest, match="enable_prefix_caching is off"):
+        with pytest.raises(InvalidRequest, match="set enable_prefix_caching=True"):
             async with split(model, enable_prefix_caching=False):
                 pass
 

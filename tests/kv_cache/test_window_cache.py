@@ -113,5 +113,5 @@ def test_stripped_prefix_that_is_computed_again_is_found_again(
 
 def test_layout_that_makes_no_sense_is_refused() -> None:
     for counts in [(0, 0, 0), (1, 1, 0), (1, 0, 4), (-1, 2, 4)]:
-        with pytest.raises(ValueError, match="no layout"):
+        with pytest.raises(ValueError, match="is invalid"):
             BlockLayout(*counts)

@@ -38,10 +38,10 @@ def test_every_other_class_is_refused_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("MambaForCausalLM", "MambaForCausalLM is not supported: .* which the decoder lacks."),
-        ("Gemma3nForCausalLM", "Gemma3nForCausalLM is not supported: .* which the decoder lacks."),
+        ("MambaForCausalLM", "MambaForCausalLM is not supported: .* which is not implemented."),
+        ("Gemma3nForCausalLM", "Gemma3nForCausalLM is not supported: .* which is not implemented."),
         ("DeepseekV2ForCausalLM", "config.json lacks 'num_experts_per_tok'."),
-        ("Qwen3ForCausalLMs", "near it .*Qwen3ForCausalLM "),
+        ("Qwen3ForCausalLMs", "the nearest .*Qwen3ForCausalLM "),
     ],
 )
 def test_what_a_refusal_says(name: str, told: str) -> None:

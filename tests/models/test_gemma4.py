@@ -114,9 +114,12 @@ def test_both_ways_to_say_the_heads_of_full_layers_are_one() -> None:
         ({"per_layer_config": {"77": {"head_dim": 64}}}, "per_layer_config has 77: "),
         ({"per_layer_config": {"1": {"head_dim": "x"}}}, "per_layer_config: 1 has head_dim="),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
-        ({"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input=5; the vocabulary has"),
-        ({"num_kv_shared_layers": 30}, "num_kv_shared_layers=30; of the first 0 layers none"),
-        ({"num_kv_shared_layers": 26}, "num_kv_shared_layers=26; of the first 4 layers none"),
+        (
+            {"vocab_size_per_layer_input": 5},
+            "vocab_size_per_layer_input=5; it must be at least the vocabulary size",
+        ),
+        ({"num_kv_shared_layers": 30}, "num_kv_shared_layers=30; the first 0 layers must include"),
+        ({"num_kv_shared_layers": 26}, "num_kv_shared_layers=26; the first 4 layers must include"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "8 attention heads cannot"),
     ],
 )

@@ -79,9 +79,9 @@ def test_other_attention_is_refused(folder: Path) -> None:
         ({"index_topk": 2048}, "index_topk=2048"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"qk_rope_head_dim": 15}, "qk_rope_head_dim=15 must be even"),
-        ({"n_group": 5}, "12 experts cannot be 5 groups"),
-        ({"topk_group": 5}, "12 experts cannot be 4 groups, of which 5"),
-        ({"num_experts_per_tok": 7}, "7 experts a token cannot be chosen of 2 groups of 3"),
+        ({"n_group": 5}, "5 groups of 12 experts"),
+        ({"topk_group": 5}, "choose 5 of 4 groups of 12 experts"),
+        ({"num_experts_per_tok": 7}, "choose 7 experts for each token from 2 groups of 3"),
         ({"kv_lora_rank": None}, "lacks 'kv_lora_rank'|wrong kind"),
     ],
 )

@@ -296,7 +296,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any], Any]) -> None:
     fields, told = REFUSED[name]
     with pytest.raises(
-        ModelLoadError, match=f"quantised with ({told}).*, as config.json says.*unquantised.*GGUF"
+        ModelLoadError,
+        match=f"quantisation ({told}).*, declared in config.json,.*unquantised.*GGUF",
     ):
         spec_from_config(llama_config() | wrap(fields))
 
@@ -304,15 +305,19 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; 2 or 4 or 8 is needed"),
+        ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; it must be 2 or 4 or 8"),
         ("gptq", {"bits": "4"}, r"\(gptq\) with bits='4'"),
         ("gptq", {"group_size": 0}, r"\(gptq\) with group_size=0"),
         ("gptq", {"checkpoint_format": "gptq_v3"}, "checkpoint_format='gptq_v3'"),
         ("gptq", {"dynamic": {"+:(": {}}}, r"\(gptq\) with a value of the wrong kind"),
-        ("awq", {"bits": 8}, r"\(awq\) with bits=8; 4 is needed"),
+        ("awq", {"bits": 8}, r"\(awq\) with bits=8; it must be 4"),
         ("awq", {"group_size": True}, r"\(awq\) with group_size=True"),
-        ("fp8-blocks", {"weight_block_size": [128]}, r"weight_block_size=\[128\]; rows and"),
-        ("bitsandbytes-nf4", {"load_in_8bit": True}, "one of load_in_4bit and load_in_8bit"),
+        (
+            "fp8-blocks",
+            {"weight_block_size": [128]},
+            r"weight_block_size=\[128\]; it must be the rows and",
+        ),
+        ("bitsandbytes-nf4", {"load_in_8bit": True}, "the opposite of load_in_8bit"),
         ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )
@@ -492,22 +497,22 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "another dtype of a scale": (
         "awq",
         put(".scales", lambda scales: scales.int()),
-        "'U.scales' has dtype I32, and BF16 or F16 or F32 is needed",
+        "'U.scales' has dtype I32, expected BF16 or F16 or F32",
     ),
     "another dtype of codes": (
         "fp8-blocks",
         put(".weight", lambda codes: codes.to(torch.int8)),
-        "'U.weight' has dtype I8, and F8_E4M3 or F8_E5M2 is needed",
+        "'U.weight' has dtype I8, expected F8_E4M3 or F8_E5M2",
     ),
     "groups that are not there": (
         "gptq-ordered",
         put(".g_idx", lambda groups: groups + 1),
-        "'U.g_idx' names groups outside of the 2 that there are",
+        "'U.g_idx' contains a group outside of 0 to 1",
     ),
     "another weight's shape": (
         "compressed-int4",
         put(".weight_shape", lambda _: torch.tensor([96, 60])),
-        r"'U.weight_shape' says \(96, 60\), expected \(96, 64\)",
+        r"'U.weight_shape' is \(96, 60\), expected \(96, 64\)",
     ),
     "a layout that is no number": (
         "bitsandbytes-int8",
@@ -560,7 +565,8 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path, name: str) -> Non
     fields = json.loads(json.dumps(QUANTISERS[name].fields).replace(": 32", ": 48"))
     write_quantised(tmp_path, name, config, llama_weights(config), **fields)
     with pytest.raises(
-        ModelLoadError, match=r"q_proj.weight' has 64 columns, .*no whole number of groups of 48"
+        ModelLoadError,
+        match=r"q_proj.weight' has 64 columns, .*not a multiple of the group size 48",
     ):
         load(tmp_path)
 
@@ -581,7 +587,7 @@ def test_codes_of_a_module_that_is_left_out_are_refused(
     config = llama_config()
     write_quantised(tmp_path, name, config, llama_weights(config), **fields)
     with pytest.raises(
-        ModelLoadError, match=r"up_proj.*holds codes.*config\.json leaves '.*up_proj' out"
+        ModelLoadError, match=r"up_proj.*holds codes.*config\.json excludes '.*up_proj' from"
     ):
         load(tmp_path)
 

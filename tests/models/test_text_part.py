@@ -135,5 +135,5 @@ def test_update_may_name_tensors_as_transformers_holds_them(tmp_path: Path) -> N
         assert engine.weights_checksum() != expected
         engine.update_weights(oracle.state_dict(), blocking=True, complete=True)
         assert engine.weights_checksum() == expected
-        with pytest.raises(ConfigError, match="hold more than the text"):
+        with pytest.raises(ConfigError, match="hold other tensors in addition to the text"):
             require_savable(tmp_path / "old", engine.spec)

@@ -374,9 +374,9 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "vocabulary_tie_to_the_later_rank",
         "src/nano_inference/sampling/parts.py",
-        old="    winner = bests[:, :, 0].argmax(dim=0)  # of equals the first, which has the lower ids",
+        old="    winner = bests[:, :, 0].argmax(dim=0)  # a tie goes to the first rank, which has the lower ids",
         new="""\
-    # of equals the first, which has the lower ids
+    # a tie goes to the first rank, which has the lower ids
     winner = len(bests) - 1 - bests[:, :, 0].flip(0).argmax(dim=0)""",
         seen_by="tests/parallel/test_head.py -k lower",
     ),
@@ -429,7 +429,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "matched_blocks_not_counted",
         "src/nano_inference/core/schedule.py",
         old="""\
-        # what holds a prefix is free no more once it is used
+        # matched blocks are no longer free once they are used
         self.room.hold(match.block_ids, self._num_slid(start))""",
         new="        pass",
         seen_by="tests/simulation/test_simulation.py",
@@ -602,8 +602,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "replicas_of_other_numerics",
         "src/nano_inference/fleet/supervisor.py",
-        old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas',
-        new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # of all replicas',
+        old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in all replicas',
+        new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # equal in all replicas',
         seen_by="tests/fleet/test_fleet.py -k alike",
     ),
     Fault(
@@ -789,7 +789,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "update_counts_before_its_message",
         "src/nano_inference/core/updates.py",
-        old="        return [update for update, place in places.items() if place.has_arrived]",
+        old="        return [update for update, state in places.items() if state.has_arrived]",
         new="        return list(places)",
         seen_by="tests/simulation/test_loop_rules.py -k before_an_update",
     ),
@@ -843,8 +843,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "blocks_of_an_older_adapter_match",
         "src/nano_inference/core/sequence.py",
-        old="adapter = None if own is None else adapter_key(own.name, own.version)",
-        new="adapter = None if own is None else adapter_key(own.name, 1)",
+        old="adapter = None if served is None else adapter_key(served.name, served.version)",
+        new="adapter = None if served is None else adapter_key(served.name, 1)",
         seen_by="tests/engine/test_adapters.py -k leaves_those",
     ),
     Fault(

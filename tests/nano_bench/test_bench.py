@@ -60,7 +60,7 @@ def test_open_loop_that_rises() -> None:
         result = run("bench", url, *rising, "--no-stream", "--model", "the-model")
     # streamed whatever it is asked: the reply is none that can be read, and the command says so
     assert result.exit_code == 1, result.output
-    assert "50 to 200 a second" in result.output
+    assert "50 to 200 per second" in result.output
     assert "unreadable reply" in result.output
 
 
@@ -87,12 +87,12 @@ def test_errors_fail_the_command() -> None:
     ("words", "said"),
     [
         ((), "cannot be reached"),
-        (("--ramp", "3"), "add --rate"),
+        (("--ramp", "3"), "require --rate"),
         (("--rate", "2", "-c", "3"), "give one"),
-        (("--slo", "speed=3s"), "is no limit"),
-        (("--duration", "soon"), "is no time"),
-        (("--prompt-tokens", "many"), "is no length"),
-        (("--out", "/no/such/folder/x.json"), "cannot be written"),
+        (("--slo", "speed=3s"), "is not a limit"),
+        (("--duration", "soon"), "is not a time"),
+        (("--prompt-tokens", "many"), "is not a length"),
+        (("--out", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
     ],
 )
 def test_no_server_and_wrong_use_are_exit_code_2(words: tuple[str, ...], said: str) -> None:

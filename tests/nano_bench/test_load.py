@@ -354,7 +354,7 @@ def test_lengths_follow_their_distribution() -> None:
      "lognormal:9:1:5", "uniform:1:2:3"],
 )  # fmt: skip
 def test_what_is_no_length(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no length"):
+    with pytest.raises(ConfigError, match="is not a length"):
         Lengths.read(text)
 
 

@@ -43,7 +43,7 @@ def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
     file.write_text(made.stdout)
     result = run("report", str(file), "-o", str(out), "--tokenizer", folders["base"])
     assert result.exit_code == 0, result.output
-    assert "4 samples, 0 lines left out" in result.stderr
+    assert "4 samples, 0 skipped lines" in result.stderr
     data = data_of(out.read_text())
     assert data["groups"] == ["ab", "cd"]
     samples = [json.loads(line) for line in made.stdout.splitlines()]
@@ -150,13 +150,13 @@ def test_files_that_hold_nothing_and_files_that_cannot_be_written(tmp_path: Path
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"{half")
     result = run("report", str(file), "-o", str(tmp_path / "x.html"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "line 1: it is not JSON" in result.stderr
-    assert "no sample that can be read" in result.stderr
+    assert "has no readable samples" in result.stderr
     assert not (tmp_path / "x.html").exists()
     file.write_text(json.dumps(row()))
-    assert run("report", str(file), "-o", str(file)).exit_code == 1
-    assert run("report", str(file), "-o", str(tmp_path / "no" / "x.html")).exit_code == 1
+    assert run("report", str(file), "-o", str(file)).exit_code == 2
+    assert run("report", str(file), "-o", str(tmp_path / "no" / "x.html")).exit_code == 2
     assert file.read_text() == json.dumps(row())
 
 

@@ -102,7 +102,7 @@ def test_rows_of_an_engine_and_a_run_that_goes_on(folders: dict[str, str], tmp_p
     again.write_bytes(b"".join(kept[:7]) + kept[7][:20])
     result = run("run-batch", "-i", str(source), "-o", str(again), *words)
     assert result.exit_code == 1, result.output
-    assert "7 rows are there already" in result.stderr
+    assert "Resuming after 7 rows" in result.stderr
     assert again.read_bytes().startswith(b"".join(kept[:7]))
     assert settled(again) == settled(whole)
 
@@ -299,7 +299,7 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "Interrupted: 3 rows are whole" in stderr
+    assert "Interrupted after 3 rows" in stderr
     assert "Traceback" not in stderr
     assert [row["custom_id"] for row in rows(out)] == ["0", "1", "2"]
 
@@ -307,11 +307,11 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give --model or --server"),
-        (("--model", "m", "--server", "u"), "give --model or --server"),
+        ((), "give exactly one of --model and --server"),
+        (("--model", "m", "--server", "u"), "give exactly one of --model and --server"),
         (("--server", "http://127.0.0.1:1"), "cannot be reached"),
-        (("--server", "http://127.0.0.1:1", "--dtype", "float32"), "nothing without --model"),
-        (("--model", "m", "--api-key", "k"), "nothing without --server"),
+        (("--server", "http://127.0.0.1:1", "--dtype", "float32"), "requires --model"),
+        (("--model", "m", "--api-key", "k"), "requires --server"),
         (("--model", "/no/such/folder"), "/no/such/folder"),
         (("--model", "m", "-o", "SOURCE"), "is the input"),
     ],

@@ -72,7 +72,7 @@ def test_what_is_refused_changes_nothing(seen: dict[str, Any]) -> None:
     assert "shape" in said["shape"]
     assert "nothing to send" in said["none"]
     assert "is missing" in said["missing"]
-    assert "version=1 is not newer" in said["old"]
+    assert "version=1 must be higher" in said["old"]
     assert "takes token ids" in said["text"]
     assert "outside the vocabulary" in said["ids"]
     assert "max_model_len" in said["long"]

@@ -107,7 +107,7 @@ def test_defaults_are_the_clients() -> None:
         ("ppo", {"beta": 1.0}, "beta"),
         ("dro", {"beta": "much"}, "'much' must be a finite number"),
         ("dro", {"beta": math.inf}, "inf must be a finite number"),
-        ("cross_entropy", {"x": 1.0}, "which has none"),
+        ("cross_entropy", {"x": 1.0}, "it has none"),
     ],
 )
 def test_what_is_unknown_is_refused_by_name(name: str, config: dict, words: str) -> None:

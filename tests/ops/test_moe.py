@@ -345,5 +345,5 @@ def test_what_a_config_says_of_experts() -> None:
         "num_local_experts": 6
     }
     assert spec_from_config(renamed).moe == spec_from_config(config).moe
-    with pytest.raises(Exception, match="7 experts a token cannot be chosen of 6"):
+    with pytest.raises(Exception, match="cannot choose 7 experts for each token from 6"):
         spec_from_config(config | {"num_experts_per_tok": 7})

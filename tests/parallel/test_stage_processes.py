@@ -135,11 +135,11 @@ def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -
             engine.step()
         workers = stages()
         workers[-1].suspend()  # its neighbour waits for it too, and gives up
-        with pytest.raises(EngineDead, match=r"rank 3 .*does not go on"):
+        with pytest.raises(EngineDead, match=r"rank 3 .*makes no progress"):
             engine.generate([[1]], SamplingParams(max_tokens=2))
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama")
-    with pytest.raises(ConfigError, match="pipeline_parallel=3 is more than the model's 2 layers"):
+    with pytest.raises(ConfigError, match="pipeline_parallel=3 exceeds the model's 2 layers"):
         InferenceEngine(settled(model, pipeline_parallel=3))

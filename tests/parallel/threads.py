@@ -74,7 +74,7 @@ class Rank:
         self._result: Any = None
         self._newest: Any = None
         self._thread = threading.Thread(
-            target=self._run, name=f"rank {part.place.rank}", daemon=True
+            target=self._run, name=f"rank {part.position.rank}", daemon=True
         )
         self._thread.start()
 
@@ -88,7 +88,7 @@ class Rank:
         message = decode(frame)
         assert isinstance(message, Draw)
         batch = self.steps.draw(message)
-        if self.part.place.is_last_stage:
+        if self.part.position.is_last_stage:
             self._newest = self.runner.sample(self._result, batch)
             tokens = self._newest.wait()
             if told is not None:

@@ -420,7 +420,7 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         one, other = engines.each
         other.add_request(PROMPTS[1], replace(PARAMS, max_tokens=150))
         other.add_request(PROMPTS[0], PARAMS)
-        assert "not all of these were asked to sleep within 0.3 s" in sleep_with_weights(one)
+        assert "not all engines were asked to sleep within 0.3 s" in sleep_with_weights(one)
         assert (one.sleeping(), one.is_paused()) == ((), False)
         one.add_request(PROMPTS[1], PARAMS)
         engines.wait_until(lambda: [len(samples) for samples in engines.samples] == [1, 2])
@@ -431,7 +431,7 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         assert on_all(engines, sleep_with_weights) == ["", ""]
         one.add_request(PROMPTS[0], PARAMS)
         limit(0.3)
-        with pytest.raises(NanoInferenceError, match="other engines in lockstep sleep on"):
+        with pytest.raises(NanoInferenceError, match="other engines in lockstep are still asleep"):
             one.wake()
         assert (one.sleeping(), one.is_paused()) == ((), True)
         limit(20.0)
@@ -497,7 +497,7 @@ def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.Monkey
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(bell, "_store", SimpleNamespace(set=gone))
-    with pytest.raises(RankLost, match="the engines in lockstep meet is gone"):
+    with pytest.raises(RankLost, match="the store of the engines in lockstep is gone"):
         bell.ring(0)
     bell._wave = math.inf  # by the other thread, just now
     bell.close()
@@ -509,7 +509,7 @@ def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="which has no experts"):
         InferenceEngine(config_of(tiny_model(tmp_path, "llama"), expert_parallel=2))
     crowd = Lockstep(ThreadGroup.make(5)[0], ThreadBell())
-    with pytest.raises(ConfigError, match="are more than the model's 4 experts"):
+    with pytest.raises(ConfigError, match="exceed the model's 4 experts"):
         InferenceEngine(config_of(folder, expert_parallel=5), lockstep=crowd)
     with lockstep(folder) as engines:
         engine = engines.each[0]

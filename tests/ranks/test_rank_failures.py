@@ -150,7 +150,7 @@ def test_rank_without_memory_to_wake_in_sleeps_on(
     with monkeypatch.context() as patched:
         patched.setattr(Sleep, "_take_memory", fails)
         with pytest.raises(
-            NanoInferenceError, match=r"no memory to wake \w+ in.*rank 1.*CUDA out of memory"
+            NanoInferenceError, match=r"not enough memory to wake \w+.*rank 1.*CUDA out of memory"
         ):
             pair.wake()
     assert pair.sleeping() == ("weights", "kv_cache")

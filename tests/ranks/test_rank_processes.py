@@ -172,7 +172,7 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
     text = str(found.value)
     assert "rank 1" in text
     assert f"process {worker.pid}" in text
-    assert ("does not go on" if when == "hung" else "killed by signal 9") in text
+    assert ("makes no progress" if when == "hung" else "killed by signal 9") in text
     assert f"requests lost: {ids[0]}, {ids[1]}" in text
     assert not workers()
     with pytest.raises(EngineDead):
@@ -201,7 +201,7 @@ def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
 def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
     with pytest.raises(
         ConfigError,
-        match="tensor_parallel=8 is more than the model's 4 attention heads; use at most 4",
+        match="tensor_parallel=8 exceeds the model's 4 attention heads; use at most 4",
     ):
         InferenceEngine(EngineConfig(folder, device="cpu", tensor_parallel=8))
     with pytest.raises(ModelLoadError):

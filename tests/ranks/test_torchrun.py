@@ -63,7 +63,7 @@ def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Pat
             )
             engine.update_weights(folders[1], blocking=True)
             expected.append(engine.weights_checksum())
-    expected.append("torchrun has started 2 processes, and the config has 4 ranks.")
+    expected.append("torchrun has started 2 processes, but the config has 4 ranks.")
 
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
@@ -99,7 +99,7 @@ def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         TorchrunLauncher()
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="rank 0 builds the engine, with TorchrunLauncher"):
+    with pytest.raises(ConfigError, match="rank 0 must build the engine, with TorchrunLauncher"):
         serve_rank()
 
 

@@ -229,7 +229,7 @@ def test_process_client_hears_how_far_its_engine_has_come(
         await client.close()
 
     asyncio.run(test())
-    assert heard[0].startswith(f"loading {model.name}: 0 bytes of")
+    assert heard[0].startswith(f"loading {model.name}: 0 of")
     assert heard[-1] == "", "it is ready"
 
 

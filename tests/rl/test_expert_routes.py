@@ -196,7 +196,7 @@ def test_rows_without_the_engines_choice_are_an_error() -> None:
     first = ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen)
     with pytest.raises(RuntimeError, match="other experts"):
         list(micro_batches([first, ScoredSequence([5, 6, 8], 1, [1.0, 1.0], chosen.flip(0))], 64))
-    with pytest.raises(RuntimeError, match="experts of 1 rows are known, of 2"):
+    with pytest.raises(RuntimeError, match="routes have 1 rows; 2 rows"):
         list(micro_batches([ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen[:1])], 64))
     (batch,) = micro_batches([first, ScoredSequence([5, 9, 8], 1, [1.0, 1.0], chosen)], 64)
     assert batch.routes is not None
@@ -238,12 +238,12 @@ def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> 
         layers, per_token = given[2].shape[1:]
         changed[(10 * layers + 2) * per_token + 1] ^= 1
         wrong = [*given[:2], replace(given[2], data=bytes(changed)), given[3]]
-        with pytest.raises(InvalidRequest, match="sequence 2, token 10, layer 2: the sample went"):
+        with pytest.raises(InvalidRequest, match="sequence 2, token 10, layer 2: the sample used"):
             model(whole, routed_experts=wrong)
         model(whole, from_position=len(whole[2]), routed_experts=[None, None, wrong[2], None])
         for bad, told in [
-            (given[:3], "3 routed_experts for 4 sequences"),
-            ([given[2], *given[1:]], "sequence 0: routed_experts have the shape"),
+            (given[:3], "got 3 routed_experts for 4 sequences"),
+            ([given[2], *given[1:]], "routed_experts of sequence 0 have shape"),
         ]:
             with pytest.raises(InvalidRequest, match=told):
                 model(whole, routed_experts=bad)

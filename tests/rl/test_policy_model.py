@@ -298,7 +298,7 @@ def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> 
         model.publish()
         model.save_pretrained(tmp_path / "saved")
         checksum = engine.weights_checksum()
-        with pytest.raises(ConfigError, match="holds a model already"):
+        with pytest.raises(ConfigError, match="already holds a model"):
             model.save_pretrained(tmp_path / "saved")
     with build(tmp_path / "saved", dtype="bfloat16") as engine:
         assert engine.weights_checksum() == checksum
@@ -331,9 +331,9 @@ def test_masters_resume_a_run_without_a_rounding(tmp_path: Path) -> None:
         model.load_masters(saved)
         assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
         model.publish()  # the checkpoint beside them is what these are when they are rounded
-        with pytest.raises(ConfigError, match="holds no master weights; save_pretrained"):
+        with pytest.raises(ConfigError, match="has no master weights; save_pretrained"):
             model.load_masters(source)
-        with pytest.raises(ConfigError, match=r"float32 \(.*and the parameter is torch.bfloat16"):
+        with pytest.raises(ConfigError, match=r"float32 \(.*but the parameter is torch.bfloat16"):
             PolicyModel(engine, dtype=torch.bfloat16).load_masters(saved)
 
 
@@ -356,7 +356,7 @@ def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
         for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json"):
             (tmp_path / name).mkdir()
             (tmp_path / name / name).write_bytes(b"")
-            with pytest.raises(ConfigError, match="holds a model already"):
+            with pytest.raises(ConfigError, match="already holds a model"):
                 model.save_pretrained(tmp_path / name)
 
 

@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     report = mismatch_report(samples, [[-1.0, -1.5, -1.0, -1.0, math.nan, -math.inf]])
     assert (report.num_tokens, report.num_not_finite, report.num_equal) == (2, 4, 1)
     assert (report.kl_k1, report.max_abs, report.outside) == (-0.25, 0.5, 0.5)
-    assert "4 left out that are not finite" in str(report)
+    assert "4 non-finite left out" in str(report)
     far = mismatch_report([sample_of([-2000.0, -1.0])], [[-1.0, -2000.0]])
     assert far.kl_k3 == math.inf
     assert far.outside == 1.0
@@ -152,7 +152,7 @@ def test_trainer_of_low_precision_is_seen() -> None:
         (
             [[-1.0] * 3, [-1.0] * 4],
             None,
-            r"sample 1 has 3 completion tokens \(2 sampled\), .* shape \(4,\); give a mask",
+            r"sample 1 has 3 completion tokens \(2 sampled\), .* shape \(4,\); pass a mask",
         ),
         ([[-1.0] * 3, [-1.0]], None, r"sample 1 has 3 .* shape \(1,\)\.$"),
         ([[-1.0] * 3, [[-1.0] * 3]], None, r"sample 1 .* shape \(1, 3\)"),
@@ -162,7 +162,7 @@ def test_trainer_of_low_precision_is_seen() -> None:
             torch.ones(2, 4),
             r"logprobs \(2, 3\) and mask \(2, 4\) must both be \[2, T\]",
         ),
-        (torch.zeros(3, 3), torch.ones(3, 3), r"must both be \[2, T\], a row a sample"),
+        (torch.zeros(3, 3), torch.ones(3, 3), r"must both be \[2, T\], one row for each sample"),
         (
             torch.zeros(2, 3),
             torch.tensor([[1, 1, 1], [1, 0, 0]]),

@@ -176,14 +176,14 @@ def test_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        ([[1, 2]], r"int64 of shape \[2\]; give integers of shape \[3\] or \[3, k\]"),
-        ([[1.0, 2.0, 3.0]], "float64 of shape"),
+        ([[1, 2]], r"dtype int64 and shape \[2\]; pass integers of shape \[3\] or \[3, k\]"),
+        ([[1.0, 2.0, 3.0]], "dtype float64 and shape"),
         ([[1, 2, 5000]], r"not in \[0, "),
         ([[1, 2, -1]], r"not in \[0, "),
-        ([[[], [], []]], "give integers"),
-        ([np.zeros((3, 0), np.int64)], "no columns"),
-        ([np.zeros((3, 1, 1), np.int64)], "give integers"),
-        ([[[1], [2, 3], [4]]], "give integers"),
+        ([[[], [], []]], "pass integers"),
+        ([np.zeros((3, 0), np.int64)], "have no columns"),
+        ([np.zeros((3, 1, 1), np.int64)], "pass integers"),
+        ([[[1], [2, 3], [4]]], "pass integers"),
         ([[1, 2, 3], None], "2 targets for 1 sequences"),
     ],
 )
@@ -210,5 +210,5 @@ def test_targets_and_a_grammar_are_rejected_together(tmp_path: Path) -> None:
         )
         assert both[0].shape == (4, 2)
         assert torch.equal(both[1], masked)
-        with pytest.raises(InvalidRequest, match="sequence 0 has a grammar and targets"):
+        with pytest.raises(InvalidRequest, match="sequence 0 has both a grammar and targets"):
             score(engine, [digits], from_position=1, grammar=grammar, targets=[[4] * 4])

@@ -35,14 +35,14 @@ def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     lines = "My name is Ada.\nWhat is my name?\n" + "word " * 980 + "\n"
     result = run("chat", "--url", server, "-t", "0", "-m", "24", stdin=lines)
     # the third message leaves no room, and a pipe ends with the first error
-    assert result.exit_code == 1
-    assert "the limit is 1024; /clear forgets it" in result.stderr
+    assert result.exit_code == 2
+    assert "tokens of at most 1024, which leaves no room for an answer; /clear" in result.stderr
     assert len(result.stdout.strip()) > 20
 
 
 @pytest.mark.thorough
 def test_model_that_is_not_served_is_named(server: str) -> None:
     result = run("generate", "--url", server, "-p", "x", "--model", "gpt-9")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "gpt-9" in result.stderr
     assert result.stderr.count("\n") == 1

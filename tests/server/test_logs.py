@@ -114,12 +114,15 @@ def test_what_machines_ask_all_the_time_is_for_debug(
     assert [record.levelname for record in caplog.records] == [level]
 
 
+AGAIN = "press Ctrl-C again to stop now."
+
+
 @pytest.mark.parametrize(
     ("count", "seconds", "line"),
     [
         (0, 30.0, "Shutting down."),
-        (1, 30.0, "Shutting down: waiting up to 30 s for 1 request."),
-        (3, 2.5, "Shutting down: waiting up to 2.5 s for 3 requests."),
+        (1, 30.0, f"Shutting down: waiting up to 30 s for 1 request; {AGAIN}"),
+        (3, 2.5, f"Shutting down: waiting up to 2.5 s for 3 requests; {AGAIN}"),
         (3, 0.0, "Shutting down."),
     ],
 )

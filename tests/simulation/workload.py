@@ -407,7 +407,7 @@ def _check_versions(
     newest = sample.weight_versions[-1].version if length else 0
     assert (
         ask.max_staleness is None or newest - sample.oldest_weight_version <= ask.max_staleness
-    ), "it is too stale"
+    ), "it exceeds max_staleness"
     assert not length or ask.exact_version in (None, spans[0].version), (
         "begun by another version than it is for"
     )

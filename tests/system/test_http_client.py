@@ -84,28 +84,36 @@ def test_key_cannot_break_the_head(key: str) -> None:
         (
             Answer(401, {"error": {"message": "key?"}}),
             ServerError,
-            "asks for an API key.*--api-key-file",
+            "requires a valid API key.*--api-key-file",
         ),
         (Answer(429, {"error": {"message": "try later."}}), ServerError, "status 429: try later"),
-        (Answer(503, b"<html>"), ServerError, "status 503: it does not say why"),
-        (Answer(events=["{"]), ServerError, "does not speak JSON"),
-        (Answer(events=["[1]"]), ServerError, "does not speak JSON"),
-        (Answer(events=["[" * 100_000]), ServerError, "does not speak JSON"),
-        (Answer(events=[{"choices": [1]}]), ServerError, "does not speak JSON"),
-        (Answer(events=[{"choices": [{"delta": {"content": 5}}]}]), ServerError, "not speak JSON"),
-        (Answer(events=[{"choices": [], "usage": [1]}]), ServerError, "does not speak JSON"),
+        (Answer(503, b"<html>"), ServerError, "status 503: no reason given"),
+        (Answer(events=["{"]), ServerError, "other than the JSON of a model server"),
+        (Answer(events=["[1]"]), ServerError, "other than the JSON of a model server"),
+        (Answer(events=["[" * 100_000]), ServerError, "other than the JSON of a model server"),
+        (Answer(events=[{"choices": [1]}]), ServerError, "other than the JSON of a model server"),
+        (
+            Answer(events=[{"choices": [{"delta": {"content": 5}}]}]),
+            ServerError,
+            "other than the JSON of a model server",
+        ),
+        (
+            Answer(events=[{"choices": [], "usage": [1]}]),
+            ServerError,
+            "other than the JSON of a model server",
+        ),
         (
             Answer(events=[{"choices": [], "usage": {"completion_tokens": None}}]),
             ServerError,
-            "does not speak JSON",
+            "other than the JSON of a model server",
         ),
         (
             Answer(events=[{"error": {"message": "the engine is dead."}}]),
             ServerError,
             "failed: the engine is dead.",
         ),
-        (Answer(events=[{"choices": []}]), ServerError, "before its end"),
-        (Answer(events=[{"choices": []}], cut=True), ServerError, "before its end"),
+        (Answer(events=[{"choices": []}]), ServerError, "before the answer was complete"),
+        (Answer(events=[{"choices": []}], cut=True), ServerError, "before the answer was complete"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(
@@ -118,12 +126,14 @@ def test_what_goes_wrong_is_one_sentence(
 
 
 def test_server_that_is_not_there_or_silent() -> None:
-    with pytest.raises(ServerError, match=r"nothing answers at http://127\.0\.0\.1:1; start"):
+    with pytest.raises(
+        ServerError, match=r"no server is listening at http://127\.0\.0\.1:1; start"
+    ):
         list(HttpClient("127.0.0.1:1").complete({}))
     with pytest.raises(ServerError, match=r"connection to http://nowhere\.invalid failed"):
         HttpClient("http://nowhere.invalid").get("/v1/models")
     slow = Answer(events=[{"choices": []}, "[DONE]"], wait=lambda: time.sleep(0.3))
-    with pytest.raises(ServerError, match=r"silent for 0\.1 s"):
+    with pytest.raises(ServerError, match=r"sent nothing for 0\.1 s"):
         ask(slow, timeout=0.1)
 
 
@@ -147,7 +157,7 @@ def test_default_model_is_the_first() -> None:
     for listed in ({}, {"data": []}, {"data": [1]}, {"data": [{"id": 3}]}):
         with (
             scripted_http(lambda path, _, listed=listed: Answer(content=listed)) as seen,
-            pytest.raises(ServerError, match="names no model"),
+            pytest.raises(ServerError, match="lists no model"),
         ):
             HttpClient(seen.url).default_model()
 

@@ -11,12 +11,12 @@ from nano_inference.system.moved import MOVED
 def test_moved_module_reports_its_new_name(old: str) -> None:
     with pytest.raises(ModuleNotFoundError) as caught:
         import_module(old)
-    assert str(caught.value) == f"{old} has moved: import {MOVED[old]}."
+    assert str(caught.value) == f"{old} has moved; import {MOVED[old]}."
 
 
 def test_moved_submodule_reports_the_new_name_of_its_folder() -> None:
     with pytest.raises(
-        ModuleNotFoundError, match=r"serving has moved: import nano_inference\.server"
+        ModuleNotFoundError, match=r"serving has moved; import nano_inference\.server"
     ):
         import_module("nano_inference.serving.config")
 

@@ -109,9 +109,9 @@ def test_path_is_no_part_of_what_is_said(
     problem = in_time(lambda: all_of(Path(name), WeightFiles))
     assert isinstance(problem, NanoInferenceError), problem
     assert str(problem) in (
-        "the folder has no .safetensors file; other formats are not read, convert it first.",
-        "the folder is empty; a model's folder holds config.json and .safetensors files.",
-        "there is no such file or folder on the engine's machine.",
+        "the folder has no .safetensors file; convert it, other formats are not supported.",
+        "the folder is empty; a model folder holds config.json and .safetensors files.",
+        "the path does not exist on the engine's machine; pass a file or folder there.",
     )
 
 

@@ -169,12 +169,12 @@ def test_last_message_goes_on(name: str, content: str) -> None:
     assert render(name, messages, add_generation_prompt=False).startswith(text)
     with pytest.raises(InvalidRequest, match="unset one"):
         render(name, messages, continue_final_message=True)
-    with pytest.raises(InvalidRequest, match=r"text in its content|leaves the last message out"):
+    with pytest.raises(InvalidRequest, match=r"text in its content|omits the last message"):
         render(name, CONVERSATION[:3], add_generation_prompt=False, continue_final_message=True)
 
 
 def test_message_that_is_not_rendered_cannot_go_on() -> None:
-    with pytest.raises(InvalidRequest, match="leaves the last message out"):
+    with pytest.raises(InvalidRequest, match="omits the last message"):
         render_chat(
             "x",
             CONVERSATION,
@@ -215,7 +215,7 @@ def test_template_kwargs() -> None:
     ):
         with pytest.raises(InvalidRequest, match="cannot be set by a request"):
             render("qwen", template_kwargs={name: "x"})
-    with pytest.raises(InvalidRequest, match="holds a function"):
+    with pytest.raises(InvalidRequest, match="contains a function"):
         render("qwen", template_kwargs={"f": lambda: 1})
 
 

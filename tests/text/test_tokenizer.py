@@ -97,14 +97,14 @@ def test_missing_or_malformed_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelLoadError, match=name):
         load_tokenizer(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(ModelLoadError, match=f"there is no tokenizer file .*{name}"):
+    with pytest.raises(ModelLoadError, match=f"the tokenizer file .*{name} is missing"):
         load_tokenizer(tmp_path)
 
 
 def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ModelLoadError, match="holds a list"):
+    with pytest.raises(ModelLoadError, match="must hold a JSON object, not a list"):
         load_tokenizer(tmp_path)
 
 
@@ -113,13 +113,13 @@ def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
     [5, {"a": "b"}, [{"name": "default"}], ["one"], [{"name": "default", "template": 5}]],
 )
 def test_chat_template_that_is_none_is_named(tmp_path: Path, template: Any) -> None:
-    with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
+    with pytest.raises(ModelLoadError, match="cannot read the chat template of"):
         load_tokenizer(write_folder(tmp_path, {"chat_template": template}))
 
 
 def test_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
+    with pytest.raises(ModelLoadError, match="cannot read the chat template of"):
         load_tokenizer(write_folder(tmp_path))
 
 
@@ -219,7 +219,7 @@ def test_tokens_beside_tokenizer_json_are_those_of_transformers(
     ],
 )
 def test_added_tokens_that_are_none_are_named(tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(ModelLoadError, match="the added tokens of"):
+    with pytest.raises(ModelLoadError, match="cannot read the added tokens of"):
         load_tokenizer(write_folder(tmp_path, config))
 
 

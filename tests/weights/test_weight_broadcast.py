@@ -130,7 +130,7 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     group = receiver._group
     for told in ("'model.other.weight' is not", "up_proj.weight' has shape", "layers.9"):
         refused(manager, receiver, told, 20)
-        assert "an engine refused" in said(child)
+        assert "an engine rejected" in said(child)
     refused(manager, receiver, "is missing", 5, complete=True)
     assert said(child) == "sent"
     assert receive_update(manager, receiver, timeout=20).result(20) == 8
@@ -138,14 +138,14 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     patched = NEW[NORM].clone()
     patched[3], patched[1] = 5.0, 6.0
     assert manager.checksum() == checksum(NEW, {NORM: patched})
-    assert "nothing to send" in said(child)
+    assert "the update is empty" in said(child)
     assert receive_update(manager, receiver, timeout=20).result(20) == 9
     rounded = {EMBEDDING: NEW[EMBEDDING].to(torch.bfloat16)}
     assert said(child) == "sent"
     assert manager.checksum() == checksum(NEW, {NORM: patched}, rounded)
     refused(manager, receiver, "description of its weights cannot be read", 20)
     assert receiver._group is group
-    assert "an engine refused" in said(child)
+    assert "an engine rejected" in said(child)
     # What its numbers are is seen in the middle of the bytes: that ends the group, and the next
     # update makes another.
     refused(manager, receiver, "'model.norm.weight' holds NaN", 20, check_finite=True)
@@ -207,9 +207,9 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
 @pytest.mark.parametrize(
     ("action", "told", "at_once"),
     [
-        ("kill", "did not travel, the other side is gone", True),
-        ("silent", "did not travel within 3 s", False),
-        ("stopped", "the description of the weights did not travel within 3 s", False),
+        ("kill", "did not arrive, the other side is gone", True),
+        ("silent", "did not arrive within 3 s", False),
+        ("stopped", "the description of the weights did not arrive within 3 s", False),
         ("long", "a description of 10000000 bytes", True),
     ],
 )
@@ -353,7 +353,7 @@ def test_requests_go_on_while_trainers_fail_and_then_see_the_update(
     old, new = build().generate(PROMPT, drawn(100))[0], build(NEW).generate(PROMPT, drawn(100))[0]
     checksum = engine.weights_checksum()
     failed = engine.receive_weights(BroadcastReceiver(address), timeout=20)
-    with pytest.raises(WeightUpdateError, match="session is open already"):
+    with pytest.raises(WeightUpdateError, match="session is already open"):
         engine.receive_weights(BroadcastReceiver(other), timeout=20)
     samples = step_until(engine, failed)
     with pytest.raises(WeightUpdateError, match="the other side is gone"):

@@ -22,7 +22,7 @@ from nano_inference.weights.transports.trainer_broadcasts import join_trainer
 
 CPU = torch.device("cpu")
 # on a slow machine the call that says it may be given up before it does
-TOO_LATE = r"(found no group|accepted a connection and said nothing) within 0\.7 s"
+TOO_LATE = r"(could not join its group|accepted a connection but did not respond) within 0\.7 s"
 STORE = """
 import os, signal, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
@@ -55,7 +55,7 @@ class EndsAsTheWaitDoes:
 def test_collective_that_ends_as_the_wait_for_it_does() -> None:
     ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(30.0))
     with pytest.raises(
-        WeightTransferError, match="'a' did not travel, the other side is gone: connection reset"
+        WeightTransferError, match="'a' did not arrive, the other side is gone: connection reset"
     ):
         ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(30.0))
 

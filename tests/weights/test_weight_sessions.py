@@ -148,13 +148,13 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{NORM: torch.ones(64, dtype=torch.int64)}], {}, "'model.norm.weight' must be a floating"),
     ([{NORM: torch.ones(64, device="meta")}], {}, "'model.norm.weight' must be a dense"),
     ([{UP: NEW[UP].to_sparse()}], {}, "up_proj.weight' must be a dense"),
-    ([{NORM: NEW[NORM]}, {NORM: NEW[NORM]}], {}, "'model.norm.weight' came twice"),
+    ([{NORM: NEW[NORM]}, {NORM: NEW[NORM]}], {}, "'model.norm.weight' occurs twice"),
     (
         [{NORM: NEW[NORM]}, [(NORM, torch.tensor([1]), torch.ones(1))]],
         {},
-        "came twice .* as a patch",
+        "occurs twice .* as a patch",
     ),
-    ([[(NORM, torch.tensor([1]), torch.ones(1))], {NORM: NEW[NORM]}], {}, "came twice"),
+    ([[(NORM, torch.tensor([1]), torch.ones(1))], {NORM: NEW[NORM]}], {}, "occurs twice"),
     ([{UP: NEW[UP]}, {NORM: NAN}], {"check_finite": True}, "'model.norm.weight' holds NaN"),
     ([{UP: INFINITE}], {"check_finite": True}, "up_proj.weight' holds NaN or infinite"),
     (
@@ -173,7 +173,7 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
         "up_proj.weight' is missing .1 of 21",
     ),
     ([{UP: NEW[UP]}, 7], {}, "not int"),
-    ([{UP: NEW[UP]}, [(UP, torch.tensor([1]))]], {}, "a patch is"),
+    ([{UP: NEW[UP]}, [(UP, torch.tensor([1]))]], {}, "a patch must be"),
     ([], {}, "non-empty state dict"),
     ([{}], {}, "non-empty state dict"),
 ]
@@ -221,7 +221,7 @@ def test_without_the_option_any_number_will_do(manager: WeightSyncManager) -> No
 def test_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncManager) -> None:
     first = manager.begin(version=9)
     manager.receive({NORM: NEW[NORM]})
-    with pytest.raises(WeightUpdateError, match="open already"):
+    with pytest.raises(WeightUpdateError, match="already open"):
         manager.begin()
     manager.receive({UP: NEW[UP]})
     assert manager.end() is first
@@ -249,9 +249,9 @@ def test_update_in_one_piece_may_come_before_the_end_of_a_session(
 def test_cancelled_session_says_so(manager: WeightSyncManager) -> None:
     update = manager.begin()
     manager.receive({NORM: NEW[NORM]})
-    with pytest.raises(WeightUpdateError, match="still being received"):
+    with pytest.raises(WeightUpdateError, match="no version while it is being received"):
         _ = update.version
-    with pytest.raises(WeightUpdateError, match="not received after"):
+    with pytest.raises(WeightUpdateError, match="was not received within"):
         update.result(0.01)
     manager.cancel()
     with pytest.raises(WeightUpdateError, match="was cancelled"):
@@ -270,7 +270,7 @@ def test_version_must_be_new(manager: WeightSyncManager, version: Any) -> None:
     manager.begin(version=3)
     manager.receive({NORM: NEW[NORM]})
     manager.stage({NORM: NEW[NORM]}, version=4)
-    with pytest.raises(WeightUpdateError, match="version=3 is not newer than 4"):
+    with pytest.raises(WeightUpdateError, match="version=3 must be higher than 4"):
         manager.end()
 
 
@@ -360,8 +360,8 @@ def test_tied_head_becomes_what_the_embedding_becomes(
 WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
     (lambda: (torch.tensor([3, 3]), torch.ones(2)), "index 3 more than once"),
     (lambda: (torch.tensor([9, 4, 9]), torch.ones(3)), "index 9 more than once"),
-    (lambda: (torch.tensor([-1, 4]), torch.ones(2)), "index -1, outside of its 64"),
-    (lambda: (torch.tensor([3, 64]), torch.ones(2)), "index 64, outside of its 64"),
+    (lambda: (torch.tensor([-1, 4]), torch.ones(2)), "index -1, which is outside its 64"),
+    (lambda: (torch.tensor([3, 64]), torch.ones(2)), "index 64, which is outside its 64"),
     (lambda: (torch.tensor([3, 4]), torch.ones(3)), r"\(2,\) and values of shape \(3,\)"),
     (lambda: (torch.tensor([[3]]), torch.ones(1, 1)), "must be"),
     (lambda: (torch.tensor([3.0]), torch.ones(1)), "not torch.float32"),

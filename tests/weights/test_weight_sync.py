@@ -104,11 +104,11 @@ def test_callers_tensors_stay_the_callers(build: Build) -> None:
 REFUSED: list[tuple[Any, str]] = [
     ({}, "non-empty state dict"),
     (None, "non-empty state dict"),
-    ([(NORM, torch.ones(64))], "a patch is"),
+    ([(NORM, torch.ones(64))], "a patch must be"),
     ([], "non-empty state dict"),
     (torch.ones(3), "non-empty state dict"),
     ({"norm": torch.ones(64)}, "'norm' is not a tensor of this model"),
-    ({"layers.0.qkv": torch.ones(128, 64)}, "names are those of its checkpoint"),
+    ({"layers.0.qkv": torch.ones(128, 64)}, "use the names of its checkpoint"),
     ({NORM: torch.ones(64), "model.layers.2.mlp.up_proj.weight": torch.ones(96, 64)}, "layers.2"),
     ({NORM: torch.ones(65)}, r"'model.norm.weight' has shape \(65,\), expected \(64,\)"),
     ({NORM: torch.ones(1)}, r"shape \(1,\)"),
@@ -118,10 +118,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({NORM: torch.ones(64, dtype=torch.bool)}, "not torch.bool"),
     ({NORM: torch.ones(64, dtype=torch.complex64)}, "not torch.complex64"),
     ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
-    ({NORM: WithoutNumbers(64)}, "must be a dense tensor that holds its numbers"),
+    ({NORM: WithoutNumbers(64)}, "must be a dense tensor with data"),
     (
         {UP: torch.ones(96, 64, dtype=torch.complex64).conj().imag},
-        "must be a dense tensor that holds its numbers",
+        "must be a dense tensor with data",
     ),
     ({NORM: [1.0] * 64}, "not list"),
     ({NORM: None}, "not NoneType"),
@@ -158,7 +158,7 @@ def test_explicit_version_must_grow(build: Build, version: int) -> None:
     assert engine.update_weights(NEW, version=5).version == 5
     with pytest.raises(
         WeightUpdateError,
-        match=f"version={version} (is not newer than 5|must be an integer from 0)",
+        match=f"version={version} (must be higher than 5|must be an integer from 0)",
     ):
         engine.update_weights(NEWER, version=version)
     assert_holds(engine, NEW)

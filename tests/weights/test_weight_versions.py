@@ -41,7 +41,7 @@ def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
     update = engine.update_weights(NEW)
     assert not update.done()
     assert engine.get_weight_version() == 0
-    with pytest.raises(WeightUpdateError, match=r"not applied after 0\.01 s"):
+    with pytest.raises(WeightUpdateError, match=r"not applied within 0\.01 s"):
         update.result(timeout=0.01)
     assert_holds(engine, OLD)
     engine.step()

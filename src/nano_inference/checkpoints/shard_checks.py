@@ -1,6 +1,4 @@
-"""Whether a model can be shared by the ranks that a config asks for, as its config.json alone
-tells.
-"""
+"""Checks whether a config's ranks can share a model, based on its config.json."""
 
 from collections.abc import Iterable
 
@@ -14,15 +12,15 @@ from nano_inference.parallel.mesh import Mesh, Place
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
-    """The ranks that an engine of this config has."""
+    """Return the mesh of an engine with this config."""
     return Mesh(config.tensor_parallel, config.pipeline_parallel, config.context_parallel)
 
 
 def require_shardable(config: EngineConfig) -> None:
-    """Raise `ConfigError` where no engine of this config can be built; before anything is started.
+    """Raise `ConfigError` if no engine of this config can be built. Nothing is started.
 
-    A model whose config.json cannot be read here is passed over: building the engine says
-    why.
+    A model whose config.json cannot be read here is skipped: the engine's construction reports the
+    reason.
     """
     if mesh_of(config).world_size == config.expert_parallel == 1:
         return
@@ -42,6 +40,6 @@ def require_shardable(config: EngineConfig) -> None:
 
 
 def require_experts(config: EngineConfig, specs: Iterable[ModelSpec]) -> None:
-    """Raise `ConfigError` where experts are to be spread and there are none."""
+    """Raise `ConfigError` if expert parallelism is configured for models without experts."""
     if all(spec.moe is None for spec in specs):
         require(ENGINE_LIMITS, Setting(config, **{NO_EXPERTS: repr(config.model_path)}))

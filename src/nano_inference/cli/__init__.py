@@ -1,7 +1,7 @@
 """The command line: `nano-inference`, or `python -m nano_inference`.
 
-Imports only from: everything in the package; torch inside the commands. Other packages add commands
-with these names.
+Imports only from: everything in the package, torch only inside functions. Packages that add
+commands import the names below.
 Begin with: main.py, the table of commands.
 Tests: tests/cli.
 """

@@ -1,6 +1,4 @@
-"""`nano-inference chat`: a conversation in the terminal, with an engine of its own or with a
-server.
-"""
+"""`nano-inference chat`: a conversation in the terminal with a model, here or on a server."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +30,7 @@ _Sampling = Annotated[
     ),
 ]
 _Engine = Annotated[options.Values, FieldOptions(EngineConfig, options.ONE_ENGINE)]
-_OF_A_SERVER = ("api_key", "api_key_file")
+_SERVER_OPTIONS = ("api_key", "api_key_file")
 
 
 @options.from_fields
@@ -43,12 +41,12 @@ def chat(
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", help="Talk to the model of this server, such as http://127.0.0.1:8000."
+            "--url", help="Talk to a model on this server, such as http://127.0.0.1:8000."
         ),
     ] = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="Set the system message.")] = None,
     sampling: _Sampling,
     generation_config: options.GenerationDefaults = "auto",
     engine: _Engine,
@@ -58,8 +56,8 @@ def chat(
 ) -> None:
     """Talk to a model, here or on a server.
 
-    Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a
-    terminal, each of its lines is a message.
+    Press Ctrl-C to stop an answer and Ctrl-D to leave. Type /help for the commands. If standard
+    input is not a terminal, each line is a message.
 
     Examples:
 
@@ -68,11 +66,11 @@ def chat(
     """
     params = options.checked(SamplingParams, **sampling)
     _check_given(ctx, model, url)
-    given = {name for name in options.PARAMS if options.is_given(ctx, name)}
+    chosen = {name for name in options.PARAMS if options.is_given(ctx, name)}
     if url is not None:
         client = HttpClient(url, options.key_of(api_key, api_key_file))
         answer = partial(_ask_server, client, model or client.default_model())
-        Session(answer, params, given, system).run()
+        Session(answer, params, chosen, system).run()
         return
     assert model is not None
     config = options.engine_config(options.checked_model(model), engine, max_batch_size=1)
@@ -81,35 +79,32 @@ def chat(
         params = options.with_recommended(
             ctx, params, built.model_folder, config.model_path, generation_config
         )
-        Session(partial(_ask_engine, built), params, given, system).run()
+        Session(partial(_ask_engine, built), params, chosen, system).run()
 
 
 def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None:
-    """Refuse options that could have no effect."""
+    """Reject options that would have no effect."""
     if model is None and url is None:
-        raise typer.BadParameter("name a MODEL, or a server with --url.")
+        raise typer.BadParameter("MODEL is missing; give one, or a server with --url.")
     unused, owner = (
-        (_OF_A_SERVER, "a server (--url)")
+        (_SERVER_OPTIONS, "a server (--url)")
         if url is None
-        else ((*options.ONE_ENGINE, "generation_config", "adapter"), "an engine of your own")
+        else ((*options.ONE_ENGINE, "generation_config", "adapter"), "a local engine")
     )
     if (flag := options.first_given(ctx, unused)) is not None:
-        raise typer.BadParameter(f"{flag} is for {owner}; leave it out.")
+        raise typer.BadParameter(f"{flag} requires {owner}; leave it out.")
 
 
 def _require_template(model: str, tokenizer: str | None) -> None:
-    """Raise `InvalidRequest` where there is no chat template, before weights are read."""
+    """Raise `InvalidRequest` if the model has no chat template, before reading its weights."""
     with errors.status(f"reading {model}"):
         from nano_inference.checkpoints.loading import resolve_model
         from nano_inference.text.tokenizer import load_tokenizer
 
         if load_tokenizer(resolve_model(tokenizer or model)).chat_template is None:
             raise InvalidRequest(
-                f"{tokenizer or model} has no chat template, so it cannot tell your words from "
-                "its own; let it "
-                f"continue text with `nano-inference generate {model} -p TEXT`, or name with "
-                "--tokenizer a folder that "
-                "has one."
+                f"{tokenizer or model} has no chat template; use `nano-inference generate {model} "
+                "-p TEXT`, or pass --tokenizer with a folder that has one."
             )
 
 
@@ -135,21 +130,23 @@ def _ask_engine(engine: "InferenceEngine", messages: Messages, session: Session)
 
 def _ask_server(client: HttpClient, model: str, messages: Messages, session: Session) -> Pieces:
     params = session.params
-    given: dict[str, Any] = {"model": model, "messages": messages}
+    body: dict[str, Any] = {"model": model, "messages": messages}
     counted: dict[str, Any] = {}
-    # some servers cannot count; then they refuse what does not fit
+    # some servers have no such route, but reject a conversation that is too long
     with suppress(InvalidRequest, ServerError):
-        counted = client.post("/tokenize", given)
+        counted = client.post("/tokenize", body)
     if isinstance(counted.get("count"), int) and isinstance(counted.get("max_model_len"), int):
         params = _fitting(params, counted["count"], counted["max_model_len"])
-    yield from client.chat(given | options.request_body(session.given, params))
+    yield from client.chat(body | options.request_body(session.chosen, params))
 
 
 def _fitting(params: SamplingParams, length: int, limit: int) -> SamplingParams:
-    """The parameters, with no more tokens than still fit. Raises `InvalidRequest`."""
+    """Return the parameters with `max_tokens` lowered to the room that is left. Raises
+    `InvalidRequest` if there is none.
+    """
     if limit - length < 1:
         raise InvalidRequest(
-            f"the conversation has {length} tokens, which leaves no room for an answer: the limit "
-            f"is {limit}; /clear forgets it."
+            f"the conversation has {length} tokens of at most {limit}, which leaves no room for an "
+            "answer; /clear starts a new one."
         )
     return replace(params, max_tokens=min(params.max_tokens, limit - length))

@@ -1,11 +1,12 @@
-"""A conversation in the terminal: its messages, its settings, and the commands that begin with a
-slash. What answers is a function that the caller gives.
+"""A conversation in the terminal: messages, settings and slash commands. The caller passes the
+function that answers.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +18,10 @@ from nano_inference.cli.terminal import (
     Interruptible,
     errors,
     has_colors,
+    keys_for_later,
     output,
     printable,
+    read_file,
     write,
     write_file,
 )
@@ -37,24 +40,24 @@ class Session:
     """A conversation.
 
     Attributes:
-        answer: streams the answer to messages: at most `params.max_tokens`, and no more than still
-            fit.
-        params: how to sample.
-        given: the names of the parameters that the person chose.
-        system: the system message; None: there is none.
-        history: the messages after it.
-        interactive: a person types the lines.
+        answer: Function that streams an answer of at most `params.max_tokens` tokens, fewer if
+            the context ends.
+        params: Sampling parameters.
+        chosen: Names of the parameters that the user set.
+        system: System message, or None.
+        history: Messages after the system message.
+        interactive: True if a person types the lines.
     """
 
     answer: "Callable[[Messages, Session], Pieces]"
     params: SamplingParams
-    given: set[str]
+    chosen: set[str]
     system: str | None = None
     history: Messages = field(default_factory=Messages)
     interactive: bool = field(default_factory=lambda: sys.stdin.isatty())
 
     def run(self) -> None:
-        """Take lines until they end, or until `/exit`."""
+        """Read and answer lines until the input ends or `/exit`."""
         if self.interactive:
             self._say("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.\n")
         read = _line_reader() if self.interactive else _read_pipe
@@ -73,7 +76,7 @@ class Session:
                 errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
 
     def _next_message(self, read: "_Read") -> str | None:
-        """The next line, or the lines between triple quotes; None at the end of input."""
+        """Return the next line, or the lines between triple quotes, or None at the end of input."""
         line = self._next_line(read, ">>> ")
         if line is None or not line.startswith(QUOTES):
             return line
@@ -81,12 +84,12 @@ class Session:
         while not lines[-1].rstrip().endswith(QUOTES):
             more = self._next_line(read, "... ")
             if more is None:
-                raise InvalidRequest(f"the message that begins with {QUOTES} has no end; end it so")
+                raise InvalidRequest(f"the message has no end; end it with {QUOTES}.")
             lines.append(more)
         return "\n".join(lines).rstrip().removesuffix(QUOTES)
 
     def _next_line(self, read: "_Read", prompt: str) -> str | None:
-        """The next line; None at the end of input."""
+        """Return the next line, or None at the end of input."""
         while True:
             try:
                 return read(prompt).rstrip("\r\n")
@@ -97,31 +100,31 @@ class Session:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self._say("\nCtrl-D or /exit leaves.")
+                self._say("\nPress Ctrl-D or type /exit to leave.")
 
     def _command(self, name: str, rest: str = "") -> bool:
-        """Obey a line that begins with a slash; False: leave."""
+        """Run a slash command. Return False for `/exit`."""
         name = _OTHER_NAMES.get(name, name)
         if name == "/exit":
             return False
         command = _COMMANDS.get(name)
         if command is None:
             raise InvalidRequest(
-                f"there is no command {name}; /help lists them. To send the line as a message, "
+                f"unknown command {name}; /help lists the commands. To send the line as a message, "
                 "begin it with a space."
             )
         command.obey(self, rest.strip())
         return True
 
     def _say(self, text: str) -> None:
-        """Print a line for a person; a pipe needs none."""
+        """Print a line if a person is typing."""
         if self.interactive:
             errors.print(text, style="dim", markup=False)
 
     # -- commands ----------------------------------------------------------------------------------
 
     def clear(self, _: str) -> None:
-        """Forget the messages."""
+        """Delete all messages but the system message."""
         self.history.clear()
         self._say("Conversation cleared.\n")
 
@@ -131,48 +134,50 @@ class Session:
         self._say(f"System message {'set' if text else 'removed'}.\n")
 
     def set(self, rest: str) -> None:
-        """Obey `/set system TEXT` and `/set parameter NAME VALUE`."""
-        what, _, rest = rest.partition(" ")
-        if what == "system":
+        """Run `/set system TEXT` or `/set parameter NAME VALUE`."""
+        target, _, rest = rest.partition(" ")
+        if target == "system":
             self.set_system(rest.strip())
             return
         name, _, value = rest.strip().partition(" ")
-        if what != "parameter" or not value.strip():
-            raise InvalidRequest("write /set parameter NAME VALUE, or /set system TEXT.")
+        if target != "parameter" or not value.strip():
+            raise InvalidRequest(
+                "unknown setting; write /set parameter NAME VALUE, or /set system TEXT."
+            )
         if name not in _SETTABLE:
             raise InvalidRequest(
-                f"there is no parameter {name!r}; choose one of {', '.join(_SETTABLE)}."
+                f"unknown parameter {name!r}; choose one of {', '.join(_SETTABLE)}."
             )
         self.params = replace(self.params, **{name: _number(name, value.strip())})
-        self.given.add(name)
+        self.chosen.add(name)
         self._say(f"{name} set to {getattr(self.params, name)}.\n")
 
     def show(self, _: str) -> None:
-        """Print the system message, the parameters and the number of messages."""
+        """Print the system message, the number of messages, and the parameters."""
         rows = {
             "system": "none" if self.system is None else self.system,
             "messages": str(len(self.history)),
             **{
                 name: str(getattr(self.params, name))
                 for name in _SETTABLE
-                if name in self.given or name in ("temperature", "top_p", "max_tokens")
+                if name in self.chosen or name in ("temperature", "top_p", "max_tokens")
             },
         }
         for name, value in rows.items():
             errors.print(f"{name:<20}{printable(value)}", markup=False, soft_wrap=True)
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file of JSON."""
+        """Write the conversation to a JSON file."""
         if not name:
-            raise InvalidRequest("name a file: /save FILE.")
-        said = {"system": self.system, "messages": self.history}
-        write_file(_path(name), json.dumps(said, ensure_ascii=False, indent=1) + "\n")
+            raise InvalidRequest("the file is missing; write /save FILE.")
+        saved = {"system": self.system, "messages": self.history}
+        write_file(_path(name), json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
         self._say(f"Saved {len(self.history)} messages.\n")
 
     def load(self, name: str) -> None:
-        """Replace the conversation by the one of a file."""
+        """Replace the conversation with the one in a file."""
         if not name:
-            raise InvalidRequest("name a file that /save wrote: /load FILE.")
+            raise InvalidRequest("the file is missing; write /load FILE.")
         self.system, self.history = _read_conversation(_path(name))
         self._say(f"Loaded {len(self.history)} messages.\n")
 
@@ -180,14 +185,12 @@ class Session:
         """List the commands."""
         for command in _COMMANDS.values():
             errors.print(f"{command.usage:<31}{command.meaning}", markup=False, soft_wrap=True)
-        errors.print(
-            f"{QUOTES:<31}begin a message of several lines; {QUOTES} ends it", markup=False
-        )
+        errors.print(f"{QUOTES:<31}begin and end a message of several lines", markup=False)
 
     # -- answers -----------------------------------------------------------------------------------
 
     def _answer(self, line: str) -> None:
-        """Let the model answer a message. Its words are kept, even if it was stopped."""
+        """Stream the answer to a message. A stopped answer keeps its partial text."""
         message = {"role": "user", "content": line.strip()}
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self.history, message]
@@ -195,7 +198,8 @@ class Session:
         usage: Usage | None = None
         is_cut = False
         start = time.perf_counter()
-        with Interruptible(self.answer(messages, self)) as pieces:
+        keys = keys_for_later() if self.interactive else nullcontext()
+        with keys, Interruptible(self.answer(messages, self)) as pieces:
             for piece in pieces:
                 if piece.reasoning:
                     self._think(piece.reasoning)
@@ -211,14 +215,14 @@ class Session:
         self._say(f"{figures(usage, seconds, is_cut=is_cut, stopped=pieces.stopped)}\n")
 
     def _think(self, text: str) -> None:
-        """Show the model's reasoning, which is no part of the answer."""
+        """Show the model's reasoning, which does not join the history."""
         if self.interactive:
             errors.print(Text(printable(text), style="dim"), end="", soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A row of the table of commands."""
+    """Row of the table of commands."""
 
     usage: str
     meaning: str
@@ -228,9 +232,9 @@ class _Command:
 _COMMANDS: Mapping[str, _Command] = {
     each.usage.split()[0]: each
     for each in (
-        _Command("/clear", "forget the conversation (or: /reset)", Session.clear),
+        _Command("/clear", "start a new conversation (or: /reset)", Session.clear),
         _Command(
-            "/system TEXT", "set the system message; without TEXT: remove it", Session.set_system
+            "/system TEXT", "set the system message, or remove it without TEXT", Session.set_system
         ),
         _Command(
             "/set parameter NAME VALUE", "set temperature, top_p, seed, max_tokens …", Session.set
@@ -246,11 +250,11 @@ _OTHER_NAMES = {"/reset": "/clear", "/bye": "/exit", "/quit": "/exit", "/?": "/h
 
 
 def figures(usage: Usage | None, seconds: float, *, is_cut: bool, stopped: bool) -> str:
-    """The line below an answer: tokens, speed, and how much of the prompt was cached."""
+    """Return the line below an answer: tokens, speed, and cached prompt tokens."""
     if usage is None:
-        return "stopped" if stopped else "the server did not count"
+        return "stopped" if stopped else "the server reported no usage"
     tokens, cut = usage.completion_tokens, " (cut off)" if is_cut else ""
-    a_step = f", {tokens / usage.num_steps:.2f} tokens a step" if usage.num_steps else ""
+    a_step = f", {tokens / usage.num_steps:.2f} tokens per step" if usage.num_steps else ""
     return (
         f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s{a_step}; "
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
@@ -262,7 +266,7 @@ def _path(name: str) -> Path:
 
 
 def _number(name: str, text: str) -> float | None:
-    """The value that a text gives a parameter. Raises `InvalidRequest`."""
+    """Return a parameter's value from its text. Raises `InvalidRequest`."""
     kinds = {each.name: each.type for each in fields(SamplingParams)}
     if kinds[name] == int | None and text == "none":
         return None
@@ -271,23 +275,22 @@ def _number(name: str, text: str) -> float | None:
         return int(text) if is_whole else float(text)
     except ValueError:
         kind = "a whole number" if is_whole else "a number"
-        raise InvalidRequest(f"{name} must be {kind}, not {text!r}.") from None
+        raise InvalidRequest(f"{name} must be {kind}; got {text!r}.") from None
 
 
 def _read_conversation(file: Path) -> tuple[str | None, Messages]:
-    """The system message and the other messages of a file that `/save` wrote. Raises
+    """Return the system message and the other messages of a saved conversation. Raises
     `InvalidRequest`.
     """
+    text = read_file(file)
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidRequest(f"{file}: no such file.") from None
-    except (OSError, ValueError, RecursionError) as problem:
+        said: Any = json.loads(text)
+    except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{file} is not a saved conversation: {problem}.") from None
     system = said.get("system") if isinstance(said, dict) else 0
     messages: Any = said.get("messages") if isinstance(said, dict) else None
     if not isinstance(system, str | None) or not _are_messages(messages):
-        raise InvalidRequest(f"{file} is not a saved conversation; /save writes one.")
+        raise InvalidRequest(f"{file} is not a saved conversation; load a file that /save wrote.")
     return system, messages
 
 
@@ -311,7 +314,7 @@ def _read_pipe(_: str) -> str:
 
 
 def _line_reader() -> _Read:
-    """`input` with the editing of lines that readline gives it, and completion of commands."""
+    """Return `input` with readline's line editing, and completion of commands."""
     try:
         import readline
     except ImportError:
@@ -322,17 +325,17 @@ def _line_reader() -> _Read:
     readline.parse_and_bind("bind ^I rl_complete" if uses_libedit else "tab: complete")
     if not has_colors(output):
         return input
-    # \x01 and \x02 tell readline that what stands between them has no width.
+    # readline counts no width for characters between \x01 and \x02
     return lambda prompt: input(f"\x01\x1b[1;36m\x02{prompt.strip()}\x01\x1b[0m\x02 ")
 
 
 def _complete(text: str, state: int) -> str | None:
-    """The completions of a line one by one, as readline asks for them."""
+    """Return completion number `state` of a line, as readline calls it."""
     return dict(enumerate(completions(text))).get(state)
 
 
 def completions(line: str) -> list[str]:
-    """What a line that begins with a slash may become: a command, or a parameter of `/set`."""
+    """Return the completions of a slash command: commands, and parameters of `/set`."""
     known = [*_COMMANDS, *_OTHER_NAMES, "/set system "]
     known += [f"/set parameter {name} " for name in _SETTABLE]
     return [each for each in known if line.startswith("/") and each.startswith(line)]

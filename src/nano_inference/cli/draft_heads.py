@@ -1,4 +1,4 @@
-"""`nano-inference draft-heads`: heads that draft, trained on samples of their policy."""
+"""`nano-inference draft-heads`: train draft heads on the policy's own samples."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,50 +37,52 @@ def draft_heads(
             show_default=False,
             exists=True,
             dir_okay=False,
-            help='Prompts, one a line; a .jsonl file has {"prompt": ...} (text or token ids) or '
-            '{"messages": [...]} in each.',
+            help='File of prompts, one per line. In a .jsonl file, each line is {"prompt": ...} '
+            '(text or token ids) or {"messages": [...]}.',
         ),
     ],
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", show_default=False, help="A new folder for them.")
+        Path, typer.Argument(metavar="FOLDER", show_default=False, help="New folder for the heads.")
     ],
     kind: Annotated[
-        str, typer.Option(metavar="KIND", help="eagle: an EAGLE-3 head; medusa: Medusa heads.")
+        str,
+        typer.Option(
+            metavar="KIND", help="Kind of heads. eagle: an EAGLE-3 head; medusa: Medusa heads."
+        ),
     ] = "eagle",
     start: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Go on with the heads of a folder."),
+        typer.Option("--from", metavar="FOLDER", help="Continue training the heads of a folder."),
     ] = None,
-    places: Annotated[
-        int, typer.Option(min=1, help="How many tokens ahead they learn to guess.")
-    ] = 3,
+    places: Annotated[int, typer.Option(min=1, help="Number of tokens to draft ahead.")] = 3,
     known_tokens: Annotated[
         int,
         typer.Option(
-            min=0, help="Know this many tokens, the most frequent in the samples; 0: all."
+            min=0,
+            help="Draft only the N most frequent tokens of the samples. 0: all tokens.",
         ),
     ] = 0,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", "-n", min=1, help="Samples of each prompt.")
+        int, typer.Option("--num-samples", "-n", min=1, help="Samples per prompt.")
     ] = 4,
     held_out: Annotated[
         float,
-        typer.Option(min=0.0, max=0.9, help="Share of the prompts that only measures agreement."),
+        typer.Option(min=0.0, max=0.9, help="Share of prompts held out to measure agreement."),
     ] = 0.1,
-    epochs: Annotated[int, typer.Option(min=1, help="How often each sample is learned.")] = 2,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 1e-3,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 2,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-3,
     chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Put text into the chat template.")
+        bool, typer.Option("--chat/--no-chat", help="Apply the chat template to text prompts.")
     ] = True,
     sampling: _Sampling,
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train heads that draft on samples of the model itself.
+    """Train draft heads on a model's own samples.
 
-    `--draft-model FOLDER` of other commands drafts with them. Agreement with the policy on held-out
-    samples goes to standard output.
+    Other commands use the heads with `--draft-model FOLDER`. Standard output gets the share of
+    drafts that agree with the model on held-out samples.
 
     Examples:
 
@@ -90,7 +92,7 @@ def draft_heads(
     from nano_inference.rl.draft_training import DraftTrainer, frequent_tokens
 
     if (folder / "config.json").exists():
-        raise ConfigError(f"{folder} holds a model already; name a new folder.")
+        raise ConfigError(f"{folder} already contains a model; choose a new folder.")
     prompts = read_prompts(file)
     num_held = min(int(len(prompts) * held_out + 0.999), len(prompts) - 1) if held_out else 0
     with load_engine(with_plain_weights(EngineConfig(model, **engine))) as built:
@@ -108,21 +110,23 @@ def draft_heads(
                 known = frequent_tokens(learned, known_tokens, built.spec.vocab_size)
             trainer = DraftTrainer(
                 built,
-                kind,  # pyright: ignore[reportArgumentType] it is checked there
+                kind,  # pyright: ignore[reportArgumentType] DraftTrainer checks it
                 places=places,
                 known_tokens=known,
                 learning_rate=learning_rate,
             )
-        _tell(trainer, measured, "before")
+        _print_agreement(trainer, measured, "before")
         for epoch in range(epochs):
             loss = trainer.train(learned)
-            errors.print(f"epoch {epoch + 1}: mean loss {loss:.3f} of {len(learned)} samples")
-        _tell(trainer, measured, "after")
+            errors.print(f"epoch {epoch + 1}: mean loss {loss:.3f}, {len(learned)} samples")
+        _print_agreement(trainer, measured, "after")
         trainer.save(folder)
-        errors.print(f"The heads are in {folder}; draft with them by --draft-model {folder}")
+        line = f"Saved the heads to {folder}; use them with --draft-model {folder}"
+        errors.print(line, soft_wrap=True)
 
 
-def _tell(trainer: "DraftTrainer", measured: list[TrainingSample], when: str) -> None:
+def _print_agreement(trainer: "DraftTrainer", measured: list[TrainingSample], when: str) -> None:
     if measured:
         shares = ", ".join(f"{share:.3f}" for share in trainer.agreement(measured))
-        output.print(f"agreement {when}, by place: {shares}", soft_wrap=True, highlight=False)
+        line = f"agreement {when} training, by position: {shares}"
+        output.print(line, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Options of commands that are made from the fields of a configuration."""
+"""Command options made from the fields of a configuration."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ _UNITS = {
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
+    """Return the bytes of a size such as `512MiB` or `1.5 GB`. Raises `typer.BadParameter`."""
     parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
     if parts is None or parts[2] not in _UNITS:
         raise typer.BadParameter(
@@ -31,17 +31,18 @@ def parse_size(text: str | int) -> int:
 # -- options made from fields ----------------------------------------------------------------------
 
 Values = dict[str, Any]  # names of fields -> their values
+Flags = Mapping[str, tuple[str, str | None]]  # fields -> flags that turn them on and off
 
 
 @dataclass(frozen=True)
 class FieldOptions:
-    """Marks a parameter of a command, of type `Values`: it becomes one option a field.
+    """Mark for a command's parameter of type `Values`: expands it to one option per field.
 
     Attributes:
-        config: a dataclass with fields made by `nano_inference.fields.options.option`.
-        names: of the fields, in the order of `--help`; empty: all that are options.
-        defaults: where the command's default is not the field's.
-        shown: what `--help` shows as the default of a field in place of its value.
+        config: Dataclass with fields made by `nano_inference.fields.options.option`.
+        names: Field names in the order of `--help`. Empty: every field that is an option.
+        defaults: Defaults of the command that differ from the fields'.
+        shown: Texts that `--help` shows in place of default values.
     """
 
     config: type
@@ -50,7 +51,7 @@ class FieldOptions:
     shown: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def parameters(self) -> list[inspect.Parameter]:
-        """One for each option, as typer reads them."""
+        """Return one parameter per option, as typer reads them."""
         return [
             inspect.Parameter(
                 each.name,
@@ -63,31 +64,36 @@ class FieldOptions:
             for each in self._fields()
         ]
 
-    def take(self, given: Values) -> Values:
-        """The fields' values, taken out of a command's arguments."""
-        found = {each.name: (each, given.pop(each.name)) for each in self._fields()}
+    def flags(self) -> "Flags":
+        """Return the flags of each field: the one that sets it, and the one that turns it off."""
+        return {each.name: _on_and_off(each) for each in self._fields()}
+
+    def take(self, arguments: Values) -> Values:
+        """Remove the fields' values from a command's arguments and return them."""
+        values = {each.name: (each, arguments.pop(each.name)) for each in self._fields()}
         return {
             name: (tuple(value) if value else each.default) if "each" in each.metadata else value
-            for name, (each, value) in found.items()
+            for name, (each, value) in values.items()
         }
 
     def _fields(self) -> "list[Field[Any]]":
         known = {each.name: each for each in fields(self.config) if "help" in each.metadata}
         return [known[name] for name in self.names or known]
 
-    def _default(self, each: "Field[Any]") -> Any:
-        return self.defaults.get(each.name, each.default)
+    def _default(self, field: "Field[Any]") -> Any:
+        return self.defaults.get(field.name, field.default)
 
 
-def _type(each: "Field[Any]", default: Any) -> Any:
-    if "each" in each.metadata:
-        return list[each.metadata["each"]] | None
-    kind: Any = each.type
-    return kind | None if default is None and not is_optional(each) else kind
+def _type(field: "Field[Any]", default: Any) -> Any:
+    if "each" in field.metadata:
+        item: Any = field.metadata["each"]
+        return list[item] | None
+    kind: Any = field.type
+    return kind | None if default is None and not is_optional(field) else kind
 
 
-def _option(each: "Field[Any]", shown: str | None) -> Any:
-    settings = dict(each.metadata)
+def _option(field: "Field[Any]", shown: str | None) -> Any:
+    settings = dict(field.metadata)
     if shown is not None:
         settings["show_default"] = shown
     panel, _ = settings.pop("panel"), settings.pop("flags")
@@ -96,26 +102,55 @@ def _option(each: "Field[Any]", shown: str | None) -> Any:
     if settings.pop("size", False):
         settings |= {"parser": parse_size, "metavar": "SIZE"}
     if aliases := settings.pop("aliases", None):
-        names = [str(choice) for choice in choices(each) if choice is not None]
+        names = [str(choice) for choice in choices(field) if choice is not None]
         settings |= {
             "parser": partial(_choice, names, aliases),
             "metavar": "|".join(names),
             "autocompletion": lambda: [*names, *aliases],
         }
-    name = each.name.replace("_", "-")
-    has_opposite = each.default is True or each.type == bool | None
-    usual = (f"--{name}/--no-{name}",) if has_opposite else flags_of(each)
-    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
+    return typer.Option(*_flags(field), rich_help_panel=panel, **settings)
 
 
-def flags_of(each: "Field[Any]") -> tuple[str, ...]:
-    """Return the names of a field on the command line; for a switch, the flag that turns it on."""
-    given: tuple[str, ...] = each.metadata["flags"]
-    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
+def _flags(field: "Field[Any]") -> tuple[str, ...]:
+    """Return a field's flags as typer writes them. A switch may have the form `--x/--no-x`."""
+    name = field.name.replace("_", "-")
+    has_opposite = field.default is True or field.type == bool | None
+    usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
+    return field.metadata["flags"] or (usual,)
+
+
+def _on_and_off(field: "Field[Any]") -> tuple[str, str | None]:
+    on, _, off = _flags(field)[0].partition("/")
+    return on, off or None
+
+
+def with_flags(text: str, flags: "Flags") -> str:
+    """Return a message with options in place of fields: `--top-p 3.0` for `top_p=3.0`, and
+    `--kv-cache-memory` for `kv_cache_memory`.
+    """
+    if not flags:
+        return text
+    names = "|".join(sorted(flags, key=len, reverse=True))
+
+    def as_option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        on, off = flags[name]
+        if value is None:
+            return on if "_" in name else match[0]  # `seed` is also a word
+        if value == "False":
+            return off or match[0]
+        return match[0] if value == "None" else on if value == "True" else f"{on} {value}"
+
+    return re.sub(
+        rf"(?<![\w/.=-])(?:[A-Z]\w+\.)?({names})"
+        r"(?:='?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))|(?![\w/=(-]))",
+        as_option,
+        text,
+    )
 
 
 def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
-    """The value that a text names, by its own name or by another one."""
+    """Return the choice that a text names, directly or by an alias."""
     name = aliases.get(text.lower(), text)
     if name not in names:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")

@@ -1,6 +1,4 @@
-"""`nano-inference generate`: samples of prompts, as text, with coloured tokens, or as JSON
-lines.
-"""
+"""`nano-inference generate`: sample completions as text, coloured tokens or JSON lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from nano_inference.cli.terminal import (
     load_engine,
     output,
     printable,
+    read_file,
     write,
 )
 from nano_inference.config import EngineConfig
@@ -35,25 +34,25 @@ from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
-_HERE = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter")  # not sent to a server
+_LOCAL_PARAMS = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter")  # not sent to a server
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
         SamplingParams,
-        (*options.PARAMS, *_HERE),
+        (*options.PARAMS, *_LOCAL_PARAMS),
         shown=options.AS_RECOMMENDED,
     ),
 ]
-_OF_ITS_CONFIG = ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
-_Engine = Annotated[options.Values, FieldOptions(EngineConfig, _OF_ITS_CONFIG)]
-_OF_AN_ENGINE = (
+_CONFIG_OPTIONS = ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+_Engine = Annotated[options.Values, FieldOptions(EngineConfig, _CONFIG_OPTIONS)]
+_LOCAL_OPTIONS = (
     *("num_samples", "chat", "json_schema", "regex", "choice", "generation_config"),
-    *("logprobs", "as_json", "top_logprobs", *_HERE, *_OF_ITS_CONFIG),
+    *("logprobs", "as_json", "top_logprobs", *_LOCAL_PARAMS, *_CONFIG_OPTIONS),
 )
 
 
-# Sequences in a step: no more than there are, since the KV cache is planned for as many of the
-# longest length. A few are there in any case, whose memory holds prefixes.
+# Limits of sequences per step. The KV cache is sized for this many sequences of the longest length,
+# so few samples get a small one. The minimum leaves memory for cached prefixes.
 LEAST_AT_ONCE, MOST_AT_ONCE = 4, EngineConfig.max_batch_size
 
 
@@ -66,23 +65,25 @@ def generate(
         str | None,
         typer.Option(
             "--url",
-            help="Let the model of this server continue one text, such as http://127.0.0.1:8000.",
+            help="Continue one text with a model on this server, such as http://127.0.0.1:8000.",
         ),
     ] = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="Text to answer. May be repeated."),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="Text to answer or continue. May be repeated."
+        ),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "--file",
             "-f",
-            help='Read prompts from a file, one a line; in a .jsonl file, {"prompt": ...} or '
-            '{"messages": [...]} a line. -: read text from standard input. With --url: the whole '
-            "file is one prompt, and without -p and -f standard input is.",
+            help='Read prompts from a file, one per line; in a .jsonl file, {"prompt": ...} or '
+            '{"messages": [...]} per line. -: read standard input. With --url, the whole file is '
+            "one prompt; without -p and -f, standard input is the prompt.",
         ),
     ] = None,
     num_samples: Annotated[
@@ -99,8 +100,8 @@ def generate(
         typer.Option(
             "--chat/--no-chat",
             show_default=False,
-            help="Put text into the chat template as the user's message, or continue it as it "
-            "is. Default: the template, if the model has one.",
+            help="Send text as the user's message in the chat template, or continue the plain "
+            "text. Default: the template, if the model has one.",
         ),
     ] = None,
     sampling: _Sampling,
@@ -109,32 +110,35 @@ def generate(
         typer.Option(
             "--json-schema",
             metavar="FILE|JSON",
-            help="JSON schema that completions follow: a file, or the schema itself.",
+            help="Require JSON that follows this schema: a file, or the schema itself.",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Regular expression that whole completions match."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Require completions that match this regular expression as a whole.",
+        ),
     ] = None,
     choice: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Choose a completion among these. May be repeated."),
+        typer.Option(metavar="TEXT", help="Require one of these completions. May be repeated."),
     ] = None,
     generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
         typer.Option(
             "--logprobs",
-            help="Colour each token by its probability. Without colours: print its logprob.",
+            help="Colour each token by its probability. Without colours, print its logprob.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Write one TrainingSample a line, as JSON."),
+        typer.Option("--json", help="Write one TrainingSample per line, as JSON."),
     ] = False,
     top_logprobs: Annotated[
         int,
-        typer.Option(min=0, help="With --json: add the N most probable tokens at every position."),
+        typer.Option(min=0, help="With --json, add the N most probable tokens at every position."),
     ] = 0,
     engine: _Engine,
     verbose: options.Verbose = False,
@@ -143,8 +147,8 @@ def generate(
 ) -> None:
     """Sample completions of prompts, here or on a server.
 
-    Completions go to standard output, all else to standard error. With --url a server's model
-    continues one text, which may come from standard input.
+    Completions go to standard output, everything else to standard error. With --url, a server's
+    model continues one text, which may come from standard input.
 
     Examples:
 
@@ -174,7 +178,7 @@ def generate(
         params = options.with_recommended(ctx, params, built.model_folder, model, generation_config)
         if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
-        # A single text is written as it grows; several are readable only one after the other.
+        # a single text is written while it grows, since several would mix
         is_plain = not as_json and not logprobs and has_tokenizer(built)
         live = len(prompts) * num_samples == 1 and is_plain
         run = _sample(built, prompts, params, num_samples, live=live)
@@ -189,48 +193,45 @@ def generate(
         elif not live:
             _show(built, prompts, num_samples, run.samples, logprobs=False)
         if errors.is_terminal and len(prompts) * num_samples == 1:
-            # between the text and the figures; after several samples there is an empty line already
+            # between the text and the figures, since several samples end with an empty line already
             errors.print()
         _show_failures(run.samples)
         errors.print(_figures(built, run), style="dim")
         if run.stopped:
             errors.print(
-                f"Interrupted: {len(run.samples)} of {len(prompts) * num_samples} samples were "
-                "finished."
+                f"Interrupted: finished {len(run.samples)} of {len(prompts) * num_samples} samples."
             )
             raise typer.Exit(130)
 
 
 def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None:
-    """Reject options that could have no effect."""
+    """Reject options that would have no effect."""
     if model is None and url is None:
-        raise typer.BadParameter(
-            "MODEL is missing; smollm2-135m is one that a package carries, and --url asks a server."
-        )
+        raise typer.BadParameter("MODEL is missing; try smollm2-135m, or use a server with --url.")
     unused, owner = (
         (("api_key", "api_key_file"), "a server (--url)")
         if url is None
-        else (_OF_AN_ENGINE, "an engine of your own")
+        else (_LOCAL_OPTIONS, "a local engine")
     )
     if (flag := options.first_given(ctx, unused)) is not None:
-        raise typer.BadParameter(f"{flag} is for {owner}; leave it out.")
+        raise typer.BadParameter(f"{flag} requires {owner}; leave it out.")
 
 
 def _check_output(as_json: bool, logprobs: bool, top_logprobs: int) -> None:
     if as_json and logprobs:
         raise typer.BadParameter(
-            "--logprobs colours text; --json has every logprob anyway. Leave one of them out."
+            "--logprobs and --json exclude each other: the JSON has all logprobs; leave one out."
         )
     if top_logprobs and not as_json:
-        raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
+        raise typer.BadParameter("--top-logprobs requires --json.")
 
 
 def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:
-    """What completions have to follow. Raises `InvalidRequest`."""
-    asked = {"--json-schema": schema, "--regex": pattern, "--choice": choices or None}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        raise typer.BadParameter(f"{' and '.join(given)} exclude each other; give one.")
+    """Return the grammar of completions, or None. Raises `InvalidRequest`."""
+    values = {"--json-schema": schema, "--regex": pattern, "--choice": choices or None}
+    flags = [name for name, value in values.items() if value is not None]
+    if len(flags) > 1:
+        raise typer.BadParameter(f"{' and '.join(flags)} exclude each other; give one.")
     if schema is not None:
         return _enforceable(_json_schema(schema))
     if pattern is not None:
@@ -239,7 +240,7 @@ def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None)
 
 
 def _enforceable(grammar: Grammar) -> Grammar:
-    """The grammar, if it can be enforced; else it is wrong usage, before a model is loaded."""
+    """Return the grammar. Raises `typer.BadParameter` if no backend can enforce it."""
     from nano_inference.structured.backend import backend_named
 
     try:
@@ -249,41 +250,36 @@ def _enforceable(grammar: Grammar) -> Grammar:
     return grammar
 
 
-def _json_schema(given: str) -> Grammar:
-    """The grammar of a schema, which is given as JSON or as the file that holds it. Raises
-    `InvalidRequest`.
-    """
-    where, text = "--json-schema", given
-    if not given.lstrip().startswith(("{", "true", "false")):
-        where, file = given, Path(given)
+def _json_schema(value: str) -> Grammar:
+    """Return the grammar of a schema, from JSON or the name of a file. Raises `InvalidRequest`."""
+    where, text = "--json-schema", value
+    if not value.lstrip().startswith(("{", "true", "false")):
+        where, file = value, Path(value)
         if not file.is_file():
-            raise typer.BadParameter(f"{given}: no such file.", param_hint="--json-schema")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(f"{given} cannot be read as UTF-8 text: {problem}") from problem
+            raise typer.BadParameter(f"{value}: no such file.", param_hint="--json-schema")
+        text = read_file(file)
     try:
         return Grammar.json_schema(text)
     except InvalidRequest as problem:
         raise InvalidRequest(f"{where}: {problem}") from problem
 
 
-def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
+def _prompts(texts: list[str], file: Path | None) -> list[Prompt]:
     if file is not None and str(file) != "-" and not file.is_file():
         raise typer.BadParameter(f"{file}: no such file.", param_hint="--file")
-    prompts = [*given, *(read_prompts(file) if file else [])]
+    prompts = [*texts, *(read_prompts(file) if file else [])]
     if not prompts:
         raise typer.BadParameter(
-            "there is no prompt; give one with -p TEXT, or a file of them with --file."
+            "the prompt is missing; give one with -p TEXT, or a file with --file."
         )
     return prompts
 
 
 @dataclass(frozen=True)
 class _Run:
-    samples: list[TrainingSample]  # prompt by prompt
+    samples: list[TrainingSample]  # finished samples, ordered by prompt
     seconds: float
-    stopped: bool  # by Ctrl-C; the samples are those that had ended
+    stopped: bool  # by Ctrl-C
 
 
 def _sample(
@@ -296,7 +292,7 @@ def _sample(
 ) -> _Run:
     samples: list[TrainingSample] = []
     start = time.perf_counter()
-    is_seen = live and output.is_terminal  # then the text itself shows how far it is
+    is_seen = live and output.is_terminal  # the growing text shows the progress
     with (
         _progress_line(is_seen) as report,
         Interruptible(
@@ -316,8 +312,8 @@ def _sample(
 
 @contextmanager
 def _progress_line(is_seen: bool) -> Iterator[Callable[[int, int, int], None] | bool]:
-    """What `InferenceEngine.generate` reports its progress to: a line of the terminal, if there is
-    one and the text is not seen.
+    """Yield the `progress` argument of `InferenceEngine.generate`: a function that updates a line
+    of the terminal. Yield False if there is no terminal, or if the text is visible.
     """
     if is_seen or not errors.is_terminal:
         yield False
@@ -337,7 +333,7 @@ def _progress(finished: int, total: int, tokens: int, seconds: float) -> str:
 
 
 def has_tokenizer(engine: "InferenceEngine") -> bool:
-    """Whether the engine can turn text into token ids and back."""
+    """Return whether the engine has a tokenizer."""
     try:
         return engine.tokenizer is not None
     except ModelLoadError:
@@ -345,7 +341,7 @@ def has_tokenizer(engine: "InferenceEngine") -> bool:
 
 
 def has_chat_template(engine: "InferenceEngine") -> bool:
-    """Whether the model can chat. A prompt of token ids needs neither template nor tokenizer."""
+    """Return whether the engine has a tokenizer with a chat template."""
     return has_tokenizer(engine) and engine.tokenizer.chat_template is not None
 
 
@@ -357,12 +353,12 @@ def _show(
     *,
     logprobs: bool,
 ) -> None:
-    """Completions under headings; a single one has none, so that its text can be piped on."""
+    """Write completions under headings. A single completion has none, for pipes."""
     headings = len(prompts) * num_samples > 1
     shown = None
     for sample in samples:
         if headings and sample.request_id != shown:
-            shown = sample.request_id  # a new engine counts from 0, so it is the prompt's place
+            shown = sample.request_id  # the prompt's index: a new engine counts from 0
             output.print(_prompt_heading(prompts, shown), no_wrap=True, overflow="ellipsis")
             output.print()
         if headings:
@@ -378,15 +374,15 @@ def _show(
 
 
 def _show_failures(samples: list[TrainingSample]) -> None:
-    """Why samples failed, each reason once."""
+    """Print every reason why samples failed, once."""
     for reason in sorted({str(each.stop_reason) for each in samples}):
         if reason.startswith(ERROR):
             errors.print(Text(reason, style="red"), soft_wrap=True)
 
 
-def _prompt_heading(prompts: list[Prompt], place: int) -> Text:
-    count = f" {place + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-    return Text.assemble((f"prompt{count}", "bold"), "  ", printable(title(prompts[place])))
+def _prompt_heading(prompts: list[Prompt], index: int) -> Text:
+    count = f" {index + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+    return Text.assemble((f"prompt{count}", "bold"), "  ", printable(title(prompts[index])))
 
 
 def _heading(sample: TrainingSample) -> Text:
@@ -407,7 +403,7 @@ def _mean(numbers: tuple[float, ...]) -> str:
 
 
 def _text(engine: "InferenceEngine", sample: TrainingSample) -> str:
-    """The completion as text, or as ids where there is no tokenizer."""
+    """Return the completion as text, or as ids if there is no tokenizer."""
     if sample.text is not None:
         return sample.text
     try:
@@ -421,9 +417,8 @@ def _figures(engine: "InferenceEngine", run: _Run) -> str:
     tokens, cached = stats.completion_tokens, stats.prompt_tokens_cached
     count = len(run.samples)
     return (
-        f"{count} {'sample' if count == 1 else 'samples'}, {tokens:,} tokens in {run.seconds:.1f} "
-        "s: "
+        f"{count} {'sample' if count == 1 else 'samples'}, "
+        f"{tokens:,} tokens in {run.seconds:.1f} s: "
         f"{tokens / max(run.seconds, 1e-9):,.1f} tok/s; {cached:,} of "
-        f"{cached + stats.prompt_tokens_computed:,} prompt "
-        "tokens cached"
+        f"{cached + stats.prompt_tokens_computed:,} prompt tokens cached"
     )

@@ -1,29 +1,34 @@
-"""`--help` with the options that most people need, and `--help-all` with every option."""
+"""`--help` with the common options, and `--help-all` with every option."""
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-WIDE = 100  # columns in which no name of an option is cut
-_ALL = "nano_inference.help_all"  # a context's note that every option is wanted
+from nano_inference.cli.field_options import Flags
+
+WIDE = 100  # columns at which a table shows every option name whole
+_ALL = "nano_inference.help_all"  # key in a context: show every option
 
 
 class Command(TyperCommand):
-    """A command whose `--help` hides the options that few people need.
+    """Command whose `--help` hides rare options.
 
     Attributes:
-        common: the parameters that `--help` shows; empty: all of them.
+        common: Parameters that `--help` shows. Empty: all.
+        flags: Options by configuration field, for messages (`field_options.with_flags`).
     """
 
     common: tuple[str, ...] = ()
+    flags: Flags = MappingProxyType({})
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help; the last line counts the options that it leaves out. A narrow terminal
-        gets all options as plain text, since a table would cut their names.
+        """Write the help, with the number of hidden options in the last line. A narrow terminal
+        gets `--help-all` as plain text, since a table would cut option names.
         """
         markup = self.rich_markup_mode
         if ctx.meta.get(_ALL) and shutil.get_terminal_size().columns < WIDE:
@@ -43,16 +48,16 @@ class Command(TyperCommand):
             if self.common and not ctx.meta.get(_ALL) and each.name not in shown
         ]
         rare = [each for each in rare if not each.hidden]
-        for each in rare:
-            each.hidden = True
+        for param in rare:
+            param.hidden = True
         if rare:
             self.epilog = f"{len(rare)} more options: {ctx.command_path} --help-all"
         try:
             yield
         finally:
             self.epilog = None
-            for each in rare:
-                each.hidden = False
+            for param in rare:
+                param.hidden = False
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:

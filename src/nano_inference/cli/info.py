@@ -1,6 +1,4 @@
-"""`nano-inference info`: what a model is and what an engine would make of it. No weights are
-read.
-"""
+"""`nano-inference info`: describe a model and its engine without reading weights."""
 
 import json
 from collections import Counter
@@ -47,14 +45,14 @@ def info(
     model: options.MaybeModel = None,
     *,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of tables.")
+        bool, typer.Option("--json", help="Write one JSON object instead of tables.")
     ] = False,
     selftest: Annotated[
         bool,
         typer.Option(
             "--selftest",
-            help="Run every set of kernels of this machine beside the reference, on small inputs "
-            "or with the widths of MODEL. Exit status 1 if one differs.",
+            help="Compare every set of kernels on this machine with the reference, on small inputs "
+            "or with the widths of MODEL. Exits with 1 if one differs.",
         ),
     ] = False,
     engine: _Engine,
@@ -63,7 +61,7 @@ def info(
 ) -> None:
     """Show a model: architecture, memory, numerics, tokenizer.
 
-    It reads the configuration and not the weights, so it is quick also for large models.
+    Reads the configuration but no weights, so it is fast for large models too.
 
     Examples:
 
@@ -75,7 +73,7 @@ def info(
         _selftest(model)
         return
     if model is None:
-        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
+        raise typer.BadParameter("MODEL is missing; try smollm2-135m.")
     with errors.status(f"reading {model}"):
         plans = _plans(EngineConfig(model, **engine))
         plan = plans[0]
@@ -88,7 +86,7 @@ def info(
     )
     for name, rows in (
         ("architecture", _architecture(plan)),
-        (f"memory on {plan.device}" + (", of rank 0" if len(plans) > 1 else ""), _memory(plan)),
+        (f"memory on {plan.device}" + (", rank 0" if len(plans) > 1 else ""), _memory(plan)),
         *((("ranks", _ranks(plans)),) if len(plans) > 1 else ()),
         ("numerics", _numerics(plan)),
         ("tokenizer", _tokenizer_rows(text_side)),
@@ -99,7 +97,7 @@ def info(
 
 
 def _selftest(model: str | None) -> None:
-    """Print a line a set of kernels. Exit status 1 where one does not agree with the reference."""
+    """Print a line per set of kernels. Exit with 1 if one differs from the reference."""
     from nano_inference.checkpoints.folders import describe_model, load_spec
     from nano_inference.device.selftest import kernel_sets, selftest, usual_specs
 
@@ -107,7 +105,7 @@ def _selftest(model: str | None) -> None:
     sets, differ = kernel_sets(), 0
     if not sets:
         raise ConfigError(
-            "this machine has no kernels to test: the reference backend runs here; install a C++ "
+            "there are no kernels to test: this machine runs the reference backend; install a C++ "
             "compiler, or Triton for a GPU."
         )
     for kernels, problem in selftest(specs, sets):
@@ -119,7 +117,7 @@ def _selftest(model: str | None) -> None:
 
 
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
-    """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
+    """Return the plan of every rank, for each engine if several engines share the experts."""
     from nano_inference.checkpoints.folders import describe_model
     from nano_inference.checkpoints.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
@@ -149,7 +147,7 @@ def _part(plan: "EnginePlan") -> "ModelShard":
 
 
 def _held(plan: "EnginePlan") -> dict[str, tuple[int, int]]:
-    """What a rank holds of the model, from the first to the one behind the last."""
+    """Return the rank's range in each dimension of the model: (first, one past the last)."""
     part = _part(plan)
     held = {
         "layers": part.layers,
@@ -178,19 +176,19 @@ def _ranks_as_json(plans: "list[EnginePlan]") -> dict[str, Any]:
 
 
 def _ranks(plans: "list[EnginePlan]") -> Rows:
-    """What each holds where they differ, and what it takes."""
+    """Return a row per rank: the ranges in which ranks differ, and the memory."""
     held = [_held(plan) for plan in plans]
     rows: Rows = []
-    for rank, (plan, own) in enumerate(zip(plans, held, strict=True)):
+    for rank, (plan, ranges) in enumerate(zip(plans, held, strict=True)):
         parts = [
             f"{name} {first:,}" + (f" to {stop - 1:,}" if stop - first > 1 else "")
-            for name, (first, stop) in own.items()
-            if any(other[name] != own[name] for other in held)
+            for name, (first, stop) in ranges.items()
+            if any(other[name] != ranges[name] for other in held)
         ]
-        if (mesh := _part(plan).place.mesh).context > 1:
+        if (mesh := _part(plan).position.mesh).context > 1:
             parts.append(
-                f"part {_part(plan).place.context_rank + 1} of {mesh.context} of each sequence's "
-                "KV cache"
+                f"part {_part(plan).position.context_rank + 1} of {mesh.context} of each "
+                "sequence's KV cache"
             )
         budget = plan.memory_budget
         parts.append(f"weights {_size(budget.weights)}, KV cache up to {_size(budget.kv_cache)}")
@@ -205,7 +203,7 @@ def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":
 
 
 def _tokenizer(plan: "EnginePlan") -> "Tokenizer | GgufVocabulary | None":
-    """The tokenizer of a folder, or what the header of a GGUF file says of one."""
+    """Return the tokenizer of a folder, or the vocabulary in the header of a GGUF file."""
     from nano_inference.checkpoints.folders import describe_model, gguf_of
     from nano_inference.checkpoints.gguf.tokenizer import read_vocabulary
     from nano_inference.text.tokenizer import has_tokenizer, load_tokenizer
@@ -250,7 +248,7 @@ def _as_json(plan: "EnginePlan", tokenizer: "Tokenizer | GgufVocabulary | None")
 
 def _table(rows: Rows) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=20, no_wrap=True)  # the same in all tables, so that they read as one
+    table.add_column(min_width=20, no_wrap=True)  # the same in all tables, to align them
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(f"  {label}", Text(value))
@@ -261,7 +259,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
     _, spec = _policy(plan)
     embedding = spec.vocab_size * spec.hidden_size
     embedding_size = f"{embedding / 1e6:,.1f} M"
-    head = "which is also the head" if spec.tie_word_embeddings else f"{embedding_size} the head"
+    head = "shared with the head" if spec.tie_word_embeddings else f"{embedding_size} head"
     dtype = str(plan.dtype).removeprefix("torch.")
     source = (
         "blocks of a .gguf file" if spec.quantized_source else f"checkpoint {spec.checkpoint_dtype}"
@@ -271,8 +269,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("class", spec.architecture),
         (
             "parameters",
-            f"{_num_parameters(spec) / 1e6:,.1f} M; of these {embedding_size} the embedding, "
-            f"{head}",
+            f"{_num_parameters(spec) / 1e6:,.1f} M, including {embedding_size} embedding, {head}",
         ),
         ("dtype", f"{dtype} ({source})"),
         *((("weights", f"codes, {codes}"),) if (codes := plan.config.codes) else ()),
@@ -296,8 +293,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("context", f"{spec.max_position:,} tokens"),
         (
             "ends with",
-            ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids)
-            or "no token of its own",
+            ", ".join(f"token {token_id}" for token_id in spec.eos_token_ids) or "no end token",
         ),
     ]
 
@@ -306,13 +302,13 @@ def _heads(spec: "ModelSpec") -> str:
     kinds = [spec.layer(layer) for layer in range(spec.num_layers)]
     counts = Counter((kind.num_kv_heads, kind.head_dim) for kind in kinds)
     parts = [
-        f"{kv_heads} of keys and values, {head_dim} wide"
-        + (f", in {count} layers" if len(counts) > 1 else "")
+        f"{kv_heads} key-value heads of width {head_dim}"
+        + (f" in {count} layers" if len(counts) > 1 else "")
         for (kv_heads, head_dim), count in counts.items()
     ]
     shared = sum(kind.keys_of != layer for layer, kind in enumerate(kinds))
-    readers = f"; {shared} layers read those of others" if shared else ""
-    return f"{spec.num_heads} of queries, {'; '.join(parts)}{readers}"
+    readers = f"; {shared} layers reuse keys and values of others" if shared else ""
+    return f"{spec.num_heads} query heads, {'; '.join(parts)}{readers}"
 
 
 def _mlp(spec: "ModelSpec") -> str:
@@ -320,15 +316,15 @@ def _mlp(spec: "ModelSpec") -> str:
     if moe is None:
         return f"{spec.intermediate_size:,}, {spec.activation}"
     experts = (
-        f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} a token"
+        f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} per token"
     )
     if moe.shared is not None:
-        experts += f", and one of {moe.shared.intermediate_size:,} for all"
+        experts += f", plus a shared expert of {moe.shared.intermediate_size:,}"
     dense = moe.layers.count(False)
     if moe.beside:
-        experts += f"; beside them {spec.intermediate_size:,}"
+        experts += f", plus a dense MLP of {spec.intermediate_size:,}"
     where = (
-        f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts"
+        f"; {dense} of {spec.num_layers} layers are dense ({spec.intermediate_size:,})"
         if dense
         else ""
     )
@@ -342,10 +338,10 @@ def _states(spec: "ModelSpec") -> str:
 
 def _windows(windows: tuple[int, ...]) -> str:
     parts = [
-        f"{count} layers see {f'the last {window:,} tokens' if window else 'all tokens'}"
+        f"{count} layers attend to {f'the last {window:,} tokens' if window else 'all tokens'}"
         for window, count in sorted(Counter(windows).items(), reverse=True)
     ]
-    return ", ".join(parts) if any(windows) else "none: every layer sees all tokens"
+    return ", ".join(parts) if any(windows) else "none: every layer attends to all tokens"
 
 
 def _ropes(ropes: "tuple[RopeSpec, ...]") -> str:
@@ -363,11 +359,11 @@ def _rope(rope: "RopeSpec") -> str:
 
 
 def _norms(spec: "ModelSpec") -> str:
-    place = {"pre": "before", "post": "after", "both": "before and after"}[spec.norms]
-    queries = {"head": ", of queries and keys by head", "full": ", of queries and keys", None: ""}[
+    position = {"pre": "before", "post": "after", "both": "before and after"}[spec.norms]
+    queries = {"head": ", on queries and keys per head", "full": ", on queries and keys", None: ""}[
         spec.qk_norm
     ]
-    return f"RMS {place} attention and MLP{queries}, epsilon {spec.rms_norm_eps:g}"
+    return f"RMS {position} attention and MLP{queries}, epsilon {spec.rms_norm_eps:g}"
 
 
 def _memory(plan: "EnginePlan") -> Rows:
@@ -396,16 +392,16 @@ def _numerics(plan: "EnginePlan") -> Rows:
         ("schedule invariant", "yes" if kept else "no"),
         (
             "",
-            "A token's bits do not depend on batch, chunks, cache or preemption: samples can be "
+            "A token's bits do not depend on batch, chunks, cache or preemption, so samples can be "
             "replayed."
             if kept
-            else "The last bits of a logprob may change with what else is in the batch.",
+            else "The last bits of a logprob may depend on the other sequences in the batch.",
         ),
     ]
 
 
 def _kernels(plan: "EnginePlan") -> str | None:
-    """The build of the CPU kernels that runs."""
+    """Return the build of the CPU kernels in use, or None."""
     from nano_inference.ops.cpu.build import best_instruction_set
 
     if plan.numerics.backend != "cpu":
@@ -415,7 +411,7 @@ def _kernels(plan: "EnginePlan") -> str | None:
 
 def _tokenizer_rows(tokenizer: "Tokenizer | GgufVocabulary | None") -> Rows:
     if tokenizer is None:
-        return [("", "none: prompts must be token ids, or use --tokenizer")]
+        return [("", "none: pass token ids, or use --tokenizer")]
     special = [
         f"{name.removesuffix('_token')} {text}" for name, text in tokenizer.special_tokens.items()
     ]
@@ -424,7 +420,7 @@ def _tokenizer_rows(tokenizer: "Tokenizer | GgufVocabulary | None") -> Rows:
         ("special tokens", ", ".join(special) or "none"),
         (
             "chat template",
-            "yes" if tokenizer.chat_template is not None else "no: it continues text",
+            "yes" if tokenizer.chat_template is not None else "no: the model continues text",
         ),
     ]
 

@@ -1,5 +1,5 @@
-"""The app: its commands, and what holds for all of them: the version, errors in one line, exit
-codes. Only the command that runs is imported.
+"""The app: its commands, the version, one-line errors and exit codes. Only the command that runs
+is imported.
 """
 
 import sys
@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import nano_inference
+from nano_inference.cli.field_options import Flags, with_flags
 from nano_inference.cli.help_texts import Command
 from nano_inference.cli.options import DEBUG, Verbose, in_own_words
 from nano_inference.cli.terminal import (
@@ -23,18 +24,25 @@ from nano_inference.cli.terminal import (
     set_up_logging,
     set_up_streams,
 )
-from nano_inference.errors import NO_MEMORY, NanoInferenceError
+from nano_inference.errors import (
+    NO_MEMORY,
+    AdapterError,
+    ConfigError,
+    InvalidRequest,
+    ModelLoadError,
+    NanoInferenceError,
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A command that is imported when it runs.
+    """Row of the table of commands.
 
     Attributes:
-        function: where it is, as `module:function`; it is imported when the command runs.
-        summary: its line in the list of commands.
-        error_code: exit code for an error of the package. 2, as for wrong usage, if 1 is an answer.
-        common: the options that `--help` shows; empty: all. `--help-all` shows the others too.
+        function: Function of the command as `module:function`, imported when it runs.
+        summary: Line in the list of commands.
+        error_code: Smallest exit code for an error. 2 if the command uses 1 as an answer.
+        common: Options that `--help` shows. Empty: all. `--help-all` shows every option.
     """
 
     function: str
@@ -81,31 +89,31 @@ COMMANDS = {
     ),
     "replay": Row(
         "nano_inference.cli.replay:replay",
-        "Compare every sample of a file with a new one, bit by bit.",
+        "Replay samples and compare them bit by bit.",
         error_code=2,
     ),
     "bench": Row(
         "nano_bench.command:bench",
-        "Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
+        "Measure a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
         error_code=2,
     ),
     "run-batch": Row(
         "nano_bench.run_batch:run_batch",
-        "Answer a file of requests in OpenAI's batch form.",
+        "Answer a file of requests in OpenAI's batch format.",
         error_code=2,
     ),
     "report": Row(
-        "nano_bench.report:report", "Make a page of samples: groups side by side, tokens coloured."
+        "nano_bench.report:report", "Write an HTML page of samples, with coloured tokens."
     ),
     "draft-heads": Row(
         "nano_inference.cli.draft_heads:draft_heads",
-        "Train heads that draft on samples of the model itself.",
+        "Train draft heads on a model's own samples.",
     ),
     "train-service": Row(
         "nano_training_service.command:train_service", "Train LoRA adapters of a model over HTTP."
     ),
 }
-# words that users of other programs try first
+# commands of other programs
 _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "models"} | {
     "ls": "models",
     "ps": "models",
@@ -116,34 +124,55 @@ _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "mo
 
 
 def load_command(name: str) -> TyperCommand:
-    """The command of this name, with its options."""
+    """Import a command and return it with its options."""
     row = COMMANDS[name]
-    alone = typer.Typer(
+    single = typer.Typer(
         add_completion=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     module, _, function = row.function.partition(":")
-    alone.command(name, cls=Command)(getattr(import_module(module), function))
-    command: Any = get_command(alone)
+    run = getattr(import_module(module), function)
+    single.command(name, cls=Command)(run)
+    command: Any = get_command(single)
     command.common = row.common
+    command.flags = getattr(run, "flags", {})
     return command
 
 
-class _Commands(TyperGroup):
-    """Commands whose errors are one line. Exit codes: 1 for an error of the package, 2 for wrong
-    usage.
+_WRONG_INPUT = (ConfigError, ModelLoadError, InvalidRequest, AdapterError)
+
+
+def exit_code(problem: BaseException) -> int:
+    """Return 2 for input that the caller can correct (an option, a prompt, a model, a path), and 1
+    for a failure of the machine, a server or the engine, after which a retry may help.
     """
+    if not isinstance(problem, _WRONG_INPUT):
+        return 1
+    cause = problem.__cause__
+    is_path = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return 1 if isinstance(cause, OSError) and not is_path else 2
+
+
+def _flags(ctx: Any) -> Flags:
+    """Return the running command's options by configuration field."""
+    name = ctx.invoked_subcommand
+    command: Any = load_command(name) if name in COMMANDS else None
+    return getattr(command, "flags", {})
+
+
+class _Commands(TyperGroup):
+    """Commands with one-line errors. `exit_code` chooses the exit codes."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # what the list of commands needs; a command that runs is imported in `resolve_command`
+        # enough for the list of commands, since `resolve_command` imports the one that runs
         self.commands = {
             name: TyperCommand(name, help=row.summary) for name, row in COMMANDS.items()
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first argument names, imported."""
+        """Return the command that the first argument names, imported."""
         if args and args[0] in _OTHER_WORDS:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {_OTHER_WORDS[args[0]]!r}?")
         name, _, rest = super().resolve_command(ctx, args)
@@ -156,6 +185,7 @@ class _Commands(TyperGroup):
             if ctx.meta.get(DEBUG) and isinstance(problem.__cause__, NanoInferenceError):
                 raise problem.__cause__ from None
             in_own_words(problem)
+            problem.message = with_flags(problem.message, _flags(ctx))
             raise
         except BrokenPipeError:
             drop_output()
@@ -163,9 +193,11 @@ class _Commands(TyperGroup):
         except (NanoInferenceError, MemoryError) as problem:
             if ctx.meta.get(DEBUG):
                 raise
-            told = problem if isinstance(problem, NanoInferenceError) else NO_MEMORY
-            errors.print(Text(f"error: {told}", style="red"), soft_wrap=True)
-            raise typer.Exit(COMMANDS[ctx.invoked_subcommand].error_code) from None
+            message = str(problem) if isinstance(problem, NanoInferenceError) else NO_MEMORY
+            message = with_flags(message, _flags(ctx))
+            errors.print(Text(f"error: {message}", style="red"), soft_wrap=True)
+            code = max(exit_code(problem), COMMANDS[ctx.invoked_subcommand].error_code)
+            raise typer.Exit(code) from None
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         try:

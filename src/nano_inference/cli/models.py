@@ -1,5 +1,5 @@
-"""`nano-inference models`: the models on this machine, and what was made of them that can be made
-again.
+"""`nano-inference models`: the models on this machine, and files that the engine derived from
+them and can derive again.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, output
@@ -22,27 +22,27 @@ from nano_inference.system.cache_folder import cache_folder
 
 @dataclass(frozen=True)
 class Kept:
-    """What is on the disk under one name."""
+    """Files on the disk under one name."""
 
     name: str
     kind: str
     paths: tuple[Path, ...]
-    uses: str  # as `model_path`, or what it is good for
+    uses: str  # the `model_path` that uses it, or empty
 
     @property
     def size(self) -> int:
-        """Bytes. A file that several names link to counts once."""
+        """Size in bytes. A file with several hard links counts once."""
         files = {
-            found.stat().st_ino: found.stat().st_size
+            file.stat().st_ino: file.stat().st_size
             for path in self.paths
-            for found in (path.rglob("*") if path.is_dir() else (path,))
-            if found.is_file() and not found.is_symlink()
+            for file in (path.rglob("*") if path.is_dir() else (path,))
+            if file.is_file() and not file.is_symlink()
         }
         return sum(files.values())
 
     @property
     def days(self) -> float:
-        """Since something in it was last read or written, as far as the file system tells."""
+        """Days since the last read or write, if the file system records reads."""
         times = [max(path.stat().st_mtime, path.stat().st_atime) for path in self.paths]
         return (time.time() - max(times, default=0.0)) / 86400
 
@@ -50,26 +50,28 @@ class Kept:
 def models(
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="NAME", help="Remove what has this name; repeatable."),
+        typer.Option(
+            "--remove", metavar="NAME", help="Remove the entry of this name. May be repeated."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of a table.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """List the models on this machine, or remove some.
 
-    Models come from packages and from the cache of huggingface_hub. For a `.gguf` file the engine
-    keeps its config.json and its tokenizer, not its weights. What packages carry is removed with
-    pip. All else is made or loaded again when it is asked for; copies of `.gguf` files that earlier
-    versions made are not used any more.
+    The list has models from Python packages and from the Hugging Face cache. For a `.gguf` file the
+    engine keeps config.json and tokenizer, not the weights. Remove models in packages with pip.
+    Other entries are made or downloaded again when you need them. Unused copies are `.gguf` files
+    that earlier versions converted.
 
     Examples:
 
     nano-inference models
     nano-inference models --remove kernels
     """
-    found = {kept.name: kept for listed in SOURCES for kept in listed()}
+    entries = {kept.name: kept for listed in SOURCES for kept in listed()}
     if remove:
-        _remove(found, remove)
+        _remove(entries, remove)
         return
     if as_json:
         rows = [
@@ -81,38 +83,46 @@ def models(
                 "uses": kept.uses,
                 "paths": [str(path) for path in kept.paths],
             }
-            for kept in found.values()
+            for kept in entries.values()
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    if not found:
-        errors.print("no models are on this machine")
+    if not entries:
+        errors.print("there are no models on this machine")
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("name", min_width=max(map(len, found)), no_wrap=True)
-    table.add_column("what it is")
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("days ago", justify="right", no_wrap=True)
-    table.add_column("use it as", overflow="fold")
-    for kept in found.values():
-        table.add_row(
-            kept.name, kept.kind, f"{kept.size / 1e6:,.0f}", f"{kept.days:.0f}", kept.uses
+    rows = [("name", "kind", "MB", "days ago", "model path")] + [
+        (kept.name, kept.kind, f"{kept.size / 1e6:,.0f}", f"{kept.days:.0f}", kept.uses)
+        for kept in entries.values()
+    ]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for row in rows:
+        *cells, path = (
+            text.rjust(width) if name in ("MB", "days ago") else text.ljust(width)
+            for name, text, width in zip(rows[0], row, [*widths, 0], strict=True)
         )
-    output.print(table)
+        start = "  ".join(cells) + "  "
+        path = _end_of(path, output.width - len(start)) if output.is_terminal else path
+        style = "dim" if row is rows[0] else ""
+        output.print(Text((start + path).rstrip(), style), soft_wrap=True)
 
 
-def _remove(found: dict[str, Kept], names: list[str]) -> None:
-    unknown = [name for name in names if name not in found]
+def _end_of(path: str, width: int) -> str:
+    """Return the end of a path that fits the width."""
+    return path if len(path) <= max(width, 12) else "…" + path[-max(width, 12) + 1 :]
+
+
+def _remove(entries: dict[str, Kept], names: list[str]) -> None:
+    unknown = [name for name in names if name not in entries]
     if unknown:
         raise ConfigError(
-            f"nothing here is named {unknown[0]!r}; `nano-inference models` lists what is."
+            f"there is no entry {unknown[0]!r}; `nano-inference models` lists all names."
         )
-    from_packages = [name for name in names if found[name].kind == "package"]
+    from_packages = [name for name in names if entries[name].kind == "package"]
     if from_packages:
         raise ConfigError(
-            f"{from_packages[0]!r} is part of a Python package: `pip uninstall` removes it."
+            f"{from_packages[0]!r} is part of a Python package; remove it with `pip uninstall`."
         )
-    for kept in (found[name] for name in names):
+    for kept in (entries[name] for name in names):
         size = kept.size
         for path in kept.paths:
             if path.is_dir():
@@ -142,22 +152,22 @@ def _hub() -> Iterator[Kept]:
 
 
 def _gguf() -> Iterator[Kept]:
-    from nano_inference.checkpoints.gguf.file import described_by  # brings in numpy
+    from nano_inference.checkpoints.gguf.file import described_by  # imports numpy
 
     for folder in _folders("gguf"):
         name = f"gguf/{folder.name}"
         if (file := described_by(folder)) is not None:
-            yield Kept(name, "config.json and tokenizer of a .gguf file", (folder,), str(file))
+            yield Kept(name, ".gguf metadata", (folder,), str(file))
         elif (folder / "model.safetensors").is_file() or folder.name == "headers":
-            yield Kept(name, "copy of a .gguf file, not used any more", (folder,), "")
+            yield Kept(name, "unused copy", (folder,), "")
     for file in _folders("embedded"):
-        yield Kept(f"embedded/{file.name}", "joined parts of packages", (file,), str(file))
+        yield Kept(f"embedded/{file.name}", "joined parts", (file,), str(file))
 
 
 def _kernels() -> Iterator[Kept]:
     folders = tuple(each for each in _folders("kernels") if each.is_dir())
     if folders:
-        yield Kept("kernels", f"CPU kernels, {len(folders)} builds", folders, "")
+        yield Kept("kernels", f"{len(folders)} builds", folders, "")
 
 
 def _folders(name: str) -> list[Path]:

@@ -1,11 +1,10 @@
-"""Options of commands: made from the fields of configurations, or shared as annotated types."""
+"""Command options: made from configuration fields, or shared as annotated types."""
 
 import importlib.metadata
 import importlib.util
 import inspect
-import re
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,49 +22,42 @@ from nano_inference.checkpoints.generation_defaults import (
     generation_defaults,
 )
 from nano_inference.checkpoints.names import plain_name, why_missing
-from nano_inference.cli.field_options import FieldOptions, Values, flags_of
-from nano_inference.cli.terminal import errors, set_up_logging
+from nano_inference.cli.field_options import FieldOptions, Values
+from nano_inference.cli.terminal import errors, read_file, set_up_logging
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
 from nano_inference.types import SAMPLING, SamplingParams
 
-DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
+DEBUG = "nano_inference.debug"  # key in a context: show tracebacks
 
 Made = TypeVar("Made")
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys of a file, one a line; empty lines are passed over. Raises `ConfigError`."""
-    lines = _read(file, "the keys in").splitlines()
+    """Return the keys in a file, one per line, without empty lines. Raises `ConfigError` if there
+    are none, `InvalidRequest` if the file cannot be read.
+    """
+    lines = read_file(file).splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"{file} holds no key; write one a line.")
+        raise ConfigError(f"{file} has no keys; write one per line.")
     return keys
 
 
 def read_template(file: Path) -> str:
-    """A chat template. Raises `ConfigError`."""
-    return _read(file, "the chat template in")
-
-
-def _read(file: Path, what: str) -> str:
-    if not file.exists():
-        raise typer.BadParameter(f"{what} {file} cannot be read: no such file.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{what} {file} cannot be read: {problem}") from None
+    """Return the chat template in a file. Raises `InvalidRequest`."""
+    return read_file(file)
 
 
 def require_packages(names: Iterable[str], what: str, model: str, extra: str) -> None:
-    """Raise `ConfigError` where some of these packages are missing, which `what` needs; it names
-    the command that installs the extra.
+    """Raise `ConfigError` if packages that `what` requires are missing, with the command that
+    installs the extra.
     """
     missing = [name for name in names if not _is_installed(name)]
     if missing:
         raise ConfigError(
-            f"{what} needs {', '.join(missing)}, which this installation lacks; all that is "
-            f"missing comes with: {install_command(model, extra)}"
+            f"{what} requires {', '.join(missing)}, not installed here; run: "
+            f"{install_command(model, extra)}"
         )
 
 
@@ -77,11 +69,11 @@ def _is_installed(name: str) -> bool:
 
 
 def from_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with one option for each field where `command` takes `FieldOptions`, and with an
-    option `--model` next to an argument `Model`.
+    """Return a command whose `FieldOptions` parameters are expanded to one option per field, and
+    whose `AlsoOption` argument has a second form `--model`.
     """
     marked: dict[str, FieldOptions] = {}
-    named: dict[str, AlsoOption] = {}  # the parameter that is an argument and an option
+    named: dict[str, AlsoOption] = {}  # parameters that are arguments and options
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         for mark in getattr(parameter.annotation, "__metadata__", ()):
@@ -95,17 +87,20 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        taken = {name: mark.take(given) for name, mark in marked.items()}
+    def run(**values: Any) -> None:
+        configs = {name: mark.take(values) for name, mark in marked.items()}
         for name, also in named.items():
-            given[name] = _one_model(
-                given.pop(name), given.pop(MODEL_OPTION), also.required and also.missing_is_wrong
+            values[name] = _one_model(
+                values.pop(name), values.pop(MODEL_OPTION), also.required and also.missing_is_wrong
             )
-        command(**given, **taken)
+        command(**values, **configs)
 
-    # what typer reads
+    # typer reads these two
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__dict__["flags"] = {
+        name: pair for mark in marked.values() for name, pair in mark.flags().items()
+    }
     return run
 
 
@@ -114,13 +109,12 @@ MODEL_OPTION = "model_option"
 
 @dataclass(frozen=True)
 class AlsoOption:
-    """Marks the argument MODEL, which `--model` may name too.
+    """Mark for the argument MODEL, which may also be an option `--model`.
 
     Attributes:
-        flags: of the option.
-        required: MODEL is a model of this machine, and has to be given. False: it may be the name
-            that a server knows.
-        missing_is_wrong: a command that can do without a model says itself when it cannot.
+        flags: Flags of the option.
+        required: True if MODEL names a model on this machine. False: it may be a server's name.
+        missing_is_wrong: True if MODEL must be present. False: the command checks that itself.
     """
 
     flags: tuple[str, ...] = ("--model",)
@@ -128,8 +122,8 @@ class AlsoOption:
     missing_is_wrong: bool = True
 
     def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
-        """The argument and the option, as typer reads them."""
-        (given,) = (
+        """Return the argument and the option, as typer reads them."""
+        (info_of_argument,) = (
             each for each in argument.annotation.__metadata__ if not isinstance(each, AlsoOption)
         )
         option = typer.Option(
@@ -138,7 +132,7 @@ class AlsoOption:
             show_default=False,
             callback=_checked_argument if self.required else None,
             autocompletion=_embedded_names,
-            help="Another way to give MODEL.",
+            help="Same as MODEL.",
         )
         return [
             inspect.Parameter(
@@ -147,16 +141,16 @@ class AlsoOption:
                 default=None,
                 annotation=Annotated[str | None, info],
             )
-            for name, info in ((argument.name, given), (MODEL_OPTION, option))
+            for name, info in ((argument.name, info_of_argument), (MODEL_OPTION, option))
         ]
 
 
 def _one_model(argument: str | None, option: str | None, required: bool) -> str | None:
     if argument is not None and option is not None:
-        raise typer.BadParameter(f"{argument} and --model {option} are two models; give one.")
+        raise typer.BadParameter(f"MODEL is {argument} and --model is {option}; give one.")
     model = argument if option is None else option
     if model is None and required:
-        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
+        raise typer.BadParameter("MODEL is missing; try smollm2-135m.")
     return model
 
 
@@ -180,7 +174,7 @@ PARAMS = (
 )
 
 
-# defaults of sampling with a model, and with a server, which knows its model
+# texts of sampling defaults: for a local model, and for a server
 AS_RECOMMENDED = {
     "temperature": f"as the model recommends, else {UNRECOMMENDED['temperature']}",
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "as the model recommends"),
@@ -189,7 +183,7 @@ AS_THE_SERVER = dict.fromkeys(AS_RECOMMENDED, "the server's")
 Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS, shown=AS_THE_SERVER)]
 
 
-# -- options that are no fields --------------------------------------------------------------------
+# -- other options -------------------------------------------------------------------------------
 
 
 def _note_debug(ctx: typer.Context, debug: bool) -> bool:
@@ -216,7 +210,7 @@ def _embedded_names() -> list[str]:
 
 
 def checked_model(model: str) -> str:
-    """A model's name; one of a file that does not exist is wrong usage."""
+    """Return a model's normalized name. Raises `typer.BadParameter` for a missing path."""
     if (why := why_missing(name := plain_name(model))) is not None:
         raise typer.BadParameter(f"{why}.")
     return name
@@ -228,7 +222,7 @@ def _checked_argument(ctx: typer.Context, model: str | None) -> str | None:
 
 def require_model(model: str) -> None:
     """Raise `typer.BadParameter` for a name that neither a package nor the hub knows, and
-    `ModelLoadError` for a model whose package is missing; before torch is imported.
+    `ModelLoadError` for a model whose package is missing. Does not import torch.
     """
     if model in EMBEDDED_MODELS:
         find_embedded(model)
@@ -242,7 +236,7 @@ def require_model(model: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Raise `typer.BadParameter` for CUDA if the installed torch was built without it."""
+    """Raise `typer.BadParameter` for CUDA if the installed torch has no CUDA."""
     if not device.startswith("cuda"):
         return
     try:
@@ -251,13 +245,16 @@ def require_device(device: str) -> None:
         return
     if version.endswith("+cpu"):
         raise typer.BadParameter(
-            f"--device {device} needs a build of torch with CUDA; torch {version} is for CPUs."
+            f"--device {device} requires torch with CUDA; torch {version} is for CPUs."
         )
 
 
 def engine_config(model: str, values: Values, **more: Any) -> EngineConfig:
-    """The configuration of an engine for this model. Whatever can be found wrong without torch is
-    wrong usage, or a `ModelLoadError` if the model's package is missing.
+    """Return the engine's configuration for a model, checked as far as possible without torch.
+
+    Raises:
+        typer.BadParameter: An option is wrong, or the model does not exist.
+        ModelLoadError: The model's package is missing.
     """
     config = checked(EngineConfig, model, **values, **more)
     require_device(config.device)
@@ -270,49 +267,36 @@ def engine_config(model: str, values: Values, **more: Any) -> EngineConfig:
 
 
 def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
-    """A configuration that is made of options. A value that it rejects is wrong usage."""
+    """Return `make(...)`. Raises `typer.BadParameter` for a value that it rejects."""
     try:
         return make(*arguments, **values)
     except NanoInferenceError as problem:
-        told = _with_flags(str(problem), make) if is_dataclass(make) else str(problem)
-        raise typer.BadParameter(told) from problem
-
-
-def _with_flags(told: str, config: Any) -> str:
-    """A sentence with options in place of fields: `--top-p 3.0` for `top_p=3.0`."""
-    flags = {each.name: flags_of(each)[0] for each in fields(config) if "help" in each.metadata}
-    names = "|".join(sorted(flags, key=len, reverse=True))
-    told = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], told)
-    return re.sub(
-        rf"\b({names})=(?!False|None)'?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))",
-        lambda found: f"{flags[found[1]]} {found[2]}",
-        told,
-    )
+        raise typer.BadParameter(str(problem)) from problem
 
 
 _HINTS = {
-    "max_tokens": " If you mean the model, use --model.",  # -m is the model elsewhere
-    "quantization": " file keeps the formats that a .gguf file has, such as q4_0.",
+    "max_tokens": " For the model, use --model.",  # -m is the model in `serve`
+    "quantization": " For the formats in a .gguf file, such as q4_0, use file.",
 }
 
 
 def in_own_words(problem: typer.BadParameter) -> None:
-    """Replace the words of the library that reads numbers and choices, if a message is its."""
-    told = getattr(problem.__cause__, "errors", None)
-    if not callable(told):
+    """Reword a message of pydantic, which reads numbers and choices."""
+    errors_of = getattr(problem.__cause__, "errors", None)
+    if not callable(errors_of):
         return
-    first: Any = told()
+    first: Any = errors_of()
     if not first:
         return
-    given, limits = first[0].get("input"), first[0].get("ctx") or {}
+    value, limits = first[0].get("input"), first[0].get("ctx") or {}
     kind = str(first[0].get("type"))
     words = {
-        "float_parsing": f"{given!r} is not a number.",
-        "int_parsing": f"{given!r} is not a whole number.",
-        "int_from_float": f"{given!r} is not a whole number.",
-        "bool_parsing": f"{given!r} is neither true nor false.",
-        "greater_than_equal": f"{given} is too small; the smallest value is {limits.get('ge')}.",
-        "less_than_equal": f"{given} is too large; the largest value is {limits.get('le')}.",
+        "float_parsing": f"{value!r} is not a number.",
+        "int_parsing": f"{value!r} is not a whole number.",
+        "int_from_float": f"{value!r} is not a whole number.",
+        "bool_parsing": f"{value!r} is neither true nor false.",
+        "greater_than_equal": f"{value} is too small; the smallest value is {limits.get('ge')}.",
+        "less_than_equal": f"{value} is too large; the largest value is {limits.get('le')}.",
     }
     problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
     option: Any = getattr(problem, "param", None)
@@ -324,11 +308,10 @@ _MODEL_ARGUMENT = typer.Argument(
     show_default=False,
     autocompletion=_embedded_names,
     callback=_checked_argument,
-    help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
-    "smollm2-135m.",
+    help="Model to load: a Hugging Face folder, a hub id, a .gguf file, or smollm2-135m.",
 )
 Model = Annotated[str, _MODEL_ARGUMENT]
-# of commands that take one model, as users of other engines name it
+# other engines call the argument --model
 OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
 MaybeModel = Annotated[str | None, _MODEL_ARGUMENT, AlsoOption(missing_is_wrong=False)]
 ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
@@ -337,8 +320,8 @@ ModelOrServed = Annotated[
     typer.Argument(
         metavar="[MODEL]",
         show_default=False,
-        help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the "
-        "model's name there (default: the first that it serves).",
+        help="Model to load: a Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With "
+        "--url, the model's name on the server (default: the first that it lists).",
     ),
     AlsoOption(required=False),
 ]
@@ -347,13 +330,13 @@ ServedModel = Annotated[
     typer.Option(
         "--model",
         show_default=False,
-        help="Model to ask for. Default: the first that the server lists.",
+        help="Model to request. Default: the first that the server lists.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        "--api-key", metavar="KEY", help="The server's key. `ps` shows it to other users."
+        "--api-key", metavar="KEY", help="Key of the server. Other users can see it with `ps`."
     ),
 ]
 ApiKeyFile = Annotated[
@@ -366,8 +349,8 @@ GenerationDefaults = Annotated[
         metavar="auto|none|FOLDER",
         rich_help_panel=SAMPLING,
         callback=_checked_defaults,
-        help="Where options of sampling that you do not give come from. auto: the model's "
-        "generation_config.json; none: temperature 1, no filters; FOLDER: read it from there.",
+        help="Source of sampling options that you leave out. auto: the model's "
+        "generation_config.json; none: temperature 1, no filters; FOLDER: the file in that folder.",
     ),
 ]
 Verbose = Annotated[
@@ -394,50 +377,54 @@ Debug = Annotated[
 def with_recommended(
     ctx: typer.Context, params: SamplingParams, folder: Path, model: str, use: str
 ) -> SamplingParams:
-    """Parameters, of which those that the command line leaves out are as the model recommends, or
-    the folder that `use` names.
+    """Return the parameters with recommended values in place of options that you left out.
 
     Args:
-        folder: the model's.
-        model: its name.
+        ctx: Context of the command, which has the options that you set.
+        params: Parameters from the command line.
+        folder: Folder of the model.
+        model: Name of the model.
+        use: Source of the recommendations: `auto`, `none` or a folder.
     """
     recommended = (
         generation_defaults(folder, model)
         if use in (AUTO, NONE)
         else generation_defaults(Path(use))
     )
-    found = defaults_for_people(use, recommended)
-    left_out = {name: value for name, value in found.items() if not is_given(ctx, name)}
+    defaults = defaults_for_people(use, recommended)
+    left_out = {name: value for name, value in defaults.items() if not is_given(ctx, name)}
     if left_out:
         source = "the model" if use == AUTO else use
-        how = f"as {source} recommends" if recommended else f"({source} recommends nothing)"
+        how = f"as {source} recommends" if recommended else f"({source} recommends no values)"
         errors.print(f"sampling {how}: {as_text(left_out)}", style="dim")
     return replace(params, **left_out)
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option is given, on the command line or by a variable of the environment."""
+    """Return whether an option is set, on the command line or by an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
 def first_given(ctx: typer.Context, names: Container[str | None]) -> str | None:
-    """The flag of the first of these options that is given; None: none is."""
-    given = (
+    """Return the flag of the first of these options that is set, or None."""
+    flags = (
         each.opts[0]
         for each in ctx.command.params
         if each.name is not None and each.name in names and is_given(ctx, each.name)
     )
-    return next(given, None)
+    return next(flags, None)
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:
-    """The key to send: as given, or the first of a file. Raises `ConfigError`."""
+    """Return the key to send: `key`, or the first one in a file. Raises `ConfigError`."""
     return read_keys(file)[0] if file is not None and key is None else key
 
 
-def request_body(given: Container[str], params: SamplingParams) -> dict[str, Any]:
-    """Parameters as fields of a request: the limit, and those that the person gives. The server
-    decides the others, and other servers do not know them all.
+def request_body(chosen: Container[str], params: SamplingParams) -> dict[str, Any]:
+    """Return `max_tokens` and the parameters that the user set as fields of a request. The server
+    decides the others, and some servers reject fields that they do not know.
     """
-    return {name: getattr(params, name) for name in PARAMS if name == "max_tokens" or name in given}
+    return {
+        name: getattr(params, name) for name in PARAMS if name == "max_tokens" or name in chosen
+    }

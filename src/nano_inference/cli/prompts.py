@@ -1,4 +1,4 @@
-"""Prompts of a command: from `-p`, from a text file (one per line), or from JSON lines."""
+"""Prompts from `-p`, from a text file with one per line, or from JSON lines."""
 
 import json
 import sys
@@ -6,40 +6,50 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nano_inference.cli.terminal import read_file
 from nano_inference.errors import InvalidRequest
 
-# Text, token ids, or a conversation.
+# text, token ids, or a conversation
 Prompt = str | list[int] | list[dict[str, Any]]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file; `-` is standard input. Empty lines are passed over.
+    """Read the prompts in a file, or in standard input (`-`). Empty lines are skipped.
 
-    A `.jsonl` file holds an object a line: `{"prompt": ...}` with text or token ids, or
-    `{"messages": [...]}`. Of any other file each line is a prompt. Raises `InvalidRequest`, naming
-    the line.
+    A `.jsonl` file has an object per line: `{"prompt": ...}` with text or token ids, or
+    `{"messages": [...]}`. In any other file each line is a prompt. Raises `InvalidRequest` with
+    the number of the line.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {problem}") from problem
+    text = read_text(path)
     read: Callable[[str, str], Prompt] = _json_prompt if path.suffix == ".jsonl" else _text_prompt
-    # Not splitlines: JSON may hold U+2028 and the like unescaped.
+    # not splitlines: JSON may contain U+2028 unescaped
     lines = [
         (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
     ]
     if not lines:
-        raise InvalidRequest(f"{path} holds no prompt; write one a line.")
+        raise InvalidRequest(f"{path} has no prompts; write one per line.")
     return [read(line, f"{path}, line {number}") for number, line in lines]
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file, or of standard input (`-`). Raises `InvalidRequest`."""
+    if str(path) != "-":
+        return read_file(path)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as problem:
+        raise InvalidRequest(
+            f"cannot read standard input: it is not {problem.encoding} text."
+        ) from problem
+
+
 def as_chat(prompt: Prompt) -> Prompt:
-    """Text as the user's message of a conversation; what is not text stays as it is."""
+    """Return text as the user's message of a conversation, and other prompts unchanged."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def title(prompt: Prompt) -> str:
-    """One line that stands for a prompt."""
+    """Return a one-line title of a prompt."""
     if isinstance(prompt, str):
         text = prompt
     elif prompt and isinstance(prompt[-1], Mapping):
@@ -67,8 +77,7 @@ def _json_prompt(line: str, where: str) -> Prompt:
     if not prompt or not wanted(prompt):
         raise InvalidRequest(
             f'{where}: "prompt" must be text or a list of token ids, "messages" a list of '
-            '{"role": ..., "content": '
-            "...}, and neither may be empty."
+            '{"role": ..., "content": ...}; neither may be empty.'
         )
     return prompt
 

@@ -1,4 +1,4 @@
-"""`nano-inference generate --url`: a server's model continues a text."""
+"""`nano-inference generate --url`: continue a text with a server's model."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from nano_inference.cli import options
+from nano_inference.cli.prompts import read_text
 from nano_inference.cli.terminal import Interruptible, errors, write
 from nano_inference.errors import InvalidRequest
 from nano_inference.system.http_client import HttpClient, Usage
@@ -21,26 +22,26 @@ def generate_on(
     file: Path | None,
     params: SamplingParams,
 ) -> None:
-    """Write a server's completion of one prompt as it is made; the figures go to standard error.
+    """Stream a server's completion of one prompt to standard output, and figures to standard error.
 
     Args:
-        ctx: of the command, which knows what options were given: only these are sent.
-        client: of the server.
-        model: its name on the server; None: the first that the server lists.
-        prompts: at most one. None: the prompt is read from `file` or standard input.
-        file: a file that is one prompt; `-`: standard input.
-        params: how tokens are drawn.
+        ctx: Context of the command. Only sampling options that you set are sent.
+        client: Client of the server.
+        model: Model name on the server. None: the first model that the server lists.
+        prompts: At most one prompt. Empty: read it from `file` or standard input.
+        file: File with one prompt, or `-` for standard input.
+        params: Sampling parameters.
 
     Raises:
-        typer.BadParameter: there is no prompt, or more than one.
-        InvalidRequest: the prompt is empty or cannot be read.
+        typer.BadParameter: There is no prompt, or more than one.
+        InvalidRequest: The prompt is empty or unreadable.
     """
     if len(prompts) > 1:
         raise typer.BadParameter("--url takes one prompt; give -p once.")
     text = _prompt(prompts[0] if prompts else None, file)
-    given = {name for name in options.PARAMS if options.is_given(ctx, name)}
-    asked = {"model": model or client.default_model(), "prompt": text}
-    body = asked | options.request_body(given, params)
+    chosen = {name for name in options.PARAMS if options.is_given(ctx, name)}
+    body = {"model": model or client.default_model(), "prompt": text}
+    body |= options.request_body(chosen, params)
     usage: Usage | None = None
     began = time.perf_counter()
     with Interruptible(client.complete(body)) as pieces:
@@ -55,29 +56,20 @@ def generate_on(
         raise typer.Exit(130)
 
 
-def _prompt(given: str | None, file: Path | None) -> str:
-    if given is not None and file is not None:
-        raise typer.BadParameter("--prompt and --file are two prompts; give one.")
+def _prompt(text: str | None, file: Path | None) -> str:
+    if text is not None and file is not None:
+        raise typer.BadParameter("--prompt and --file exclude each other; give one.")
     if file is not None and str(file) != "-" and not file.is_file():
         raise typer.BadParameter(f"{file}: no such file.", param_hint="--file")
-    if given is None and file is None and sys.stdin.isatty():
+    if text is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter(
-            "there is no prompt; give one with -p TEXT, -f FILE, or on standard input."
+            "the prompt is missing; give one with -p TEXT, -f FILE, or on standard input."
         )
-    if given is None:
-        try:
-            given = (
-                sys.stdin.read()
-                if file is None or str(file) == "-"
-                else file.read_text(encoding="utf-8")
-            )
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(
-                f"{file or 'standard input'} cannot be read as UTF-8 text: {problem}"
-            ) from None
-    if not given:
+    if text is None:
+        text = read_text(file or Path("-"))
+    if not text:
         raise InvalidRequest("the prompt is empty.")
-    return given
+    return text
 
 
 def _figures(usage: Usage, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""`nano-inference replay`: a file of samples made again, and compared bit by bit."""
+"""`nano-inference replay`: sample again and compare with a file, bit by bit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nano_inference.rl.comparison import Difference
     from nano_inference.rl.replayer import Replayer
 
-MOST_DIAGNOSES = 3  # a diagnosis takes about as long as generating the sample did
+MOST_DIAGNOSES = 3  # a diagnosis takes about as long as the generation did
 
 
 _Engine = Annotated[
@@ -38,48 +38,50 @@ def replay(
         typer.Argument(
             metavar="SAMPLES",
             show_default=False,
-            help="Samples as JSON lines, such as `generate --json` writes; or a .parquet file.",
+            help="JSON lines from `generate --json`, or a .parquet file.",
         ),
     ],
     model: Annotated[
         str,
-        typer.Option("--model", metavar="MODEL", help="What serves version 0: as for `generate`."),
+        typer.Option(
+            "--model", metavar="MODEL", help="Model of weight version 0, as in `generate`."
+        ),
     ],
     weights: Annotated[
         list[str] | None,
         typer.Option(
             "--weights",
             "-w",
-            metavar="VERSION=MODEL",
-            help="The weights of one version: a folder. May be repeated.",
+            metavar="VERSION=FOLDER",
+            help="Folder with the weights of a version. May be repeated.",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many samples.")
+        int | None, typer.Option(min=1, help="Maximum number of samples to replay. Default: all.")
     ] = None,
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compare every sample of a file with a new one, bit by bit.
+    """Replay samples and compare them bit by bit.
 
-    Tokens, logprobs and all else that follows from prompt, seed and weights are compared. Backend,
-    dtype and device are those that the file names. Exit code 0: all samples are equal; 1: some
-    sample differs (the first difference is shown, and the layer and operation that depends on the
-    schedule, if one does); 2: the file cannot be replayed.
+    Samples again with the file's prompt, seed, backend, dtype and device, and compares tokens,
+    logprobs and everything else that follows. Exit code 0: all samples are equal. 1: some differ
+    (the output has the first difference, and its cause if an operation depends on the schedule). 2:
+    the file cannot be replayed.
 
     Examples:
 
     nano-inference generate smollm2-135m -p "The sky is" --json > samples.jsonl
-    nano-inference replay samples.jsonl
+    nano-inference replay samples.jsonl --model smollm2-135m
     """
     folders = _folders(weights or [])
     if not file.is_file():
-        raise typer.BadParameter(f"there is no file {file}.", param_hint="SAMPLES")
+        raise typer.BadParameter(f"{file}: no such file.", param_hint="SAMPLES")
     with errors.status(f"reading {file}"):
         samples = _read(file)[:limit]
     if not samples:
-        raise typer.BadParameter(f"{file} holds no sample.", param_hint="SAMPLES")
+        raise typer.BadParameter(f"{file} has no samples.", param_hint="SAMPLES")
     config = EngineConfig(model, **engine, **_numerics(samples[0].numerics))
     with load_engine(config) as built:
         from nano_inference.rl.replayer import Replayer
@@ -95,7 +97,7 @@ def replay(
                     f"{count} of {len(samples)} samples",
                     "bold red" if num_different else "bold green",
                 ),
-                f" are equal to the bit: {num_tokens:,} tokens looked at, weight "
+                f" are bitwise equal: {num_tokens:,} tokens compared, weight "
                 f"version{'s' if len(versions) > 1 else ''} "
                 f"{', '.join(map(str, sorted(versions)))}, "
                 f"{built.numerics.fingerprint}",
@@ -106,16 +108,18 @@ def replay(
         raise typer.Exit(1)
 
 
-def _folders(given: Sequence[str]) -> dict[int, str]:
+def _folders(pairs: Sequence[str]) -> dict[int, str]:
     folders: dict[int, str] = {}
-    for each in given:
-        version, _, folder = each.partition("=")
+    for pair in pairs:
+        version, _, folder = pair.partition("=")
         if not version.strip().isdecimal() or not folder:
             raise typer.BadParameter(
-                f"{each!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w"
+                f"{pair!r} must be VERSION=FOLDER, such as 3=checkpoints/3.", param_hint="-w"
             )
         if int(version) in folders:
-            raise typer.BadParameter(f"version {version} is given twice.", param_hint="--weights")
+            raise typer.BadParameter(
+                f"version {version} occurs twice; give it once.", param_hint="--weights"
+            )
         folders[int(version)] = folder
     return folders
 
@@ -127,8 +131,8 @@ def _read(file: Path) -> list[TrainingSample]:
 
 
 def _numerics(fingerprint: str) -> dict[str, Any]:
-    """The options of the engine that made a sample. What they do not settle is refused later, by
-    name.
+    """Return engine options from a sample's numerics. `Replayer.check` rejects numerics that no
+    options give.
     """
     parts = fingerprint.split("/")
     kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
@@ -137,18 +141,18 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     if len(parts) != 4:
         return {}
     backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2].split("-")[0]
-    found: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
-    found["kv_cache_dtype"] = kept
+    values: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
+    values["kv_cache_dtype"] = kept
     if backend == "cpu" and dtype == "bfloat16":
-        found["cpu_sums"] = sums
+        values["cpu_sums"] = sums
     if backend == "cuda-invariant":
-        found["batch_invariant"] = True
-    return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
+        values["batch_invariant"] = True
+    return values | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 
 def _check(replayer: "Replayer", samples: Sequence[TrainingSample]) -> set[int]:
-    """The weight versions of all samples. Raises `InvalidRequest` before any work, naming all that
-    are missing.
+    """Return the weight versions of all samples. Raises `InvalidRequest` with all versions that are
+    missing.
     """
     from nano_inference.rl.history import versions_of
 
@@ -164,7 +168,7 @@ def _check(replayer: "Replayer", samples: Sequence[TrainingSample]) -> set[int]:
 
 
 def _compare(replayer: "Replayer", samples: Sequence[TrainingSample]) -> int:
-    """How many samples differ; each is shown."""
+    """Show the samples that differ, and return their number."""
     from nano_inference.rl.comparison import differences
 
     num_different = 0
@@ -172,10 +176,10 @@ def _compare(replayer: "Replayer", samples: Sequence[TrainingSample]) -> int:
         samples, "replaying", console=errors, transient=True, disable=not errors.is_terminal
     )
     for number, sample in enumerate(shown, start=1):
-        found = differences(sample, replayer.replay(sample))
-        if found:
+        changes = differences(sample, replayer.replay(sample))
+        if changes:
             num_different += 1
-            _show(replayer, number, sample, found[0], diagnosed=num_different <= MOST_DIAGNOSES)
+            _show(replayer, number, sample, changes[0], diagnosed=num_different <= MOST_DIAGNOSES)
     return num_different
 
 

@@ -21,7 +21,7 @@ _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zm
 
 
 _Server = Annotated[options.Values, FieldOptions(ServerConfig)]
-# None: larger with --rl, since a trainer may ask for a whole batch in one request
+# None: larger with --rl, since a trainer may send a whole batch in one request
 _Engine = Annotated[
     options.Values, FieldOptions(EngineConfig, defaults={"max_request_entries": None})
 ]
@@ -79,8 +79,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP.
 
-    OpenAI's and Anthropic's routes, until Ctrl-C or SIGTERM; docs/server.md has a quick start for
-    each client.
+    Serves OpenAI's and Anthropic's routes until Ctrl-C or SIGTERM. docs/server.md has a quick start
+    for each client.
 
     Examples:
 
@@ -92,7 +92,7 @@ def serve(
     from nano_inference.server.api.parsing import chat_format
     from nano_inference.server.listening import require_free
 
-    # a name that is not known is refused before anything starts
+    # reject unknown names before anything starts
     options.checked(chat_format, None, server["tool_format"], server["reasoning_format"])
     if engine["max_request_entries"] is None:
         engine["max_request_entries"] = RL_ENTRIES if server["rl"] else DEFAULT_ENTRIES
@@ -102,7 +102,7 @@ def serve(
     config = options.checked(ServerConfig, **server)
     engine_config = options.engine_config(model, engine)
     if ray_address is not None and not on_ray:
-        raise typer.BadParameter(f"--ray-address {ray_address} needs --ray.")
+        raise typer.BadParameter(f"--ray-address {ray_address} requires --ray.")
     if config.uds is None:
         require_free(config.host, config.port)
     set_up_logs(config.log_level, config.log_format)
@@ -119,20 +119,19 @@ def serve(
 def _serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None) -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "--ray needs Ray, which this installation lacks; pip install 'nano-inference[ray]' "
-            "brings it."
+            "--ray requires Ray, not installed here; run: pip install 'nano-inference[ray]'"
         )
-    # a package of its own, above this one
+    # a package above this one
     import_module("nano_ray.serving").serve_on_ray(engine, config, address)
 
 
 def _one_key(key: str | None, file: Path | None) -> str | None:
-    """A key, or the one of a file. Raises `ConfigError`."""
+    """Return a key, or the only key in a file. Raises `ConfigError`."""
     if file is None:
         return key
     keys = read_keys(file)
     if key is not None or len(keys) != 1:
         raise typer.BadParameter(
-            "there is one admin key: give --admin-key, or --admin-key-file with one line."
+            "the server has one admin key; give --admin-key, or --admin-key-file with one line."
         )
     return keys[0]

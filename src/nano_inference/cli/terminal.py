@@ -1,4 +1,4 @@
-"""The two streams, log lines, Ctrl-C, and tokens coloured by their logprobs."""
+"""Output streams, log lines, the keyboard, and tokens coloured by their logprobs."""
 
 import codecs
 import errno
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from rich.logging import RichHandler
 from rich.status import Status
 from rich.text import Text
 
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.system.progress import SELDOM, Show, heard_by, shown_by
 
 if TYPE_CHECKING:
@@ -34,61 +35,81 @@ Item = TypeVar("Item")
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let the command end as it does for all other output."""
+        """Raise `BrokenPipeError`, as other output does."""
         raise BrokenPipeError
 
 
-output = _Console(highlight=False)  # what was asked for
-errors = Console(stderr=True, highlight=False)  # all that is said about it
-BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code of a program whose reader has gone
+output = _Console(highlight=False)  # results
+errors = Console(stderr=True, highlight=False)  # everything else
+BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code if the reader of a pipe has ended
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
-# Control characters but tab and newline. A model may write any, and a terminal would obey them.
+# control characters except tab and newline: a terminal would execute a model's escape sequences
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Text as it may go to a terminal: control characters are shown as U+FFFD. To a file it goes
-    unchanged.
-    """
+    """Return text with control characters replaced by U+FFFD if standard output is a terminal."""
     return _CONTROL.sub("\ufffd", text) if output.is_terminal else text
 
 
 def write(text: str) -> None:
-    """Put a piece of a model's text on standard output, unwrapped and at once."""
-    # not `print`: it would expand tabs and drop what it takes for control codes
+    """Write a model's text to standard output, unwrapped and unbuffered."""
+    # not `print`, which expands tabs and drops control codes
     output.file.write(printable(text))
     output.file.flush()
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write a file of UTF-8, the whole or none of it. Raises `ConfigError`."""
+    """Write a UTF-8 file atomically. Raises `ConfigError`."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(file)
     except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{file} cannot be written: {problem}") from None
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {reason(file, problem)}.") from problem
+
+
+def read_file(file: Path) -> str:
+    """Return the text of a UTF-8 file. Raises `InvalidRequest`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InvalidRequest(f"cannot read {file}: {reason(file, problem)}.") from problem
+
+
+def reason(file: Path, problem: OSError | UnicodeDecodeError) -> str:
+    """Return the reason why a file could not be read or written, as a clause."""
+    if isinstance(problem, UnicodeDecodeError):
+        return f"it is not UTF-8 text (byte {problem.start})"
+    if isinstance(problem, IsADirectoryError) or file.is_dir():
+        return "it is a folder"
+    if isinstance(problem, FileNotFoundError | NotADirectoryError) and not file.parent.is_dir():
+        return f"there is no folder {file.parent}"
+    if isinstance(problem, FileNotFoundError):
+        return "no such file"
+    return (problem.strerror or str(problem)).lower()
 
 
 def is_full(problem: OSError) -> bool:
-    """Whether a file could not be written because its disk has no room, or no longer works."""
+    """Return whether writing failed because the disk is full or broken."""
     return problem.errno in _FULL
 
 
 def drop_output() -> None:
-    """Forget what standard output still holds, because its disk is full or its reader has gone.
-    Without this Python tries to write it once more when it ends, and prints an error of its own.
+    """Discard buffered standard output after a failed write. Otherwise Python writes it again when
+    it exits, and prints another error.
     """
-    with suppress(OSError, ValueError):  # a stream of a test has no file
+    with suppress(OSError, ValueError):  # a test's stream has no file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
 
 
 def set_up_streams() -> None:
-    """Make any text printable. Where no language is set (ASCII), text is written as UTF-8. In any
-    other encoding a character that it lacks becomes a question mark, and a line says so.
+    """Make any text printable. An ASCII locale gets UTF-8. In other encodings, unsupported
+    characters become question marks, with a notice.
     """
     codecs.register_error(_REPLACED, _Replacement())
     for stream in (sys.stdout, sys.stderr):
@@ -103,38 +124,41 @@ _REPLACED = "nano_inference.replaced"
 
 
 class _Replacement:
-    """Replaces characters by question marks, and says so once."""
+    """Error handler that replaces characters with question marks and prints a notice once."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._is_noted = False
 
     def __call__(self, problem: UnicodeError) -> tuple[str, int]:
         if not isinstance(problem, UnicodeEncodeError):
             raise problem
-        if not self._told:
-            self._told = True
+        if not self._is_noted:
+            self._is_noted = True
             errors.print(
-                f"Characters that {problem.encoding} lacks are printed as question marks; "
-                "PYTHONIOENCODING=utf-8 prints them.",
+                f"Characters outside {problem.encoding} are printed as question marks; set "
+                "PYTHONIOENCODING=utf-8 to print them.",
                 style="dim",
             )
         return "?" * (problem.end - problem.start), problem.end
 
 
 def set_up_logging(*, verbose: bool) -> None:
-    """The engine's warnings go to standard error; with `verbose` also what it says of itself."""
+    """Log the engine's warnings to standard error, and its information too if `verbose`."""
     logger = logging.getLogger("nano_inference")
     logger.handlers = [RichHandler(console=errors, show_time=False, show_path=False, markup=False)]
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if not verbose:
-        # it converts models, and has much to say about it
+        # it logs much while it converts models
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def load_engine(config: "EngineConfig") -> "InferenceEngine":
-    """Build an engine; a terminal shows what is going on."""
-    with errors.status(f"loading {config.model_path}") as status, _shown_in(status):
+    """Build an engine and show the progress."""
+    name = config.model_path
+    if Path(name).exists():
+        name = Path(name).name
+    with errors.status(one_line(f"loading {name}")) as status, _shown_in(status):
         from nano_inference.engine.engine import InferenceEngine
 
         built = InferenceEngine(config)
@@ -143,26 +167,33 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
 
 
 def _tell_of_a_faster_setting(engine: "InferenceEngine", asked: "EngineConfig") -> None:
-    """Print dtype and memory, where a setting that you have left open would need less of both."""
+    """Print dtype and memory if an option that you left out would make the engine faster."""
     from nano_inference.device.quantization import faster_setting, told_weights
 
     model, weights = engine.model, engine.memory_budget.weights
     facts = engine.config, asked, model.dtype, weights, model.device
     if faster_setting(*facts) is not None:
-        errors.print(told_weights(*facts), style="dim")
+        errors.print(told_weights(*facts), style="dim", soft_wrap=True)
 
 
 @contextmanager
 def _shown_in(status: Status) -> Iterator[None]:
-    """Show long work beside the spinner. Without a terminal, a build of kernels is reported in a
-    line at its start and every half minute.
+    """Show the progress of long work next to the spinner. Without a terminal, print a line at the
+    start of a kernel build and every half minute.
     """
     if not errors.is_terminal:
         with heard_by(_builds()):
             yield
         return
-    with shown_by(lambda line: status.update(Text(line))):
+    with shown_by(lambda line: status.update(one_line(line))):
         yield
+
+
+def one_line(text: str) -> Text:
+    """Return text for a spinner, shortened to the width of the terminal."""
+    line = Text(text)
+    line.truncate(errors.width - 2, overflow="ellipsis")  # 2: the spinner and a space
+    return line
 
 
 def _builds(clock: Callable[[], float] = time.monotonic) -> Show:
@@ -177,16 +208,38 @@ def _builds(clock: Callable[[], float] = time.monotonic) -> Show:
     return hear
 
 
-class Interruptible(Generic[Item]):
-    """The deltas of a `generate` or pieces of a reply, until they end or Ctrl-C is pressed. A
-    context manager.
+@contextmanager
+def keys_for_later() -> Iterator[None]:
+    """Keep keys pressed within the block for the next prompt, Ctrl-D included, without an echo.
+    Ctrl-C still interrupts.
 
-    An interrupt in the middle of a step would leave the engine in an unknown state. So the first
-    Ctrl-C is only noted, and the stream ends behind the next delta; closing it aborts what is
-    unfinished. The second one is an ordinary `KeyboardInterrupt`.
+    In the terminal's line mode, only a read in that mode sees Ctrl-D as the end of input. The line
+    editor switches modes and would read a zero byte.
+    """
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):  # not a terminal
+        yield
+        return
+    changed = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+class Interruptible(Generic[Item]):
+    """Iterator over the deltas of a `generate` or the pieces of a reply that ends on Ctrl-C. Use it
+    as a context manager.
+
+    An interrupt within a step would leave the engine in an unknown state. The first Ctrl-C only
+    ends the stream after the next delta, and closing it aborts unfinished samples. The second one
+    raises `KeyboardInterrupt`.
 
     Attributes:
-        stopped: Ctrl-C was pressed.
+        stopped: True after Ctrl-C.
     """
 
     def __init__(self, deltas: Iterator[Item]) -> None:
@@ -213,7 +266,7 @@ class Interruptible(Generic[Item]):
             if kind is None:
                 self._deltas.close()
             else:
-                with suppress(Exception):  # the first problem is the one to report
+                with suppress(Exception):  # report the first problem
                     self._deltas.close()
         finally:
             signal.signal(signal.SIGINT, self._before)
@@ -224,9 +277,9 @@ class Interruptible(Generic[Item]):
         self.stopped = True
 
 
-# Tokens at least this probable: their style. Foreground and background both, and none of the
-# sixteen colours that a terminal's theme changes, so it reads alike on dark and on light; the less
-# probable the darker, for those who cannot tell the hues apart.
+# (smallest probability, style, name). Styles set foreground and background outside a theme's 16
+# colours, so that they look the same on dark and light terminals. Less probable tokens are darker,
+# for readers who do not see the hues.
 _LEVELS = (
     (0.9, "", "≥ 90 %"),
     (0.5, "color(16) on color(228)", "≥ 50 %"),
@@ -237,14 +290,14 @@ _LEVELS = (
 
 
 def has_colors(console: Console) -> bool:
-    """Whether colours reach the reader: not in files, not where NO_COLOR is set."""
+    """Return whether a console shows colours: false in files, and if NO_COLOR is set."""
     return console.color_system is not None and not console.no_color
 
 
 def legend(console: Console) -> Text:
-    """What the colours mean."""
+    """Return a line that explains the colours."""
     if not has_colors(console):
-        return Text("Every token is followed by its logprob.")
+        return Text("A logprob follows each token.")
     line = Text("probability of a token: ")
     for _, style, name in _LEVELS:
         line.append(f" {name} ", style).append(" ")
@@ -252,21 +305,21 @@ def legend(console: Console) -> Text:
 
 
 def colored(sample: "TrainingSample", tokenizer: "Tokenizer", console: Console) -> Text:
-    """All tokens of a completion, those that end it included."""
+    """Return all tokens of a completion, including end tokens."""
     text = Text()
     for piece, logprob in _pieces(sample, tokenizer):
         if not has_colors(console):
             text.append(f"{printable(piece)}[{logprob:z.2f}]")
             continue
         style = next(style for least, style, _ in _LEVELS if math.exp(logprob) >= least)
-        # A line end has no width to be coloured.
+        # a line end has no width to colour
         text.append(printable(piece).replace("\n", "↵\n" if style else "\n"), style)
     return text
 
 
 def _pieces(sample: "TrainingSample", tokenizer: "Tokenizer") -> Iterator[tuple[str, float]]:
-    """Text token by token. Tokens that make a character together come together, with the least of
-    their logprobs.
+    """Yield (text, logprob) per token. Tokens that form a character together are one item, with
+    their lowest logprob.
     """
     from nano_inference.text.detokenizer import Detokenizer
 

@@ -1,5 +1,6 @@
-"""`apply` carries a decision out on sequences and cache; `commit` adds the tokens that its step
-sampled.
+"""`apply` carries out a decision on sequences and cache.
+
+`commit` adds the tokens that its step sampled.
 """
 
 import itertools
@@ -28,17 +29,17 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
 
-_NOTHING = TopLogprobs((), ())  # in the place of the first token of every prompt
+_NOTHING = TopLogprobs((), ())  # placeholder for the first token of every prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What the runner must know of an applied decision.
+    """The runner's view of an applied decision.
 
     Attributes:
-        block_copies: (source, target) blocks to copy before anything is written.
-        sampled: the sequences that draw a token, in the order of the rows that they draw at; one
-            with drafts stands here for each of its rows. A group's other samples are born here.
+        block_copies: Pairs of source and target blocks to copy before anything is written.
+        sampled: Sequences that draw a token, in the order of the draw rows. A sequence with drafts
+            is listed once for each of its rows. The other samples of a forked group are included.
     """
 
     block_copies: tuple[tuple[int, int], ...]
@@ -47,9 +48,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One step's samples on the host, one entry a sampled sequence; and the scores of its rows, one
-    entry a row.
-    """
+    """One step's samples and scores on the host: one entry per draw row, one per score."""
 
     token_ids: Listed[int]
     logprobs: Listed[float]
@@ -58,13 +57,14 @@ class SampledTokens:
     masks: Listed[Listed[int]] | None = None
     top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
     scores: Listed[float] = ()
-    # as `top`, of the rows whose sequences want it
+    # like `top`, for the rows in `ForwardBatch.best_rows`
     score_best: Listed[tuple[Listed[int], Listed[float]]] = ()
 
 
 def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager) -> Applied:
-    """Carry out a decision: give back, take, fork, publish. Also for a decision that only
-    preempts.
+    """Carry out a decision: preempt, admit, allocate, fork and publish.
+
+    A decision that only preempts must be applied too.
     """
     _preempt_and_admit(decision, sequences, cache)
     copies: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
             copies += cache.extend(seq.block_ids, start, end)
         if num_samples:
             sampled.append(seq)
-        if drafts:  # their rows count as computed when the drafts are accepted
+        if drafts:  # draft rows count as computed once accepted
             end -= len(drafts)
             sampled += [seq] * len(drafts)
         seq.num_computed_tokens = end
@@ -96,8 +96,8 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         if num_samples > 1:
             forks = _fork(seq, num_samples, start, sequences, cache)
             sampled += forks
-            moved += [(each, start) for each in forks if slides]
-    # only now: a later chunk of this step must not take what an earlier one still reads
+            moved += [(fork, start) for fork in forks if slides]
+    # slide last: a later chunk of this step must not take blocks that an earlier one reads
     for seq, start in moved:
         cache.slide(seq.block_ids, start, seq.num_computed_tokens)
     return Applied(tuple(copies), tuple(sampled))
@@ -108,7 +108,7 @@ def _preempt_and_admit(
 ) -> None:
     for seq_id in decision.preempted_seqs:
         preempt(sequences.by_id[seq_id], sequences, cache)
-    for admission in decision.admitted:  # all matches are held before any fresh block is taken
+    for admission in decision.admitted:  # hold all matches before taking any fresh block
         seq = sequences.by_id[admission.seq_id]
         sequences.move(seq, SequenceStatus.RUNNING)
         cache.adopt(admission.cached.block_ids, _num_slid(admission.cached.cached_length, cache))
@@ -127,14 +127,13 @@ def commit(
     cache: KVCacheManager,
     drafts: Drafts = NO_DRAFTS,
 ) -> list[tuple[Sequence, Finish]]:
-    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
-    are dropped.
+    """Add a step's tokens to their sequences, and return the sequences that ended.
 
-    The rows of a sequence with drafts stand one after the other; `drafts`: row -> the drafts that
-    it was computed behind.
+    Tokens of finished sequences are dropped. The rows of a sequence with drafts are consecutive.
+    `drafts` maps a row to the drafts that the row follows.
 
-    A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is
-    full without the new token; the others go on.
+    A sequence whose text fails ends with the tokens that it has. A sequence whose mask is full ends
+    without the new token. The other sequences continue.
     """
     finished: list[tuple[Sequence, Finish]] = []
     followed: list[Sequence] = []
@@ -146,13 +145,13 @@ def commit(
         if finish is None:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
             finish = _grow_text(seq) if seq.output_text is not None else None
-            if len(seq.token_ids) % size == 0:  # another block has a name
+            if len(seq.token_ids) % size == 0:  # another block is full
                 seq.prefix.extend(seq.token_ids, size)
                 publish(seq, cache)
             finish = finish or finish_of(seq)
             if finish is None or finish == LENGTH:
                 ended = follow_grammar(seq)
-                # the last token may end the text; that nothing could follow it is no failure
+                # at the length limit a complete text counts, but a grammar failure does not
                 if finish is None or (ended is not None and ended.reason == "stop"):
                     finish = ended
             if seq.grammar is not None and finish is None:
@@ -168,10 +167,11 @@ def commit(
 def _fill_masks(
     seqs: Listed[Sequence], sequences: Sequences, cache: KVCacheManager
 ) -> list[tuple[Sequence, Finish]]:
-    """Make the masks of the tokens that these sequences draw next; returns those that end because
-    they have none.
+    """Compute the masks of the tokens that these sequences draw next.
+
+    Return the sequences that end because their grammar failed.
     """
-    left = [  # of several tokens in this step the last one counts
+    left = [  # one mask per sequence, after its last token of this step
         (seq, seq.grammar)
         for seq in dict.fromkeys(seqs)
         if seq.grammar is not None and seq.status is not SequenceStatus.FINISHED
@@ -189,16 +189,16 @@ def _fill_masks(
 def _rows_that_count(
     owners: Listed[Sequence], drafts: Drafts, cache: KVCacheManager
 ) -> Iterator[tuple[int, Sequence]]:
-    """Rows whose tokens are to be taken in before the next one is asked for.
+    """Yield rows to commit. The caller commits each row before it asks for the next.
 
-    A row behind drafts counts if all of these were drawn: what it computed and drew is then what it
-    would have been without drafts, to the bit. The first that does not count, and those behind it,
-    are dropped, whatever they hold.
+    A row after drafts counts if all of these drafts were drawn. The result of such a row is bit for
+    bit the result without drafts. The first row that does not count is dropped, and so are the
+    sequence's later rows.
     """
     wrong: Sequence | None = None
     for row, seq in enumerate(owners):
         if seq.status is SequenceStatus.FINISHED:
-            continue  # it ended or was aborted, maybe by the row before
+            continue  # ended or aborted, possibly by the previous row
         if drafts and row in drafts:
             if seq is wrong or seq.token_ids[-1] != drafts[row][-1]:
                 wrong = seq
@@ -208,7 +208,7 @@ def _rows_that_count(
 
 
 def _give_back_blocks(seq: Sequence, cache: KVCacheManager) -> None:
-    """Let go of blocks that only drafts needed."""
+    """Free blocks that only drafts needed."""
     wanted = -(-len(seq.token_ids) // cache.block_size)
     if len(seq.block_ids) > wanted:
         cache.deallocate(seq.block_ids[wanted:])
@@ -216,10 +216,11 @@ def _give_back_blocks(seq: Sequence, cache: KVCacheManager) -> None:
 
 
 def _accept_row(seq: Sequence, cache: KVCacheManager) -> None:
-    """The row behind a sequence's computed ones was computed with the token that is now known: it
-    counts as computed. Only now its window moves, and a block that it fills can be matched.
+    """Count a draft row as computed, now that its draft was drawn.
+
+    Only now may the window move, and may a block that the row fills be published.
     """
-    if seq.status is SequenceStatus.RUNNING:  # else its blocks are gone
+    if seq.status is SequenceStatus.RUNNING:  # otherwise its blocks are gone
         seq.num_computed_tokens += 1
         cache.slide(seq.block_ids, seq.num_computed_tokens - 1, seq.num_computed_tokens)
         publish(seq, cache)
@@ -231,8 +232,9 @@ def commit_scores(
     sequences: Sequences,
     cache: KVCacheManager,
 ) -> list[TrainingSample]:
-    """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are
-    now scored.
+    """Add a step's scores to their sequences, and return the samples that are now scored.
+
+    Each entry of `scored` is a sequence and its rows [start, end).
     """
     done: list[TrainingSample] = []
     scores, rows = iter(sampled.scores), iter(sampled.score_best)
@@ -254,15 +256,16 @@ def commit_scores(
 
 
 def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
-    """Take in a new sequence, with the status that it has."""
+    """Insert a new sequence according to its status."""
     seq.prefix.namespace = sequences.namespace_of(seq)
     seq.prefix.extend(seq.token_ids, block_size)
     sequences.insert(seq)
 
 
 def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Take a running sequence's blocks away; it will recompute them (or find them cached) when it
-    is let in again.
+    """Take a running sequence's blocks away and return it to the waiting list.
+
+    When it is admitted again, it recomputes its tokens or finds their blocks in the cache.
     """
     num_slid = _num_slid(seq.num_computed_tokens, cache)
     cache.deallocate(seq.release(sequences.namespace_of(seq)), num_slid)
@@ -271,8 +274,10 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Remove a sequence for good. Its blocks are free at once: on one in-order stream a step in
-    flight cannot hurt.
+    """Remove a sequence and free its blocks immediately.
+
+    A step in flight may still read the blocks. Reusing them is safe, because later steps run after
+    it on the same in-order stream.
     """
     if seq.request.at_end is not None:
         seq.request.at_end(seq)
@@ -283,8 +288,9 @@ def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Keep the blocks of a sequence that ends, if its request asked for that. What an old version
-    computed, even a part of it, is of no use any more.
+    """Keep the blocks of a finished sequence, if its request asked for that.
+
+    Blocks that an old version computed, even in part, are not kept.
     """
     params, adapter = seq.request.params, seq.adapter
     newest = adapter is None or sequences.adapters.get(adapter.name) is adapter
@@ -295,7 +301,7 @@ def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def publish(seq: Sequence, cache: KVCacheManager) -> None:
-    """Make blocks matchable that are full of known tokens and whose computation is launched."""
+    """Make full blocks matchable once their computation is launched."""
     if seq.publishable:
         full = min(seq.num_computed_tokens // cache.block_size, len(seq.prefix.hashes))
         if full > seq.num_published_blocks:
@@ -306,12 +312,13 @@ def publish(seq: Sequence, cache: KVCacheManager) -> None:
 
 
 def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
-    """Which versions computed what its completion tokens attended to. Token i is drawn at row
-    prompt + i - 1.
+    """Return the versions that computed the context of the completion tokens.
+
+    Token i is drawn at row prompt + i - 1.
     """
     entries = list(seq.request.past_contexts)
     ends = [context.token_start for context in seq.contexts[1:]] + [seq.num_completion_tokens]
-    for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # it may have none
+    for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # may be empty
         if end > start:
             last = VersionSpan(
                 version, past[-1].end if past else 0, seq.request.num_prompt_tokens + end - 1
@@ -323,12 +330,13 @@ def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
 def training_samples(
     seq: Sequence, finish: Finish, version: int, numerics: str
 ) -> list[TrainingSample]:
-    """What the caller gets for an ended sequence: one sample, or all of a group that was not forked
-    yet.
+    """Return the result of a finished sequence.
+
+    That is one sample, or all samples of a group that was not forked yet.
     """
     request = seq.request
     params = request.params
-    if request.scored_sample is not None:  # ended before it was scored
+    if request.scored_sample is not None:  # ended before it was fully scored
         return [request.scored_sample]
     prompt = seq.token_ids[: request.num_prompt_tokens]
     completion = seq.token_ids[request.num_prompt_tokens :]
@@ -371,16 +379,16 @@ def training_samples(
 
 
 def _spans(starts: Listed[tuple[int, int]], end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of versions that begin at (version, token), the last one up to `end`."""
+    """Return the spans of versions that begin at (version, token). The last span stops at `end`."""
     ends = [start for _, start in starts[1:]] + [end]
     return tuple(
         VersionSpan(version, start, stop)
-        for (version, start), stop in zip(starts, ends, strict=False)  # there may be none
+        for (version, start), stop in zip(starts, ends, strict=False)  # may be empty
     )
 
 
 def _loss_mask(length: int, appended: Listed[range]) -> tuple[bool, ...]:
-    """Return which completion tokens were sampled, not appended."""
+    """Return a mask that is True for completion tokens that were sampled, not appended."""
     mask = [True] * length
     for tokens in appended:
         mask[tokens.start : tokens.stop] = [False] * len(tokens)
@@ -390,8 +398,9 @@ def _loss_mask(length: int, appended: Listed[range]) -> tuple[bool, ...]:
 def _fork(
     seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager
 ) -> list[Sequence]:
-    """The other samples of a group whose prompt is completed by a chunk from `start` on. They share
-    every block.
+    """Create the other samples of a group when a chunk from `start` on completes its prompt.
+
+    The samples share all blocks.
     """
     forks = [
         seq.fork(sequences.new_id(), index, copied_text(seq)) for index in range(1, num_samples)
@@ -423,8 +432,9 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
 
 
 def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None:
-    """Note which ids the filters kept for the newest token. Where they are too many: how the
-    sequence ends.
+    """Record the ids that filters kept for the newest token.
+
+    Return `MASK_FULL` if they do not fit.
     """
     assert sampled.masks is not None
     if not seq.request.params.sampling_mask:
@@ -437,8 +447,9 @@ def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None
 
 
 def _grow_text(seq: Sequence) -> Finish | None:
-    """Feed the newest token to the text. Where that raises: how the sequence ends, without a
-    text.
+    """Feed the newest token to the text.
+
+    If that raises, drop the text and return the sequence's finish.
     """
     text = seq.output_text
     if text is None or ends_by_id(seq):  # the text ends before a stop id

@@ -1,6 +1,4 @@
-"""A decision made into arrays: a `ForwardBatch` for the model, a `SamplingBatch` for the draw.
-Complete at birth.
-"""
+"""A decision as arrays: a `ForwardBatch` for the model and a `SamplingBatch` for the draw."""
 
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
@@ -22,11 +20,11 @@ from nano_inference.sampling.sampling_batch import (
 )
 from nano_inference.structured.mask_bits import bans_under
 
-ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
+ALL = np.ones(0, dtype=bool)  # all chunks have the same weight set
 
 
 class Scored(NamedTuple):
-    """Rows [start, end) of a sequence, by position, whose scores a forward computes."""
+    """Rows [start, end) of a sequence, by position, whose scores a forward pass computes."""
 
     seq: Sequence
     start: int
@@ -34,12 +32,12 @@ class Scored(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Of all its rows together."""
+        """Number of scores of all rows."""
         return (self.end - self.start) * self.seq.request.score_width
 
     @property
     def targets(self) -> Listed[int]:
-        """The tokens that are scored, row by row."""
+        """Tokens to score, row by row."""
         request = self.seq.request
         if not request.score_targets:
             return self.seq.token_ids[self.start + 1 : self.end + 1]
@@ -50,57 +48,60 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(Generic[A]):
-    """The rows of one step that one weight set computes: N rows in S chunks, B blocks at most."""
+    """Rows of one step and one weight set: N rows in S chunks, up to B blocks per chunk."""
 
     weight_set: str
-    # rows named by relay_rows hold a placeholder
+    # the rows in relay_rows hold a placeholder
     input_ids: A = column("int64", "N", padding=0)
     # absolute position of each row in its sequence
     positions: A = column("int64", "N", padding=0)
-    # where each row's keys and values go: block * block_size + offset
+    # cache slot of each row's keys and values: block * block_size + offset
     slot_mapping: A = column("int64", "N", padding=-1)
     row_chunks: A = column("int64", "N")  # index of each row's chunk
-    # first row of each chunk, and N
+    # first row of each chunk, then N
     cu_seqlens_q: A = column("int64", "S + 1", padding=0)
     seq_lens: A = column("int64", "S", padding=0)  # context length after this step
     block_tables: A = column("int64", "S", "B", padding=0)  # padded with 0
     logits_indices: A = column("int64", "L")  # rows to draw from
-    # rows to score: the logprob of a given token is wanted. A row with several tokens is listed
-    # once for each
+    # rows to score, repeated for each target of the row
     score_rows: A = column("int64", "P")
-    # the token that each of score_rows scores: the next one, or a token that a trainer names
+    # target of each of score_rows: the next token, or one that a trainer names
     score_targets: A = column("int64", "P")
     # temperature of each score
     score_temperatures: A = column("float64", "P")
-    # mask of each score: a row of score_mask_words, or -1 for all tokens; see `SamplingBatch`
+    # mask of each score: a row of score_mask_words, or -1 for all tokens
     score_mask_rows: A = column("int64", "P")
     score_mask_words: A = column("int32", "M", "W")
-    # rows whose token the step before is sampling, and where in its samples it stands
+    # rows whose token the previous step is sampling, and its index in that step's samples
     relay_rows: A = column("int64", "R")
     relay_sources: A = column("int64", "R")
-    # the adapter of each row, a place in `adapters`, -1 for none; empty: no row has one
+    # adapter of each row, an index into `adapters` or -1; empty if no row has one
     row_adapters: A = column("int64", "N")
-    # those of score_rows whose most probable next tokens are wanted too
+    # rows whose most probable next tokens are requested too
     best_rows: A = column("int64", "T")
     scored: tuple[Scored, ...] = ()  # the sequences of score_rows, in order
-    num_prompt_tokens: int = 0  # rows that belong to prompts, for the books
-    num_best: int = 0  # how many most probable tokens are wanted
+    num_prompt_tokens: int = 0  # rows of prompts, for statistics
+    num_best: int = 0  # most probable tokens to return for each of best_rows
     adapters: tuple[Any, ...] = ()  # `ops.lora.Adapter`
-    # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
-    # (`CudaRunner`)
+    # int64 [1]: row stride of block_tables, if only the device knows it (`CudaRunner`)
     table_stride: A | None = None
-    context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
+    context: Any = None  # `parallel.context.ContextStep` if a rank has only some of a step's rows
 
 
 def layout_of_rows(
     starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What follows from where chunks start, how long they are and their block tables [S, blocks].
+    """Return `cu_seqlens_q` [S + 1] and, for each row, its chunk, position and slot [N].
 
-    Returns `cu_seqlens_q` [S + 1] and, for each row, its chunk, position and slot [N]; see
-    `ForwardBatch`.
+    `ForwardBatch` describes these arrays.
+
+    Args:
+        starts: First position of each chunk [S].
+        lengths: Length of each chunk [S].
+        tables: Block tables of the chunks [S, blocks].
+        block_size: Tokens per block.
     """
-    if len(lengths) and (lengths == 1).all():  # a step that only decodes
+    if len(lengths) and (lengths == 1).all():  # decode only
         rows = np.arange(len(starts) + 1)
         places, offsets = np.divmod(starts, block_size)
         return (
@@ -120,18 +121,18 @@ def layout_of_rows(
 _RECORD = np.dtype(
     [
         ("prompt", np.int64),  # prompt tokens
-        ("least", np.int64),  # tokens that the sequence has before it may stop
-        ("scored", np.bool_),  # some of its rows are to be scored
-        ("undrawn", np.bool_),  # the `SamplingTable` does not know its parameters yet
-        ("structured", np.bool_),  # it has a grammar
-        ("adapted", np.bool_),  # it has an adapter
+        ("least", np.int64),  # tokens that the sequence needs before it may stop
+        ("scored", np.bool_),  # some rows need scores
+        ("undrawn", np.bool_),  # the `SamplingTable` lacks its parameters
+        ("structured", np.bool_),  # has a grammar
+        ("adapted", np.bool_),  # has an adapter
     ],
-    align=True,  # else a gather of the integers takes three times as long
+    align=True,  # unaligned, gathering the integers takes three times as long
 )
 
 
 def _record(seq: Sequence) -> tuple[int, int, bool, bool, bool, bool]:
-    """The `_RECORD` of a sequence that was not drawn yet."""
+    """Return the `_RECORD` of a sequence that has drawn nothing yet."""
     request = seq.request
     prompt = request.num_prompt_tokens
     least = prompt + request.params.min_tokens
@@ -140,16 +141,15 @@ def _record(seq: Sequence) -> tuple[int, int, bool, bool, bool, bool]:
 
 
 class BatchBuilder(Generic[A]):
-    """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot
-    each.
+    """Builds a step's batches from arrays with one slot per sequence.
 
-    A slot is written when its sequence first appears, and its block table when that changed: both
-    are rare. A step only gathers from the slots, into new arrays: one that is in flight may still
-    be reading its own.
+    A slot is written when its sequence first appears, and its block table when that changes. Both
+    are rare: a step mostly gathers from the slots. It gathers into new arrays, because a step in
+    flight may still read its own.
 
     Args:
-        block_size: tokens of a block.
-        arrays: makes the arrays of its batches.
+        block_size: Tokens per block.
+        arrays: Factory of the batches' arrays.
     """
 
     def __init__(self, block_size: int, arrays: Arrays[A]) -> None:
@@ -163,12 +163,12 @@ class BatchBuilder(Generic[A]):
     def chunks(
         self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
     ) -> "Chunks":
-        """The chunks of a step as arrays.
+        """Return the chunks of a step as arrays.
 
         Args:
-            decision: applied already, so that block tables cover its chunks.
-            sampled: who gets a token, in the order of the chunks' samples.
-            sequences: the live sequences.
+            decision: An applied decision, so that block tables cover its chunks.
+            sampled: Sequence of each sample, in the order of the chunks.
+            sequences: The live sequences.
         """
         slots = self._slots_of(decision.seq_ids, sequences)
         starts, lengths, samples = (
@@ -180,7 +180,7 @@ class BatchBuilder(Generic[A]):
         names = list(dict.fromkeys(decision.weight_sets))
         if len(names) == 1:
             parts, rows = [(names[0], ALL)], np.arange(len(draws.rows))
-        else:  # in the logits chunks are grouped by weight set
+        else:  # logits rows are grouped by weight set
             parts = [
                 (name, np.array([each == name for each in decision.weight_sets])) for name in names
             ]
@@ -188,9 +188,9 @@ class BatchBuilder(Generic[A]):
             order = np.concatenate([np.flatnonzero(part[draws.chunks]) for _, part in parts])
             rows[order] = np.arange(len(rows))
         if len(draws.rows) == len(slots) == len(sampled) == np.count_nonzero(samples):
-            own, times = slots, 1  # one token of each
+            sample_slots, times = slots, 1  # each chunk draws one token
         else:
-            own = self._slots_of([seq.seq_id for seq in sampled], sequences)
+            sample_slots = self._slots_of([seq.seq_id for seq in sampled], sequences)
             times = samples[draws.chunks]
         return Chunks(
             seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
@@ -199,7 +199,7 @@ class BatchBuilder(Generic[A]):
             drafts=decision.drafts,
             sampled=sampled,
             behind=_behind(decision) if any(decision.drafts) else NO_DRAFTS,
-            slots=own,
+            slots=sample_slots,
             rows=np.repeat(rows, times),
             positions=np.repeat(starts[draws.chunks] + draws.rows + 1, times),
         )
@@ -207,10 +207,10 @@ class BatchBuilder(Generic[A]):
     def forward_batches(
         self, chunks: "Chunks", sampling_now: Mapping[int, int]
     ) -> tuple[ForwardBatch[A], ...]:
-        """One `ForwardBatch` a weight set, in order of first appearance.
+        """Return one `ForwardBatch` for each weight set, in order of first appearance.
 
-        `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not
-        known on the host.
+        `sampling_now` maps a sequence id to its index in the samples of the step in flight, for
+        tokens that the host does not know yet.
         """
         return tuple(
             self._build(name, chunks.seqs, chunks.drafts, chunks.columns, sampling_now)
@@ -226,22 +226,23 @@ class BatchBuilder(Generic[A]):
         )
 
     def masks(self, chunks: "Chunks") -> Masks:
-        """The masks of samples that have a grammar, by their place."""
+        """Return the masks of samples that have a grammar, with the sample's index."""
         masks: list[tuple[int, np.ndarray]] = []
-        for place in np.flatnonzero(self._records["structured"][chunks.slots]).tolist():
-            grammar: Any = chunks.sampled[place].grammar
-            masks.append((place, grammar.mask_behind(len(chunks.behind.get(place, ())))))
+        for index in np.flatnonzero(self._records["structured"][chunks.slots]).tolist():
+            grammar: Any = chunks.sampled[index].grammar
+            masks.append((index, grammar.mask_behind(len(chunks.behind.get(index, ())))))
         return masks
 
     def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch[A]:
-        """The draw of a step, once the tokens before it are known. Logits of its batches stand one
-        after another. `masks`: as the method gives them.
+        """Return the draw of a step, once the tokens before it are known.
 
-        Parameters are read here and not before the forward: an error in the parameters of one
-        sequence then stops no forward.
+        The logits of the step's batches are concatenated. `masks` is the result of `masks()`.
+
+        Parameters are read here and not before the forward pass, so bad parameters of one sequence
+        stop no forward pass.
         """
-        for place in np.flatnonzero(self._records["undrawn"][chunks.slots]).tolist():
-            seq, slot = chunks.sampled[place], int(chunks.slots[place])
+        for index in np.flatnonzero(self._records["undrawn"][chunks.slots]).tolist():
+            seq, slot = chunks.sampled[index], int(chunks.slots[index])
             self._draws.put(
                 slot,
                 seq.request.params,
@@ -250,14 +251,14 @@ class BatchBuilder(Generic[A]):
                 seq.token_ids[: seq.request.num_prompt_tokens],
             )
             self._records["undrawn"][slot] = False
-        for place, counts in self._draws.penalized(chunks.slots):
-            seq = chunks.sampled[place]
+        for index, counts in self._draws.penalized(chunks.slots):
+            seq = chunks.sampled[index]
             counts.add(seq.token_ids[seq.request.num_prompt_tokens + counts.length :])
         early = np.flatnonzero(chunks.positions < self._records["least"][chunks.slots]).tolist()
-        banned = {place: sorted(chunks.sampled[place].request.stop_ids) for place in early}
-        for place, words in masks:
-            if place in banned and not bans_under(words, banned[place]):
-                del banned[place]
+        banned = {index: sorted(chunks.sampled[index].request.stop_ids) for index in early}
+        for index, words in masks:
+            if index in banned and not bans_under(words, banned[index]):
+                del banned[index]
         return self._draws.batch(
             chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind
         )
@@ -286,8 +287,8 @@ class BatchBuilder(Generic[A]):
         arrays, make = self._arrays, self._arrays.make
         adapters, row_adapters = (), arrays.no_integers
         if self._records["adapted"][slots].any():
-            adapters, own = _adapters(seqs, lengths)
-            row_adapters = make(own)
+            adapters, indices = _adapters(seqs, lengths)
+            row_adapters = make(indices)
         prompts = self._records["prompt"][slots]
         return ForwardBatch(
             weight_set=weight_set,
@@ -314,8 +315,10 @@ class BatchBuilder(Generic[A]):
         )
 
     def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
-        """Write what this step changed in block tables: all of a newcomer's, else from the chunk's
-        first block on.
+        """Write the changed part of the block tables.
+
+        That is the whole table of an admitted sequence, otherwise the part from the chunk's first
+        block on.
         """
         for seq_id, start, fresh in zip(
             decision.seq_ids, decision.starts, decision.fresh_blocks, strict=True
@@ -350,14 +353,15 @@ class BatchBuilder(Generic[A]):
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
     def _free_slots(self, wanted: int, live: Set[int]) -> None:
-        """Have so many free slots: those of sequences that are gone, and where that is not enough,
-        new ones.
+        """Provide at least `wanted` free slots.
+
+        Slots of finished sequences are freed first. More slots are allocated if that is not enough.
         """
         if wanted <= len(self._free):
             return
         for seq_id in self._slots.keys() - live:
             self._free.append(self._slots.pop(seq_id))
-        # more than half would be held: the next search is far off
+        # leave half of the slots free, so that the next search is far off
         if len(self._free) < wanted + len(self._slots):
             old = len(self._records)
             more = max(old, 2 * wanted)
@@ -367,31 +371,34 @@ class BatchBuilder(Generic[A]):
 
 
 class _Draws(NamedTuple):
-    """Rows that tokens are drawn at: [D]."""
+    """Rows at which tokens are drawn: [D]."""
 
     chunks: np.ndarray  # index of each row's chunk
-    rows: np.ndarray  # of that chunk
+    rows: np.ndarray  # row within that chunk
 
     @classmethod
     def of(cls, drafts: Listed[Listed[int]], samples: np.ndarray, lengths: np.ndarray) -> "_Draws":
-        """Those of a decision: the last known row of each chunk that draws, and those behind it."""
+        """Return the draw rows of a decision.
+
+        These are the last known row of each drawing chunk, and its draft rows.
+        """
         ends = np.flatnonzero(samples)
         if not any(drafts):
             return cls(ends, lengths[ends] - 1)
         behind = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts))[ends]
         chunks = np.repeat(ends, behind + 1)
-        firsts = np.cumsum(behind + 1) - behind - 1  # place of each chunk's first row
+        firsts = np.cumsum(behind + 1) - behind - 1  # index of each chunk's first row
         rows = np.arange(len(chunks)) - np.repeat(firsts, behind + 1)
         return cls(chunks, lengths[chunks] - 1 - np.repeat(behind, behind + 1) + rows)
 
     def within(self, part: np.ndarray) -> "_Draws":
-        """Those of some of the chunks: bool [S]."""
+        """Return the draw rows of the chunks selected by `part`, bool [S]."""
         kept = part[self.chunks]
         return _Draws((np.cumsum(part) - 1)[self.chunks[kept]], self.rows[kept])
 
 
 class _Columns(NamedTuple):
-    """Chunks, column by column: [S]."""
+    """Columns of the chunks, each [S]."""
 
     slots: np.ndarray
     starts: np.ndarray
@@ -399,28 +406,28 @@ class _Columns(NamedTuple):
     draws: _Draws
 
     def of(self, part: np.ndarray) -> "_Columns":
-        """Some of the chunks: bool [S]."""
+        """Return the columns of the chunks selected by `part`, bool [S]."""
         slots, starts, lengths, draws = self
         return _Columns(slots[part], starts[part], lengths[part], draws.within(part))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A step's chunks and samples as arrays; S chunks, R samples."""
+    """A step's chunks and samples as arrays: S chunks, R samples."""
 
     seqs: Listed[Sequence]  # [S]
-    # weight sets in order of first appearance, and their chunks: bool [S] or ALL
+    # weight sets in order of first appearance, each with its chunks: bool [S] or ALL
     parts: Listed[tuple[str, np.ndarray]]
     columns: _Columns
     drafts: Listed[tuple[int, ...]]  # [S]
     sampled: Listed[Sequence]  # [R]
-    behind: Drafts  # of the samples drawn behind drafts: their place, and these drafts
+    behind: Drafts  # sample index -> drafts that the sample follows
     slots: np.ndarray  # [R]
-    rows: np.ndarray  # [R] row of the step's logits
-    positions: np.ndarray  # [R] of the token to draw
+    rows: np.ndarray  # [R] rows of the step's logits
+    positions: np.ndarray  # [R] positions of the tokens to draw
 
     def drawing(self, places: Listed[int]) -> "Chunks":
-        """The same chunks with some of their samples."""
+        """Return the same chunks with only the samples at `places`."""
         kept = np.array(places, dtype=np.int64)
         sampled = [self.sampled[place] for place in places]
         behind = self.behind
@@ -435,13 +442,13 @@ class Chunks:
 
 
 def _behind(decision: SchedulerOutput) -> Drafts:
-    """Which samples are drawn behind which drafts."""
-    found: dict[int, tuple[int, ...]] = {}
-    place = 0
+    """Return the drafts that samples follow, by sample index."""
+    behind: dict[int, tuple[int, ...]] = {}
+    index = 0
     for count, drafts in zip(decision.samples, decision.drafts, strict=True):
-        found |= {place + length: drafts[:length] for length in range(1, len(drafts) + 1)}
-        place += count + len(drafts)
-    return found
+        behind |= {index + length: drafts[:length] for length in range(1, len(drafts) + 1)}
+        index += count + len(drafts)
+    return behind
 
 
 def _input_ids(
@@ -451,8 +458,9 @@ def _input_ids(
     drafts: Listed[Listed[int]],
     sampling_now: Mapping[int, int],
 ) -> tuple[list[int], list[int], list[int]]:
-    """The tokens of all rows, the rows whose token is being sampled, and the place of each such
-    token in the samples of the step in flight.
+    """Return the tokens of all rows, and the rows whose token is still being sampled.
+
+    The third list holds the index of each such token in the samples of the step in flight.
     """
     input_ids: list[int] = []
     relay_rows: list[int] = []
@@ -476,50 +484,51 @@ def _rows_to_score(
     ends: np.ndarray,
     cu_seqlens: np.ndarray,
 ) -> tuple[list[int], list[int], list[int], list[Scored]]:
-    """Rows that are scored, the tokens that are scored after them, the rows whose best tokens are
-    wanted, and whose they are. `places`: of the chunks whose sequences have such rows.
+    """Return rows to score, their targets, rows that need best tokens, and their sequences.
+
+    `places` are the indices of chunks whose sequences have rows to score.
     """
     score_rows: list[int] = []
     score_targets: list[int] = []
     best_rows: list[int] = []
     scored: list[Scored] = []
-    for place in places:
-        seq, start = seqs[place], int(starts[place])
-        rows = seq.rows_to_score(start, int(ends[place]))
+    for index in places:
+        seq, start = seqs[index], int(starts[index])
+        rows = seq.rows_to_score(start, int(ends[index]))
         if rows:
-            first = int(cu_seqlens[place]) - start
+            first = int(cu_seqlens[index]) - start
             in_batch = range(first + rows.start, first + rows.stop)
-            own = Scored(seq, rows.start, rows.stop)
+            part = Scored(seq, rows.start, rows.stop)
             width = seq.request.score_width
             score_rows += in_batch if width == 1 else np.repeat(in_batch, width).tolist()
             best_rows += in_batch if seq.request.num_best else ()
-            score_targets += own.targets
-            scored.append(own)
+            score_targets += part.targets
+            scored.append(part)
     return score_rows, score_targets, best_rows, scored
 
 
 def _adapters(seqs: Listed[Sequence], lengths: np.ndarray) -> tuple[tuple[Any, ...], np.ndarray]:
-    """The adapters of chunks, and of each row its place among them."""
+    """Return the adapters of the chunks, and each row's index among them."""
     places: dict[Any, int] = {}
-    own = [-1 if s.adapter is None else places.setdefault(s.adapter, len(places)) for s in seqs]
-    return tuple(places), np.repeat(np.array(own, dtype=np.int64), lengths)
+    indices = [-1 if s.adapter is None else places.setdefault(s.adapter, len(places)) for s in seqs]
+    return tuple(places), np.repeat(np.array(indices, dtype=np.int64), lengths)
 
 
 def _temperatures(scored: Listed[Scored]) -> np.ndarray:
-    each = [own.seq.request.score_temperature for own in scored]
-    return np.repeat(np.array(each, dtype=np.float64), [own.num_scores for own in scored])
+    temperatures = [part.seq.request.score_temperature for part in scored]
+    return np.repeat(np.array(temperatures, dtype=np.float64), [part.num_scores for part in scored])
 
 
 def _score_masks(arrays: Arrays[A], num_rows: int, scored: Listed[Scored]) -> dict[str, A]:
-    """The columns of the masks that rows are scored under."""
+    """Return the columns for the masks that scores are normalized over."""
     if not num_rows:
         return {"score_mask_rows": arrays.no_integers, "score_mask_words": arrays.no_masks}
     masks: list[tuple[int, np.ndarray]] = []
     at = 0
-    for own in scored:
-        seq, start, end = own
+    for part in scored:
+        seq, start, end = part
         first = seq.request.scored.start
         masks += enumerate(seq.request.score_masks[start - first : end - first], at)
-        at += own.num_scores
+        at += part.num_scores
     columns = mask_columns(arrays, num_rows, masks)
     return {f"score_{name}": each for name, each in columns.items()}

@@ -1,8 +1,8 @@
-"""What a request may cost, in entries, computed before any of it is begun.
+"""Cost of a request in entries, computed before any work on it begins.
 
-An entry is one number that the engine has to hold or an answer has to carry: the logprob of a
-token, an id that a filter kept, a bias. Other limits hold each alone (samples, tokens, logprobs a
-token, ids of a bias); here they are multiplied.
+An entry is one number that the engine holds or a response carries: the logprob of a token, an id
+that a filter kept, a bias. Other limits bound each count separately (samples, tokens, logprobs per
+token, ids of a bias). The budget bounds their product.
 """
 
 from typing import NamedTuple
@@ -10,26 +10,26 @@ from typing import NamedTuple
 from nano_inference.errors import RequestTooLarge
 from nano_inference.types import SamplingParams
 
-IDS_OF_AN_ENTRY = 16  # of routed experts: a byte or two each, where other numbers are text
-RL_ENTRIES = 40_000_000  # the default of a server for trainers
+IDS_OF_AN_ENTRY = 16  # routed experts per entry: one takes a byte or two, other numbers are text
+RL_ENTRIES = 40_000_000  # a server's default budget for trainers
 
 
 class Demand(NamedTuple):
-    """The counts of a request that its cost follows from.
+    """Counts that determine the cost of a request.
 
     Attributes:
-        prompt: tokens of the prompt.
-        num_samples, max_tokens, top_logprobs, prompt_top_logprobs: of the request.
-        numbers: that each completion token has beside its `top_logprobs`: its logprob, a raw
-            logprob, one id of a mask (the others are counted while they come), a count for
-            penalties.
-        parameters: ids of `logit_bias`, `allowed_token_ids` and `stop_token_ids`, and characters of
-            `stop`.
-        scores_prompt: `prompt_logprobs` are asked for.
-        counts_prompt: each sample counts the prompt's tokens (`repetition_penalty`).
-        repeats_prompt: the answer tells of the prompt with each sample, not once.
-        routed: for each token, the prompt's too: its `routed_experts`, `IDS_OF_AN_ENTRY` to an
-            entry, as ids of experts are small.
+        prompt: Number of prompt tokens.
+        num_samples, max_tokens, top_logprobs, prompt_top_logprobs: Values of the request.
+        numbers: Entries of each completion token in addition to its `top_logprobs`: the logprob, a
+            raw logprob, one id of a sampling mask, a count for penalties. Further ids of a mask are
+            counted as they arrive.
+        parameters: Number of ids in `logit_bias`, `allowed_token_ids` and `stop_token_ids`, plus
+            the characters of `stop`.
+        scores_prompt: True if `prompt_logprobs` are requested.
+        counts_prompt: True if each sample counts the prompt's tokens (`repetition_penalty`).
+        repeats_prompt: True if the response repeats the prompt's data with each sample.
+        routed: Entries of `routed_experts` for each token, prompt tokens included. Expert ids are
+            small, so one entry covers `IDS_OF_AN_ENTRY` ids.
     """
 
     prompt: int
@@ -45,7 +45,10 @@ class Demand(NamedTuple):
     routed: int = 0
 
     def entries(self) -> int:
-        """The cost. Samples share the prompt, so it counts once unless the answer repeats it."""
+        """Return the cost of the request.
+
+        Samples share the prompt, so it counts once unless the response repeats it.
+        """
         return sum(_parts(self).values())
 
 
@@ -57,14 +60,15 @@ def demand_of(
     repeats_prompt: bool = False,
     experts: int = 0,
 ) -> Demand:
-    """The counts of a request.
+    """Return the counts of a request.
 
     Args:
-        prompt_len: tokens of the prompt.
-        params: how its samples are drawn, and what is told of them.
-        num_samples: how many.
-        repeats_prompt: see `Demand`.
-        experts: ids of routed experts that a token of a sample has, if they are asked for.
+        prompt_len: Number of prompt tokens.
+        params: Sampling parameters, which also select the values to return.
+        num_samples: Number of samples.
+        repeats_prompt: True if the response repeats the prompt's data with each sample.
+        experts: Routed expert ids for each token of a sample. Counted only if `params` request
+            them.
     """
     ids = len(params.logit_bias) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
     return Demand(
@@ -83,10 +87,11 @@ def demand_of(
 
 
 def require_affordable(demand: Demand, budget: int, names: "Names | None" = None) -> int:
-    """The entries of a request. Raises `RequestTooLarge` beyond `budget`, and says which number to
-    lower to what.
+    """Return the entries of a request.
 
-    `names`: what a client calls the numbers; None: as `SamplingParams` and `add_request` do.
+    Raise `RequestTooLarge` if they exceed `budget`. The message names the values to lower. `names`
+    maps fields of `Demand` to the client's names. Without it, the message uses the names in
+    `SamplingParams` and `add_request`.
     """
     cost = demand.entries()
     if cost <= budget:
@@ -96,30 +101,30 @@ def require_affordable(demand: Demand, budget: int, names: "Names | None" = None
         f"{(names or {}).get(field, _NAMES[field])} from {getattr(demand, field)} to {value}"
         for field, value in changes.items()
     ]
-    remedy = f"lower {' and '.join(words)}" if words else "raise it"
+    remedy = f"lower {' and '.join(words)}" if words else "raise max_request_entries"
     raise RequestTooLarge(
-        f"the request asks for up to {cost} entries, and max_request_entries={budget}; {remedy}."
+        f"the request needs up to {cost} entries, but max_request_entries={budget}; {remedy}."
     )
 
 
 def most_mask_ids(demand: Demand, budget: int) -> int:
-    """Ids that the mask of one sample may have in all: its part of what the rest of the request
-    leaves.
+    """Return the maximum number of ids in the sampling mask of one sample.
+
+    Samples share equally the entries that the rest of the request leaves.
     """
     return demand.max_tokens + (budget - demand.entries()) // demand.num_samples
 
 
-Names = dict[str, str]  # field of `Demand` -> what a client calls it
+Names = dict[str, str]  # field of `Demand` -> the client's name for it
 _NAMES: Names = {
-    "prompt": "the tokens of the prompt",
+    "prompt": "the number of prompt tokens",
     "num_samples": "num_samples",
     "max_tokens": "max_tokens",
     "top_logprobs": "top_logprobs",
     "prompt_top_logprobs": "prompt_top_logprobs",
-    "parameters": "the ids of logit_bias, allowed_token_ids, stop_token_ids with the characters "
-    "of stop",
+    "parameters": "the total size of logit_bias, allowed_token_ids, stop_token_ids and stop",
 }
-# What each part of the cost is lowered by, the first choice first.
+# Fields that lower each part of the cost, in order of preference.
 _LEVERS = {
     "prompt": ("prompt_top_logprobs", "num_samples", "prompt"),
     "completions": ("top_logprobs", "max_tokens", "num_samples"),
@@ -129,9 +134,9 @@ _LEVERS = {
 
 
 def _parts(demand: Demand) -> dict[str, int]:
-    each = demand.prompt * (1 + demand.scores_prompt + demand.prompt_top_logprobs)
+    prompt = demand.prompt * (1 + demand.scores_prompt + demand.prompt_top_logprobs)
     return {
-        "prompt": each * (demand.num_samples if demand.repeats_prompt else 1),
+        "prompt": prompt * (demand.num_samples if demand.repeats_prompt else 1),
         "completions": demand.num_samples
         * demand.max_tokens
         * (demand.numbers + demand.top_logprobs),
@@ -142,8 +147,9 @@ def _parts(demand: Demand) -> dict[str, int]:
 
 
 def _remedy(demand: Demand, budget: int) -> dict[str, int]:
-    """Numbers to lower, and to what, so that a request fits: one, if one will do. Empty: nothing
-    will.
+    """Return the fields to lower, with values that make the request fit.
+
+    One field suffices if possible. Empty if no values fit.
     """
     fields = [field for part in _by_size(demand) for field in _LEVERS[part]]
     for field in fields:
@@ -166,7 +172,7 @@ def _remedy(demand: Demand, budget: int) -> dict[str, int]:
 
 
 def _by_size(demand: Demand) -> list[str]:
-    """The parts of the cost, the largest first."""
+    """Return the parts of the cost, largest first."""
     parts = _parts(demand)
     return sorted(parts, key=parts.__getitem__, reverse=True)
 
@@ -176,8 +182,9 @@ def _least(field: str) -> int:
 
 
 def _largest(demand: Demand, field: str, budget: int) -> int | None:
-    """The largest value of a number with which the request fits; None: none does. The cost grows
-    evenly with each.
+    """Return the largest value of a field with which the request fits, None if there is none.
+
+    The cost grows linearly with each field.
     """
     least = _least(field)
     low, high = (demand._replace(**{field: each}).entries() for each in (least, least + 1))

@@ -1,5 +1,6 @@
-"""The frozen result of scheduling: parallel tuples, one entry a chunk (a tuple costs a fiftieth of
-an object).
+"""The immutable result of scheduling, as parallel tuples with one entry per chunk.
+
+A tuple entry costs a fiftieth of an object.
 """
 
 import itertools
@@ -14,12 +15,13 @@ class Chunk(NamedTuple):
     """Positions [start, start + length) of one sequence.
 
     Attributes:
-        samples: sequences that draw the token behind its known ones: 0, 1, or a whole group, whose
-            others are forked.
-        fresh_blocks: how many KV blocks it takes at most, the copy of one that it shares included.
-            0: its block table stays as it is.
-        drafts: guesses of the tokens behind the known ones, the input of its last rows. Each of
-            these rows draws a token too, and counts as computed only when its guess was drawn.
+        samples: Number of sequences that draw the token after the known ones: 0, 1, or a whole
+            group, whose other samples are forked.
+        fresh_blocks: Maximum number of KV blocks that the chunk allocates, including a copy of a
+            shared block. 0 leaves the block table unchanged.
+        drafts: Guesses of the tokens after the known ones, which are the input of the last rows.
+            Each of these rows also draws a token, and counts as computed only if its guess was
+            drawn.
     """
 
     seq_id: int
@@ -33,7 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A waiting sequence that enters, and the cached prefix that it starts from."""
+    """A waiting sequence to admit, and the cached prefix that it starts from."""
 
     seq_id: int
     cached: CacheAllocation
@@ -41,14 +43,14 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's decision. Nothing has happened yet: `core.apply.apply` carries it out.
+    """One step's decision. `core.apply.apply` carries it out.
 
     Attributes:
-        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, drafts: one entry a chunk; see
-            `Chunk`.
-        admitted: sequences that leave the waiting list. Each has a chunk.
-        preempted_seqs: sequences that give up their blocks and return to the waiting list. None has
-            a chunk.
+        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, drafts: Fields of `Chunk`, one
+            entry per chunk.
+        admitted: Sequences that leave the waiting list. Each has a chunk.
+        preempted_seqs: Sequences that give up their blocks and return to the waiting list. None of
+            them has a chunk.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -62,7 +64,7 @@ class SchedulerOutput:
     preempted_seqs: tuple[int, ...] = ()
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks, one at a time."""
+        """Yield the chunks one at a time."""
         columns = (
             self.seq_ids,
             self.starts,
@@ -76,13 +78,14 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Rows that go through the forward."""
+        """Number of rows in the forward pass."""
         return sum(self.lengths)
 
     @property
     def prefill_seqs(self) -> tuple[int, ...]:
-        """Sequences that compute more than their newest token. A view for readers; the engine makes
-        no difference.
+        """Sequences that compute more than their newest token.
+
+        Informational: the engine does not distinguish prefill from decode.
         """
         return tuple(c.seq_id for c in self.chunks() if c.length > 1 or not c.samples)
 

@@ -1,4 +1,4 @@
-"""Deltas of sequences: what is new of one, for those that wait for it."""
+"""`Delta`: the new tokens of a sequence, for callers that stream."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from nano_inference.types import Delta, TrainingSample, VersionSpan
 
 
 def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
-    """A streaming sequence's tokens from place `before` on, and what is known of them."""
+    """Return a streaming sequence's tokens from index `before` on, with their metadata."""
     version = seq.version_starts[-1][0] if len(seq.token_ids) > before else 0
     past = seq.contexts[-1].past if version and seq.contexts else ()
     return _delta(
@@ -15,26 +15,27 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
     )
 
 
-def deltas_since(seq: Sequence, told: int) -> list[Delta]:
-    """A sequence's completion tokens from place `told` on, without text: a delta for each way to
-    compute them.
+def deltas_since(seq: Sequence, begin: int) -> list[Delta]:
+    """Return a sequence's completion tokens from index `begin` on, without text.
+
+    Each change of weight version, adapter version or context starts a new delta.
     """
     starts = {start for _, start in (*seq.version_starts, *seq.adapter_starts)} | {
         context.token_start for context in seq.contexts
     }
     end = seq.num_completion_tokens
     deltas: list[Delta] = []
-    for begin, stop in itertools.pairwise(
-        [told, *sorted(start for start in starts if told < start < end), end]
+    for first, stop in itertools.pairwise(
+        [begin, *sorted(start for start in starts if begin < start < end), end]
     ):
-        if begin < stop:
+        if first < stop:
             version = next(
-                version for version, start in reversed(seq.version_starts) if start <= begin
+                version for version, start in reversed(seq.version_starts) if start <= first
             )
             past = next(
-                (each.past for each in reversed(seq.contexts) if each.token_start <= begin), ()
+                (each.past for each in reversed(seq.contexts) if each.token_start <= first), ()
             )
-            deltas.append(_delta(seq, begin, stop, None, version, past))
+            deltas.append(_delta(seq, first, stop, None, version, past))
     return deltas
 
 
@@ -46,7 +47,7 @@ def _delta(
     version: int,
     past: tuple[VersionSpan, ...],
 ) -> Delta:
-    """A sequence's completion tokens [begin, end)."""
+    """Return a delta of a sequence's completion tokens [begin, end)."""
     first, params, new = seq.request.num_prompt_tokens, seq.request.params, slice(begin, end)
     return Delta(
         request_id=seq.request_id,
@@ -68,8 +69,9 @@ def _delta(
 
 
 def last_delta(sample: TrainingSample, queued: float) -> Delta:
-    """The delta that brings a sample. Its tokens and text were in earlier ones, if those were
-    wanted.
+    """Return the delta that carries a finished sample.
+
+    Earlier deltas carried its tokens and text, if the caller streams.
     """
     return Delta(
         request_id=sample.request_id,

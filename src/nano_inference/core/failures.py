@@ -2,19 +2,20 @@
 
 from nano_inference.errors import NanoInferenceError, RankLost
 
-# Names of torch's errors: `core` imports no torch.
+# torch's error classes, by name: `core` does not import torch.
 _TORCH_ERRORS = {"OutOfMemoryError", "AcceleratorError"}
-# Texts of plain RuntimeErrors that torch, Triton and CUDA's libraries raise for a device.
+# Substrings of the plain RuntimeErrors that torch, Triton and CUDA libraries raise.
 _SIGNS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "NCCL error")
 
 
 class DeviceHangs(NanoInferenceError):
-    """The device has not finished its work within the deadline."""
+    """The device did not finish its work before the deadline."""
 
 
 def is_device_failure(problem: BaseException) -> bool:
-    """Return whether a device or another rank failed, rather than a single request: out of memory,
-    a CUDA error, no answer.
+    """Return True if a device or another rank failed, rather than a single request.
+
+    Examples are a CUDA error, an allocation failure and a rank that does not answer.
     """
     if isinstance(problem, DeviceHangs | RankLost):
         return True

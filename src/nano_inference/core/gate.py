@@ -1,4 +1,4 @@
-"""`Gate`: what an engine waits for that other engines decide."""
+"""`Gate`: the point at which an engine waits for decisions of other engines."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -7,61 +7,65 @@ from nano_inference.core.lifecycle import Lifecycle
 
 
 class Stepping(Protocol):
-    """An engine that steps, and takes part in rounds."""
+    """An engine that can step and take part in rounds."""
 
     @property
     def life(self) -> Lifecycle:
-        """The engine's state."""
+        """State of the engine."""
         ...
 
     def require_alive(self) -> None:
-        """Raise `EngineDead` if it is."""
+        """Raise `EngineDead` if the engine is dead."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return True if a step would do anything."""
         ...
 
     def advance(self) -> None:
-        """Step."""
+        """Run one step."""
         ...
 
 
 class Gate:
-    """The gate of a single engine: always open. `LockstepGate` is the gate of several engines.
+    """Gate of a single engine, which is always open.
+
+    `LockstepGate` coordinates several engines.
 
     Attributes:
-        alone: no other engine decides anything.
-        asleep: all engines have said that their weights are to sleep, and not all have said since
-            that they have them again.
+        alone: True if no other engine takes part in decisions.
+        asleep: True from the time when all engines have asked for their weights to sleep until all
+            have reported that the weights are back.
     """
 
     alone = True
     asleep = False
 
     def is_due(self) -> bool:
-        """Whether this engine has to take part in a round, even without a request."""
+        """Return True if this engine must take part in a round, even without a request."""
         return False
 
     def allows(self, version: int | None) -> bool:
-        """Whether all engines apply the update of this version now."""
+        """Return True if all engines apply the update to this version now."""
         return True
 
     def begin(self, weight_sets: Collection[str] = ()) -> list[str]:
-        """Begin a round; returns all weight sets that some engine computes, in order.
+        """Begin a round and return, in order, all weight sets that some engine computes.
 
-        Args:
-            weight_sets: that this engine computes.
+        `weight_sets` are those that this engine computes.
 
-        Raises `RankLost` where an engine does not come, or serves another version.
+        Raise `RankLost` if an engine does not arrive or serves another version.
         """
         return list(weight_sets)
 
     def await_sleep(self, engine: Stepping) -> None:
-        """Wait until `asleep`, so that no engine needs this engine's weights; not for ever."""
+        """Wait, for a limited time, until `asleep`.
+
+        From then on no engine needs this engine's weights.
+        """
 
     def await_wake(self, engine: Stepping) -> None:
-        """Wait until all engines have their weights. Raises `NanoInferenceError`."""
+        """Wait until all engines have their weights. Raise `NanoInferenceError` if one does not."""
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group of engines."""

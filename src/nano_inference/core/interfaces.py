@@ -1,4 +1,4 @@
-"""Interfaces between the loop and the layers above it, which implement them."""
+"""Interfaces that the loop calls and higher layers implement."""
 
 from collections.abc import Container
 from collections.abc import Sequence as Listed
@@ -19,7 +19,7 @@ class Pending(Protocol):
     """Samples that a step in flight is drawing."""
 
     def wait(self) -> SampledTokens:
-        """Wait for them."""
+        """Wait for the draw and return its samples."""
         ...
 
 
@@ -28,15 +28,15 @@ class Runner(Protocol):
 
     @property
     def arrays(self) -> Arrays[Any]:
-        """Makes the arrays of the batches that it takes."""
+        """Factory of the arrays that batches for this runner consist of."""
         ...
 
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
-        """Called before the batches of a step are built: other ranks build theirs meanwhile."""
+        """Announce a step before its batches are built, so that other ranks build theirs."""
         ...
 
     def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
-        """Called before a draw: other ranks draw the same samples of the step."""
+        """Announce a draw before its launch, so that other ranks draw the same samples."""
         ...
 
     def forward(
@@ -45,47 +45,55 @@ class Runner(Protocol):
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> Any:
-        """Launch a forward; returns what `sample` draws from."""
+        """Launch a forward pass and return its result, which `sample` draws from."""
         ...
 
     def sample(self, result: Any, batch: SamplingBatch[Any]) -> Pending:
-        """Launch the draw."""
+        """Launch the draw of a step's samples."""
         ...
 
     def idle(self) -> None:
-        """Take part in a round of engines in lockstep without a forward of one's own."""
+        """Take part in a round of engines in lockstep without computing a step."""
         ...
 
     def drop(self, weight_set: str) -> None:
-        """Free a weight set that no later step names."""
+        """Free a weight set that no later step uses."""
         ...
 
 
 class Returning(Protocol):
-    """Evicted blocks that can be restored: `device.kept_files.KeptFiles`, a layer above."""
+    """Evicted blocks that can be restored.
+
+    `device.kept_files.KeptFiles`, in a higher layer, implements it.
+    """
 
     def __len__(self) -> int: ...
 
     def missing(self, names: Listed[int]) -> range:
-        """The places in a chain, behind what the cache has, whose blocks can be brought back."""
+        """Return the indices in a chain, after its cached blocks, of restorable blocks."""
         ...
 
     def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> list[int]:
-        """Restore them into the cache; returns a block table that holds them."""
+        """Restore these blocks into the cache and return a block table that holds them."""
         ...
 
 
 class Drafting(Protocol):
-    """Proposes draft tokens: `drafts.drafter.Drafter`, a layer above."""
+    """Proposes draft tokens.
+
+    `drafts.drafter.Drafter`, in a higher layer, implements it.
+    """
 
     def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
-        """Drafts for the next step, by sequence id; `pending`: ids of those of which a token is
-        being sampled.
+        """Return drafts for the next step by sequence id.
+
+        `pending` holds the ids of sequences that have a token in flight.
         """
         ...
 
     def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
-        """Tokens of these sequences, which may have been computed with drafts, have become known;
-        returns how many more than one of each.
+        """Record that tokens of these sequences have become known.
+
+        Return how many tokens the accepted drafts added: those beyond one for each sequence.
         """
         ...

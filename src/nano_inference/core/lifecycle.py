@@ -1,6 +1,7 @@
-"""`Lifecycle`: whether an engine launches steps, admits requests, sleeps or is dead, as one frozen
-value, and `after`, the only function that changes it. Locks, events and waiting are in
-`engine/shared_loop.py`.
+"""`Lifecycle`: the state of an engine as one immutable value.
+
+It says whether the engine launches steps, admits requests, sleeps or is dead. Only `after` changes
+it. Locks, events and waiting are in `engine/shared_loop.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -14,19 +15,22 @@ class Caller(Protocol):
     """A caller that paused the engine or put it to sleep."""
 
     def is_calling(self) -> bool:
-        """Whether the code that asks is this caller, so that waiting here would never end."""
+        """Return True if the current code runs for this caller.
+
+        Waiting for the caller would then deadlock.
+        """
         ...
 
 
 class Why(NamedTuple):
-    """A reason, and the same reason without the text of an exception: see `EngineDead.public`."""
+    """A reason, and the same reason without exception text, for `EngineDead.public`."""
 
     text: str
     public: str
 
 
 class Phase(Enum):
-    """Whether steps are launched, and whether new requests wait for a step or are held."""
+    """Two switches: steps are launched or not, and new requests are admitted or held."""
 
     RUNNING = auto()  # launches steps, admits new requests
     DRAINING = auto()  # launches steps, holds new requests
@@ -43,12 +47,12 @@ class Lifecycle:
     """The state of an engine between two steps.
 
     Attributes:
-        phase: see `Phase`.
-        paused_by: the caller of `pause`, until `resume`; None: no pause is asked for.
-        asleep: the parts of the memory that were given back.
-        asleep_by: the caller of the last `sleep`, until nothing is asleep.
-        sleep_asked: the weights are to sleep as soon as the engines in lockstep let them.
-        dead: why no call works any more; None: the engine lives.
+        phase: Phase of the engine.
+        paused_by: Caller of `pause`, until `resume`. None if the engine is not paused.
+        asleep: Parts of the memory that were released.
+        asleep_by: Caller of the last `sleep`, until nothing is asleep.
+        sleep_asked: True if the weights are to sleep as soon as the engines in lockstep allow it.
+        dead: Reason why every call fails. None if the engine is alive.
     """
 
     phase: Phase = Phase.RUNNING
@@ -60,22 +64,22 @@ class Lifecycle:
 
     @property
     def launching(self) -> bool:
-        """Whether steps are launched."""
+        """True if steps are launched."""
         return self.phase in (Phase.RUNNING, Phase.DRAINING)
 
     @property
     def admitting(self) -> bool:
-        """Whether new requests are admitted; otherwise they are held."""
+        """True if new requests are admitted. Otherwise they are held."""
         return self.phase in (Phase.RUNNING, Phase.STOPPED)
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights are in memory, to be read and written."""
+        """True if the weights are in memory."""
         return "weights" not in self.asleep
 
     @property
     def wants_sleep(self) -> bool:
-        """Whether the weights are asleep, or are to be."""
+        """True if the weights are asleep or waiting to sleep."""
         return self.sleep_asked or not self.has_weights
 
 
@@ -86,14 +90,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Launch nothing from now on, until `Resume`."""
+    """Launch nothing until `Resume`."""
 
     by: Caller
 
 
 @dataclass(frozen=True, slots=True)
 class UndoPause:
-    """Forget a pause that was interrupted, if no other caller has paused since."""
+    """Undo an interrupted pause, unless another caller has paused since."""
 
     by: Caller
     before: Caller | None  # the pause that it replaced
@@ -101,27 +105,27 @@ class UndoPause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Forget all pauses."""
+    """Undo all pauses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Launch nothing from now on, until `Settle`."""
+    """Launch nothing until `Settle`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskSleep:
-    """Launch nothing from now on: the weights are to sleep once engines in lockstep let them."""
+    """Launch nothing, and let the weights sleep once the engines in lockstep allow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithdrawSleep:
-    """The weights are not to sleep, or sleep already."""
+    """Withdraw `AskSleep`: the weights are asleep, or no longer need to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class FallAsleep:
-    """A part of the memory was given back."""
+    """Mark a part of the memory as released."""
 
     part: Memory
     by: Caller
@@ -129,21 +133,21 @@ class FallAsleep:
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """A part of the memory is back."""
+    """Mark a part of the memory as restored."""
 
     part: Memory
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Run again, if no pause, no sleep and no other engine keeps it stopped."""
+    """Run again, unless a pause, a sleep or another engine prevents it."""
 
-    others_asleep: bool = False  # engines in lockstep have not all woken their weights
+    others_asleep: bool = False  # some engine in lockstep has not woken its weights
 
 
 @dataclass(frozen=True, slots=True)
 class Die:
-    """No call works from now on. The first reason stays."""
+    """Fail every call from now on. The first reason is kept."""
 
     why: Why
 
@@ -164,7 +168,7 @@ Event = (
 
 
 def after(life: Lifecycle, event: Event) -> Lifecycle:
-    """Return the state that follows from an event. Pure; every event is possible in every state."""
+    """Return the state after an event. Pure. Every event is valid in every state."""
     match event:
         case Pause() | UndoPause() | Resume():
             return _after_pause(life, event)

@@ -1,5 +1,6 @@
-"""The step: decide, apply, launch, retire. One loop for the synchronous and the overlapped
-engine.
+"""The step: decide, apply, launch, retire.
+
+The synchronous and the overlapped engine share this loop.
 """
 
 import logging
@@ -61,15 +62,15 @@ logger = logging.getLogger("nano_inference")
 
 ABORTED = Finish("abort")
 NOT_WANTED = Finish("abort", GROUP_COMPLETE)
-# of a step, as `StepClock` times them
+# phases of a step, as timed by `StepClock`
 PHASES = ("handle", "schedule", "apply", "build", "forward", "wait", "commit", "sample")
-_LOOKED_UP = 16  # newcomers whose blocks are looked for in files
-_FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
+_LOOKED_UP = 16  # waiting sequences whose blocks are looked up in files
+_FINISHED = SequenceStatus.FINISHED  # an enum lookup takes 0.1 µs
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A new sequence."""
+    """Add a new sequence."""
 
     sequence: Sequence
     posted: float = field(default_factory=perf_counter, compare=False)
@@ -77,15 +78,16 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End these requests (None: all) with what they have."""
+    """End these requests (None: all), keeping the tokens so far."""
 
     request_ids: frozenset[int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateQueued:
-    """An update of the policy's weights was queued: requests that are posted later come after
-    it.
+    """An update of the policy's weights was queued.
+
+    Requests that were posted after this message come after the update.
     """
 
     update: Update
@@ -93,12 +95,12 @@ class UpdateQueued:
 
 @dataclass(frozen=True, slots=True)
 class UpdatesGivenUp:
-    """Updates left the queue without being written."""
+    """Some updates left the queue without being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
-    """The grammar of a held sequence is compiled, or has failed."""
+    """The grammar of a held sequence is compiled or has failed."""
 
     sequence: Sequence
 
@@ -110,8 +112,8 @@ Message = Add | Abort | UpdateQueued | UpdatesGivenUp | GrammarReady
 class Flight:
     """A step that was launched and not retired."""
 
-    sampled: tuple[Sequence, ...]  # whose the samples are, in their order
-    behind: Drafts  # of samples drawn behind drafts: their place, and these drafts
+    sampled: tuple[Sequence, ...]  # sequence of each sample
+    behind: Drafts  # sample index -> drafts that the sample follows
     scored: tuple[Scored, ...]  # in the order of the scores
     tokens: Pending
 
@@ -121,7 +123,7 @@ Watch = Callable[[Chunks, Listed[ForwardBatch[Any]], Any], None]
 
 
 def _no_grammars(seq: Sequence) -> None:
-    raise RuntimeError("this loop compiles no grammars.")
+    raise RuntimeError("this loop does not support grammars; pass LoopHooks.start_grammar.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +131,15 @@ class LoopHooks:
     """The parts of an engine that its loop calls.
 
     Attributes:
-        gate: what other engines decide.
-        weights: the policy's weights, and the updates that wait.
-        start_grammar: gets a new sequence its matcher, or posts `GrammarReady` when that is there.
-        drafter: guesses what steps will draw; None: nothing does.
-        kept_files: blocks that were evicted although they are kept; None: they are lost.
-        watches: called with every step that was launched, before its draw.
-        on_finish: called in this order with each sequence that finishes, not with one that is
-            aborted, before the loop's own hooks.
+        gate: Decisions of other engines.
+        weights: The policy's weights and its queue of updates.
+        start_grammar: Attaches a matcher to a new sequence, or posts `GrammarReady` once there is
+            one.
+        drafter: Proposes draft tokens. None disables drafts.
+        kept_files: Files of kept blocks that were evicted. None if such blocks are lost.
+        watches: Called with every launched step before its draw.
+        on_finish: Called in order with each sequence that finishes without being aborted, before
+            the loop's own hooks.
     """
 
     gate: Gate = field(default_factory=Gate)
@@ -149,14 +152,14 @@ class LoopHooks:
 
 
 class SampleGroups:
-    """Counts the finished samples of requests of which only some are wanted."""
+    """Counts the finished samples of requests that need only some of their samples."""
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
         self._complete: set[int] = set()
 
     def __call__(self, seq: Sequence, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """An `OnFinish` hook."""
+        """Count a finished sequence and return its samples unchanged. Signature: `OnFinish`."""
         group = seq.request.group
         if group is not None:
             group.num_left -= 1
@@ -165,7 +168,10 @@ class SampleGroups:
         return samples
 
     def not_wanted(self) -> list[Sequence]:
-        """Sequences of groups that are complete; not those that score finished samples."""
+        """Return the remaining sequences of complete groups.
+
+        Sequences that score finished samples are not included.
+        """
         if not self._complete:
             return []
         complete, self._complete = frozenset(self._complete), set()
@@ -174,17 +180,18 @@ class SampleGroups:
 
 
 class EngineLoop:
-    """Sequences, their cache and the steps in flight. Not thread-safe, except that anyone may
-    append to `inbox`.
+    """Sequences, their cache and the steps in flight.
+
+    Not thread-safe, except that any thread may append to `inbox`.
 
     Args:
-        cache: the KV cache.
-        runner: the device.
-        config: limits of a step.
-        lookahead: steps that may be in flight while another is launched.
-        numerics: fingerprint that samples carry.
-        hooks: the parts of an engine that it calls; None: there are none.
-        sequences: an empty list of sequences that others know too; None: a new one.
+        cache: KV cache.
+        runner: Computes the steps.
+        config: Limits of a step.
+        lookahead: Number of steps that may be in flight while another is launched.
+        numerics: Numerics fingerprint that samples carry.
+        hooks: Parts of the engine that the loop calls. None for no hooks.
+        sequences: Empty `Sequences` to share with other objects. None for a new one.
     """
 
     def __init__(
@@ -209,11 +216,11 @@ class EngineLoop:
         self.inbox: deque[Message] = deque()
         self.gate, self.weights = hooks.gate, hooks.weights
         self.start_grammar = hooks.start_grammar
-        self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
+        self._compiling: set[int] = set()  # ids of sequences without a `GrammarReady` so far
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
         self.watches = hooks.watches
         self.groups = SampleGroups(self.sequences)
-        # The drafter's hook comes first: `ReferenceLogprobs` keeps back samples that it scores.
+        # Keep this order: `ReferenceLogprobs` withholds samples from later hooks.
         self.on_finish: list[OnFinish] = [
             *hooks.on_finish,
             self.groups,
@@ -226,33 +233,35 @@ class EngineLoop:
         self.num_prompt_tokens = 0
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
-        self.num_leaked_blocks = 0  # when it was last without a sequence
+        self.num_leaked_blocks = 0  # at the last audit
         self.clock = StepClock()
-        # samples that ended and were not taken yet; those of a step that failed stay here
+        # finished samples that were not taken yet; a failed step leaves its samples here
         self.finished: list[TrainingSample] = []
-        self.streamed: list[Delta] = []  # tokens of streaming sequences that were not taken yet
-        # (request id, seconds) of those that left the queue: the same
+        self.streamed: list[Delta] = []  # tokens of streaming sequences, not taken yet
+        # (request id, seconds in the queue) of sequences that left it, not taken yet
         self.queue_times: list[tuple[int, float]] = []
 
     def has_pending(self) -> bool:
-        """Whether a step would do anything: not for sequences that are held or, while it is paused,
-        any.
+        """Return True if a step would do anything.
+
+        Held sequences do not count, and while the engine is paused none do.
         """
         if self.inbox or self.in_flight or self._due_update() is not None:
             return True
         return self.gate.is_due() or (self.life.launching and self.is_busy())
 
     def is_compiling(self) -> bool:
-        """Whether a sequence waits for its grammar."""
+        """Return True if a sequence waits for its grammar."""
         return not self._compiling.isdisjoint(self.sequences.by_id)
 
     def is_busy(self) -> bool:
-        """Whether anything runs or waits to run."""
+        """Return True if anything runs or waits to run."""
         return bool(self.sequences.running or self.sequences.waiting or self.in_flight)
 
     def step(self) -> list[TrainingSample]:
-        """Plan a step, launch it, and retire older steps while the device works. Returns what
-        finished.
+        """Plan a step, launch it, and retire older steps while the device works.
+
+        Return the samples that finished.
         """
         lap = self.clock.lap
         self._handle()
@@ -263,8 +272,8 @@ class EngineLoop:
             return self.take()
         decision, applied = self._decide()
         if not decision.seq_ids:
-            self._accompany()  # until the oldest is back, whose sequences can go on
-            self._retire(keep=len(self.in_flight) - 1)
+            self._accompany()
+            self._retire(keep=len(self.in_flight) - 1)  # then its sequences can continue
             return self.take()
         self.num_steps += 1
         self.runner.announce(decision, applied, self.sequences)
@@ -275,7 +284,7 @@ class EngineLoop:
         for watch in self.watches:
             watch(chunks, batches, result)
         lap("forward")
-        # the last step's tokens are known before this one is drawn
+        # the previous step's tokens must be known before this draw
         self._retire(keep=self.lookahead - 1)
         tokens, chunks = self._draw_or_end(result, chunks)
         lap("sample")
@@ -285,7 +294,7 @@ class EngineLoop:
         return self.take()
 
     def _decide(self) -> tuple[SchedulerOutput, Applied]:
-        """Decide who computes what, and apply it to sequences and cache."""
+        """Decide one step, and apply it to sequences and cache."""
         lap = self.clock.lap
         if self.kept_files is not None and len(self.kept_files):
             self._bring_back(self.kept_files)
@@ -302,44 +311,45 @@ class EngineLoop:
         )
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
-        self._count_admitted(decision)  # before a group is forked
-        applied = apply(decision, live, self.cache)  # also a decision that only preempts
+        self._count_admitted(decision)  # must precede the forks of `apply`
+        applied = apply(decision, live, self.cache)  # also if the decision only preempts
         lap("apply")
         return decision, applied
 
     def _draw_or_end(self, result: Any, chunks: Chunks) -> tuple[Pending, Chunks]:
-        """Draw a step's samples. End those that fail, and return the chunks of the others."""
+        """Draw a step's samples. End sequences that fail, and return the chunks of the others."""
         try:
             return self._draw(result, chunks), chunks
-        except Exception as problem:  # one sample's, maybe
+        except Exception as problem:  # possibly the fault of one sample
             if is_device_failure(problem):
                 raise
             chunks, tokens, failed = draw_without_the_failing(
                 lambda some: self._draw(result, some), chunks
             )
             for seq, finish in failed:
-                if seq.status is not _FINISHED:  # its last token may have come meanwhile
+                if seq.status is not _FINISHED:  # an earlier flight may have ended it
                     self._end([seq], finish)
             return tokens, chunks
 
     def take(self) -> list[TrainingSample]:
-        """Return the samples that ended and were not taken yet."""
+        """Return the finished samples that were not taken yet."""
         taken, self.finished = self.finished, []
         return taken
 
     def _bring_back(self, files: Returning) -> None:
-        """Restore blocks from files for the sequences that this step will admit. Blocks of later
-        sequences would be evicted again before their turn.
+        """Restore blocks from files for the sequences that this step will admit.
+
+        Blocks of later sequences would be evicted again before their turn.
         """
         if self._first_in_files(files, ()) is None:
             return
-        self._retire(keep=0)  # what is in flight may still read what is free
+        self._retire(keep=0)  # steps in flight may still read free blocks
         tried: set[int] = set()
         tables: list[list[int]] = []
-        while (found := self._first_in_files(files, tried)) is not None:
-            seq, places = found
+        while (candidate := self._first_in_files(files, tried)) is not None:
+            seq, places = candidate
             tried.add(seq.seq_id)
-            # held until all are there: one's blocks must not be evicted for another's
+            # hold all tables: restoring one must not evict another's blocks
             tables.append(files.bring_back(seq.token_ids, seq.prefix, places))
         for table in tables:
             self.cache.deallocate(table)
@@ -347,26 +357,27 @@ class EngineLoop:
     def _first_in_files(
         self, files: Returning, tried: Container[int]
     ) -> tuple[Sequence, range] | None:
-        """The first newcomer that would be admitted now and begins with blocks in files, and
-        their places; not one of `tried`.
+        """Return the first waiting sequence that would be admitted and has blocks in files.
+
+        Sequences in `tried` are skipped. The second value holds the indices of these blocks.
         """
         newcomers = self.sequences.waiting[:_LOOKED_UP]
-        found: dict[int, tuple[Sequence, range]] = {}
+        candidates: dict[int, tuple[Sequence, range]] = {}
         for seq in newcomers:
             most = seq.num_matchable // self.config.block_size
             places = files.missing(seq.prefix.hashes[:most])
             if places and seq.seq_id not in tried:
-                found[seq.seq_id] = seq, places
-        if not found:
+                candidates[seq.seq_id] = seq, places
+        if not candidates:
             return None
-        # a newcomer needs as much memory for blocks that come back as for those it computes
+        # restored blocks need as much memory as computed ones, so plan without them
         running, pending = self.sequences.running, self._pending()
         plan = schedule(newcomers, running, self.cache, self.config, pending, len(self.in_flight))
         admitted = (each.seq_id for each in plan.admitted)
-        return next((found[seq_id] for seq_id in admitted if seq_id in found), None)
+        return next((candidates[seq_id] for seq_id in admitted if seq_id in candidates), None)
 
     def _accompany(self) -> None:
-        """Compute nothing, where other engines may be computing."""
+        """Take part in a round of engines in lockstep without computing anything."""
         if self.gate.is_due():
             self.runner.idle()
 
@@ -376,11 +387,11 @@ class EngineLoop:
         self.clock.lap("build")
         self.runner.announce_draw(chunks, masks)
         pending = self.runner.sample(result, sampling)
-        # at once: what it raises may be one sample's too
+        # wait now: one sample may make it raise
         return pending if self.lookahead else Known(pending.wait())
 
     def handle(self) -> list[TrainingSample]:
-        """Take in the messages. Part of every step; callable between steps."""
+        """Handle the messages in `inbox`. Part of every step, and callable between steps."""
         self._handle()
         return self.take()
 
@@ -404,8 +415,9 @@ class EngineLoop:
         self._change_weights()
 
     def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
-        """Call `write` with nothing in flight, past all updates that wait. It returns a new
-        version, or None.
+        """Call `write` with nothing in flight, ahead of all queued updates.
+
+        `write` returns a new version, or None.
         """
         self._retire(keep=0)
         version = write()
@@ -414,41 +426,41 @@ class EngineLoop:
         return self.take()
 
     def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> list[TrainingSample]:
-        """From now on an adapter, or a new version of it, computes the requests of its name."""
+        """Serve an adapter, or a new version of it, from now on."""
         self._retire(keep=0)
-        if kv_policy == "abort":  # what only scores is scored again
+        if kv_policy == "abort":  # sequences that only score are recomputed instead
             begun_with = of_adapter(self.sequences, adapter.name)
             self._end([seq for seq in begun_with if seq.num_samples])
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
         return self.take()
 
     def watch(self, watch: Watch) -> None:
-        """Call `watch` with every step from now on, as `LoopHooks.watches`. Between two steps."""
+        """Call `watch` with every later step, like `LoopHooks.watches`. Only between steps."""
         self.watches = (*self.watches, watch)
 
     def unwatch(self, watch: Watch) -> None:
-        """Call it no more. Between two steps."""
+        """Stop calling `watch`. Only between steps."""
         self.watches = tuple(each for each in self.watches if each is not watch)
 
     def become(self, event: Event) -> None:
-        """Change the lifecycle. Requests that were held enter once it admits them again."""
+        """Change the lifecycle. Held requests enter once it admits them again."""
         before, self.life = self.life, after(self.life, event)
         if self.life.admitting and not before.admitting:
             release_held(self.sequences)
 
     def vacate(self) -> None:
-        """Take all blocks away from sequences, which will compute their context again, and forget
-        all prefixes.
+        """Take all blocks away from the sequences and forget all prefixes.
 
-        Nothing may be in flight.
+        The sequences will recompute their context. Nothing may be in flight.
         """
         for seq in list(self.sequences.running):
             preempt(seq, self.sequences, self.cache)
         self.cache.flush()
 
     def leaked_blocks(self) -> int:
-        """Blocks in use that no live sequence holds: 0, or a bug. Free of cost while there is no
-        sequence.
+        """Return the number of blocks in use that no live sequence holds.
+
+        A number above 0 is a bug. The count is cheap if there are no sequences.
         """
         in_use = self.cache.num_blocks - self.cache.num_free_blocks()
         return in_use - len(
@@ -456,12 +468,12 @@ class EngineLoop:
         )
 
     def audit(self) -> None:
-        """Look for leaked blocks, where there is no sequence."""
+        """Log leaked blocks if there are no sequences."""
         if not self.sequences.by_id:
             leaked = self.leaked_blocks()
             if leaked > self.num_leaked_blocks:
                 logger.error(
-                    "%d KV blocks have no holder: a bug of the engine. They are lost to it.",
+                    "leaked %d KV blocks (a bug in the engine)",
                     leaked,
                 )
             self.num_leaked_blocks = leaked
@@ -472,15 +484,13 @@ class EngineLoop:
         slid = [layout.num_slid(seq.num_computed_tokens, self.cache.block_size) for seq in live]
         self.cache.check(self.sequences.block_tables(), slid)
         for seq in live:
-            assert seq.num_computed_tokens <= len(seq.token_ids), "a draft counts as computed"
+            assert seq.num_computed_tokens <= len(seq.token_ids), "unknown tokens count as computed"
         for seq in [*self.sequences.waiting, *self.sequences.held]:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"
 
     def _retire(self, keep: int) -> None:
-        """Wait for the oldest steps until at most `keep` are in flight, and take in their
-        tokens.
-        """
+        """Wait for the oldest steps until at most `keep` are in flight, and commit their tokens."""
         while len(self.in_flight) > max(keep, 0):
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
@@ -490,16 +500,16 @@ class EngineLoop:
             if flight.behind:
                 live = list(dict.fromkeys(live))
             self.num_completion_tokens += len(live)
-            # Length before: a sample whose logits were not finite ends without another token.
+            # Record the length: a sample without finite logits ends without another token.
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.request.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache, flight.behind)
             if self.drafter is not None:
-                pairs = flight.behind.items()  # of a sequence the last has all
+                pairs = flight.behind.items()  # a sequence's last row has all its drafts
                 drafts = {flight.sampled[place].seq_id: each for place, each in pairs}
                 self.num_completion_tokens += self.drafter.learn(live, drafts)
             for seq, before in streaming:
                 ends += self._stream(seq, before)
-            for seq, finish in dict(ends).items():  # of two the later one
+            for seq, finish in dict(ends).items():  # a sequence's later finish wins
                 ended = self._samples(seq, finish)
                 if ended[0].finish_reason != "abort":
                     for hook in self.on_finish:
@@ -512,7 +522,7 @@ class EngineLoop:
         waits = [
             each.version for each in self.weights.pending.arrived() if policy_of(each) == "wait"
         ]
-        # else the update would wait for ever
+        # otherwise new requests could keep the update waiting forever
         if waits and seq.weight_set == POLICY:
             seq.behind = waits[-1]
         refused = settle_adapter(seq, self.sequences)
@@ -531,7 +541,7 @@ class EngineLoop:
             self._end_outdated()
 
     def _release(self, seq: Sequence) -> None:
-        """A sequence's grammar is ready: let it go on, or end where it has failed."""
+        """Queue a sequence whose grammar is ready, or end it if the grammar failed."""
         self._compiling.discard(seq.seq_id)
         if seq.status is _FINISHED:
             return
@@ -541,14 +551,12 @@ class EngineLoop:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update with this `kv_policy` would have to wait, for requests or for an
-        earlier update that waits.
-        """
+        """Return True if an update with this policy would wait for requests or earlier updates."""
         queued = map(policy_of, self.weights.pending.arrived())
         return not all(map(self._is_ready, [*queued, kv_policy]))
 
     def ready_update(self) -> Update | None:
-        """Return the oldest update, if nothing here keeps it waiting."""
+        """Return the oldest update, if nothing in this engine keeps it waiting."""
         arrived = self.weights.pending.arrived()
         return arrived[0] if arrived and self._is_ready(policy_of(arrived[0])) else None
 
@@ -558,7 +566,7 @@ class EngineLoop:
         return update if update is not None and self.gate.allows(update.version) else None
 
     def _is_ready(self, kv_policy: KvPolicy) -> bool:
-        """Whether nothing here keeps an update of this policy waiting."""
+        """Return True if nothing in this engine keeps an update with this policy waiting."""
         if not self.life.has_weights:
             return False
         if kv_policy == "wait":
@@ -567,11 +575,11 @@ class EngineLoop:
         return kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
 
     def _change_weights(self) -> None:
-        """Apply the updates that need not wait any more, in order."""
+        """Apply, in order, the updates that no longer need to wait."""
         while (update := self._due_update()) is not None:
             kv_policy = policy_of(update)
-            self._retire(keep=0)  # weights change only with nothing in flight
-            if kv_policy == "abort":  # what only scores is scored again
+            self._retire(keep=0)  # weights may change only with nothing in flight
+            if kv_policy == "abort":  # sequences that only score are recomputed instead
                 self._end(
                     [seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples]
                 )
@@ -582,7 +590,7 @@ class EngineLoop:
             self._release_behind()
 
     def _release_behind(self) -> None:
-        """Release the requests that were held for an update which has left the queue."""
+        """Release the requests that were held for an update that has left the queue."""
         coming = {update.version for update in self.weights.pending.arrived()}
         for seq in self.sequences.held:
             if seq.behind not in coming:
@@ -591,13 +599,13 @@ class EngineLoop:
             release_held(self.sequences)
 
     def _keeps_old(self, kv_policy: KvPolicy) -> bool:
-        """Whether a sequence will finish on weights that an update overwrites."""
+        """Return True if a sequence will finish on weights that an update overwrites."""
         if kv_policy == "finish_old" and begun(self.sequences, POLICY):
             return True
         return PREVIOUS in self.sequences.versions
 
     def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> None:
-        """End sequences with what they have."""
+        """End sequences, keeping the tokens so far."""
         for seq in sequences:
             retire(seq, self.sequences, self.cache)
             self._leave_queue(seq)
@@ -615,8 +623,9 @@ class EngineLoop:
             self.runner.drop(PREVIOUS)
 
     def _stream(self, seq: Sequence, before: int) -> list[tuple[Sequence, Finish]]:
-        """Hand on a streaming sequence's tokens from place `before` on, and its text. Returns it if
-        that ends it.
+        """Emit a streaming sequence's tokens from index `before` on, and its text.
+
+        Return the sequence with its finish if that ends it.
         """
         text, failed = take_text(seq, ended=seq.status is _FINISHED)
         self.streamed.append(next_delta(seq, before, text))
@@ -639,7 +648,7 @@ class EngineLoop:
                 self.num_cached_tokens += admission.cached.cached_length
 
     def _leave_queue(self, seq: Sequence) -> None:
-        if seq.posted is not None:  # not one that comes back after a preemption
+        if seq.posted is not None:  # None after a preemption
             seq.queued, seq.posted = perf_counter() - seq.posted, None
             self.queue_times.append((seq.request_id, seq.queued))
 
@@ -647,13 +656,14 @@ class EngineLoop:
         return training_samples(seq, finish, self.sequences.versions[seq.weight_set], self.numerics)
 
     def _pending(self) -> Counter[int]:
-        """Tokens being sampled that are not known here yet: derived from the flights, so it cannot
-        drift.
+        """Count the tokens in flight by sequence id.
+
+        Derived from the flights, so the count cannot drift.
         """
         return Counter([seq.seq_id for flight in self.in_flight for seq in flight.sampled])
 
     def _sampling_now(self) -> dict[int, int]:
-        """Sequence id -> its place in the samples of the newest step in flight."""
+        """Return each sequence's index in the samples of the newest step in flight."""
         if not self.in_flight:
             return {}
         return {seq.seq_id: row for row, seq in enumerate(self.in_flight[-1].sampled)}
@@ -663,56 +673,57 @@ class EngineLoop:
 
 
 class StepClock:
-    """Sums the time between laps, by the phase that ended there. A lap costs about 0.2 µs."""
+    """Time spent in each phase of a step. A lap costs about 0.2 µs."""
 
     def __init__(self) -> None:
         self.nanoseconds: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._last = 0
 
     def start(self) -> None:
-        """A step begins, or what is done between two of them."""
+        """Start timing a step, or work between two steps."""
         self._last = perf_counter_ns()
 
     def lap(self, phase: str) -> None:
-        """What ran since the last lap was this phase."""
+        """Add the time since the last lap to a phase."""
         now = perf_counter_ns()
         self.nanoseconds[phase] += now - self._last
         self._last = now
 
     @property
     def seconds(self) -> float:
-        """Time in steps."""
+        """Total time in all phases."""
         return sum(self.nanoseconds.values()) / 1e9
 
     def microseconds(self, num_steps: int) -> dict[str, float]:
-        """Mean over steps, by phase."""
+        """Return the mean time per step, by phase."""
         return {phase: spent / 1e3 / max(num_steps, 1) for phase, spent in self.nanoseconds.items()}
 
 
 class Known(NamedTuple):
-    """Samples that are on the host already, where others would be on their way."""
+    """Samples that are already on the host. Implements `Pending`."""
 
     tokens: SampledTokens
 
     def wait(self) -> SampledTokens:
-        """They."""
         return self.tokens
 
 
 class Isolated(NamedTuple):
-    """A draw without those who made it fail."""
+    """Result of a draw without the sequences that made it fail."""
 
-    chunks: Chunks  # of the step, with the samples that are left
-    tokens: Any  # theirs
-    failed: list[tuple[Sequence, Finish]]  # the others, and how they end
+    chunks: Chunks  # chunks with the remaining samples
+    tokens: Any  # tokens of the remaining samples
+    failed: list[tuple[Sequence, Finish]]  # failed sequences with their finish
 
 
 def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> Isolated:
-    """Draw a step's samples after `draw` of all of them has raised.
+    """Draw a step's samples without those that make `draw` raise.
 
-    A draw does not depend on its neighbours, so the samples that are left have the bits that they
-    would have had. Raises what `draw` raises of these, and what is the device's: that is no one
-    sample's.
+    Call this after `draw` of all samples has raised. A draw does not depend on its neighbors, so
+    the remaining samples keep their exact bits.
+
+    Raise the error of `draw` if it fails for all remaining samples together, or if the device
+    failed.
     """
     failed: dict[Sequence, Finish] = {}
     for seq, places in groupby(range(len(chunks.sampled)), chunks.sampled.__getitem__):

@@ -9,17 +9,17 @@ from nano_inference.types import TrainingSample
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """Called with each sequence that finishes, and its samples; returns those that are complete.
+    """Hook that withholds finished samples until a reference model has scored them.
 
-    Where there is a reference model, a sample waits for its scores. They are computed by a sequence
-    of no samples, in the queue with all others.
+    A sequence with `num_samples=0` computes the scores, in the same queue as all other sequences.
+    Without a reference model, samples are returned unchanged.
     """
 
     sequences: Sequences
     block_size: int
 
     def __call__(self, seq: Sequence, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """An `OnFinish` hook."""
+        """Return the samples that are complete now. Signature: `OnFinish`."""
         if REFERENCE not in self.sequences.versions:
             return samples
         request = CheckedRequest(

@@ -1,8 +1,8 @@
-"""The pure decision: which sequences compute how many tokens in the next step.
+"""The decision: which sequences compute how many tokens in the next step. A pure function.
 
-There is no prefill and no decode here. A sequence has known tokens (those on the host, plus the one
-that a step in flight is sampling) and computed tokens; a step closes the gap, within three limits:
-sequences, tokens, blocks.
+Prefill and decode are not distinguished. A sequence has known tokens (those on the host, plus the
+one that a step in flight is sampling) and computed tokens. A step closes the gap within three
+limits: sequences, tokens and blocks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,32 +29,34 @@ def schedule(
     num_in_flight: int = 0,
     drafts: Drafts = NO_DRAFTS,
 ) -> SchedulerOutput:
-    """Decide one step. Reads its arguments and writes nothing.
+    """Decide one step. Reads its arguments and changes nothing.
 
     Args:
-        waiting: sequences without blocks, in scheduling order (`Sequence.order`): priority,
+        waiting: Sequences without blocks, in scheduling order (`Sequence.order`): priority,
             arrival, sample.
-        running: sequences with blocks, in the same order.
-        cache: what may be asked of the KV cache.
-        config: the limits of a step.
-        pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host
-            yet.
-        num_in_flight: these steps; read where `config.groups` is above 1.
-        drafts: sequence id -> guesses of the tokens behind its known ones.
+        running: Sequences with blocks, in the same order.
+        cache: Read-only view of the KV cache.
+        config: Limits of a step.
+        pending: Sequence id -> number of its tokens in flight, which the host does not know yet.
+        num_in_flight: Number of steps in flight. Read only if `config.groups` > 1.
+        drafts: Sequence id -> guesses of the tokens after its known ones.
 
-    Running sequences come first, those that need one token before those that need more; where the
-    step is too small for all, the oldest request comes first, and its samples go on evenly. Blocks
-    are given in scheduling order, and where they run out the last in that order is preempted. Then
-    waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is
-    cut to what fits before a sequence is preempted for it.
+    Running sequences come first. Those that need one token precede those that need more. If the
+    step is too small for all, older requests precede newer ones, and the samples of a request
+    progress evenly.
 
-    With `config.groups` above 1 a sequence whose token is being sampled is not planned, and a step
-    draws for at most 1/`groups` of the sequences, rounded up. A sequence may have a
-    chunk in every step as long as the chunks draw nothing: chunks of a long prompt need no sampled
-    token. With `config.max_drafts` too, a sequence is not planned while its token is being sampled:
+    Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
+    preempted. If layers have a sliding window, a chunk longer than the window is shortened to the
+    free blocks before a sequence is preempted for it. Waiting sequences then enter in order while
+    they fit.
+
+    With `config.groups` > 1, a sequence whose token is in flight is not planned, and a step draws
+    for at most 1/`groups` of the sequences, rounded up. A sequence may have a chunk in every step
+    while its chunks draw nothing, because chunks of a long prompt need no sampled token. With
+    `config.max_drafts` > 0, a sequence whose token is in flight is not planned either, because
     drafts follow known tokens.
 
-    Drafts take what is left over when all others are planned: tokens, draws and free blocks.
+    Drafts get the tokens, draws and free blocks that remain after all other work is planned.
     """
     in_turns = config.groups > 1 or config.max_drafts > 0
     free = [seq for seq in running if seq.seq_id not in pending] if in_turns else running
@@ -74,11 +76,10 @@ def schedule(
 def _share_budget(
     running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan"
 ) -> Iterable[tuple[Sequence, int, int]]:
-    """Running sequences that can use some tokens, how many they could, and how many they get; in
-    scheduling order.
+    """Return running sequences with the tokens that they need and get, in scheduling order.
 
-    Where there are not enough for all: by priority, single tokens first, by arrival of the request;
-    of its samples the shortest first, so that they end together.
+    If there are not enough for all, the order is: priority, single tokens first, arrival of the
+    request. Of a request's samples the shortest comes first, so that they end together.
     """
     seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
@@ -121,15 +122,19 @@ class _Turns(NamedTuple):
 
     config: SchedulerConfig
     num_running: int
-    num_free: int  # of them those that no step in flight draws for
+    num_free: int  # running sequences without a token in flight
     num_waiting: int
-    num_in_flight: int  # steps
+    num_in_flight: int  # steps in flight
 
     def share(self, without: int = 0, with_waiting: bool = False) -> int:
-        """For how many sequences this step may draw, so that as many are left for each of the steps
-        to follow.
+        """Return the number of sequences that this step may draw for.
 
-        `without`: running ones that cannot draw yet; what they want is more than a step takes.
+        Each of the following steps can then draw for as many.
+
+        Args:
+            without: Running sequences that cannot draw yet, because they need more than one step's
+                tokens.
+            with_waiting: True to count waiting sequences too.
         """
         more, groups = self.num_waiting if with_waiting else -without, self.config.groups
         live, most = self.num_running + more, self.config.max_batch_size
@@ -140,7 +145,7 @@ class _Turns(NamedTuple):
 
 
 class _Plan:
-    """A decision in the making: local counts of what the step has left. Writes only to itself."""
+    """A decision in the making, with local counts of the step's remaining capacity."""
 
     def __init__(
         self,
@@ -160,21 +165,23 @@ class _Plan:
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
-        # units that running sequences lack for known tokens; None until asked for
+        # units that running sequences lack for known tokens; None until computed
         self.promised: int | None = None
-        self.owed = 0  # the same of newcomers
+        self.owed = 0  # the same for admitted sequences
 
     @cached_property
     def num_seqs(self) -> int:
-        """Sequences that hold blocks, each as wide as its group. Like `computing` counted when
-        a newcomer may enter.
+        """Number of sequences that hold blocks, each as wide as its group.
+
+        Like `computing`, counted only if a new sequence may enter.
         """
         return sum(seq.width for seq in self.alive)
 
     @cached_property
     def places(self) -> int:
-        """Return how many new sequences may still draw in this step, so that the steps of a
-        pipeline stay balanced when all of them run.
+        """Number of new sequences that may still draw in this step.
+
+        The limit keeps the steps of a pipeline balanced once all of them run.
         """
         drawing = sum(chunk[3] > 0 for chunk in self.chunks.values())
         return self.turns.share(with_waiting=True) - drawing
@@ -185,14 +192,15 @@ class _Plan:
         names: set[int] = set()
         for seq in self.alive:
             chunk = self.chunks.get(seq.seq_id)
-            # few of those that decode
+            # rarely true in decode
             if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):
                 names.update(self._names(seq, chunk[1], chunk[2]))
         return names
 
     def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Who has known tokens that are not computed, and how many; not where the one in flight is
-        surely the last.
+        """Return the sequences that have tokens to compute, and the number of these tokens.
+
+        A sequence whose token in flight must be its last one is skipped.
         """
         seqs: list[Sequence] = []
         wants: list[int] = []
@@ -209,14 +217,15 @@ class _Plan:
         return seqs, wants
 
     def chunk_length(self, want: int, budget: int) -> int:
-        """How many of `want` tokens one step can take: 0 for none."""
+        """Return how many of `want` tokens one step can compute."""
         if not self.config.enable_chunked_prefill:
             return want if want <= budget else 0
         return min(want, budget, self.config.max_chunk_tokens or want)
 
     def grow(self, seq: Sequence, want: int, length: int) -> None:
-        """Give a running sequence its chunk, preempting from the end of the order until its blocks
-        are there.
+        """Plan a running sequence's chunk.
+
+        Sequences at the end of the order are preempted until its blocks are available.
         """
         if self.preempted and seq.seq_id in self.preempted:
             return
@@ -230,8 +239,9 @@ class _Plan:
         self._add_chunk(seq, start, length, fresh, length == want)
 
     def _make_way(self, seq: Sequence, start: int, length: int) -> int:
-        """How many of `length` tokens a running sequence computes; sequences after it make way. 0:
-        it did so itself.
+        """Return how many of `length` tokens a running sequence computes, preempting later ones.
+
+        0 if the sequence itself was preempted.
         """
         least = self._least(length)
         while (
@@ -239,8 +249,8 @@ class _Plan:
         ) < least:
             victim = self.alive[-1]
             if victim is seq and fits and self.layout.num_sliding:
-                # what it computes will leave its window, so it needs no more memory to go on than
-                # for one token
+                # the window slides past the computed tokens, so continuing needs no more memory
+                # than one token does
                 break
             self._preempt(victim)
             if victim is seq:
@@ -248,21 +258,24 @@ class _Plan:
         return fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Let a waiting sequence in if it fits. False: stop here, none may overtake it."""
+        """Admit a waiting sequence if it fits.
+
+        Return False to stop admitting, because no sequence may overtake this one.
+        """
         if self.budget == 0 or self.pending.get(seq.seq_id, 0):
             return False
         match = NO_MATCH
         if self.config.enable_prefix_caching:
             match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
             if self._is_computing_next_block(seq, match):
-                # a twin computes its next block in this step: it waits for that, others go on
+                # another sequence computes its next block in this step: wait, and admit later ones
                 return True
         start = match.cached_length
         length = self.chunk_length(seq.num_to_compute - start, self.budget)
         draws = start + length == seq.num_to_compute and seq.num_samples > 0
         if not length or (draws and not self._has_place(seq)):
             return False
-        # what holds a prefix is free no more once it is used
+        # matched blocks are no longer free once they are used
         self.room.hold(match.block_ids, self._num_slid(start))
         length = self._make_room(seq, match, length)
         if not length:
@@ -278,9 +291,7 @@ class _Plan:
         return True
 
     def add_drafts(self, running: Listed[Sequence], drafts: Drafts) -> None:
-        """Lengthen chunks that draw by drafts, as far as there is room for them that nothing else
-        wants now.
-        """
+        """Append drafts to chunks that draw, as far as capacity is left."""
         draws = self.config.max_draws - sum(chunk[3] for chunk in self.chunks.values())
         for seq in running:
             wanted, chunk = drafts.get(seq.seq_id, ()), self.chunks.get(seq.seq_id)
@@ -309,15 +320,16 @@ class _Plan:
             )
 
     def freeze(self) -> SchedulerOutput:
-        """The decision."""
+        """Return the finished decision."""
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
         return SchedulerOutput(
             *columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted)
         )
 
     def _has_place(self, seq: Sequence) -> bool:
-        """Whether a new sequence may draw in this step. A sequence for which others are preempted
-        does not wait for balance.
+        """Return True if a new sequence may draw in this step.
+
+        Balance does not delay a sequence that may preempt others.
         """
         if self.config.groups == 1 or self.places > 0:
             return True
@@ -330,14 +342,14 @@ class _Plan:
         self, seq: Sequence, start: int, length: int, fresh: int, completes: bool
     ) -> None:
         samples = seq.num_samples if completes else 0
-        # a plain tuple: a named one costs ten times as much to make
+        # a plain tuple: a NamedTuple takes ten times as long to create
         self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh, ())
         if fresh:
             self.room.take(fresh)
         self.budget -= length
 
     def _names(self, seq: Sequence, start: int, length: int) -> Listed[int]:
-        """Names of the blocks that a chunk fills, as far as they will be matchable."""
+        """Return the names of the blocks that a chunk fills, if they will be matchable."""
         size = self.block_size
         return (
             seq.prefix.hashes[start // size : (start + length - 1) // size + 1]
@@ -346,8 +358,9 @@ class _Plan:
         )
 
     def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
-        """Units that a newcomer takes, beside its match, until its known tokens and the next are
-        computed.
+        """Return the units that a new sequence needs in addition to its match.
+
+        They suffice for its known tokens and the next one.
         """
         most = self.layout.most_units(
             seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size
@@ -355,12 +368,13 @@ class _Plan:
         return max(0, most - self._units(len(match.block_ids), match.cached_length))
 
     def _make_room(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
-        """How many of `length` tokens a newcomer computes now, or 0: sequences of strictly lower
-        priority make way.
+        """Return how many of `length` tokens a new sequence computes now.
+
+        Sequences of strictly lower priority are preempted for it. 0 if it still does not fit.
         """
         held = len(match.block_ids)
         while not self._fits(seq, match, length):
-            # alone; that it fits was checked when it was added
+            # the only sequence: `add_request` checked that it fits
             if not self.alive and not self.admitted:
                 return self._fitting(match.cached_length, length, held, self.room.fresh())
             victim = self.alive[-1] if self.alive else None
@@ -381,13 +395,14 @@ class _Plan:
         )
 
     def _reserved(self, seq: Sequence) -> int:
-        """Units that a newcomer leaves free: what admitted sequences still need for tokens that
-        they already know, and a block for each other sample of its group, which will want one as
-        soon as it is forked.
+        """Return the units that a new sequence must leave free.
+
+        Admitted sequences still need units for tokens that they already know. Each other sample of
+        the sequence's group needs a block as soon as it is forked.
         """
         if self.promised is None:
-            # A chunk that draws has the blocks for all that its sequence knows; with a window it
-            # may need more units.
+            # A chunk that draws has blocks for all known tokens of its sequence. With a sliding
+            # window it may need more units.
             done = {
                 chunk[0]
                 for chunk in self.chunks.values()
@@ -409,15 +424,18 @@ class _Plan:
         return max(0, most - held)
 
     def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
-        """How many of `length` tokens from `start` on fit into blocks that are held already, and so
-        many fresh ones.
+        """Return how many of `length` tokens from `start` on fit into the blocks.
+
+        These are the blocks already held plus `fresh` new ones.
         """
         fits = max(0, min(length, (held + fresh) * self.block_size - start))
         return fits if fits == length or self.config.enable_chunked_prefill else 0
 
     def _least(self, length: int) -> int:
-        """Return how many of a chunk's tokens justify a preemption. Keys before the window of the
-        sliding layers are freed again, so a longer part would take blocks that it does not keep.
+        """Return how many of a chunk's tokens justify a preemption.
+
+        Keys before the window of the sliding layers are freed again, so a longer part would take
+        blocks that it does not keep.
         """
         divisible = self.layout.num_sliding and self.config.enable_chunked_prefill
         return min(length, self.layout.window) if divisible else length
@@ -428,7 +446,7 @@ class _Plan:
         self.preempted.append(victim.seq_id)
         self.promised = None
         chunk = self.chunks.pop(victim.seq_id, None)
-        if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
+        if chunk is not None:  # undo the chunk: a new sequence of higher priority preempts it
             _, _, length, _, _, fresh, _ = chunk
             self.budget += length
             self.room.take(-fresh)
@@ -444,8 +462,9 @@ class _Plan:
         )
 
     def _own_blocks(self, seq: Sequence, start: int) -> int:
-        """Blocks of a running sequence that it may go on with: the one it writes to is copied if
-        others hold it too.
+        """Return the number of a running sequence's blocks that it can continue to use.
+
+        The block that it writes next does not count if others hold it too, because it is copied.
         """
         held, index = len(seq.block_ids), start // self.block_size
         return held - 1 if index < held and self.room.refs(seq.block_ids[index]) > 1 else held
@@ -457,7 +476,7 @@ class _Plan:
             self.copied[seq.seq_id] = shared
 
     def _units(self, num_blocks: int, computed: int) -> int:
-        """Units of a table at rest."""
+        """Return the units of a table between steps."""
         return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(
             computed
         )
@@ -470,10 +489,10 @@ class _Plan:
 
 
 class Room:
-    """Blocks and units that can be taken, and the counts of blocks that a plan changes.
+    """Free blocks and units, and the reference counts that a plan changes.
 
-    A fresh block takes `layout.num_units` units. A block that no table holds any more gives back
-    its units of full layers, one that is in no table's window those of sliding layers.
+    A fresh block takes `layout.num_units` units. A block that no table holds returns its units of
+    full layers. A block in no table's window returns its units of sliding layers.
     """
 
     def __init__(self, cache: CacheView) -> None:
@@ -485,28 +504,28 @@ class Room:
         self._users: dict[int, int] = {}
 
     def refs(self, block_id: int) -> int:
-        """How many tables hold a block."""
+        """Return the number of tables that hold a block."""
         return self._refs[block_id] if block_id in self._refs else self._cache.ref_count(block_id)
 
     def fresh(self, reserved_units: int = 0) -> int:
-        """Blocks that can be taken, if some units are kept back."""
+        """Return the number of blocks that can be taken if `reserved_units` stay free."""
         return max(0, min(self.blocks, (self.units - reserved_units) // self.layout.num_units))
 
     def take(self, num_blocks: int) -> None:
-        """Take fresh blocks; a negative number gives them back."""
+        """Take fresh blocks. A negative number returns them."""
         self.blocks -= num_blocks
         self.units -= num_blocks * self.layout.num_units
 
     def hold(self, block_ids: Listed[int], num_slid: int) -> None:
-        """A table holds these blocks, all but the first `num_slid` of them in its window."""
+        """Add a table that holds these blocks, all but the first `num_slid` in its window."""
         self._count(block_ids, num_slid, 1)
 
     def let_go(self, block_ids: Listed[int], num_slid: int) -> None:
-        """A table holds these blocks no more."""
+        """Remove a table that held these blocks."""
         self._count(block_ids, num_slid, -1)
 
     def _count(self, block_ids: Listed[int], num_slid: int, change: int) -> None:
-        # the count before of a block that changes hands: taken at 0, given back at 1
+        # a block is taken if its count was 0, and returned if it was 1
         lone = change > 0
         for block_id in block_ids:
             refs = self.refs(block_id)

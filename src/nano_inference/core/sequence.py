@@ -1,6 +1,4 @@
-"""`Sequence`: one sample in the making; and `Sequences`: all of them, waiting or running, in
-scheduling order.
-"""
+"""`Sequence`: one sample in the making. `Sequences`: all of them, in scheduling order."""
 
 import bisect
 import itertools
@@ -25,16 +23,17 @@ from nano_inference.types import (
 )
 
 POLICY = "policy"  # the weight set that samples are drawn from
-PREVIOUS = "previous"  # the policy's old weights, for as long as sequences finish on them
-REFERENCE = "reference"  # a frozen model that scores them
-DRAFT = "draft"  # a model that guesses their tokens; no sequence is its
-# whose versions a set holds, where that is another one's: blocks go by lineage
+PREVIOUS = "previous"  # the policy's old weights, while sequences finish on them
+REFERENCE = "reference"  # a frozen model that scores samples
+DRAFT = "draft"  # a model that drafts tokens; no sequence belongs to it
+# weight set -> the set whose versions it holds, which names its blocks
 _LINEAGE = {PREVIOUS: POLICY}
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. Waiting and held sequences hold no blocks; held ones are not to be
-    scheduled yet.
+    """Scheduling state of a sequence.
+
+    Waiting and held sequences hold no blocks. Held ones may not be scheduled yet.
     """
 
     HELD = auto()
@@ -44,102 +43,103 @@ class SequenceStatus(Enum):
 
 
 class GrowingText(Protocol):
-    """A sample's text as its tokens become known, and the stop strings that it is searched for.
+    """A sample's text, extended token by token and searched for stop strings.
 
-    A Protocol, because `text.detokenizer.OutputText` is in a layer above.
+    A Protocol, because `text.detokenizer.OutputText` is in a higher layer.
     """
 
     @property
     def text(self) -> str:
-        """All of it so far; after `finish` all that is to be shown."""
+        """Whole text so far. After `finish`, the whole text to return."""
         ...
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Feed a token; returns the stop string that it completes."""
+        """Feed a token and return the stop string that it completes, or None."""
         ...
 
     def take(self) -> str:
-        """What was not taken yet and will not change."""
+        """Return the text that was not taken yet and can no longer change."""
         ...
 
     def finish(self) -> str:
-        """The sample ended: what was not taken yet."""
+        """Mark the sample as ended and return the text that was not taken yet."""
         ...
 
     def copy(self) -> "GrowingText":
-        """Another sample's, with the same past."""
+        """Return a copy for another sample with the same past."""
         ...
 
 
 class GrowingGrammar(Protocol):
-    """The grammar of a sample, as far as its tokens are known.
+    """The grammar of one sample, advanced token by token.
 
-    A Protocol, because `structured.matching.GrammarState` needs numpy and this module has none.
+    A Protocol, because `structured.matching.GrammarState` needs numpy, which this module does not
+    import.
     """
 
     @property
     def is_ready(self) -> bool:
-        """False: it is being compiled."""
+        """True once the grammar is compiled or has failed."""
         ...
 
     @property
     def is_ended(self) -> bool:
-        """Whether its text has ended."""
+        """True if the sample's text is complete."""
         ...
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot go on."""
+        """Why the grammar failed, or None."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """The sample goes on with this token."""
+        """Advance by the sample's next token."""
         ...
 
     def fill(self, others: Iterable[Any] = ()) -> None:
-        """Make the mask of the token that comes next, and those of other samples' grammars."""
+        """Compute the mask of the next token, and those of other samples' grammars."""
         ...
 
     def look_ahead(self, drafts: Iterable[int]) -> int:
-        """Make the masks behind drafts; returns how many of these the grammar allows."""
+        """Compute the masks after each draft. Return how many drafts the grammar allows."""
         ...
 
     def mask_behind(self, num_drafts: int) -> Any:
-        """The mask behind so many of the drafts that were looked at last, int32 [W]."""
+        """Return the mask after `num_drafts` drafts of the last `look_ahead`, int32 [W]."""
         ...
 
     def forced(self) -> Listed[int]:
-        """Tokens that have to follow."""
+        """Return the tokens that must follow, as far as the grammar allows only one."""
         ...
 
     def fork(self) -> "GrowingGrammar":
-        """Another sample's, with the same past."""
+        """Return a copy for another sample with the same past."""
         ...
 
 
 class ServedAdapter(Protocol):
-    """One version of an adapter that sequences are computed with.
+    """One version of an adapter that computes sequences.
 
-    A Protocol, because `ops.lora.Adapter` has tensors and is in a layer above.
+    A Protocol, because `ops.lora.Adapter` has tensors and is in a higher layer.
     """
 
     @property
     def name(self) -> str:
-        """Under which requests ask for it."""
+        """Name by which requests select the adapter."""
         ...
 
     @property
     def version(self) -> int:
-        """Counts up with each update of the name."""
+        """Version number, which rises with each update of the adapter."""
         ...
 
 
 class GrowingMask:
-    """Four bytes an id; Python's own integers only when the sample has ended.
+    """A sample's `SamplingMask` in the making, at four bytes per id.
 
     Args:
-        most: ids that it may have in all; None: no bound.
-        rows: those of the tokens that are known.
+        most: Maximum number of ids in the mask. None for no limit.
+        rows: Ids of the known tokens, one row each.
     """
 
     def __init__(self, most: int | None = None, rows: Iterable[Listed[int]] = ()) -> None:
@@ -152,26 +152,27 @@ class GrowingMask:
         return isinstance(other, GrowingMask) and vars(self) == vars(other)
 
     def has_room(self, row: Listed[int]) -> bool:
-        """Whether the ids of one more token fit."""
+        """Return True if the ids of one more token fit."""
         return self.most is None or len(self._ids) + len(row) <= self.most
 
     def append(self, row: Listed[int]) -> None:
-        """The ids of the next token."""
+        """Add the ids of the next token."""
         self._ids.extend(row)
         self._offsets.append(len(self._ids))
 
     def fork(self) -> "GrowingMask":
-        """One of a sample that has no token yet, with the same bound."""
+        """Return an empty mask with the same limit, for another sample."""
         return GrowingMask(self.most)
 
     def whole(self) -> SamplingMask:
-        """All of it."""
+        """Return the finished mask, made of Python integers."""
         return SamplingMask(tuple(self._offsets), tuple(self._ids))
 
 
 class Context(NamedTuple):
-    """From which completion token on, which versions computed the head of the context, and which
-    computes the rest.
+    """Versions that computed the context of the tokens from `token_start` on.
+
+    The versions in `past` computed the head of the context, and `version` computes the rest.
     """
 
     token_start: int
@@ -181,38 +182,40 @@ class Context(NamedTuple):
 
 @dataclass(slots=True)
 class SampleGroup:
-    """What the samples of a request share of which only some are wanted."""
+    """State shared by the samples of a request that needs only some of them."""
 
-    num_left: int  # how many of those have not finished
+    num_left: int  # needed samples that have not finished
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """What a caller asked for, after its checks. Its samples share it, and nothing changes it.
+    """A validated request, immutable and shared by its samples.
 
     Attributes:
-        request_id: counts up in order of arrival.
-        num_prompt_tokens: of the known tokens of its sequences.
-        params: of sampling.
-        stop_ids: the request's stop ids and, unless ignored, the model's end-of-sequence ids.
-        seed: of all draws.
-        min_version: held until this version of the policy serves.
-        exact_version: the version that samples the first token; it ends if that cannot be.
-        max_staleness: it ends when its oldest version is this much older than the newest.
-        group: where not all of its samples are wanted.
-        scored: rows (positions) whose next token's logprob is wanted.
-        score_temperature: under which; above 0.
-        score_masks: and among which tokens, int32 [W] for each of these rows; empty: all.
-        score_targets: the tokens that are scored after each of these rows, as many after each;
-            empty: the sequence's own next token.
-        num_best: most probable tokens that are wanted beside each of the scores.
-        streaming: every token is handed out as it is sampled.
-        past_contexts: of the sample that it resumes.
-        appended: completion tokens that were appended to that, not sampled.
-        scored_sample: the sample that the scores belong to, where nothing is sampled.
-        at_end: called once with each of its sequences, which still holds its blocks.
-        first_request_id: the request that began the group of the sample that it resumes; None: it
-            resumes none.
+        request_id: Number of the request, in order of arrival.
+        num_prompt_tokens: Number of prompt tokens at the start of each sequence.
+        params: Sampling parameters.
+        stop_ids: The request's stop ids and, unless ignored, the model's end-of-sequence ids.
+        seed: Seed of all draws.
+        min_version: Version of the policy until which the request is held.
+        exact_version: Version that must sample the first token. The request ends if that is
+            impossible.
+        max_staleness: Largest number of versions that a sequence's oldest version may lag behind
+            the newest. The sequence ends if it lags further.
+        group: Shared state if only some samples are needed.
+        scored: Rows (positions) whose next token's logprob is requested.
+        score_temperature: Temperature of the scores, above 0.
+        score_masks: Tokens that the scores are normalized over, int32 [W] for each scored row.
+            Empty for all tokens.
+        score_targets: Tokens to score after each scored row, equally many for each. Empty to score
+            the sequence's own next token.
+        num_best: Number of most probable tokens to return with each score.
+        streaming: True if every token is delivered as it is sampled.
+        past_contexts: Contexts of the sample that the request resumes.
+        appended: Completion tokens of that sample that were appended, not sampled.
+        scored_sample: Finished sample that the scores belong to. Its sequence draws nothing.
+        at_end: Called once with each sequence of the request before it releases its blocks.
+        first_request_id: Request that began the group of the resumed sample, or None.
     """
 
     request_id: int
@@ -238,45 +241,49 @@ class CheckedRequest:
 
     @property
     def group_id(self) -> int:
-        """The request that began the group of its samples."""
+        """Id of the request that began the group of samples."""
         return self.request_id if self.first_request_id is None else self.first_request_id
 
     @property
     def score_width(self) -> int:
-        """Scores of each row."""
+        """Number of scores for each row."""
         return len(self.score_targets[0]) if self.score_targets else 1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Known tokens, how many of them are computed, and the blocks that hold their keys and values.
+    """Known tokens, the number computed, and the blocks that hold their keys and values.
 
-    A step closes the gap between `len(token_ids)` (plus what is in flight) and
-    `num_computed_tokens`; prefill, decode and recomputation are the same case. Until its prompt is
-    computed a sequence stands for all `num_samples` of its group; then it is forked. One of no
-    samples only scores its tokens; it ends when they are scored. `request` has
-    what the caller asked for.
+    A step closes the gap between `len(token_ids)` (plus tokens in flight) and
+    `num_computed_tokens`. Prefill, decode and recomputation are therefore the same case.
+
+    A sequence represents all `num_samples` samples of its group until its prompt is computed, and
+    is then forked. A sequence with `num_samples=0` only scores its tokens, and ends when they are
+    scored. `request` holds the caller's values.
 
     Attributes:
-        most_tokens: known tokens, the prompt's too, with which it ends by length.
+        most_tokens: Number of known tokens, prompt included, at which the sequence ends by length.
         publishable: False once its blocks mix weight versions.
-        cached_tokens: prompt tokens that the prefix cache provided.
-        posted: when it was handed in, by `time.perf_counter`; None once it has left the queue.
-        queued: seconds that this took.
-        behind: held until the update to this version, which waits for others, serves or failed.
-        version_starts: (weight version, first completion token).
-        contexts: since it was made or resumed.
-        scores: of the first of the request's rows to score, `score_width` of each; the group's
-            samples share the list.
-        score_best: the most probable tokens beside these; shared like the scores.
-        output_text: where text is wanted.
-        stop_string: the one that the newest token completed.
-        grammar: that its completion follows, where there is one.
-        adapter: that computes it, on top of the weights, where there is one.
-        is_of_merged: it asks for the adapter that is part of the weights, which compute it alone.
-        adapter_starts: (version of the adapter, first completion token).
-        routed_experts: of its tokens, once it has ended, where they are wanted; or why they are not
-            known.
+        cached_tokens: Prompt tokens that the prefix cache provided.
+        posted: Time of submission by `time.perf_counter`. None once the sequence has left the
+            queue.
+        queued: Seconds spent in the queue.
+        behind: Version of an update that waits for running requests. The sequence is held until
+            that version is live or the update has failed.
+        version_starts: Pairs of weight version and first completion token.
+        contexts: Contexts since the sequence was created or resumed.
+        scores: Scores so far, `score_width` for each row of `request.scored`. The samples of a
+            group share the list.
+        score_best: Most probable tokens for these rows. Shared like `scores`.
+        output_text: Text of the sample, if requested.
+        stop_string: Stop string that the newest token completed.
+        grammar: Grammar that the completion follows, if any.
+        adapter: Adapter applied on top of the weights, if any.
+        is_of_merged: True if the request names the adapter that is merged into the weights, which
+            then compute it without `adapter`.
+        adapter_starts: Pairs of adapter version and first completion token.
+        routed_experts: Experts of its tokens once it has ended, if requested, or why they are
+            unknown.
     """
 
     seq_id: int
@@ -317,40 +324,42 @@ class Sequence:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
 
     params = seed = stop_ids = num_prompt_tokens = group = streaming = scored = Removed(
-        "a Sequence has only its own fields; read sequence.request for those of its request."
+        "a Sequence has no copies of its request's fields; read them from sequence.request."
     )
 
     @property
     def request_id(self) -> int:
-        """As in the request."""
+        """Id of the sequence's request."""
         return self.request.request_id
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Scheduling order: priority, then arrival (request ids count up), then sample."""
+        """Scheduling order: priority, then arrival (request ids rise), then sample."""
         return self.request.params.priority, self.request.request_id, self.sample_index
 
     @property
     def num_completion_tokens(self) -> int:
-        """Completion tokens that are known."""
+        """Number of known completion tokens."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens that have to be computed. The last one is only where something is drawn
-        after it.
+        """Number of known tokens that must be computed.
+
+        The last one counts only if a token is drawn after it.
         """
         return len(self.token_ids) - (self.num_samples == 0)
 
     @property
     def width(self) -> int:
-        """Sequences that it counts as: the samples that it stands for."""
+        """Number of sequences that it counts as: the samples that it represents."""
         return max(self.num_samples, 1)
 
     @property
     def num_matchable(self) -> int:
-        """Known tokens that may come from the prefix cache: the row that is drawn from and rows to
-        score may not.
+        """Number of known tokens that may come from the prefix cache.
+
+        The row to draw from and rows to score must be computed.
         """
         end, scored = self.num_to_compute - 1, self.request.scored
         if self.num_scored >= len(scored):
@@ -359,67 +368,67 @@ class Sequence:
 
     @property
     def num_scored(self) -> int:
-        """Rows of the request's that have their scores."""
+        """Number of the request's rows that have their scores."""
         return len(self.scores) // self.request.score_width
 
     def rows_to_score(self, start: int, end: int) -> range:
-        """Rows of a chunk [start, end) that are to be scored and are not yet."""
+        """Return the rows of a chunk [start, end) that still need scores."""
         scored = self.request.scored
         return range(max(start, scored.start + self.num_scored), min(end, scored.stop))
 
     def add_scores(
         self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()
     ) -> None:
-        """Take in the scores of rows from `start` on. Rows that a preemption made compute twice
-        count once.
+        """Add the scores of rows from `start` on.
+
+        Rows that were recomputed after a preemption count once.
         """
         known = self.request.scored.start + self.num_scored - start
         self.scores += logprobs[known * self.request.score_width :]
         self.score_best += best[known:]
 
     def forget_scores(self) -> None:
-        """Let all rows be scored again."""
+        """Discard all scores, so that every row is scored again."""
         self.scores.clear()
         self.score_best.clear()
 
     @property
     def temperature(self) -> float:
-        """As in the request."""
+        """Temperature of the request."""
         return self.request.params.temperature
 
     @property
     def max_tokens(self) -> int:
-        """As in the request."""
+        """Token limit of the request."""
         return self.request.params.max_tokens
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """As in the request."""
+        """Stop token ids of the request's parameters."""
         return self.request.params.stop_token_ids
 
     def append_token(self, token_id: int, logprob: float, log_kept_mass: float = 0.0) -> None:
-        """Make a sampled token known."""
+        """Append a sampled token to the known tokens."""
         self.token_ids.append(token_id)
         self.output_logprobs.append(logprob)
         self.output_log_kept_mass.append(log_kept_mass)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version that sampled a token of it or computed what it attends to; None before
-        any did.
-        """
+        """Oldest version that sampled a token or computed its context, or None before any did."""
         versions = [version for version, _ in self.version_starts[:1]]
         for past in self.request.past_contexts:
             versions += [span.version for span in past.versions]
-        # the last may have drawn nothing yet, and may have been given up since
+        # the newest context may have drawn nothing, and its blocks may be released
         for context in self.contexts:
             if self.num_computed_tokens or context.token_start < self.num_completion_tokens:
                 versions += [context.version, *(span.version for span in context.past)]
         return min(versions, default=None)
 
     def begin_context(self, past: tuple[VersionSpan, ...], version: int) -> None:
-        """From the next token on the context is computed by the versions in `past`, and then by
-        `version`.
+        """Begin a context at the next completion token.
+
+        The versions in `past` have computed its head, and `version` computes the rest.
         """
         at = self.num_completion_tokens
         while self.contexts and self.contexts[-1].token_start >= at:
@@ -428,9 +437,7 @@ class Sequence:
             self.contexts.append(Context(at, past, version))
 
     def release(self, namespace: Namespace) -> list[int]:
-        """Give up all blocks (returned) and start over; what is computed next belongs to
-        `namespace`.
-        """
+        """Give up all blocks, return them, and restart the computation in `namespace`."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_computed_tokens = self.num_published_blocks = 0
         self.publishable = True
@@ -439,8 +446,9 @@ class Sequence:
         return block_ids
 
     def fork(self, seq_id: int, sample_index: int, output_text: GrowingText | None) -> "Sequence":
-        """Another sample of the same prompt that shares all blocks so far, with a text of its
-        own.
+        """Return another sample of the same prompt, with `output_text` as its text.
+
+        The two samples share all blocks so far.
         """
         return replace(
             self,
@@ -453,7 +461,7 @@ class Sequence:
             contexts=list(self.contexts),
             output_text=output_text,
             grammar=self.grammar.fork() if self.grammar is not None else None,
-            # it has no completion token yet
+            # the fork has no completion token yet
             version_starts=[],
             adapter_starts=[],
             output_logprobs=[],
@@ -465,8 +473,9 @@ class Sequence:
 
 
 class Sequences:
-    """Every live sequence: by id, and in lists in scheduling order. Versions of the weight sets
-    stand here too.
+    """All live sequences, by id and in lists in scheduling order.
+
+    Versions of weight sets and adapters are kept here too.
     """
 
     def __init__(self) -> None:
@@ -475,53 +484,53 @@ class Sequences:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.versions: dict[str, int] = {POLICY: 0}
-        # the newest version of each adapter that requests may ask for
+        # newest version of each adapter that requests may name
         self.adapters: dict[str, ServedAdapter] = {}
-        self.merged: str | None = None  # of them, the one that is part of the weights now
-        self.merging: str | None = None  # the one that is about to be, or to be no more
+        self.merged: str | None = None  # adapter that is part of the weights now
+        self.merging: str | None = None  # adapter that is being merged or unmerged
         self._ids = itertools.count()
 
     def new_id(self) -> int:
-        """A sequence id that was never used."""
+        """Return a sequence id that was never used."""
         return next(self._ids)
 
     def namespace_of(self, seq: Sequence) -> Namespace:
-        """Where blocks that are computed now for this sequence belong."""
+        """Return the namespace of blocks that are computed now for this sequence."""
         lineage, salt = _LINEAGE.get(seq.weight_set, seq.weight_set), seq.request.params.cache_salt
-        own = seq.adapter
-        adapter = None if own is None else adapter_key(own.name, own.version)
+        served = seq.adapter
+        adapter = None if served is None else adapter_key(served.name, served.version)
         return Namespace(lineage, self.versions[seq.weight_set], salt, adapter)
 
     def insert(self, seq: Sequence) -> None:
-        """Add a live sequence to the list that its status names."""
+        """Add a live sequence to the list for its status."""
         self.by_id[seq.seq_id] = seq
         bisect.insort(self._list(seq), seq, key=attrgetter("order"))
 
     def move(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Change lists."""
+        """Change a sequence's status, and move it to the list for it."""
         self._list(seq).remove(seq)
         seq.status = status
         bisect.insort(self._list(seq), seq, key=attrgetter("order"))
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out for good."""
+        """Remove a finished sequence."""
         self._list(seq).remove(seq)
         seq.status = SequenceStatus.FINISHED
         del self.by_id[seq.seq_id]
 
     def of_requests(self, request_ids: frozenset[int] | None) -> list[Sequence]:
-        """Live sequences of these requests (None: of all), by request and sample."""
-        found = [
+        """Return the live sequences of these requests, by request and sample. None selects all."""
+        sequences = [
             s for s in self.by_id.values() if request_ids is None or s.request_id in request_ids
         ]
-        return sorted(found, key=lambda s: (s.request_id, s.sample_index))
+        return sorted(sequences, key=lambda s: (s.request_id, s.sample_index))
 
     def of_weight_set(self, weight_set: str) -> list[Sequence]:
-        """Live sequences of a weight set."""
+        """Return the live sequences of a weight set."""
         return [seq for seq in self.by_id.values() if seq.weight_set == weight_set]
 
     def block_tables(self) -> Iterator[list[int]]:
-        """All live block tables, for `KVCacheManager.check`."""
+        """Yield all live block tables, for `KVCacheManager.check`."""
         return (seq.block_ids for seq in self.by_id.values())
 
     def _list(self, seq: Sequence) -> list[Sequence]:

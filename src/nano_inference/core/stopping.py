@@ -1,5 +1,6 @@
-"""Whether a sequence is finished, and why: by its tokens, its text and its grammar. Stop strings
-are found by its text (`text.detokenizer`).
+"""End of a sequence: by its tokens, its text or its grammar.
+
+`text.detokenizer` searches the text for stop strings.
 """
 
 import logging
@@ -10,8 +11,9 @@ from nano_inference.types import ERROR, FinishReason
 
 
 class Finish(NamedTuple):
-    """Why a sequence ended; `stop_reason` is the id or the string that stopped it, or a word on an
-    abort.
+    """Why a sequence ended.
+
+    `stop_reason` is the id or string that stopped it, or the explanation of an abort.
     """
 
     reason: FinishReason
@@ -21,12 +23,12 @@ class Finish(NamedTuple):
 LENGTH = Finish("length")
 NOT_FINITE = Finish("abort", f"{ERROR}the model's logits are not finite")
 MASK_FULL = Finish(
-    "abort", "sampling_mask has grown beyond what max_request_entries leaves each sample"
+    "abort", "sampling_mask exceeds the entries that max_request_entries leaves for each sample"
 )
 
 
 def follow_grammar(seq: Sequence) -> Finish | None:
-    """Feed the newest token to the sequence's grammar. How that ends the sequence, or None."""
+    """Feed the newest token to the sequence's grammar. Return the finish that follows, or None."""
     grammar = seq.grammar
     if grammar is None:
         return None
@@ -40,24 +42,25 @@ def follow_grammar(seq: Sequence) -> Finish | None:
 
 
 def grammar_failure(problem: str) -> Finish:
-    """How a sequence ends whose grammar cannot go on."""
+    """Return the finish of a sequence whose grammar failed."""
     return Finish("abort", f"{ERROR}{problem}")
 
 
 def may_stop(seq: Sequence) -> bool:
-    """Whether the newest known token may end this sequence by what it is."""
+    """Return True if `min_tokens` allows the newest token to stop the sequence."""
     request = seq.request
     return len(seq.token_ids) - request.num_prompt_tokens > request.params.min_tokens
 
 
 def ends_by_id(seq: Sequence) -> bool:
-    """Whether the newest known token is a stop id that counts."""
+    """Return True if the newest known token is a stop id that may end the sequence."""
     return seq.token_ids[-1] in seq.request.stop_ids and may_stop(seq)
 
 
 def finish_of(seq: Sequence) -> Finish | None:
-    """How the newest known token ends this sequence, or None. A stop id counts before a string,
-    both before length.
+    """Return the finish that the newest known token causes, or None.
+
+    A stop id takes precedence over a stop string, and both over the length.
     """
     if ends_by_id(seq):
         return Finish("stop", seq.token_ids[-1])
@@ -72,12 +75,14 @@ logger = logging.getLogger("nano_inference")
 
 
 def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
-    """How a sequence ends of which a part raised. The caller learns the kind, the log has the rest.
+    """Log an exception of one sequence and return the sequence's finish.
+
+    Callers see the exception type; the log has the traceback.
 
     Args:
-        seq: the sequence.
-        what: the part: "the draw", "the text".
-        problem: what it raised.
+        seq: The sequence.
+        what: The part that raised: "the draw", "the text".
+        problem: The exception.
     """
     kind = type(problem).__name__
     logger.error(
@@ -92,36 +97,36 @@ def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
 
 
 class LostText:
-    """In the place of a text that could not be copied: every use of it raises why."""
+    """Stands in for a text that could not be copied. Every use raises the original exception."""
 
     def __init__(self, problem: Exception) -> None:
         self._problem = problem
 
     @property
     def text(self) -> str:
-        """Raises."""
+        """Raise the original exception."""
         raise self._problem
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Raises."""
+        """Raise the original exception."""
         raise self._problem
 
     def take(self) -> str:
-        """Raises."""
+        """Raise the original exception."""
         raise self._problem
 
     def finish(self) -> str:
-        """Raises."""
+        """Raise the original exception."""
         raise self._problem
 
     def copy(self) -> "LostText":
-        """Itself."""
         return self
 
 
 def copied_text(seq: Sequence) -> GrowingText | None:
-    """A text with the past of a sequence's, for another sample. Where that raises, the other ends
-    by it, not this.
+    """Return a copy of a sequence's text for another sample.
+
+    If copying raises, only the other sample fails.
     """
     try:
         return seq.output_text.copy() if seq.output_text is not None else None
@@ -130,9 +135,9 @@ def copied_text(seq: Sequence) -> GrowingText | None:
 
 
 def take_text(seq: Sequence, ended: bool) -> tuple[str | None, Finish | None]:
-    """The text of a sequence that was not taken yet; once it has ended, all that was held back too.
+    """Return the new text of a sequence, including withheld text once it has ended.
 
-    Where that raises, the sequence has no text from then on, and ends as the second value says.
+    If that raises, the sequence loses its text, and the second value is its finish.
     """
     text = seq.output_text
     if text is None:
@@ -145,7 +150,7 @@ def take_text(seq: Sequence, ended: bool) -> tuple[str | None, Finish | None]:
 
 
 def whole_text(seq: Sequence) -> tuple[str | None, Finish | None]:
-    """The text of a sequence that has ended, or how it ends instead."""
+    """Return the text of a finished sequence and None, or None and the finish that replaces it."""
     text = seq.output_text
     if text is None:
         return None, None

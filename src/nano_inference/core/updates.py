@@ -1,4 +1,4 @@
-"""Weight updates as the loop sees them: the queue of those that wait, and who writes them."""
+"""Weight updates as the loop sees them: the queue, and the interface to the weights."""
 
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -6,17 +6,17 @@ from nano_inference.types import KvPolicy
 
 
 class Update(Protocol):
-    """A weight update that was checked.
+    """A validated weight update.
 
     Attributes:
-        kv_policy: what becomes of running requests when it is written; None: `"keep"`.
+        kv_policy: Treatment of running requests when the update is written. None means `"keep"`.
     """
 
     kv_policy: KvPolicy | None
 
     @property
     def version(self) -> int:
-        """The version that it will serve as."""
+        """Version number of the new weights."""
         ...
 
 
@@ -24,26 +24,27 @@ U = TypeVar("U", bound=Update)
 
 
 def policy_of(update: Update) -> KvPolicy:
-    """Return what becomes of running requests when an update is written."""
+    """Return the treatment of running requests when an update is written."""
     return "keep" if update.kv_policy is None else update.kv_policy
 
 
 class _Place:
-    """The place of an update in the queue."""
+    """State of a queued update."""
 
     def __init__(self) -> None:
         self.has_arrived = False
 
 
 class UpdateQueue(Generic[U]):
-    """The updates that were checked and neither written nor given up, oldest first.
+    """Validated updates that were neither written nor canceled, oldest first.
 
-    A thread that queues an update appends it at once and posts a message. The loop counts the
-    update from that message on (`arrive`), so requests that were posted before it come before it.
+    A thread that queues an update appends it immediately and posts a message. The loop counts the
+    update from that message on (`arrive`). Requests that were posted before the message therefore
+    come before the update.
     """
 
     def __init__(self) -> None:
-        # other threads add and remove while the loop looks: it reads copies
+        # other threads change the queue while the loop reads it, so the loop reads copies
         self._places: dict[U, _Place] = {}
 
     def __len__(self) -> int:
@@ -52,40 +53,40 @@ class UpdateQueue(Generic[U]):
     def __contains__(self, update: U) -> bool:
         return update in self._places
 
-    def __getitem__(self, place: int) -> U:
-        return self.all()[place]
+    def __getitem__(self, index: int) -> U:
+        return self.all()[index]
 
     def all(self) -> list[U]:
-        """Return all updates, also those whose message the loop has not read."""
+        """Return all updates, including those whose message the loop has not read."""
         return list(self._places.copy())
 
     def since(self, update: U) -> list[U]:
-        """Return an update and those after it. Raises `ValueError` where it does not wait."""
-        every = self.all()
-        return every[every.index(update) :]
+        """Return an update and all later ones. Raise `ValueError` if it is not queued."""
+        updates = self.all()
+        return updates[updates.index(update) :]
 
     def arrived(self) -> list[U]:
         """Return the updates whose message the loop has read."""
         if not self._places:
             return []
         places = self._places.copy()
-        return [update for update, place in places.items() if place.has_arrived]
+        return [update for update, state in places.items() if state.has_arrived]
 
     def append(self, update: U) -> None:
-        """Add the newest update."""
+        """Append the newest update."""
         self._places[update] = _Place()
 
     def arrive(self, update: U) -> None:
-        """Count an update as arrived, unless it was given up meanwhile."""
-        if (place := self._places.get(update)) is not None:
-            place.has_arrived = True
+        """Count an update as arrived, unless it was canceled."""
+        if (state := self._places.get(update)) is not None:
+            state.has_arrived = True
 
     def remove(self, update: U) -> None:
-        """Take out an update that was written or given up."""
+        """Remove an update that was written or canceled."""
         del self._places[update]
 
     def clear(self) -> None:
-        """Take out all updates."""
+        """Remove all updates."""
         self._places.clear()
 
 
@@ -94,27 +95,27 @@ class Weights(Protocol):
 
     @property
     def pending(self) -> UpdateQueue[Any]:
-        """The updates that wait."""
+        """Queue of updates to write."""
         ...
 
     def apply(self, update: Any, *, keep_old: bool) -> int | None:
-        """Write an update with nothing in flight, and take it out of the queue.
+        """Write an update and remove it from the queue. Nothing may be in flight.
+
+        Return the version that is now live, or None if the update was canceled.
 
         Args:
-            update: the oldest one of `pending`.
-            keep_old: keep the old weights as the weight set `previous`.
-
-        Returns the version that serves now; None: the update was given up.
+            update: The oldest update of `pending`.
+            keep_old: True to keep the old weights as the weight set `previous`.
         """
         ...
 
 
 class FixedWeights:
-    """Weights without updates."""
+    """Weights that are never updated."""
 
     def __init__(self) -> None:
         self.pending: UpdateQueue[Any] = UpdateQueue()
 
     def apply(self, update: Any, *, keep_old: bool) -> int | None:
-        """Raise `RuntimeError`: there is no update."""
-        raise RuntimeError("this loop's weights are never updated.")
+        """Raise `RuntimeError`, because there are no updates."""
+        raise RuntimeError("this loop does not support weight updates; pass LoopHooks.weights.")

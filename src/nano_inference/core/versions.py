@@ -1,5 +1,6 @@
-"""What a new weight version means for live sequences: who recomputes, keeps, or finishes on the old
-one.
+"""Effects of a new weight version on live sequences.
+
+A sequence recomputes its context, keeps it, or finishes on the old version.
 """
 
 from nano_inference.core.apply import preempt
@@ -17,13 +18,14 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.types import VERSION_GONE, KvPolicy, VersionSpan
 
 _ON_POLICY = (POLICY, PREVIOUS)
-STALE = Finish("abort", "it is too stale")
+STALE = Finish("abort", "exceeds max_staleness")
 BELATED = Finish("abort", VERSION_GONE)
 
 
 def begun(sequences: Sequences, *weight_sets: str) -> list[Sequence]:
-    """Live sequences of these sets that run, or have sampled and wait to run; scorers count as soon
-    as they run.
+    """Return live sequences of these sets that run, or have sampled and wait to run again.
+
+    Sequences that only score count once they run.
     """
     running, held = SequenceStatus.RUNNING, SequenceStatus.HELD
     return [
@@ -44,13 +46,14 @@ def change_version(
     version: int,
     kv_policy: KvPolicy = "recompute",
 ) -> None:
-    """A weight set has new weights. Nothing may be in flight.
+    """Adapt sequences and cache to new weights of a weight set. Nothing may be in flight.
 
-    Running sequences recompute their context under the new weights, or `keep` their keys and
-    values: then their blocks mix versions and are not published any more (not so while the prompt
-    is scored: scores are of one version). With `finish_old` those that have begun stay with the old
-    version, which the set `previous` holds now. Old blocks cannot match for others: the version is
-    in their name.
+    Running sequences recompute their context under the new weights, or with `keep` keep their keys
+    and values. Their blocks then mix versions and are no longer published. A prompt that is being
+    scored is always recomputed, because scores must come from one version. With `finish_old`,
+    sequences that have begun stay on the old version, now in the weight set `previous`.
+
+    Old blocks cannot match other sequences, because block names include the version.
     """
     old, sequences.versions[weight_set] = sequences.versions[weight_set], version
     if kv_policy == "finish_old":
@@ -60,7 +63,7 @@ def change_version(
         if stay:
             sequences.versions[PREVIOUS] = old
     for seq in [s for s in sequences.running if s.weight_set == weight_set]:
-        # a score of an old version could outlive its context
+        # a score from the old version could outlive its context
         scoring = seq.request.scored and not seq.num_completion_tokens
         if kv_policy == "keep" and seq.num_samples and not scoring:
             seq.publishable = False
@@ -72,7 +75,7 @@ def change_version(
             seq.release(sequences.namespace_of(seq))
             seq.prefix.extend(seq.token_ids, cache.block_size)
             if not seq.num_samples or not seq.num_completion_tokens:
-                seq.forget_scores()  # scores of one sequence are of one version
+                seq.forget_scores()  # a sequence's scores must come from one version
     if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):
         cache.drop_version(weight_set, old)
 
@@ -80,11 +83,13 @@ def change_version(
 def change_adapter(
     sequences: Sequences, cache: KVCacheManager, adapter: ServedAdapter, kv_policy: KvPolicy
 ) -> None:
-    """An adapter is there, or has a new version. Nothing may be in flight.
+    """Serve a new adapter, or a new version of an adapter. Nothing may be in flight.
 
-    Sequences of the old version recompute their context under the new one, or `keep` their keys and
-    values, and then publish no blocks any more; with `finish_old` those that have begun stay with
-    the old version. Its name is in the blocks' names, so old ones match for no other.
+    Sequences of the old version recompute their context under the new one. With `keep` they keep
+    their keys and values, and no longer publish blocks. With `finish_old`, sequences that have
+    begun stay on the old version.
+
+    Old blocks cannot match other sequences, because block names include the adapter's version.
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
@@ -103,40 +108,41 @@ def change_adapter(
             seq.release(sequences.namespace_of(seq))
             seq.prefix.extend(seq.token_ids, cache.block_size)
         if not seq.num_samples or not seq.num_completion_tokens:
-            seq.forget_scores()  # scores of one sequence are of one version
+            seq.forget_scores()  # a sequence's scores must come from one version
     if old is not None and old is not adapter:
         cache.let_go_adapter(adapter_key(old.name, old.version))
 
 
 def settle_adapter(seq: Sequence, sequences: Sequences) -> Finish | None:
-    """Find what computes a newcomer's adapter now: its newest version, or the weights alone where
-    they hold it. Where neither can: returns how it ends.
+    """Resolve a new sequence's adapter: its newest version, or the weights if it is merged.
 
-    Asked here and not where the request was checked: the adapter may have been merged, or unmerged,
-    in between.
+    Return the sequence's finish if neither can compute it.
+
+    This runs when the sequence enters, not when its request is checked, because the adapter may be
+    merged or unmerged in between.
     """
-    own, merged = seq.adapter, sequences.merged
-    if own is None:
+    adapter, merged = seq.adapter, sequences.merged
+    if adapter is None:
         return None
     if sequences.merging is not None:
         return Finish("abort", being_merged(sequences.merging))
     if merged is None:
         if not seq.num_completion_tokens:
-            seq.adapter = sequences.adapters.get(own.name, own)
+            seq.adapter = sequences.adapters.get(adapter.name, adapter)
         return None
-    if own.name != merged:
+    if adapter.name != merged:
         return Finish("abort", f"adapter {merged!r} is merged into the weights")
     seq.adapter, seq.is_of_merged = None, True
     return None
 
 
 def being_merged(name: str) -> str:
-    """Why no request for an adapter is taken."""
+    """Return the reason why requests for adapters are rejected during a merge."""
     return f"adapter {name!r} is being merged into the weights, or unmerged"
 
 
 def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:
-    """Live sequences that have begun with an adapter."""
+    """Return live sequences that have begun with an adapter."""
     return [
         seq
         for seq in begun(sequences, *_ON_POLICY)
@@ -145,7 +151,7 @@ def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:
 
 
 def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:
-    """Forget the old version once no sequence finishes on it; returns whether that happened now."""
+    """Free the previous version once no sequence needs it. Return True if that happened now."""
     if PREVIOUS not in sequences.versions or sequences.of_weight_set(PREVIOUS):
         return False
     cache.drop_version(POLICY, sequences.versions.pop(PREVIOUS))
@@ -153,7 +159,7 @@ def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:
 
 
 def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
-    """Sequences that a version is too new for, and how they end."""
+    """Return sequences that a new version makes unusable, each with its finish."""
     ends: list[tuple[Sequence, Finish]] = []
     for seq in sequences.by_id.values():
         if seq.weight_set in _ON_POLICY:
@@ -165,7 +171,7 @@ def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
 
 
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
-    """Whether it waits for a version that does not serve yet, or for its grammar."""
+    """Return True if the sequence waits for a version that is not live yet, or for its grammar."""
     if seq.grammar is not None and not seq.grammar.is_ready:
         return True
     return (
@@ -175,14 +181,15 @@ def is_held(seq: Sequence, sequences: Sequences) -> bool:
 
 
 def release_held(sequences: Sequences) -> None:
-    """Let those wait in the queue whose version serves and whose grammar is ready."""
+    """Queue the held sequences whose version is live and whose grammar is ready."""
     for seq in [seq for seq in sequences.held if not is_held(seq, sequences)]:
         sequences.move(seq, SequenceStatus.WAITING)
 
 
 def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of a sequence's context by the version that computed them. `old` computed
-    its tail, and is about to be replaced.
+    """Return the spans of a sequence's context by the version that computed them.
+
+    `old`, which is about to be replaced, computed the tail.
     """
     past = seq.contexts[-1].past if seq.contexts else ()
     start = past[-1].end if past else 0
@@ -194,7 +201,7 @@ def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
 
 
 def _is_stale(seq: Sequence, newest: int) -> bool:
-    """Whether its oldest version is too much older than the policy's."""
+    """Return True if the oldest version exceeds `max_staleness`."""
     if seq.request.max_staleness is None:
         return False
     oldest = seq.oldest_version
@@ -202,7 +209,7 @@ def _is_stale(seq: Sequence, newest: int) -> bool:
 
 
 def _is_belated(seq: Sequence, version: int) -> bool:
-    """Whether its first token would be of a newer version than it is for."""
+    """Return True if the first token would come from a newer version than `exact_version`."""
     return (
         seq.request.exact_version is not None
         and not seq.num_completion_tokens

@@ -1,7 +1,7 @@
 """Samples for training code: padded tensors, columns, JSON lines, Parquet. Written samples are
 read back exactly.
 
-How a field is written follows from its type in `TrainingSample`:
+The type of a field in `TrainingSample` determines how it is written:
 
 | type                        | column                     | Parquet  | JSON             |
 |-----------------------------|----------------------------|----------|------------------|
@@ -15,11 +15,11 @@ How a field is written follows from its type in `TrainingSample`:
 | `int` or `str`              | `{"int": 2, "str": None}`  | struct   | object           |
 | `X` or `None`               | None, or as X              | null     | `null`           |
 
-A number of type float has all its digits; in JSON nan is `null`, and infinity `"Infinity"`.
+Floats keep all their digits. In JSON, nan is `null` and infinity is `"Infinity"`.
 
-`seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written
-before a field existed is refused by the name of the missing column, since it is not known what it
-would have held. Add the column with the field's default to read such a file.
+`seed` is unsigned in Parquet. All columns must be present, and no others. A file from before a
+field existed is rejected with the name of the missing column, since the field's value is unknown.
+To read such a file, add the column with the field's default.
 
 Imports only from the base modules.
 """

@@ -14,24 +14,24 @@ from nano_inference.types import TrainingSample
 
 
 def write_jsonl(samples: Iterable[TrainingSample], path: str | os.PathLike[str]) -> None:
-    """Write strict JSON in ASCII, a sample a line, with the fields of `TrainingSample` as keys."""
+    """Write strict ASCII JSON, a sample per line, with the fields of `TrainingSample` as keys."""
     with Path(path).open("w", encoding="ascii", newline="\n") as file:
         for sample in samples:
             file.write(json_line(sample) + "\n")
 
 
 def json_line(sample: TrainingSample) -> str:
-    """One sample as `write_jsonl` writes it, without the end of the line."""
+    """Return one sample in the format of `write_jsonl`, without a line end."""
     row = {name: _strict(kind.to_plain(getattr(sample, name))) for name, kind in FIELDS.items()}
     return json.dumps(row, allow_nan=False)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:
-    """Read what `write_jsonl` wrote. Empty lines are skipped.
+    """Read the samples written by `write_jsonl`. Empty lines are skipped.
 
     Raises:
-        DataError: a line is not a JSON object, or a column is missing, unknown or of another type.
-        OSError: the file cannot be opened.
+        DataError: A line is not a JSON object, or a column is missing, unknown or of another type.
+        OSError: The file cannot be opened.
     """
     samples: list[TrainingSample] = []
     with Path(path).open("rb") as file:
@@ -45,7 +45,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[TrainingSample]:
                 raise DataError(f"{where} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where} holds a {type(row).__name__}, not an object with a key for each "
+                    f"{where} is a {type(row).__name__}; it must be an object with a key for each "
                     "column."
                 )
             check_names(row, where)
@@ -58,7 +58,7 @@ def write_parquet(samples: Iterable[TrainingSample], path: str | os.PathLike[str
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: a value does not fit its column, such as an integer beyond 64 bits.
+        DataError: A value does not fit its column, such as an integer beyond 64 bits.
     """
     pa, parquet = _pyarrow()
     arrays: dict[str, Any] = {}
@@ -75,12 +75,12 @@ def write_parquet(samples: Iterable[TrainingSample], path: str | os.PathLike[str
 
 
 def read_parquet(path: str | os.PathLike[str]) -> list[TrainingSample]:
-    """Read what `write_parquet` wrote. Needs pyarrow.
+    """Read the samples written by `write_parquet`. Needs pyarrow.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: not a Parquet file, or a column is missing, unknown or of another type.
-        OSError: the file cannot be opened.
+        DataError: The file is not Parquet, or a column is missing, unknown or of another type.
+        OSError: The file cannot be opened.
     """
     pa, parquet = _pyarrow()
     with Path(path).open("rb") as file:
@@ -104,8 +104,9 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _strict(plain: Any) -> Any:
-    """Without the floats that JSON has no number for. Readers of JSON take a null among numbers;
-    few take a word.
+    """Replace floats that are not JSON numbers.
+
+    JSON readers accept null among numbers, but few accept NaN.
     """
     if isinstance(plain, float) and not math.isfinite(plain):
         return None if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
@@ -117,4 +118,4 @@ def _strict(plain: Any) -> Any:
 
 
 def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number (nan is written as null)")
+    raise ValueError(f"{constant} is not a JSON number (write nan as null)")

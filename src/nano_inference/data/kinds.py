@@ -1,5 +1,6 @@
-"""How values of a field's type are written as plain Python values and as Arrow types. See the
-package's table.
+"""Conversion of each field type to plain Python values and Arrow types.
+
+The package's docstring has the table.
 """
 
 import base64
@@ -18,17 +19,17 @@ _INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Mismatch(Exception):
-    """A plain value is not of the field's type; the caller knows where it stands."""
+    """Plain value that does not have the field's type. The caller adds its place."""
 
 
 class Kind(NamedTuple):
-    """How values of one type are written.
+    """Conversion of one type.
 
     Attributes:
-        to_plain: the value out of numbers, strings, None, lists and dicts.
-        from_plain: the value again. Raises `Mismatch`.
-        arrow: the type of its column, given the module pyarrow.
-        is_scalar: a list of such values is plain as it is.
+        to_plain: Function from a value to numbers, strings, None, lists and dicts.
+        from_plain: Inverse of `to_plain`. Raises `Mismatch`.
+        arrow: Function from the module pyarrow to the column's type.
+        is_scalar: True if a list of such values is already plain.
     """
 
     to_plain: Callable[[Any], Any]
@@ -50,7 +51,7 @@ def _float_from(plain: Any) -> float:
     raise Mismatch(f"{plain!r} is not a number.")
 
 
-# a caller's 1 is 1.0 in a column of floats
+# a caller's 1 becomes 1.0 in a column of floats
 _FLOAT = Kind(float, _float_from, lambda pa: pa.float64(), is_scalar=True)
 
 
@@ -59,7 +60,7 @@ def _scalar(type_: type, choices: tuple[str, ...] | None = None) -> Kind:
         if type(plain) is not type_:
             raise Mismatch(f"{plain!r} is not of type {type_.__name__}.")
         if choices is not None and plain not in choices:
-            raise Mismatch(f"{plain!r} is none of {', '.join(choices)}.")
+            raise Mismatch(f"{plain!r} is not one of {', '.join(choices)}.")
         return plain
 
     def arrow(pa: Any) -> Any:
@@ -94,20 +95,23 @@ def _list(item: Kind) -> Kind:
 
 
 def _set(item: Kind) -> Kind:
-    """Of scalars, written in rising order."""
+    """Return the conversion of a set of scalars, written in ascending order."""
     items = _list(item)
 
     def from_plain(plain: Any) -> Any:
-        found = items.from_plain(plain)
-        if len(set(found)) < len(found):
-            raise Mismatch(f"{plain!r} holds an item twice.")
-        return frozenset(found)
+        values = items.from_plain(plain)
+        if len(set(values)) < len(values):
+            raise Mismatch(f"{plain!r} contains a duplicate item.")
+        return frozenset(values)
 
     return Kind(sorted, from_plain, items.arrow)
 
 
 def _table(key: Kind, value: Kind) -> Kind:
-    """A mapping, as a list of objects: JSON and Parquet have no keys but strings."""
+    """Return the conversion of a mapping to a list of objects.
+
+    JSON and Parquet only support strings as keys.
+    """
 
     def to_plain(table: Any) -> Any:
         return [{"key": key.to_plain(k), "value": value.to_plain(v)} for k, v in table.items()]
@@ -119,7 +123,7 @@ def _table(key: Kind, value: Kind) -> Kind:
             raise Mismatch(f"{plain!r} is not a list of objects with key, value.")
         table = {key.from_plain(entry["key"]): value.from_plain(entry["value"]) for entry in plain}
         if len(table) < len(plain):
-            raise Mismatch(f"{plain!r} holds a key twice.")
+            raise Mismatch(f"{plain!r} contains a duplicate key.")
         return table
 
     return Kind(
@@ -130,7 +134,7 @@ def _table(key: Kind, value: Kind) -> Kind:
 
 
 def _record(make: Any) -> Kind:
-    """A dataclass or a named tuple."""
+    """Return the conversion of a dataclass or a named tuple."""
     kinds = {name: kind_of(hint) for name, hint in typing.get_type_hints(make).items()}
 
     def from_plain(plain: Any) -> Any:
@@ -138,7 +142,7 @@ def _record(make: Any) -> Kind:
             raise Mismatch(f"{plain!r} is not an object with {', '.join(kinds)}.")
         try:
             return make(**{name: kind.from_plain(plain[name]) for name, kind in kinds.items()})
-        except InvalidRequest as problem:  # a record that checks itself
+        except InvalidRequest as problem:  # some records validate their fields
             raise Mismatch(str(problem)) from problem
 
     return Kind(
@@ -149,20 +153,23 @@ def _record(make: Any) -> Kind:
 
 
 def _either(kinds: Mapping[str, Kind]) -> Kind:
-    """One of several scalars, under its type's name; the others are None: a column has one type."""
+    """Return the conversion of a union of scalars to an object with a key for each type.
+
+    Only the value's type is set, because a column has a single type. The other keys are None.
+    """
 
     def from_plain(plain: Any) -> Any:
-        given = (
+        names = (
             [name for name, item in plain.items() if item is not None]
             if isinstance(plain, dict)
             else []
         )
-        if len(given) != 1 or plain.keys() != kinds.keys():
+        if len(names) != 1 or plain.keys() != kinds.keys():
             raise Mismatch(
                 f"{plain!r} is not an object with one of {', '.join(kinds)}, and null for "
                 "the others."
             )
-        return kinds[given[0]].from_plain(plain[given[0]])
+        return kinds[names[0]].from_plain(plain[names[0]])
 
     return Kind(
         lambda value: {name: value if type(value).__name__ == name else None for name in kinds},
@@ -180,12 +187,12 @@ def _optional(kind: Kind) -> Kind:
 
 
 def column_type(pa: Any, name: str, kind: Kind) -> Any:
-    """The Arrow type of a field. A seed is unsigned."""
+    """Return the Arrow type of a field. Seeds are unsigned."""
     return pa.uint64() if name == "seed" else kind.arrow(pa)
 
 
 def kind_of(annotation: Any) -> Kind:
-    """How values of this type are written. Raises TypeError where there is no way yet."""
+    """Return the conversion of a type. Raise `TypeError` if it is not supported."""
     arguments = typing.get_args(annotation)
     match typing.get_origin(annotation):
         case None if annotation is float:
@@ -207,7 +214,7 @@ def kind_of(annotation: Any) -> Kind:
         case typing.Union | types.UnionType:
             return _union(arguments)
         case _:
-            raise TypeError(f"data.py knows no column for a field of type {annotation}")
+            raise TypeError(f"a field of type {annotation} has no column type")
 
 
 def _union(members: tuple[Any, ...]) -> Kind:
@@ -221,10 +228,10 @@ def _union(members: tuple[Any, ...]) -> Kind:
         return kind
     if kind is _FLOAT:
         raise TypeError(
-            "None and nan would be the same in JSON; use another type than float | None"
+            "None and nan are indistinguishable in JSON; use another type than float | None"
         )
     return _optional(kind)
 
 
-# The columns: every field of a sample, in its order.
+# Columns: all fields of a sample, in order.
 FIELDS = {name: kind_of(hint) for name, hint in typing.get_type_hints(TrainingSample).items()}

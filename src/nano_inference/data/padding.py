@@ -1,4 +1,4 @@
-"""Samples as rectangular tensors."""
+"""Conversion of samples to rectangular tensors."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,40 +19,40 @@ def pad_samples(
     prompt_side: Literal["left", "right"] = "left",
     max_length: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Prompts and completions as rectangular tensors of B samples (rows) and T columns.
+    """Return prompts and completions as rectangular tensors of B samples (rows) and T columns.
 
-    With `prompt_side="left"`, what TRL and verl expect, prompts are padded on their left and
-    completions on their right: all completions begin in the same column, `P =
-    prompt_lengths.max()`, so that `input_ids[:, P:]` are the completions. With `"right"` every row
-    is prompt, completion, padding.
+    `prompt_side="left"` is the layout of TRL and verl: prompts are padded on the left and
+    completions on the right. All completions begin in the same column, `P = prompt_lengths.max()`,
+    so `input_ids[:, P:]` are the completions. With `"right"`, every row is prompt, completion,
+    padding.
 
     Args:
-        samples: any number of them.
-        pad_token_id: in every other place of `input_ids`.
-        prompt_side: where prompts are padded.
-        max_length: T at most. Completions that reach further lose their end, which
-            `completion_lengths` shows; in the layout `"left"` all are cut in the same column.
-            Prompts are never cut: logprobs would no longer be theirs.
+        samples: Samples, one per row.
+        pad_token_id: Id of padding in `input_ids`.
+        prompt_side: Side on which prompts are padded.
+        max_length: Maximum of T. Longer completions are truncated, as `completion_lengths` shows.
+            In the layout `"left"`, all are truncated at the same column. Prompts are never
+            truncated, because the logprobs would no longer match.
 
     Returns:
         A dict of CPU tensors:
             input_ids: int64 [B, T].
             attention_mask: bool [B, T], True at tokens of the sample.
             completion_mask: bool [B, T], True at completion tokens.
-            loss_mask: bool [B, T], True at completion tokens that were sampled: what a loss is
-            taken over. It differs
-                from `completion_mask` only where tokens were appended (a tool's, an environment's).
-            position_ids: int64 [B, T], position in the sample; 0 at padding.
-            weight_versions: int64 [B, T], which weights sampled the completion token; -1 elsewhere.
-            prompt_lengths, completion_lengths: int64 [B], what stands in the row.
-            logprobs: float32 [B, T]. The entry in column t is of the token in column t (a model's
-            logits at t - 1
-                predict it); 0 outside of completions.
+            loss_mask: bool [B, T], True at sampled completion tokens, over which a loss is
+                computed. Differs from `completion_mask` only at appended tokens (of a tool or an
+                environment).
+            position_ids: int64 [B, T], position in the sample, or 0 at padding.
+            weight_versions: int64 [B, T], weight version that sampled the completion token, or -1
+                elsewhere.
+            prompt_lengths, completion_lengths: int64 [B], lengths within the row.
+            logprobs: float32 [B, T], logprob of the token in the same column (a model's logits at t
+                - 1 predict it), or 0 outside of completions.
             ref_logprobs, raw_logprobs, log_kept_mass: likewise, each only if every sample has it.
 
     Raises:
-        DataError: a prompt does not leave room for a token within `max_length`, or a sample's
-            numbers are not one a token.
+        DataError: A prompt leaves no room for a token within `max_length`, or a field of a sample
+            does not have one number per completion token.
     """
     if prompt_side not in ("left", "right"):
         raise DataError(f"prompt_side={prompt_side!r} must be 'left' or 'right'.")
@@ -68,8 +68,8 @@ def pad_samples(
             longest = max(range(len(samples)), key=lambda row: len(samples[row].prompt_tokens))
             raise DataError(
                 f"max_length={max_length} leaves no room for a completion after the "
-                f"{prompt_width} prompt tokens of "
-                f"sample {longest}; raise it above {prompt_width} or leave that sample out."
+                f"{prompt_width} prompt tokens of sample {longest}; raise it above "
+                f"{prompt_width} or omit that sample."
             )
         ends = [min(end, max_length) for end in ends]
     shape = (len(samples), max(ends, default=0))
@@ -113,20 +113,19 @@ def _require_one_a_token(sample: TrainingSample, row: int, names: Sequence[str])
         if len(getattr(sample, name)) != length:
             raise DataError(
                 f"sample {row} has {len(getattr(sample, name))} {name} for {length} completion "
-                "tokens; there must be "
-                "one a token."
+                "tokens; give one per token."
             )
 
 
 def _sampled(sample: TrainingSample) -> torch.Tensor:
-    # A sample that was made by hand may have no mask: nothing of it was appended.
+    # A handmade sample may lack the mask: then no token was appended.
     return torch.tensor(
         sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool
     )
 
 
 def _versions(sample: TrainingSample) -> torch.Tensor:
-    # A sample that was made by hand may name its one version alone.
+    # A handmade sample may have only `weight_version`.
     versions = torch.full(
         (len(sample.completion_tokens),), sample.weight_version, dtype=torch.int64
     )

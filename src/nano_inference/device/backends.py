@@ -1,6 +1,4 @@
-"""Which device and which operations a config means here: what is available, what is taken instead,
-and who is told.
-"""
+"""Choice of device, dtype and operations for a config: availability checks, fallbacks, warnings."""
 
 import functools
 import logging
@@ -33,21 +31,19 @@ logger = logging.getLogger("nano_inference")
 
 Specs = Mapping[str, ModelSpec]
 _NONE: Specs = {}
-# Builds of the CPU kernels that compute bfloat16 at least as fast as float32, as measured
-# (docs/models.md); of neon it was not.
+# Builds of the CPU kernels that compute bfloat16 at least as fast as float32. Measurements are in
+# docs/models.md. The neon build was not measured.
 FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
-MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention is made for
+MakeOps = Callable[[int], Ops]  # argument: number of blocks, which flex attention compiles for
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name. Raises `ConfigError`, with torch's reason where it sees no CUDA
-    device.
-    """
+    """Return the device of this name. Raise `ConfigError`, with torch's reason, without CUDA."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
         if availability.has_nvidia_device():
-            _warn_once(f"The CPU is used although there is a GPU: {availability.why_no_cuda()}")
+            _warn_once(f"Using the CPU although there is a GPU: {availability.why_no_cuda()}")
         return torch.device("cpu")
     device = torch.device(name)
     if device.type == "cuda":
@@ -56,7 +52,7 @@ def choose_device(name: str) -> torch.device:
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"device={name!r} is not available: the last of {count} is 'cuda:{count - 1}'."
+                f"device={name!r} does not exist: the last of {count} is 'cuda:{count - 1}'."
             )
     return device
 
@@ -67,10 +63,10 @@ def choose_ops(
     dtype: torch.dtype,
     device: torch.device,
 ) -> MakeOps:
-    """The operations that a config means.
+    """Return a factory for the operations that a config selects.
 
-    A backend that was asked for by name and is not available raises `ConfigError`; in the place of
-    what `"auto"` would take there is the reference, and a warning.
+    An unavailable backend raises `ConfigError` if the config names it. `"auto"` falls back to the
+    reference with a warning.
     """
     for spec in specs.values():
         require(ENGINE_LIMITS, Setting(config, **traits_of(spec)))
@@ -105,60 +101,58 @@ def choose_ops(
 
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype that a config means for a model on this machine.
+    """Return the dtype of a model's weights and activations on this machine.
 
-    `"auto"` is the checkpoint's, but bfloat16 on a CPU whose kernels compute it at least as fast as
-    float32: in the place of float16, which has no kernels there, and for the numbers of a `.gguf`
-    file, which has no dtype; and bfloat16 with quantised weights, whose products do not depend on
-    it.
+    `"auto"` is the checkpoint's dtype with three exceptions. Quantised weights use bfloat16, since
+    their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at least as
+    fast as float32, bfloat16 replaces float16, which has no CPU kernels. On such a CPU, `.gguf`
+    files, which have no dtype, also use bfloat16.
     """
     if config.dtype != "auto":
         return resolve_dtype(config.dtype, spec)
     if config.codes is not None:
         return torch.bfloat16
     gains = bf16_gains(config, device)
-    found = resolve_dtype("auto", spec, bf16_gains=gains)
-    if found != torch.float16 or not gains:
-        return found
+    dtype = resolve_dtype("auto", spec, bf16_gains=gains)
+    if dtype != torch.float16 or not gains:
+        return dtype
     _tell_once(
-        "The checkpoint's float16 has no CPU kernels: its weights are rounded to bfloat16; "
-        "dtype='float32' keeps every digit in twice the memory."
+        "The CPU kernels do not support the checkpoint's float16: rounding weights to bfloat16. "
+        "dtype='float32' keeps full precision in twice the memory."
     )
     return torch.bfloat16
 
 
 def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the CPU kernels run, in a build that computes bfloat16 at least as fast as
-    float32.
-    """
+    """Return True if the CPU kernels run and bfloat16 is at least as fast as float32."""
     if device.type != "cpu" or not wants_cpu_kernels(config):
         return False
     return (available_instruction_set() or "").removesuffix(TILES) in FAST_BF16
 
 
 def wants_cpu_kernels(config: EngineConfig) -> bool:
-    """Whether nothing in a config asks for operations other than the CPU kernels."""
-    own = ("auto", "cpu")
-    return config.backend in own and config.attention in own
+    """Return True if no option in a config excludes the CPU kernels."""
+    allowed = ("auto", "cpu")
+    return config.backend in allowed and config.attention in allowed
 
 
 def _best_backend(config: EngineConfig, device: torch.device) -> Backend:
     if device.type == "cpu":
         return "cpu"
-    # no kernel there computes attention in part
+    # the CUDA kernels cannot compute partial attention
     return "cuda" if config.context_parallel == 1 else "reference"
 
 
 def keeps_invariance(ops: Ops, device: torch.device) -> bool:
-    """Whether a row's bits depend on its own context alone."""
-    # The reference's products are the library's: on a GPU it chooses a kernel by the shape of a
-    # whole batch.
+    """Return True if a row's bits depend only on its own context."""
+    # The reference multiplies with torch, whose GPU library chooses a kernel by the batch's shape.
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
 
 
 def captures_graphs(config: EngineConfig) -> bool:
-    """Whether decode steps are captured on a GPU. Ranks that exchange rows with experts find out
-    on the host how many rows go where, which no graph can hold.
+    """Return True if decode steps are captured as CUDA graphs.
+
+    Expert parallelism excludes graphs: the host reads row counts per rank in each step.
     """
     return config.cuda_graphs and config.expert_parallel == 1
 
@@ -166,17 +160,17 @@ def captures_graphs(config: EngineConfig) -> bool:
 def numerics_of(
     config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device, specs: Specs = _NONE
 ) -> Numerics:
-    """What decides the bits of these operations."""
+    """Return the numerics fingerprint of these operations."""
     invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
-    if backend == "cuda":  # other kernels, other bits
+    if backend == "cuda":  # the two modes use kernels that round differently
         backend += "-invariant" if invariant else ""
-    if kind == "cuda":  # products add up as the instructions of a generation do
+    if kind == "cuda":  # summation order depends on the GPU generation's instructions
         kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
-    # Tables of rotary embeddings are made by the CPU, by torch, with the same bits with these two.
+    # torch computes rotary tables on the CPU. AVX2 and AVX512 give the same bits.
     vectors = torch.backends.cpu.get_cpu_capability()
     if vectors not in ("AVX2", "AVX512"):
         kind += f"-{platform.machine()}-{vectors}".lower().replace(" ", "-")
-    elif backend == "reference" and device.type == "cpu":  # MKL has code for each of these
+    elif backend == "reference" and device.type == "cpu":  # MKL's code differs for each of these
         kind += f"-{vendor()}-{vectors}".lower()
     return Numerics(
         backend=backend,
@@ -202,9 +196,9 @@ def _by_block(spec: ModelSpec) -> bool:
 def start_up_line(
     config: EngineConfig, ops: Ops, numerics: Numerics, device: torch.device, graphs: bool
 ) -> str:
-    """What runs, in a line of the log."""
-    own = "triton" if ops.name == "cuda" else ops.name
-    attention = config.attention if config.attention != "auto" else own
+    """Return the log line that describes backend, device and dtype."""
+    kernels = "triton" if ops.name == "cuda" else ops.name
+    attention = config.attention if config.attention != "auto" else kernels
     where = str(device)
     if device.type == "cuda":
         where += f" ({torch.cuda.get_device_name(device)})"
@@ -223,9 +217,7 @@ def start_up_line(
 def try_attention(
     config: EngineConfig, specs: Specs, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Find out now, not in the middle of a step, whether the attention that was asked for runs
-    here.
-    """
+    """Compile the configured attention at start-up, so that failures do not occur in a step."""
     if config.attention == "flex":
         from nano_inference.ops.flex import HeadShape, require_flex
 
@@ -239,25 +231,26 @@ def try_attention(
 
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
-    """Steps that are planned before the last one's tokens are known."""
+    """Return how many steps are launched before the last one's tokens are known."""
     if config.pipeline_parallel > 1:
         return config.pipeline_parallel - 1
     return config.lookahead if config.lookahead is not None else int(device.type == "cuda")
 
 
-MOST_HEAD_DIM = 576  # of the CPU kernels: MAX_HEAD_DIM of kernels/attention.h
-MOST_THREADS = 64  # or as many as there are cores: a process cannot be sure to get more
+MOST_HEAD_DIM = 576  # limit of the CPU kernels: MAX_HEAD_DIM in kernels/attention.h
+MOST_THREADS = 64  # or the number of cores if larger: more threads may fail to start
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Threads of the CPU kernels and of torch. Raises ConfigError for more than this machine has
-    any use for.
+    """Return the number of threads of the CPU kernels and of torch.
+
+    Raise `ConfigError` if too many.
     """
     most = max(MOST_THREADS, psutil.cpu_count() or 1)
     if config.num_threads is not None and config.num_threads > most:
         raise ConfigError(
-            f"num_threads={config.num_threads} is too many for this machine; {usable_cores()} "
-            "would do."
+            f"num_threads={config.num_threads} exceeds this machine's limit ({most}); use "
+            f"{usable_cores()}."
         )
     return config.num_threads or usable_cores()
 
@@ -278,12 +271,12 @@ _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
 }
 
 
-@functools.cache  # one line a process
+@functools.cache  # one log line per process
 def _tell_once(text: str) -> None:
     logger.info("%s", text)
 
 
-@functools.cache  # one warning a process
+@functools.cache  # one warning per process
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
@@ -291,8 +284,9 @@ def _warn_once(text: str) -> None:
 def require_drafting(
     config: EngineConfig, ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise `ConfigError` unless a model that drafts runs on the operations of the policy, which
-    stay what they are without it.
+    """Raise `ConfigError` if a draft model cannot run on the policy's operations.
+
+    The draft model does not change the choice of operations.
     """
     require(ENGINE_LIMITS, Setting(config, **traits_of(spec)))
     backend: Any = ops.name
@@ -300,12 +294,12 @@ def require_drafting(
         problem = _no_kernels_for(backend, config, {DRAFT: spec}, dtype, device)
         if problem is not None:
             raise ConfigError(
-                f"draft_model={config.draft_model!r} cannot run beside the policy: {problem}"
+                f"draft_model={config.draft_model!r} cannot run with this policy: {problem}"
             )
 
 
 def _expert_sizes(spec: ModelSpec) -> list[int]:
-    """The inner sizes of a model's experts."""
+    """Return the inner sizes of a model's experts."""
     if spec.moe is None:
         return []
     shared = [] if spec.moe.shared is None else [spec.moe.shared.intermediate_size]
@@ -315,15 +309,16 @@ def _expert_sizes(spec: ModelSpec) -> list[int]:
 def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why a backend's kernels cannot run these models, or None."""
+    """Return the reason why a backend's kernels cannot run these models, or None."""
     if backend == "cuda":
+        gap = "the CUDA kernels do not support"
         for spec in specs.values():
             if spec.latent is not None:
-                return f"the attention over latents of {spec.architecture} has no CUDA kernels."
+                return f"{gap} attention over latents ({spec.architecture})."
             if spec.kinds:
-                return f"the layers of several kinds of {spec.architecture} have no CUDA kernels."
+                return f"{gap} layers of several kinds ({spec.architecture})."
             if spec.state is not None:
-                return f"{spec.architecture} has layers with a state, which have no kernels there."
+                return f"{gap} layers with a state ({spec.architecture})."
         head_dims = [spec.head_dim for spec in specs.values()]
         return availability.problem_with(device, dtype, head_dims)
     return no_cpu_kernels_for(config, specs, dtype, device)
@@ -332,31 +327,37 @@ def _no_kernels_for(
 def no_cpu_kernels_for(
     config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why the CPU kernels cannot run these models, or None."""
+    """Return the reason why the CPU kernels cannot run these models, or None."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        return f"{name} has no CPU kernels; use dtype='bfloat16' or 'float32'."
+        return f"the CPU kernels do not support {name}; use dtype='bfloat16' or 'float32'."
     for spec in specs.values() if config.codes is not None else ():
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
         if widest > MOST_COLUMNS:
-            return f"{widest} columns in codes have no CPU kernels; at most {MOST_COLUMNS} have."
+            return (
+                f"the CPU kernels support at most {MOST_COLUMNS} columns in a quantised matrix; "
+                f"this model has {widest}."
+            )
     return next(filter(None, map(_width_without_kernels, specs.values())), None)
 
 
 def _width_without_kernels(spec: ModelSpec) -> str | None:
-    """Why the CPU kernels cannot run a model, or None."""
+    """Return the reason why the CPU kernels cannot run a model with these widths, or None."""
     if spec.state is not None and any(size % 16 for size in spec.state.widths):
-        return f"{spec.state} has no CPU kernels; widths that are multiples of 16 have."
+        return f"the CPU kernels need state widths that are multiples of 16; got {spec.state}."
     if spec.latent is not None and (spec.latent.sizes.rank % 16 or spec.latent.sizes.value % 16):
-        return f"{spec.latent.sizes} has no CPU kernels; ranks and values of multiples of 16 have."
+        return (
+            "the CPU kernels need latent ranks and values that are multiples of 16; "
+            f"got {spec.latent.sizes}."
+        )
     for size in [kind.head_dim for kind in spec.kinds] or [spec.head_dim]:
         if size % 16 or size > MOST_HEAD_DIM:
             most = MOST_HEAD_DIM
-            return f"head_dim={size} has no CPU kernels; multiples of 16 up to {most} have."
+            return f"the CPU kernels need head_dim in multiples of 16 up to {most}; got {size}."
     for inner in _expert_sizes(spec):
         if spec.hidden_size % 16 or inner % 16:
             sizes = f"{spec.hidden_size} x {inner}"
-            return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
+            return f"the CPU kernels need expert sizes in multiples of 16; got {sizes}."
     return None

@@ -1,4 +1,4 @@
-"""Copies of KV blocks into a running engine."""
+"""Copies of KV blocks into the cache of a running engine."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from nano_inference.device.runner import ModelRunner
 from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 
-MOST_BYTES = 16 << 20  # of one piece: a step waits while it is copied
+MOST_BYTES = 16 << 20  # copied at a time: a step waits for each copy
 
 
 def put_blocks(
@@ -19,11 +19,12 @@ def put_blocks(
     first: int,
     parts: Sequence[Tensor],
 ) -> tuple[list[int], int]:
-    """Put blocks of a chain from place `first` on into a cache, as far as there is room, with
-    nothing in flight. `parts`, by rank: each uint8 [blocks, bytes].
+    """Insert the blocks of a chain from index `first` on into a cache, up to the free capacity.
 
-    Returns a table that holds them and those before them, for the caller to let go of, and how
-    many of these were there.
+    No step may be in flight. `parts` has a tensor for each rank, uint8 [blocks, bytes].
+
+    Returns a block table of the inserted blocks and their prefix, and how many of its blocks were
+    already cached. The caller deallocates the table.
     """
     table, cached = cache.reserve(token_ids, prefix, first, first + len(parts[0]))
     if len(table) > cached:

@@ -1,21 +1,19 @@
-"""`CudaRunner`: steps on a GPU, none of which the host waits for before it has prepared and
-launched the next.
+"""`CudaRunner`: steps on a GPU. The host waits for a step only after it has launched the next one.
 
-A step as the host and the device see it (`EngineLoop.step`, lookahead 1):
+The timeline of host and device (`EngineLoop.step`, lookahead 1):
 
     host    build n+1 | upload and forward n+1 | wait for n | take in n | draw n+1 | build n+2 | …
     device  … forward n, draw n                | forward n+1 …                     | draw n+1  |
-    forward n+2 … beside it                                    results of n go to the host
+    forward n+2 … in parallel                                  results of n go to the host
 
-- All that a forward reads goes up in one copy from pinned memory. A decode step that draws as the
-  one before did needs no other.
-- The token that step n draws is an input of step n+1. It gets there on the device
+- One copy from pinned memory uploads all inputs of a forward. A decode step whose sampling
+  parameters equal the previous step's needs no other upload.
+- The token that step n draws is an input of step n+1 and is passed on within the device
   (`DrawResults.token_ids`).
-- Results come down on a side stream while the next forward computes. Waiting for them is the host's
-  only wait.
-- Copies up, kernels and graphs stand on one stream, in order, so nothing is written over that
-  something queued before still reads. Results of n are written over by draw n+1, which is queued
-  when the host has them.
+- Results are downloaded on a side stream while the next forward computes. The host waits only for
+  them.
+- Uploads, kernels and graphs share one stream, so no write overtakes a queued read. Draw n+1
+  overwrites the results of step n, and is queued after the host has received them.
 """
 
 import contextlib
@@ -56,10 +54,10 @@ class Arriving:
     """Samples of a step on their way to the host.
 
     Args:
-        queue: of the device.
-        event: after which they are there.
-        draw, scores, best: in pinned memory; see `sampled_tokens`.
-        held: tensors that they are copied from, whose memory must not be used again before.
+        queue: Queue of the device.
+        event: Event after which the samples are on the host.
+        draw, scores, best: Results in pinned memory; see `sampled_tokens`.
+        held: Source tensors of the copy, kept alive until the event.
     """
 
     def __init__(
@@ -75,8 +73,9 @@ class Arriving:
         self._draw, self._scores, self._best = draw, scores, best
 
     def wait(self) -> SampledTokens:
-        """Return the samples on the host. In a step the host waits for the device only here. Raises
-        `DeviceHangs`, or a CUDA error.
+        """Return the samples on the host. In a step, only this call waits for the device.
+
+        Raises `DeviceHangs`, or a CUDA error.
         """
         self._queue.wait(self._event)
         self._held = None
@@ -90,19 +89,20 @@ class Arriving:
 
 
 class CudaRunner(ModelRunner):
-    """Replays captured graphs where a step is a decode of the policy and nothing else, with drafts
-    or without; computes all others as usual.
+    """Runner that replays captured graphs for decode steps of the policy, with or without drafts.
+
+    All other steps run eagerly.
 
     Args:
-        models, storages: by weight set.
-        queue: of the device that they are on.
-        largest: rows of the largest decode step.
-        max_blocks: of a sequence's block table.
-        graphs: whether there are any.
-        gate: what other engines decide; None: there are none.
+        models, storages: Models and KV tensors by weight set.
+        queue: Queue of their device.
+        largest: Number of rows of the largest decode step.
+        max_blocks: Maximum length of a sequence's block table.
+        graphs: Whether to capture graphs.
+        gate: Coordinator of forwards with other engines, or None if there are none.
 
     Attributes:
-        num_replays, num_eager_steps: forwards so far.
+        num_replays, num_eager_steps: Numbers of forwards so far.
     """
 
     def __init__(
@@ -131,14 +131,12 @@ class CudaRunner(ModelRunner):
                     self._results,
                     max_blocks=max_blocks,
                 )
-        self._newest = self._results.token_ids  # tokens of the last draw
+        self._newest = self._results.token_ids  # tokens of the latest draw
         self._no_scores = torch.empty(0, device=self.device)
         self.num_replays = self.num_eager_steps = 0
 
     def capture(self) -> None:
-        """Capture all graphs now, rather than in the first step that needs one. Nothing may be in
-        flight.
-        """
+        """Capture all graphs now instead of on first use. No step may be in flight."""
         if self._graphs is not None:
             with self.queue.current():
                 self._graphs.capture_all()
@@ -150,7 +148,7 @@ class CudaRunner(ModelRunner):
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> StepResult:
-        """See `ModelRunner.forward`. Returns when it is queued."""
+        """Queue the forward of a step, without waiting for it. See `ModelRunner.forward`."""
         with self.queue.current():
             self._copy_blocks(block_copies)
             if self._graphs is not None and self._is_decode(batches, self._graphs):
@@ -161,7 +159,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
-        """Draw the samples of a step. Returns when that is queued."""
+        """Queue the draw of a step, without waiting for it."""
         with self.queue.current():
             if (
                 self._graphs is not None
@@ -177,19 +175,15 @@ class CudaRunner(ModelRunner):
             return self._fetch(draw, result)
 
     def close(self) -> None:
-        """Let go of graphs, weights and KV tensors, once the device is done with them, if it ever
-        is.
-        """
+        """Wait for the device unless it has failed. Then release graphs, weights and KV tensors."""
         if not self.queue.failed:
-            with contextlib.suppress(Exception):  # the waiting caller has got the error
+            with contextlib.suppress(Exception):  # the waiting caller has received the error
                 self.queue.synchronise()
         super().close()
-        self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
+        self._graphs = None  # references KV tensors, and the engine object may live longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
-        """Whether a graph can compute a step: a draw from each row, drafts' too, all by the
-        policy.
-        """
+        """Return True if a graph can compute a step: one draw per row, all rows of the policy."""
         if len(batches) != 1:
             return False
         (batch,) = batches
@@ -224,9 +218,9 @@ class CudaRunner(ModelRunner):
         tensors = [result.scores, *(getattr(draw, name) for name in names)]
         tensors += [tensor for best in result.best for tensor in best]
         fetched = self._downloads.fetch(tensors)
-        scores, *found = fetched.tensors
-        arriving = replace(draw, **dict(zip(names, found, strict=False)))
-        best = found[len(names) :]
+        scores, *arrived = fetched.tensors
+        arriving = replace(draw, **dict(zip(names, arrived, strict=False)))
+        best = arrived[len(names) :]
         pairs = list(zip(best[::2], best[1::2], strict=True))
         return Arriving(self.queue, fetched.event, arriving, scores, pairs, tensors)
 
@@ -239,7 +233,7 @@ def make_runner(
     max_model_len: int,
     gate: Gate | None = None,
 ) -> ModelRunner:
-    """The runner of the CUDA backend; on a GPU with its graphs captured."""
+    """Return the runner of the CUDA backend. On a GPU its graphs are captured."""
     model = models[POLICY]
     runner = CudaRunner(
         models,
@@ -262,8 +256,9 @@ def graph_memory(
     *,
     max_model_len: int,
 ) -> int:
-    """Bytes that the graphs of an engine take on a GPU, found by capturing them over these
-    storages. 0 without any.
+    """Return the bytes that an engine's graphs take, measured by capturing them over `storages`.
+
+    Returns 0 if graphs are off.
     """
     if not captures_graphs(config):
         return 0
@@ -280,9 +275,7 @@ def graph_memory(
 
 
 def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
-    """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of
-    its own.
-    """
+    """Return True if a captured draw can draw a step: one plain sample per row, in order."""
     rows = len(result.drawn[0][1])
     return (
         len(batch) == rows

@@ -1,19 +1,17 @@
-"""Decode steps as captured graphs: a forward and its draw, for a handful of batch sizes.
+"""Decode steps as CUDA graphs: a forward and its draw, captured for a few batch sizes.
 
-A step of many sequences that each compute one row launches the same kernels every time, hundreds of
-them, and for a small model launching costs more than computing. A CUDA graph launches them all at
-once, with the addresses and the shapes that it was captured with. So whatever changes from step to
-step stands at fixed places, a batch is padded to the next size that was captured, and no kernel
-learns from the host how much of it is padding.
+A step of many sequences that each compute one row launches the same hundreds of kernels every
+time. For a small model, launching costs more than computing. A CUDA graph launches all of them
+together, with the addresses and shapes of its capture. So step-dependent data is stored at fixed
+addresses, a batch is padded to the next captured size, and kernels need no row count from the host.
 
-A step replays two graphs, because the host looks at the step before in between (stop strings,
+A step replays two graphs, because the host processes the previous step in between (stop strings,
 grammars):
 
-1. the forward: tokens that the step before has drawn (`relay_tokens`), then `Decoder.trunk`, for a
-  few rows by
-   `Ops.few_rows` where the backend has it;
-2. the draw: noise keys of this step's positions, the head's product, the draw, its results to their
-  fixed places.
+1. the forward: tokens drawn by the previous step (`relay_tokens`), then `Decoder.trunk`. Small
+   batches use `Ops.few_rows` if the backend has it,
+2. the draw: noise keys of this step's positions, the product with the head, the draw, and its
+   results at fixed addresses.
 """
 
 from bisect import bisect_left
@@ -43,13 +41,14 @@ from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling
 from nano_inference.types import SamplingParams
 
 SMALL = (1, 2, 4, 8)
-STEP = 16  # sizes from here on are multiples of it
-MOST = 32  # multiples at most; beyond them the step doubles
+STEP = 16  # larger sizes are multiples of this
+MOST = 32  # maximum number of multiples, beyond which the step doubles
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Batch sizes that are captured for batches of up to `largest` rows: 1, 2, 4, 8, 16, 32, 48 …,
-    always itself.
+    """Return the captured sizes for batches of up to `largest` rows.
+
+    The sizes are 1, 2, 4, 8, 16, 32, 48 …, and always `largest`.
     """
     step = STEP
     while largest // step > MOST:
@@ -59,8 +58,9 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
 
 
 def row_by_row(batch: ForwardBatch) -> ForwardBatch:
-    """The same rows, each a chunk of its own, as the graphs of decodes compute them: a draft sees
-    the rows before it in the cache, where a layer has put all of them before it attends.
+    """Return the same rows with a chunk for each row, as decode graphs compute them.
+
+    Draft rows find preceding rows in the cache, because a layer stores all rows before it attends.
     """
     rows = len(batch.input_ids)
     if rows == len(batch.seq_lens):
@@ -78,7 +78,7 @@ RESULTS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass")  # fields o
 
 
 class DrawResults:
-    """What a captured draw gives, at fixed places: fields of `Draw`, one entry a row."""
+    """Results of a captured draw at fixed addresses: fields of `Draw`, one entry per row."""
 
     def __init__(self, largest: int, device: torch.device) -> None:
         dtypes = (torch.int64, torch.float32, torch.float32, torch.float32)
@@ -90,14 +90,15 @@ class DrawResults:
         self.token_ids = self._places[0]
 
     def write(self, draw: Draw) -> None:
-        """Bring a draw here. On the device; can be captured."""
+        """Copy a draw into this buffer. Runs on the device and can be captured."""
         rows = len(draw.token_ids)
-        for place, name in zip(self._places, RESULTS, strict=True):
-            place[:rows].copy_(getattr(draw, name))
+        for target, name in zip(self._places, RESULTS, strict=True):
+            target[:rows].copy_(getattr(draw, name))
 
     def keep_tokens(self, draw: Draw) -> Tensor:
-        """Where the next step finds the tokens of a draw that was not captured: here, if there is
-        room for them.
+        """Store the tokens of an eager draw for the next step. Return the tensor that holds them.
+
+        Returns the draw's own tensor if the buffer is too small.
         """
         rows = len(draw.token_ids)
         if rows > self.largest:  # a group that forks in one step may be wider than any step
@@ -106,14 +107,12 @@ class DrawResults:
         return self.token_ids
 
     def on_host(self, copy: Tensor, rows: int) -> list[Tensor]:
-        """`RESULTS` of the first rows, in a copy of `buffer`."""
+        """Return the `RESULTS` of the first rows from a copy of `buffer`."""
         return [place[:rows] for place in carve(copy, self._specs)]
 
 
 class DrawParameters:
-    """How the rows of a captured draw are drawn, at fixed places. Brought here only when they have
-    changed.
-    """
+    """Sampling parameters of a captured draw at fixed addresses, uploaded only after changes."""
 
     def __init__(self, largest: int, device: torch.device) -> None:
         specs = captured_specs(SamplingBatch, {"R": largest})
@@ -121,74 +120,74 @@ class DrawParameters:
         num_words = sum(spec.num_words for spec in specs.values())
         host = carve(torch.zeros(num_words, dtype=torch.int64), specs.values())
         self._host = dict(zip(specs, host, strict=True))
-        for name, place in self._host.items():
-            place.fill_(COLUMNS[name].padding or 0)
+        for name, column in self._host.items():
+            column.fill_(COLUMNS[name].padding or 0)
         self._buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._places = dict(zip(specs, carve(self._buffer, specs.values()), strict=True))
-        for name, place in self._places.items():
-            place.copy_(self._host[name])
-        # the streams that stand here; see `SamplingBatch.streams`
+        for name, column in self._places.items():
+            column.copy_(self._host[name])
+        # streams of the uploaded parameters; see `SamplingBatch.streams`
         self._written: Tensor | None = None
 
     @property
     def streams(self) -> Tensor:
-        """What the noise keys are made of, int64 [largest]."""
+        """Sources of the noise keys, int64 [largest]."""
         return self._places["streams"]
 
     def follow(self, batch: SamplingBatch, uploads: Uploads) -> None:
-        """Bring the parameters of a batch here, unless they are here already."""
+        """Upload the parameters of a batch unless they are already on the device."""
         if batch.streams is self._written:
             return
-        for name, place in self._host.items():
-            place[: len(batch)].copy_(getattr(batch, name))
+        for name, column in self._host.items():
+            column[: len(batch)].copy_(getattr(batch, name))
         uploads.write(list(self._host.values()), self._buffer)
         self._written = batch.streams
 
     def batch(self, size: int, keys: Tensor, *, any_filter: bool) -> SamplingBatch:
-        """The first `size` rows as a batch, row i of the logits for sample i; `keys` [size, 2] are
-        its noise keys.
+        """Return the first `size` rows as a batch in which sample i draws from row i of the logits.
+
+        `keys` [size, 2] are the noise keys.
         """
         plain = to_device(sampling_batch([DrawRequest(SamplingParams())] * size), self._device)
         places = {name: place[:size] for name, place in self._places.items()}
         rows = torch.arange(size, device=self._device)
-        # Some may be greedy; rows that are not have the same bits either way.
+        # The greedy path is captured, too. Other rows keep their bits.
         flags = {"any_filter": any_filter, "any_greedy": True, "any_raw": True}
         return replace(plain, rows=rows, noise_keys=keys, **places, **flags)
 
 
 def is_plain(batch: SamplingBatch) -> bool:
-    """Whether a captured draw can draw this: nothing that has a size of its own, or a result of its
-    own.
-    """
+    """Return True if a captured draw can draw a batch: no bias, counts, masks, kept or top ids."""
     entries = len(batch.bias.ids) + len(batch.counts.ids)
     return not (entries or batch.has_masks or batch.any_kept or batch.most_top)
 
 
 class DecodeGraph(NamedTuple):
-    """The graphs of one size. `forward` must be replayed right before one of `draws`: they share
-    memory.
+    """Graphs of one batch size.
+
+    Replay `forward` immediately before one of `draws`: they share memory.
     """
 
     inputs: DecodeInputs
-    forward: Captured  # its output: hidden rows [size, H], good until the next forward
-    draws: dict[bool, Captured]  # by whether there are filters
+    forward: Captured  # output: hidden rows [size, H], valid until the next forward
+    draws: dict[bool, Captured]  # key: whether filters are applied
 
 
 class DecodeGraphs:
-    """The graphs of one model over one KV storage.
+    """Graphs of one model over one KV storage.
 
-    Captured graphs are kept with the model, which forgets them when weights or KV tensors move
-    (`forget_recorded`); they are then captured again. Weights that are written in place need
-    nothing.
+    The model holds the captured graphs and drops them when weights or KV tensors move
+    (`forget_recorded`). The next step captures new ones. Weights written in place need no new
+    capture.
 
     Args:
-        model: whose forward is captured.
-        storage: its KV tensors.
-        queue: of their device.
-        uploads: how steps get there.
-        results: of draws, and their tokens for the next step; its size is that of the largest
-            batch.
-        max_blocks: of a sequence's block table.
+        model: Model whose forward is captured.
+        storage: KV tensors of the model.
+        queue: Queue of their device.
+        uploads: Uploads to their device.
+        results: Results of draws, including the tokens for the next step. Its size is that of the
+            largest batch.
+        max_blocks: Maximum length of a sequence's block table.
     """
 
     def __init__(
@@ -211,25 +210,24 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_words, dtype=torch.int64, device=model.device)
 
     def forward(self, batch: ForwardBatch) -> tuple[DecodeGraph, Tensor]:
-        """Compute a batch of single rows; returns its graph, and the rows after the last norm [N,
-        H].
-        """
+        """Compute a batch of single rows. Return its graph and rows after the last norm [N, H]."""
         graph = self._graph(self.sizes[bisect_left(self.sizes, len(batch.input_ids))])
         if self.storage.unit_map is not None:
-            self.storage.unit_map.units()  # what the graph reads is up to date
+            self.storage.unit_map.units()  # updates the map that the graph reads
         graph.inputs.write(batch, self._uploads)
         graph.forward.replay()
         return graph, graph.forward.output[: len(batch.input_ids)]
 
     def draw(self, graph: DecodeGraph, batch: SamplingBatch) -> None:
-        """Draw one sample of each row that `forward` has just computed with this graph, into
-        `results`.
+        """Draw one sample of each row that `forward` has just computed with this graph.
+
+        The samples are written to `results`.
         """
         self._parameters.follow(batch, self._uploads)
         graph.draws[batch.any_filter].replay()
 
     def capture_all(self) -> None:
-        """Capture all sizes, the largest first: smaller ones fit into its memory."""
+        """Capture all sizes, the largest first: smaller graphs fit into its memory."""
         self.model.recorded[self] = self._capture(self.sizes)
 
     def _graph(self, size: int) -> DecodeGraph:
@@ -243,7 +241,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int]) -> dict[int, DecodeGraph]:
         self._queue.synchronise()  # results may be on their way to the host
-        # warming up draws too, and the next step may want the newest tokens
+        # the warm-up also draws, and the next step may need the latest tokens
         before = self.results.buffer.clone()
         pool = self._queue.new_pool()
         graphs = {size: self._capture_one(size, pool) for size in sorted(sizes, reverse=True)}
@@ -256,7 +254,7 @@ class DecodeGraphs:
         inputs.clear()
         view = self.storage
         if view.unit_map is not None:
-            view.unit_map.units()  # what a graph asks of it must be answered without a copy
+            view.unit_map.units()  # update now: the capture must not copy from the host
         few_rows = model.ops.few_rows if size <= FEW_ROWS else None
 
         def forward() -> Tensor:

@@ -1,10 +1,10 @@
-"""Kept blocks that were evicted, in files: written when their memory is reused, read back when a
-prompt begins with them.
+"""Files of evicted kept blocks: written before their memory is reused, read back when a prompt
+begins with them.
 
-A file is named by everything that its contents depend on: the model, the arithmetic, the chain of
-tokens, the weight version, the adapter, the salt. It holds a checksum of all, is renamed into place
-when it is whole, and is known to the engine that wrote it alone: another one, also a later one of
-the same folder, never reads it.
+A file's name is a hash of everything that its contents depend on: the model, the numerics, the
+chain of tokens, the weight version, the adapter, the salt. The file holds a checksum and is renamed
+into place when complete. Only the engine that wrote it reads it. Other engines never do, even later
+engines with the same folder.
 """
 
 import contextlib
@@ -40,19 +40,19 @@ from nano_inference.system.regular_files import open_regular
 logger = logging.getLogger("nano_inference")
 
 DEFAULT_BYTES = 4 << 30
-# of a folder, one for each engine, and of the file that holds its lock; of the lock of all of them
+# names: prefix of an engine's folder, lock file within it, lock file common to all engines
 _PREFIX, _LOCK, _COMMON_LOCK = "nano-kept-", "lock", "nano-kept.lock"
 _OWN = re.compile(_PREFIX + "[0-9a-f]{32}")
-_PATIENCE = 10.0  # seconds to wait for the common lock, which is held for moments
-_PAUSE = 30.0  # seconds without an attempt, after one to write has failed
+_PATIENCE = 10.0  # seconds to wait for the common lock, which is held only briefly
+_PAUSE = 30.0  # seconds without writes after a failed write
 _MAGIC = b"nano-kv1"
 _DIGEST = 32
-_FARTHEST = 3600.0  # seconds that a timer waits at most
+_FARTHEST = 3600.0  # maximum seconds of a timer
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is known of a file."""
+    """Record of one file."""
 
     path: Path
     size: int
@@ -61,18 +61,20 @@ class _Entry:
 
 
 class KeptFiles:
-    """The files of one engine, in a folder of its own within `folder`. One thread takes and brings
-    back; `sweep` is for any.
+    """Files of one engine, in its own folder within `folder`.
+
+    One thread calls `take` and `bring_back`. Any thread may call `sweep`.
 
     Args:
-        folder: made, private, where it is missing. What engines that were killed left is removed.
-        most_bytes: of all files; beyond that the oldest go.
-        cache: whose blocks these are.
-        runner: has the blocks.
-        identity: names model and arithmetic.
-        clock: the cache's, by which marks end.
+        folder: Parent folder, created with mode 0700 if missing. Folders left by killed engines are
+            removed.
+        most_bytes: Size limit of all files. The oldest files are removed first.
+        cache: Cache of the blocks.
+        runner: Runner that holds the blocks' contents.
+        identity: Name of model and numerics.
+        clock: The cache's clock, which `Mark.until` refers to.
 
-    Raises `ConfigError` where the folder cannot be used.
+    Raises `ConfigError` if the folder cannot be used.
     """
 
     def __init__(
@@ -87,13 +89,13 @@ class KeptFiles:
         self._cache, self._runner, self._clock = cache, runner, clock
         self._most_bytes = most_bytes
         (self._shape,) = runner.block_shapes()
-        told = (identity, str(runner.storage.keys.dtype), self._shape, cache.block_size)
-        self._identity = hashlib.sha256(repr(told).encode()).digest()
+        facts = (identity, str(runner.storage.keys.dtype), self._shape, cache.block_size)
+        self._identity = hashlib.sha256(repr(facts).encode()).digest()
         self._lock = threading.RLock()
-        self._entries: dict[int, _Entry] = {}  # by the block's name, the oldest first
+        self._entries: dict[int, _Entry] = {}  # by block name, the oldest first
         self._timer: threading.Timer | None = None
         self._wakes = 0.0
-        self._writes_again = float("-inf")  # by the clock
+        self._writes_again = float("-inf")  # time on the clock
         self._closed = False
         self.num_bytes = 0
         self.num_written = 0
@@ -112,12 +114,13 @@ class KeptFiles:
 
     @torch.inference_mode()
     def take(self, block: EvictedBlock) -> None:
-        """Write a block, unless its file is there. What cannot be written is lost, and computed
-        again.
+        """Write a block unless its file exists.
+
+        A block that cannot be written is lost and recomputed.
         """
         with self._lock:
             entry = self._entries.pop(block.name, None)
-            if entry is not None:  # a name has one content
+            if entry is not None:  # equal names have equal contents
                 self._entries[block.name] = replace(entry, mark=block.mark)
                 self._wake_by(block.mark.until)
                 return
@@ -138,18 +141,18 @@ class KeptFiles:
             self._wake_by(block.mark.until)
 
     def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
-        """Remove the files of these namespaces."""
+        """Remove the files whose namespace is dead."""
         with self._lock:
             self._remove([name for name, e in self._entries.items() if is_dead(e.namespace)])
 
     def sweep(self) -> None:
-        """Remove the files whose time is over."""
+        """Remove the files that have expired."""
         with self._lock:
             now = self._clock()
             self._remove([name for name, e in self._entries.items() if e.mark.until <= now])
 
     def close(self) -> None:
-        """Remove all files, and the folder."""
+        """Remove all files and the folder."""
         with self._lock:
             self._closed = True
             if self._timer is not None:
@@ -163,23 +166,23 @@ class KeptFiles:
     # -- back into the cache -----------------------------------------------------------------------
 
     def missing(self, names: Sequence[int]) -> range:
-        """The places in a chain, behind what the cache has, whose blocks are in files."""
+        """Return the chain indices of blocks in files that directly follow the cached blocks."""
         if not self._entries:
             return range(0)
         here, now = self._cache.count(names), self._clock()
         with self._lock:
-            found = itertools.takewhile(
+            on_disk = itertools.takewhile(
                 lambda name: (e := self._entries.get(name)) is not None and e.mark.until > now,
                 names[here:],
             )
-            return range(here, here + sum(1 for _ in found))
+            return range(here, here + sum(1 for _ in on_disk))
 
     @torch.inference_mode()
     def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> list[int]:
-        """Put these blocks of a chain into the cache again. Nothing may be in flight.
+        """Restore these blocks of a chain to the cache. No step may be in flight.
 
-        Returns a block table that holds them and those before them, for the caller to let go of.
-        A file that is not as it was written, and those behind it, are not read.
+        Returns a block table of the restored blocks and their prefix, which the caller deallocates.
+        A damaged file ends the restored range.
         """
         held: list[int] = []
         at, size = places.start, self._cache.block_size
@@ -188,8 +191,8 @@ class KeptFiles:
             names = prefix.hashes[at : min(at + most, places.stop)]
             marks: list[Mark] = []
             parts: list[Tensor] = []
-            for place, name in enumerate(names, at):
-                read = self._read(name, token_ids[place * size : (place + 1) * size])
+            for index, name in enumerate(names, at):
+                read = self._read(name, token_ids[index * size : (index + 1) * size])
                 if read is None:
                     break
                 marks.append(read[0])
@@ -211,9 +214,7 @@ class KeptFiles:
         marks: Sequence[Mark],
         parts: Sequence[Tensor],
     ) -> list[int]:
-        """Blocks from place `start` on, as far as there is room; returns a table that holds
-        them.
-        """
+        """Insert blocks from index `start` on, as far as they fit. Return their block table."""
         data = torch.stack(list(parts))
         table, _ = put_blocks(self._cache, self._runner, token_ids, prefix, start, [data])
         taken = max(0, len(table) - start)
@@ -221,7 +222,7 @@ class KeptFiles:
             if end == start + taken or marks[end - start] != mark:
                 self._cache.keep_again(prefix.hashes[:end], mark)
         with self._lock:
-            # what is kept no more, as others come first, would not be written again
+            # Blocks without a mark would not be written again on eviction, so their files stay.
             back = self._cache.kept.marks.keys() & self._entries.keys()
             self._remove([name for name in prefix.hashes[start : start + taken] if name in back])
         self.num_read += taken
@@ -240,7 +241,7 @@ class KeptFiles:
         head = len(_MAGIC) + 2 * _DIGEST + 8 * len(token_ids)
         data = torch.frombuffer(bytearray(content[head:] or b"\0"), dtype=torch.uint8)
         if content != self._content(name, token_ids, data):
-            logger.warning("The file of a kept block is not as it was written: it is not read.")
+            logger.warning("Ignoring the damaged file of a kept block.")
             with self._lock:
                 self._remove([name] if name in self._entries else [])
             return None
@@ -253,11 +254,11 @@ class KeptFiles:
         return self._runner.storage.keys.itemsize * math.prod(self._shape)
 
     def _key(self, name: int) -> bytes:
-        # the name is a hash of tokens, weight set, version, adapter and salt
+        # a block's name is a hash of tokens, weight set, version, adapter and salt
         return self._identity + name.to_bytes(_DIGEST, "little")
 
     def _content(self, name: int, token_ids: Sequence[int], data: Tensor) -> bytes:
-        """Of a file: the magic, a checksum of what follows, the name, the token ids, the block."""
+        """Return a file's bytes: magic, checksum of the rest, name, token ids, block."""
         body = hashlib.sha256(self._key(name)).digest() + array("q", token_ids).tobytes()
         body += data.numpy().tobytes()
         return _MAGIC + hashlib.sha256(body).digest() + body
@@ -270,21 +271,18 @@ class KeptFiles:
         for name in names:
             entry = self._entries.pop(name)
             self.num_bytes -= entry.size
-            with contextlib.suppress(OSError):  # the folder goes with the engine, or the next one
+            with contextlib.suppress(OSError):  # this engine's end or the next start removes it
                 entry.path.unlink()
 
     def _write(self, path: Path, content: bytes) -> bool:
-        """Write a file, which is there when it is whole. False: it could not be written, nor will
-        others be for a while.
-        """
+        """Write a file atomically. Return False on failure, and suspend writes for a while."""
         part = path.with_suffix(".part")
         try:
             part.write_bytes(content)
             part.replace(path)
         except OSError as problem:
             logger.warning(
-                "A kept block cannot be written: %s. For %g seconds those that are evicted are "
-                "lost.",
+                "Cannot write a kept block: %s. Blocks evicted in the next %g seconds are lost.",
                 problem,
                 _PAUSE,
             )
@@ -295,7 +293,7 @@ class KeptFiles:
         return True
 
     def _wake_by(self, until: float) -> None:
-        """Sweep at that time, also where no step is run until then."""
+        """Sweep at that time, even if no step runs."""
         if self._timer is not None and self._wakes <= until:
             return
         if self._timer is not None:
@@ -315,32 +313,34 @@ class KeptFiles:
 
 
 def _own_folder(folder: Path) -> tuple[Path, int]:
-    """A new private folder in this one, and the descriptor that holds its lock; those without a
-    holder are removed. Raises `OSError`.
+    """Create a private folder within `folder`. Return its path and the descriptor that holds its
+    lock.
+
+    Folders that no process holds are removed. Raises `OSError`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError("it is not a folder itself; name the folder")
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError("others own it or may write there; name one of your own (chmod go-w)")
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError("it is not a directory (links are not followed); name a directory")
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError("other users own it or may write there; use your own (chmod go-w)")
     common = _open_lock(folder / _COMMON_LOCK, os.O_CREAT)
     try:
         if not locked(common, _PATIENCE):
             raise TimeoutError(f"another process has held {_COMMON_LOCK} for {_PATIENCE:g} seconds")
         for path in folder.glob(_PREFIX + "*"):
             _remove_if_left(path)
-        own = folder / f"{_PREFIX}{secrets.token_hex(16)}"
-        own.mkdir(mode=0o700)
-        held = _open_lock(own / _LOCK, os.O_CREAT)
+        engine_folder = folder / f"{_PREFIX}{secrets.token_hex(16)}"
+        engine_folder.mkdir(mode=0o700)
+        held = _open_lock(engine_folder / _LOCK, os.O_CREAT)
         fcntl.flock(held, fcntl.LOCK_EX)
     finally:
         os.close(common)
-    return own, held
+    return engine_folder, held
 
 
 def _open_lock(path: Path, flags: int = 0) -> int:
-    """Open a regular file, which is no link, without waiting. Raises `OSError`."""
+    """Open a regular file without blocking. Links are rejected. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -349,11 +349,11 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a folder that an engine of this user made and does not hold any more."""
-    with contextlib.suppress(OSError):  # it is gone, has no lock, or another engine holds that
-        found = path.lstat()
-        private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
-        if not (private and found.st_uid == os.getuid() and _OWN.fullmatch(path.name)):
+    """Remove a folder that an engine of this user created and no longer holds."""
+    with contextlib.suppress(OSError):  # removed already, without a lock, or in use
+        status = path.lstat()
+        private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
+        if not (private and status.st_uid == os.getuid() and _OWN.fullmatch(path.name)):
             return
         lock = _open_lock(path / _LOCK)
         try:

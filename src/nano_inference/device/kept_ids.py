@@ -1,5 +1,6 @@
-"""Sampling masks and best tokens of a step on the host: one row at a time, so that a step never
-holds all of them as Python's numbers.
+"""Sampling masks and top tokens of a step on the host.
+
+Rows are unpacked one at a time, so a step never holds all of them as Python numbers.
 """
 
 from array import array
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-# whether the bytes are a bit for each id, from 0 on, or int32 ids; whichever is shorter
+# (are_bits, data): one bit per id from 0 on, or int32 ids, whichever is shorter
 PackedRow = tuple[bool, bytes]
 
 
@@ -16,11 +17,11 @@ Row = TypeVar("Row")
 
 
 class LazyRows(Sequence[Row]):
-    """Rows that are made when they are asked for, one at a time.
+    """Sequence whose rows are computed on each access.
 
     Args:
-        count: of rows.
-        make: makes a row by its number. Raises `IndexError` beyond the last one.
+        count: Number of rows.
+        make: Function that computes a row by its index. Raises `IndexError` beyond the last row.
     """
 
     def __init__(self, count: int, make: Callable[[int], Row]) -> None:
@@ -34,19 +35,19 @@ class LazyRows(Sequence[Row]):
 
 
 def kept_ids(kept: np.ndarray) -> LazyRows["array[int]"]:
-    """Return the ids that filters kept, row by row, rising: of bool [R, V]."""
+    """Return the ids that filters kept, ascending, for each row of `kept` (bool [R, V])."""
     return LazyRows(len(kept), lambda row: _array(np.flatnonzero(kept[row])))
 
 
 def best_rows(
     token_ids: np.ndarray, logprobs: np.ndarray
 ) -> LazyRows[tuple[list[int], list[float]]]:
-    """Return the best tokens and their logprobs, row by row: of int64 and float32 [R, K]."""
+    """Return the top tokens and their logprobs for each row (int64 and float32 [R, K])."""
     return LazyRows(len(token_ids), lambda row: (token_ids[row].tolist(), logprobs[row].tolist()))
 
 
 def unpacked(rows: Sequence[PackedRow]) -> LazyRows["array[int]"]:
-    """Return the ids of rows that `pack` made bytes of."""
+    """Return the ids of rows that `pack` has packed."""
     return LazyRows(len(rows), lambda row: _unpack(*rows[row]))
 
 
@@ -57,7 +58,7 @@ def _unpack(are_bits: bool, data: bytes) -> "array[int]":
 
 
 def pack(row: Sequence[int]) -> PackedRow:
-    """Rising ids as bytes: never more than a bit for each id up to the last one, and a byte."""
+    """Pack ascending ids into at most one bit per id up to the last one, rounded up to bytes."""
     ids = np.array(row, dtype=np.int32)
     length = int(ids[-1]) + 1 if len(ids) else 0
     if ids.nbytes <= length // 8:
@@ -68,6 +69,6 @@ def pack(row: Sequence[int]) -> PackedRow:
 
 
 def _array(ids: np.ndarray) -> "array[int]":
-    found = array("i")
-    found.frombytes(ids.astype(np.int32).tobytes())
-    return found
+    values = array("i")
+    values.frombytes(ids.astype(np.int32).tobytes())
+    return values

@@ -1,4 +1,4 @@
-"""The KV tensors, and how layers and blocks find their place in them."""
+"""KV tensors, and the placement of layers and blocks within them."""
 
 import itertools
 import math
@@ -17,16 +17,16 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
 from nano_inference.ops.kv_codes import KvFormat
 
-NO_PLACE = (-1, -1)  # of a layer without keys
+NO_PLACE = (-1, -1)  # marks a layer without keys
 
 
 def kv_format(dtype: torch.dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
-    """How rows are kept of a model of this dtype."""
+    """Return the storage format of keys and values for a model of this dtype."""
     return KvFormat(dtype, coded=kv_cache_dtype == "int8")
 
 
 def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
-    """What models that can share KV tensors agree in."""
+    """Return the properties that must be equal in models that share KV tensors."""
     one = spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.kv_tensors, spec.state
     return (*one, *((kind.kept, kind.keys_of) for kind in spec.kinds))
 
@@ -34,30 +34,32 @@ def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
 def storage_key(
     spec: ModelSpec, layout: BlockLayout, weight_set: str = POLICY
 ) -> tuple[object, ...]:
-    """Models with the same key share KV tensors: also which layers have a window must agree where
-    that counts. A model that drafts shares none: it computes the tokens of the policy's sequences.
+    """Return a key that is equal for models that share KV tensors.
+
+    The windows of layers must agree if the layout has units for sliding layers. A draft model
+    shares no tensors, because it computes the same tokens as the policy.
     """
     return (*kv_shape(spec), spec.windows if layout.num_sliding else (), weight_set == DRAFT)
 
 
 def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> BlockLayout:
-    """What a block costs if every model, and every stage of a pipeline, is to find its place in it.
+    """Return the block layout that fits every model and every stage of a pipeline.
 
-    A unit holds as many layers as divide both those with a window and those without, in every
-    stage; a stage that has fewer of them than another leaves some of its units empty. Where layers
-    are of several kinds, see `_packed`. Block ids are
-    shared, so models whose layouts differ all keep everything, as if no layer had a window.
+    The number of layers per unit divides the number of layers with a window and of those without,
+    in every stage. A stage with fewer of them leaves some of its units empty. See `_packed` for
+    layers of several kinds. Block ids are shared, so models whose layouts differ keep all tokens,
+    as if no layer had a window.
     """
     layouts = {_layout(spec, max_len, stages) for spec in specs}
     return layouts.pop() if len(layouts) == 1 else UNIFORM
 
 
 def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | None:
-    """What a block costs in the memory of layers with a state, where all models have the same.
+    """Return the block layout of the memory of layers with a state, or None if a block is its unit.
 
-    That is a memory of its own, one unit a block within their window. Keys and values lie in the
-    block itself: of models that have such layers the others keep everything. None: a block is its
-    unit.
+    All models must have the same state. The memory is separate, with one unit for each block
+    within the window. Keys and values are stored in the block itself: the other layers of such
+    models keep all tokens.
     """
     kinds = {spec.state for spec in specs}
     state = kinds.pop()
@@ -67,7 +69,7 @@ def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | N
 
 
 def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
-    # one that no sequence outgrows is none
+    # a window that no sequence exceeds has no effect
     windows = [window if window < max_len else 0 for window in spec.windows]
     if not any(windows):
         return UNIFORM
@@ -84,40 +86,43 @@ def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
 
 
 def unit_width(spec: ModelSpec, layout: BlockLayout, kept: KvFormat) -> int:
-    """Numbers that a unit has for a token's keys."""
+    """Return how many numbers a unit stores for a token's keys."""
     if spec.kinds:
         return _unit_of_kinds(spec, layout)[0]
     return layers_of_a_unit(spec, layout) * spec.num_kv_heads * kept.width(spec.head_dim)
 
 
 def _unit_of_kinds(spec: ModelSpec, layout: BlockLayout) -> tuple[int, list[tuple[int, int]]]:
-    """How wide a unit is, and where each layer lies: in which unit, and from which number on."""
+    """Return the width of a unit, and each layer's unit and first number within it."""
     if layout.num_sliding:
         slides = _slides(spec, layout)
         width, num_full, num_sliding = _packed(spec, slides)
         if (num_full, num_sliding) != (layout.num_full, layout.num_sliding):
-            raise ValueError(f"{spec.architecture} does not lie in units as {layout} has them.")
+            raise ValueError(f"{spec.architecture} does not fit the units of {layout}.")
     else:
         slides = [False] * spec.num_layers
         width = sum(kind.kept for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer)
     places: dict[int, tuple[int, int]] = {}
-    for unit, of in ((0, False), (layout.num_full, True)):
-        own = [layer for layer in _makers(spec) if slides[layer] == of]
-        found = _in_a_row([spec.kinds[layer].kept for layer in own], width)
+    for unit, sliding in ((0, False), (layout.num_full, True)):
+        makers = [layer for layer in _makers(spec) if slides[layer] == sliding]
+        positions = _in_a_row([spec.kinds[layer].kept for layer in makers], width)
         places |= {
-            layer: (unit + nth, first) for layer, (nth, first) in zip(own, found, strict=True)
+            layer: (unit + nth, first)
+            for layer, (nth, first) in zip(makers, positions, strict=True)
         }
     return width, [places[kind.keys_of] for kind in spec.kinds]
 
 
 def _makers(spec: ModelSpec) -> list[int]:
-    """Layers that make keys and values."""
+    """Return the layers that compute their own keys and values."""
     return [layer for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer]
 
 
 def _packed(spec: ModelSpec, slides: Sequence[bool]) -> tuple[int, int, int]:
-    """The width of a unit, and units of full and of sliding layers, where layers are of several
-    kinds: the least is left empty, and of such the widest is taken. Layers are not cut.
+    """Return the width of a unit, and the numbers of full and of sliding units of a block.
+
+    Chooses the layout with the least total size for layers of several kinds. Ties are resolved to
+    the widest unit. Layers are not split.
     """
     kept = [
         [spec.kinds[layer].kept for layer in _makers(spec) if slides[layer] == of]
@@ -135,18 +140,18 @@ def _packed(spec: ModelSpec, slides: Sequence[bool]) -> tuple[int, int, int]:
 
 
 def _in_a_row(sizes: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """Where things of these sizes lie in units so wide: in which, and from which number on."""
-    found, unit, first = list[tuple[int, int]](), 0, 0
+    """Return the unit and first number of each item if items fill units of this width in order."""
+    positions, unit, first = list[tuple[int, int]](), 0, 0
     for size in sizes:
         if first + size > width:
             unit, first = unit + 1, 0
-        found.append((unit, first))
+        positions.append((unit, first))
         first += size
-    return found
+    return positions
 
 
 def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
-    """How many layers' keys and values one unit holds, of a model or of a stage's part of it."""
+    """Return how many layers one unit holds, for a model or a stage's part of it."""
     if spec.state is not None:
         return spec.state.layers.count(False)
     num_sliding = sum(_slides(spec, layout))
@@ -155,33 +160,33 @@ def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
 
 
 def _slides(spec: ModelSpec, layout: BlockLayout) -> list[bool]:
-    """For each layer: whether it lies in units of sliding layers."""
+    """Return for each layer whether it is in the units of sliding layers."""
     return [0 < window <= layout.window for window in spec.windows]
 
 
 class KVStorage:
-    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, numbers of a
-    row]. A `KvcacheView`.
+    """Keys and values in two tensors [layers of a unit, kv heads, units, block_size, row width].
 
-    The head stands before the block, so that a gather over slots gives one contiguous matrix a
-    head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
-    in one of the block's units. Where a model has layers with a state, the units are theirs. Where
-    layers are of several kinds, the two are [units, numbers of a unit], with a layer's [kv heads,
-    block_size, head_dim] in one piece; a layer that reads another's keys lies where that one does.
+    A `KvcacheView`. Heads precede blocks, so that a gather over slots returns one contiguous matrix
+    per head. Without `units`, a block is one unit of all layers. With `units`, each layer of a
+    block is in one of the block's units. If a model has layers with a state, the units belong to
+    those layers. If layers are of several kinds, the two tensors are [units, numbers of a unit],
+    with a layer's [kv heads, block_size, head_dim] in one piece. A layer that reads another layer's
+    keys has the same place.
 
     Args:
-        spec: of the model, or of a rank's part of it.
-        num_blocks: blocks there is room for.
-        block_size: tokens of one.
-        dtype: of the model.
-        device: where they lie.
-        units: what stands behind blocks; None: a block is its unit.
-        kv_cache_dtype: as in `EngineConfig`.
+        spec: Specification of the model, or of a rank's part of it.
+        num_blocks: Number of block ids.
+        block_size: Tokens per block.
+        dtype: Dtype of the model.
+        device: Device of the tensors.
+        units: Table of each block's units, or None if a block is its unit.
+        kv_cache_dtype: Dtype of the cache, as in `EngineConfig`.
 
     Attributes:
-        format: of the rows.
-        head_dim: numbers of a row that are attended.
-        states: what layers with a state keep; None: the model has none.
+        format: Storage format of the rows.
+        head_dim: Numbers per row that attention reads.
+        states: Storage of layers with a state, or None if the model has none.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class KVStorage:
             row = self.format.width(spec.head_dim)
             shape = (layers, spec.num_kv_heads, num_units, block_size, row)
             self.places = _places(spec, layout, layers)
-        # Not initialised: no slot is read before it is written (tests fill them with NaN), and
+        # Not initialised: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=stored, device=device)
         self.values = (
@@ -232,25 +237,23 @@ class KVStorage:
         self._layers = [lie[place] for place in self.places]
 
     def lie(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values where they lie: two of [kv heads, units, block_size, numbers
-        of a row].
-        """
+        """Return a layer's keys and values as views [kv heads, units, block_size, row width]."""
         return self._layers[layer]
 
     def _lie(self, layer: int) -> tuple[Tensor, Tensor]:
-        place = self.places[layer][1]
+        index = self.places[layer][1]
         if not self._kinds:
-            return self.keys[place], self.values[place]
+            return self.keys[index], self.values[index]
         kind, size = self._kinds[layer], self.block_size
-        shape, own = (kind.num_kv_heads, size, kind.head_dim), slice(place * size, None)
+        shape, rest = (kind.num_kv_heads, size, kind.head_dim), slice(index * size, None)
         keys, values = (
-            cache[:, own][:, : kind.kept * size].unflatten(1, shape).transpose(0, 1)
+            cache[:, rest][:, : kind.kept * size].unflatten(1, shape).transpose(0, 1)
             for cache in (self.keys, self.values)
         )
         return keys, values
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole blocks (source, target), all layers; no target may be a source."""
+        """Copy whole blocks (source, target) in all layers. No target may be a source."""
         pairs = sent(torch.tensor(copies), self.keys.device)
         sources, targets = pairs[:, 0], pairs[:, 1]
         if self.states is not None:
@@ -259,24 +262,25 @@ class KVStorage:
             units = self.unit_map.units()
             sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
         for cache in self._caches:
-            own = cache if self._kinds else cache.movedim(2, 0)
-            own[targets] = own[sources]
+            by_unit = cache if self._kinds else cache.movedim(2, 0)
+            by_unit[targets] = by_unit[sources]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of it."""
+        """All tensors of the storage."""
         states = () if self.states is None else self.states.tensors.values()
         return [*self._caches, *states]
 
     @property
     def _caches(self) -> list[Tensor]:
-        """Keys and values; of latents, which are both, one."""
+        """Keys and values, or a single tensor for latents, which are both."""
         return [self.keys] if self.values is self.keys else [self.keys, self.values]
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block in `read_blocks`: [tensors, layers, kv heads, block_size, numbers of a row],
-        keys first; with states all of its numbers in a row.
+        """Shape of one block in `read_blocks`: [tensors, layers, kv heads, block_size, row width].
+
+        Keys come first. With states or layers of several kinds, the shape is flat.
         """
         if self.states is not None or self._kinds:
             states = 0 if self.states is None else self.states.block_bytes // self.keys.itemsize
@@ -293,30 +297,31 @@ class KVStorage:
 
     @property
     def _attention_layers(self) -> list[int]:
-        """Layers that keep keys and values, each place once."""
+        """Layers that keep keys and values, one for each place."""
         firsts = {place: layer for layer, place in reversed([*enumerate(self.places)])}
         return sorted(layer for place, layer in firsts.items() if place != NO_PLACE)
 
     def _of(self, layer: int) -> tuple[Tensor, ...]:
-        """A layer's keys and values; of latents, which are both, one."""
+        """Return a layer's keys and values, or a single tensor for latents, which are both."""
         return self._layers[layer][: len(self._caches)]
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
+        """Copy whole blocks to the host: uint8 [blocks, bytes of a block]."""
         blocks = torch.tensor(block_ids, device=self.keys.device)
-        found = [
+        parts = [
             cache[:, self._find_blocks(layer, blocks)].transpose(0, 1).flatten(1)
             for caches in zip(*map(self._of, self._attention_layers), strict=True)
             for layer, cache in zip(self._attention_layers, caches, strict=True)
         ]
-        keys = torch.cat(found, dim=1).to("cpu").view(torch.uint8)
+        keys = torch.cat(parts, dim=1).to("cpu").view(torch.uint8)
         if self.states is None:
             return keys
         return torch.cat([keys, self.states.read_blocks(block_ids)], dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
-        """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that
-        nothing reads now.
+        """Write the result of `read_blocks`, of any storage of the same shape.
+
+        The blocks must be unused.
         """
         blocks = torch.tensor(block_ids, device=self.keys.device)
         size = self._kept * self.keys.itemsize
@@ -332,7 +337,7 @@ class KVStorage:
                 first += math.prod(shape)
 
     def _find_blocks(self, layer: int, blocks: Tensor) -> Tensor:
-        """The units in which a layer of these blocks lies."""
+        """Return the units of these blocks that hold a layer."""
         unit = self.places[layer][0]
         return blocks if self.unit_map is None else self.unit_map.units()[unit][blocks]
 
@@ -340,14 +345,14 @@ class KVStorage:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
         slots = self._find(layer, slots)
         for cache, rows in zip(self._of(layer), (keys, values), strict=False):
-            own = self.format.encode(rows).transpose(0, 1)
+            encoded = self.format.encode(rows).transpose(0, 1)
             if cache.is_contiguous():
-                cache.flatten(1, 2).index_copy_(1, slots, own)
+                cache.flatten(1, 2).index_copy_(1, slots, encoded)
             else:
-                cache[:, slots // self.block_size, slots % self.block_size] = own
+                cache[:, slots // self.block_size, slots % self.block_size] = encoded
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at slots [...], as float32: two of [kv heads, ..., head_dim]."""
+        """Return keys and values at slots [...] as float32: two of [kv heads, ..., head_dim]."""
         flat = self._find(layer, slots.flatten())
         keys, values = (self._picked(cache, flat) for cache in self._layers[layer])
         shape = (keys.shape[0], *slots.shape, keys.shape[-1])
@@ -359,16 +364,16 @@ class KVStorage:
         return self.format.decode(cache[:, slots // self.block_size, slots % self.block_size])
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values themselves: two of [kv heads, slots, numbers of a row]."""
+        """Return the layer's keys and values themselves: two of [kv heads, slots, row width]."""
         if self.unit_map is not None:
             raise RuntimeError(
-                "slots of units are not slots of blocks; plan_memory keeps them apart."
+                "units have no contiguous slots; plan_memory disables units for flex attention."
             )
         keys, values = self._layers[layer]
         return keys.flatten(1, 2), values.flatten(1, 2)
 
     def _find(self, layer: int, slots: Tensor) -> Tensor:
-        """The slots of the units that a layer lies in."""
+        """Return the slots within a layer's units for slots of blocks."""
         if self.unit_map is None:
             return slots
         units = self.unit_map.units()[self.places[layer][0]][slots // self.block_size]
@@ -376,9 +381,7 @@ class KVStorage:
 
 
 def _places(spec: ModelSpec, layout: BlockLayout, layers: int) -> list[tuple[int, int]]:
-    """For each layer: which of a block's units it lies in, and where in there. Full layers stand
-    before others.
-    """
+    """Return each layer's unit within a block and index within the unit. Full layers come first."""
     seen = {False: itertools.count(), True: itertools.count(layout.num_full * layers)}
     has_state = spec.state.layers if spec.state is not None else (False,) * spec.num_layers
     return [

@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, what fits into it, and the table that says so."""
+"""Size of the KV cache, the lengths that fit into it, and the table that reports both."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,22 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.system.machine import free_memory
 
-CPU_SHARE = 0.25  # of the available memory
+CPU_SHARE = 0.25  # default part of the available memory
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What else the device's memory is for, in bytes. Of a CPU's only the weights are counted, and
-    only to be shown.
+    """Memory of the device that is not available to the KV cache, in bytes.
+
+    On a CPU only the weights are counted, and only for display.
 
     Attributes:
-        weights: of all models.
-        workspace: most that a step takes beside them.
-        graphs: what captured CUDA graphs take.
-        others: what stands on the card beside this engine: other processes, the CUDA context.
-        total: memory of the card; 0: a CPU.
-        estimated: nothing was run, the workspace is a guess.
+        weights: Weights of all models.
+        workspace: Maximum that a step takes in addition to weights and KV cache.
+        graphs: Captured CUDA graphs.
+        others: Other memory in use on the card: other processes, the CUDA context.
+        total: Memory of the card, or 0 on a CPU.
+        estimated: True if no step was run and the workspace is an estimate.
     """
 
     weights: int
@@ -50,28 +51,29 @@ class Claims:
 
     @property
     def sum(self) -> int:
-        """All of it."""
+        """Sum of all claims."""
         return self.weights + self.workspace + self.graphs + self.others
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Where the engine's memory goes. Sizes in bytes.
+    """Breakdown of the engine's memory. Sizes are in bytes.
 
     Attributes:
-        bytes_per_token: of a token that all layers can see; where ranks share a sequence's tokens,
-            this one's share.
-        num_blocks: block ids. With sliding-window layers the memory is that of units, and ids are
-            plenty.
-        num_units: pieces of memory; see `layout`. Without sliding-window layers a block is one.
-        layout: what a block costs.
-        state_bytes: of one unit, where units are of layers with a state, a memory beside that of
-            keys and values; 0: there is no such memory.
-        workspace: most that a step takes beside weights and KV cache; 0 on a CPU, where it is not
-            counted.
-        graphs: what CUDA graphs take; 0 without.
-        others: what stood on the card beside the engine when it was built; 0 on a CPU.
-        estimated: no step was run to measure the workspace.
+        bytes_per_token: Size of a token that all layers can see. If ranks share a sequence's
+            tokens, this rank's share.
+        num_blocks: Number of block ids. With sliding-window layers, units limit the memory and ids
+            are plentiful.
+        num_units: Number of units of memory (see `layout`). Without sliding-window layers, a block
+            is a unit.
+        layout: Units that a block takes.
+        state_bytes: Size of a unit in the separate memory of layers with a state, or 0 if there is
+            none.
+        workspace: Maximum that a step takes in addition to weights and KV cache. A CPU's is not
+            counted (0).
+        graphs: Size of CUDA graphs, or 0 without graphs.
+        others: Memory of the card in use by others when the engine was built, or 0 on a CPU.
+        estimated: True if no step was run to measure the workspace.
     """
 
     device: str
@@ -91,29 +93,30 @@ class MemoryBudget:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values of all layers fit at once."""
+        """Number of tokens whose keys and values of all layers fit."""
         if self.state_bytes:
             return self.num_blocks * self.block_size
         return self.num_units // self.layout.num_units * self.block_size
 
     def num_sequences(self, length: int) -> int:
-        """How many sequences of so many tokens fit while each computes one more token; none shares
-        a block.
+        """Return how many sequences of this length fit while each computes another token.
+
+        The sequences share no blocks.
         """
         by_ids = self.num_blocks // -(-length // self.block_size)
         return min(by_ids, self.num_units // self.layout.most_units(length, 1, self.block_size))
 
     def told_states(self) -> str:
-        """How many states there are, and what a running sequence takes of them."""
-        each = self.layout.most_in_window(1, self.block_size)
+        """Return a description of the number of states and of their use by a running sequence."""
+        per_sequence = self.layout.most_in_window(1, self.block_size)
         return (
-            f"{self.num_units:,} of {_megabytes(self.state_bytes)}, one a block; a sequence that "
-            f"runs needs {each}, the others serve prefixes"
+            f"{self.num_units:,} of {_megabytes(self.state_bytes)}, one per block; a running "
+            f"sequence needs {per_sequence}, the others serve prefixes"
         )
 
     def claims(self) -> list[tuple[str, int]]:
-        """What takes memory beside weights and KV cache, by name; only what does."""
-        workspace = "workspace, guessed" if self.estimated else "workspace"
+        """Return the non-zero claims other than weights and KV cache, by name."""
+        workspace = "workspace (est.)" if self.estimated else "workspace"
         claims = [
             (workspace, self.workspace),
             ("CUDA graphs", self.graphs),
@@ -157,9 +160,7 @@ class MemoryBudget:
 
 
 def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
-    """Tokens of the longest sequence that the models and the configuration allow, whether it fits
-    or not.
-    """
+    """Return the maximum sequence length by models and config, even if memory is too small."""
     limit = min(spec.max_position for spec in specs)
     return min(config.max_model_len or limit, limit)
 
@@ -172,22 +173,23 @@ def plan_memory(
     device: torch.device,
     ranks_here: int = 1,
 ) -> MemoryBudget:
-    """How many blocks the KV cache gets on one rank. Raises `ConfigError` where not even one token
-    fits.
+    """Return the memory budget of one rank. Raise `ConfigError` if not even one block fits.
 
-    Every block has room for every model: blocks belong to whichever weight set takes them. A rank
-    keeps the layers and KV heads that it computes; what a block costs in units is the same on every
-    rank. Of several ranks that share a CPU's memory each plans for its part.
+    Every block has room for every model, because any weight set may use it. A rank stores the
+    layers and KV heads that it computes. A block takes the same number of units on every rank. If
+    several ranks share a CPU's memory, each plans for its part.
     """
     specs, some = [part.whole for part in parts.values()], next(iter(parts.values()))
     asked_len = longest_asked(config, specs)
-    # flex walks the KV tensors by itself and knows blocks only.
+    # Flex attention indexes the KV tensors by block and does not support units.
     knows_units = config.attention != "flex"
     held = {name: part.spec for name, part in parts.items()}
     states = state_layout(specs, config.block_size)
     if states is not None:
         return _with_states(config, held, states, claims, dtype, device, asked_len)
-    layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
+    layout = (
+        common_layout(specs, asked_len, some.position.mesh.pipeline) if knows_units else UNIFORM
+    )
     unit_bytes = _bytes_of_unit(config, held, layout, dtype, asked_len)
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
@@ -223,9 +225,9 @@ def _with_states(
     device: torch.device,
     asked_len: int,
 ) -> MemoryBudget:
-    """The same of models whose layers with a state have a memory of their own, of so many units.
+    """Return the budget for models whose layers with a state have a separate memory.
 
-    Either gets half of the memory, and what the other has no use for.
+    Keys and states each get half of the memory, and the part that the other cannot use.
     """
     size = config.block_size
     kept = kv_format(dtype, config.kv_cache_dtype)
@@ -268,17 +270,17 @@ def _bytes_of_unit(
     dtype: torch.dtype,
     asked_len: int,
 ) -> int:
-    """Return the bytes of a unit of keys and values, with its states and experts."""
+    """Return the bytes of a unit of keys and values, including its states and routed experts."""
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
     size = _bytes_of_keys(specs, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
     size += _bytes_of_states(specs, layout, config.block_size, dtype)
     routes, ids_of_a_unit = _bytes_of_routes(config, specs), -(-asked_len // max(layout.window, 1))
-    # blocks of layers with a window alone share a unit one after the other
+    # If all layers have windows, several blocks use the same unit one after another.
     return size + (-(-routes // layout.num_full) if layout.num_full else routes * ids_of_a_unit)
 
 
 def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: KvFormat) -> int:
-    """Bytes of a token's keys and values in a unit, in all storages."""
+    """Return the bytes of a token's keys and values in a unit, over all storages."""
     sizes = {
         storage_key(spec, layout, name): (
             unit_width(spec, layout, kept),
@@ -293,13 +295,13 @@ def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: Kv
 def _bytes_of_states(
     specs: Mapping[str, ModelSpec], layout: BlockLayout, block_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes that layers with a state keep of one block, in all storages."""
+    """Return the bytes of a block's states, over all storages."""
     kept = {storage_key(spec, layout, name): spec.state for name, spec in specs.items()}
     return sum(state_bytes(each, block_size, dtype) for each in kept.values() if each is not None)
 
 
 def _bytes_of_routes(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> int:
-    """Bytes of the record of a block's experts, where there is one."""
+    """Return the bytes of a block's routed experts, or 0 if they are not recorded."""
     moe = specs[POLICY].moe
     if moe is None or not config.enable_return_routed_experts:
         return 0
@@ -309,13 +311,15 @@ def _bytes_of_routes(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> in
 def _for_the_cache(
     config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int
 ) -> int:
-    """Bytes for the KV cache, at least `smallest`: those of one block. Raises `ConfigError`."""
+    """Return the bytes for the KV cache.
+
+    Raise `ConfigError` if less than `smallest`, a block's size.
+    """
     asked = config.kv_cache_memory
     if asked is not None and asked < smallest:
         raise ConfigError(
-            f"kv_cache_memory of {asked:,} bytes holds no block of {config.block_size} tokens; "
-            "give at least "
-            f"{smallest:,} bytes."
+            f"kv_cache_memory of {asked:,} bytes is too small for one block of {config.block_size} "
+            f"tokens; give at least {smallest:,} bytes."
         )
     if not claims.total:
         free = free_memory()
@@ -324,8 +328,8 @@ def _for_the_cache(
             shared = f", shared by {ranks_here} ranks" if ranks_here > 1 else ""
             raise ConfigError(
                 f"a quarter of the free memory{free.told_limit}{shared}, {gibibytes(memory)}, "
-                f"holds no block of {config.block_size} tokens; give kv_cache_memory of at least "
-                f"{smallest:,} bytes."
+                f"is too small for one block of {config.block_size} tokens; give kv_cache_memory "
+                f"of at least {smallest:,} bytes."
             )
         return memory
     require_weights_fit(claims, device)
@@ -334,8 +338,7 @@ def _for_the_cache(
         if asked > left and not claims.estimated:
             raise ConfigError(
                 f"kv_cache_memory of {gibibytes(asked)} does not fit on {device}: {_told(claims)} "
-                "leave "
-                f"{gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most "
+                f"leave {gibibytes(max(left, 0))} of its {gibibytes(claims.total)}; give at most "
                 f"{max(left, 0):,} bytes"
                 f"{_less_workspace(config, claims, asked, claims.total)}."
             )
@@ -343,12 +346,13 @@ def _for_the_cache(
     memory = int(claims.total * config.gpu_memory_utilization) - claims.sum
     if memory < smallest and not claims.estimated:
         raise ConfigError(_no_room(config, claims, device, smallest))
-    return max(memory, smallest)  # of a guess nothing follows
+    return max(memory, smallest)  # only a measured value is rejected, never an estimate
 
 
 def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: int) -> None:
-    """Raise `ConfigError` where a CPU's memory cannot hold the KV caches that were asked for, of so
-    many bytes on each rank here.
+    """Raise `ConfigError` if a CPU's memory cannot hold the requested KV caches of all ranks here.
+
+    `size` is the bytes of each rank's cache.
     """
     if claims.total or config.kv_cache_memory is None:
         return
@@ -363,14 +367,14 @@ def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: i
 
 
 def lacks_memory(problem: BaseException) -> bool:
-    """Whether a device, torch or Python had no memory to give."""
+    """Return True if an error means that a device, torch or Python is out of memory."""
     kinds = (MemoryError, torch.OutOfMemoryError)
-    # torch has no type for it on a CPU
+    # torch raises a plain RuntimeError on a CPU
     return isinstance(problem, kinds) or "DefaultCPUAllocator" in str(problem)
 
 
 def no_memory_for(what: str, device: torch.device, cure: str) -> ConfigError:
-    """An error that says what could not be allocated on a CPU, and how much is free there."""
+    """Return an error about a failed allocation on a CPU, with the free memory."""
     free = free_memory()
     return ConfigError(
         f"{what} cannot be allocated: {gibibytes(free.size)} of {device}'s memory are free"
@@ -379,19 +383,18 @@ def no_memory_for(what: str, device: torch.device, cure: str) -> ConfigError:
 
 
 def require_weights_fit(claims: Claims, device: torch.device) -> None:
-    """Raise `ConfigError` where the weights alone are more than the card has left."""
+    """Raise `ConfigError` if the weights exceed the card's free memory."""
     free = max(claims.total - claims.others, 0)
     if claims.weights > free:
         raise ConfigError(
-            f"the weights take {gibibytes(claims.weights)}, and {gibibytes(free)} of the "
-            f"{gibibytes(claims.total)} of "
-            f"{device} are free; use a smaller model, a dtype of fewer bytes, or a card that "
-            "no other program uses."
+            f"the weights take {gibibytes(claims.weights)}, but only {gibibytes(free)} of "
+            f"{device}'s {gibibytes(claims.total)} are free; use a smaller model, a smaller dtype, "
+            "or a card that no other program uses."
         )
 
 
 def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smallest: int) -> str:
-    """Which setting would leave room for a block, and at which value."""
+    """Return an error message that names a setting and value that leave room for a block."""
     needed = claims.sum + smallest
     share = math.ceil(100 * needed / claims.total) / 100
     what = (
@@ -402,16 +405,17 @@ def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smalles
     )
     if share > 1:
         return f"{what}, which leaves no room for a KV cache; use a smaller model{less}."
-    own = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    current = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
     return (
-        f"{what}, which leaves no room for a KV cache under {own}; give it at least "
+        f"{what}, which leaves no room for a KV cache under {current}; give it at least "
         f"{share:.2f}{less}."
     )
 
 
 def _less_workspace(config: EngineConfig, claims: Claims, smallest: int, memory: int) -> str:
-    """The tokens of a step whose workspace would leave so many bytes, as advice; nothing where
-    there are none.
+    """Return advice on the `max_tokens_per_batch` that leaves room for a cache of `smallest` bytes.
+
+    Returns an empty string if there is no such value.
     """
     room = memory - (claims.sum - claims.workspace) - smallest
     tokens = config.max_tokens_per_batch * max(room, 0) // max(claims.workspace, 1)
@@ -427,13 +431,14 @@ def _told(claims: Claims) -> str:
         ("CUDA graphs", claims.graphs),
         ("others on the card", claims.others),
     ]
-    told = [f"{name} ({gibibytes(size)})" for name, size in parts if size]
-    return ", ".join(told[:-1]) + " and " + told[-1] if len(told) > 1 else told[0]
+    claimed = [f"{name} ({gibibytes(size)})" for name, size in parts if size]
+    return ", ".join(claimed[:-1]) + " and " + claimed[-1] if len(claimed) > 1 else claimed[0]
 
 
 def share_for(budget: MemoryBudget, length: int, total: int) -> float:
-    """The share of a card's memory that would hold one sequence of so many tokens; rounded up to
-    hundredths.
+    """Return the share of a card's memory that holds one sequence of `length` tokens.
+
+    The share is rounded up to hundredths.
     """
     blocks = -(-length // budget.block_size)
     cache = blocks * budget.block_size * budget.bytes_per_token
@@ -442,8 +447,9 @@ def share_for(budget: MemoryBudget, length: int, total: int) -> float:
 
 
 def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
-    """Blocks of the longest sequence that can run alone. A chunk is cut to what fits, if it may be
-    cut at all.
+    """Return the length in blocks of the longest sequence that can run by itself.
+
+    Chunks are shortened to fit if chunked prefill is enabled.
     """
     whole = num_units // layout.num_units
     if not layout.num_sliding or not config.enable_chunked_prefill:
@@ -459,11 +465,11 @@ def _longest(layout: BlockLayout, num_units: int, config: EngineConfig) -> int:
 def _num_blocks(
     layout: BlockLayout, num_units: int, max_model_len: int, config: EngineConfig
 ) -> int:
-    """Block ids: so many that units run out first."""
+    """Return the number of block ids: enough that units run out first."""
     if layout.num_full:
         return num_units // layout.num_full
-    # All layers slide: what left the window takes no memory, but its id is held, and its name may
-    # lead to a match.
+    # All layers slide: a block that left the window takes no memory, but keeps its id, and its name
+    # may still give a prefix hit.
     longest = -(-max_model_len // config.block_size)
     return min(
         config.max_batch_size * longest,
@@ -472,7 +478,7 @@ def _num_blocks(
 
 
 def gibibytes(size: int) -> str:
-    """A size for a sentence."""
+    """Return a size in GiB or MiB for a message."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else _megabytes(size)
 
 

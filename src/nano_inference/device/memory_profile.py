@@ -1,5 +1,6 @@
-"""What a step takes beside weights and KV cache, found by running the largest one before the cache
-is made.
+"""Measurement of a step's memory in addition to weights and KV cache.
+
+The largest step runs before the cache is allocated.
 """
 
 import gc
@@ -19,12 +20,12 @@ from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
-# of the storage that a step is tried on: every block table names these over and over
+# size of the storage for trial steps: every block table repeats these blocks
 SCRATCH_BLOCKS = 4
-MOST_BEST = 20  # tokens of which a row's logprobs are tried
-TILE_ROWS = 1024  # rows whose logits a guess takes to be in memory at once, where more are scored
+MOST_BEST = 20  # top logprobs per row in trial steps
+TILE_ROWS = 1024  # maximum scored rows whose logits an estimate counts as in memory together
 
-# How the largest sample is drawn: everything at once.
+# Sampling parameters of the largest draw: all features together.
 GREEDIEST = SamplingParams(
     temperature=0.7,
     top_k=50,
@@ -38,20 +39,20 @@ GREEDIEST = SamplingParams(
     sampling_mask=True,
 )
 
-# captures, lets go, returns the bytes
+# captures graphs, releases them, and returns their bytes
 GraphMemory = Callable[[Mapping[str, Decoder], Mapping[str, KVStorage]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """A card's memory at one moment, in bytes.
+    """Memory use of a card at one moment, in bytes.
 
     Attributes:
-        total: what it has.
-        free: what is not taken.
-        reserved: what torch has taken from it, in this process.
-        allocated: of that, what tensors stand in.
-        peak: most that they stood in at once since `DeviceMemory.reset_peak`.
+        total: Memory of the card.
+        free: Memory that no process has allocated.
+        reserved: Memory that torch has allocated in this process.
+        allocated: Part of `reserved` in use by tensors.
+        peak: Maximum of `allocated` since `DeviceMemory.reset_peak`.
     """
 
     total: int
@@ -62,20 +63,18 @@ class MemoryReading:
 
     @property
     def used(self) -> int:
-        """What cannot be had: all but what is free, and what torch has taken and would give to the
-        next tensor.
-        """
+        """Memory that is unavailable to a new tensor: neither free nor in torch's cache."""
         return self.total - self.free - (self.reserved - self.allocated)
 
 
 class DeviceMemory:
-    """The memory of a CUDA device."""
+    """Memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def read(self) -> MemoryReading:
-        """Return how the memory is used now. Nothing may be running."""
+        """Return the current memory use. Nothing may be running."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return MemoryReading(
@@ -87,11 +86,11 @@ class DeviceMemory:
         )
 
     def reset_peak(self) -> None:
-        """Look for the peak from now on."""
+        """Restart the measurement of the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release(self) -> None:
-        """Give back what no tensor stands in."""
+        """Return unused memory to the card."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -103,18 +102,20 @@ def measure(
     memory: DeviceMemory,
     graph_memory: GraphMemory | None = None,
 ) -> Claims:
-    """What the card's memory is for beside the KV cache: run the largest step and every kind of
-    draw once, so that none compiles kernels later, and capture graphs once.
+    """Measure what the card's memory holds in addition to the KV cache.
+
+    Runs the largest step and every variant of a draw once, so that no kernel is compiled later, and
+    captures graphs once.
 
     Args:
-        config: of the engine.
-        models: by weight set, with their weights.
-        weights: bytes that these take.
-        memory: of the card.
-        graph_memory: captures the graphs on a scratch storage, lets go of them, and returns the
-            bytes that they took.
+        config: Config of the engine.
+        models: Models by weight set, with their weights.
+        weights: Size of the weights in bytes.
+        memory: Memory of the card.
+        graph_memory: Function that captures the graphs on a scratch storage, releases them, and
+            returns their bytes.
 
-    Raises `ConfigError` where the step does not fit.
+    Raises `ConfigError` if the step does not fit.
     """
     memory.release()
     storages = _scratch(config, models)
@@ -136,7 +137,7 @@ def measure(
     del storages
     memory.release()
     after = memory.read()
-    # with what kernels and the CUDA context hold, and other tensors of ours
+    # includes kernels, the CUDA context and this process's other tensors
     others = max(after.used - weights, 0)
     return Claims(weights, workspace, graphs, others, after.total)
 
@@ -148,24 +149,21 @@ def _graphs(
     weights: int,
     graph_memory: GraphMemory | None,
 ) -> int:
-    """Return the bytes that captured graphs take. Raises `ConfigError` where they cannot be
-    captured.
-    """
+    """Return the bytes of captured graphs. Raise `ConfigError` if they cannot be captured."""
     if graph_memory is None:
         return 0
     try:
         return graph_memory(models, storages)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not "
-            "fit beside the "
-            f"weights ({gibibytes(weights)}); lower max_batch_size to "
+            f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not fit "
+            f"next to the weights ({gibibytes(weights)}); lower max_batch_size to "
             f"{max(config.max_batch_size // 2, 1)}."
         ) from None
     except Exception as problem:
         raise ConfigError(
-            "CUDA graphs cannot be captured; cuda_graphs=False runs without them "
-            f"({one_line(problem)})."
+            f"CUDA graphs cannot be captured ({one_line(problem)}); cuda_graphs=False runs without "
+            "them."
         ) from problem
 
 
@@ -173,8 +171,10 @@ def _graphs(
 def run_largest_steps(
     config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
 ) -> None:
-    """The steps that take the most: as many rows as may be, all of them scored; and as many decodes
-    of full length.
+    """Run the steps that take the most memory.
+
+    These are a step of the maximum number of rows, all scored, and a step of the maximum number of
+    decodes at full length.
     """
     specs = [model.spec for model in models.values()]
     longest = longest_asked(config, specs)
@@ -190,13 +190,14 @@ def run_largest_steps(
 def guess(
     config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, kernels: bool
 ) -> int:
-    """About how many bytes a step takes beside weights and KV cache, where none was run.
+    """Return an estimate of a step's bytes in addition to weights and KV cache, without running
+    one.
 
     Args:
-        config: of the engine.
-        specs: of the models.
-        dtype: of weights and activations.
-        kernels: attention is a kernel of its own; else it is the reference's, which lists what each
+        config: Config of the engine.
+        specs: Specifications of the models.
+        dtype: Dtype of weights and activations.
+        kernels: True if attention is a kernel. The reference's attention lists the slots that each
             row reads.
     """
     specs = list(specs)
@@ -208,12 +209,12 @@ def guess(
         inner = max(kind.intermediate_size for kind in kinds)
         a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * inner)
         a_row += 3 * 4 * spec.num_layers * spec.layer_inputs
-        # all of a row's products, as they are sorted and as they are added up
+        # all products of a row, before and after their summation
         if spec.moe is not None:
             a_row += spec.moe.experts_per_token * (
                 8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size
             )
-            if spec.moe.shared is not None:  # whose products are joined to the others
+            if spec.moe.shared is not None:  # its products are concatenated to the others
                 a_row += 4 * (spec.moe.experts_per_token + 2) * spec.hidden_size
                 a_row += 3 * size * spec.moe.shared.intermediate_size
         if not kernels:
@@ -224,9 +225,7 @@ def guess(
 
 
 def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, KVStorage]:
-    """Storages of a few blocks, whole ones: what a block costs with windows changes nothing of what
-    a step takes.
-    """
+    """Return storages of a few blocks, uniform ones: windows do not change a step's memory."""
     shared: dict[object, KVStorage] = {}
     storages: dict[str, KVStorage] = {}
     for name, model in models.items():
@@ -235,21 +234,22 @@ def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, K
             shared[key] = KVStorage(
                 model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device
             )
-            shared[key].keys.zero_()  # what stands in free memory may be NaN
+            shared[key].keys.zero_()  # uninitialised memory may contain NaN
             shared[key].values.zero_()
         storages[name] = shared[key]
     return storages
 
 
 def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:
-    """As many rows in as many chunks as a step may have; the first are as long as a chunk may
-    be.
+    """Return the chunk lengths of a step with the maximum numbers of rows and of chunks.
+
+    The first chunks have the maximum length.
     """
     room = config.max_tokens_per_batch
     most = min(config.max_chunk_tokens or longest, longest)
     lengths: list[int] = []
-    for behind in reversed(range(min(config.max_batch_size, room))):
-        lengths.append(min(most, room - behind))
+    for remaining in reversed(range(min(config.max_batch_size, room))):
+        lengths.append(min(most, room - remaining))
         room -= lengths[-1]
     return lengths
 
@@ -257,8 +257,8 @@ def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:
 def _batch(
     lengths: Sequence[int], longest: int, block_size: int, weight_set: str, scored: bool
 ) -> ForwardBatch:
-    """Chunks that end where the longest sequence does, all on the same few blocks."""
-    blocks = [place % SCRATCH_BLOCKS for place in range(-(-longest // block_size))]
+    """Return chunks that end at the maximum length, all on the same few blocks."""
+    blocks = [index % SCRATCH_BLOCKS for index in range(-(-longest // block_size))]
     ends = torch.tensor(lengths).cumsum(0)
     return batch_of_rows(
         [Rows([0] * length, longest - length, blocks) for length in lengths],
@@ -287,6 +287,5 @@ def _too_large(
         f"a step of max_tokens_per_batch={config.max_tokens_per_batch} and "
         f"max_batch_size={config.max_batch_size} does "
         f"not fit: the weights take {gibibytes(weights)}, and {gibibytes(room)} of "
-        f"{gibibytes(before.total)} are free; "
-        f"lower max_tokens_per_batch to {max(tokens, 1)}."
+        f"{gibibytes(before.total)} are free; lower max_tokens_per_batch to {max(tokens, 1)}."
     )

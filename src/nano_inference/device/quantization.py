@@ -1,6 +1,4 @@
-"""What `EngineConfig.quantization="auto"` means for a model on this machine, decided here only; and
-the line that names a faster setting.
-"""
+"""Resolution of `EngineConfig.quantization="auto"`, and hints at a faster setting."""
 
 import math
 from dataclasses import replace
@@ -20,13 +18,15 @@ from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 
 LEAST_IN_BLOCKS = 0.5  # share of a model's weights
-LEAST = 32 << 20  # bytes of weights: fewer stay in the processor's caches, whatever they are
+_CAUTION = "answers may differ slightly"
+LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
 
 def settle_quantization(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The config with `quantization="auto"` replaced by what it means here: `"file"` for a `.gguf`
-    file whose blocks the CPU kernels multiply, unless another option needs plain weights, else
-    None.
+    """Return the config with `quantization="auto"` resolved.
+
+    `"auto"` becomes `"file"` for a `.gguf` file whose blocks the CPU kernels multiply, unless
+    another option needs plain weights. Otherwise it becomes None.
 
     Raises `ModelLoadError` for a `.gguf` file that cannot be read.
     """
@@ -37,8 +37,10 @@ def settle_quantization(config: EngineConfig, device: torch.device) -> EngineCon
 
 
 def blocks_bytes(model_path: str) -> int:
-    """Bytes of a model's matrices as `"file"` holds them; 0: it is no `.gguf` file, or fewer than
-    half of its weights are in blocks that the kernels multiply.
+    """Return the bytes of a model's matrices as `"file"` holds them.
+
+    Returns 0 for other files than `.gguf`, or if the kernels multiply less than half of the weights
+    in blocks.
     """
     file = gguf_of(model_path)
     if file is None:
@@ -60,14 +62,14 @@ def told_weights(
     weights: int,
     device: torch.device,
 ) -> str:
-    """An engine's dtype and the memory of its weights, for a line.
+    """Return a description of an engine's dtype and weight memory.
 
     Args:
-        config: of the engine, as it is settled.
-        asked: the config before it was settled; options that it names stay as they are.
-        dtype: of the weights that are no codes.
-        weights: bytes that they all take.
-        device: where they are.
+        config: Resolved config of the engine.
+        asked: Original config. The hint does not contradict its explicit options.
+        dtype: Dtype of the unquantised weights.
+        weights: Bytes of all weights.
+        device: Device of the weights.
     """
     codes = "" if config.codes is None else f", weights as codes ({config.codes})"
     faster = faster_setting(config, asked, dtype, weights, device)
@@ -82,9 +84,10 @@ def faster_setting(
     weights: int,
     device: torch.device,
 ) -> str | None:
-    """The setting that would make the tokens of one answer come faster in less memory on the CPU
-    kernels, with what it saves; None: there is none, you have ruled it out, or the model is too
-    small to gain. Arguments are those of `told_weights`.
+    """Return a setting that decodes faster in less memory on the CPU kernels, with its gain.
+
+    Returns None if there is no such setting, the caller has ruled it out, or the model is too small
+    to gain. The arguments are those of `told_weights`.
     """
     runs_kernels = wants_cpu_kernels(config) and available_instruction_set() is not None
     if device.type != "cpu" or config.codes is not None or not runs_kernels or weights < LEAST:
@@ -93,9 +96,10 @@ def faster_setting(
     ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
     is_open = ranks == 1 and asked.quantization == "auto"
     if is_open and (size := blocks_bytes(config.model_path)):
-        return f"--quantization file: {gibibytes(size)}, about {4 if is_wide else 2}x faster"
+        gain = f"{gibibytes(size)}, about {4 if is_wide else 2}x faster"
+        return f"--quantization file: {gain}; {_CAUTION}"
     if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
-        return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster"
+        return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster; {_CAUTION}"
     return None
 
 
@@ -104,9 +108,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _allows_blocks(config: EngineConfig) -> bool:
-    """Whether no other option asks for plain weights: for weights of a dtype, for several ranks,
-    for models beside this one that a trainer compares it with or that have no blocks. A model that
-    a package carries is named like a checkpoint, and trainers name it: it is plain too.
+    """Return True if no other option needs plain weights.
+
+    Such options are a dtype, several ranks, a reference model or quantised draft for a trainer's
+    comparisons, and a draft model without blocks. Embedded models are always plain, because
+    trainers use them as checkpoints.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel
     ranks *= config.context_parallel * config.expert_parallel
@@ -122,7 +128,7 @@ def _allows_blocks(config: EngineConfig) -> bool:
 
 
 def _multiplies_blocks(config: EngineConfig) -> bool:
-    """Whether the CPU kernels run this model in blocks."""
+    """Return True if the CPU kernels run this model in blocks."""
     if not blocks_bytes(config.model_path) or available_instruction_set() is None:
         return False
     spec = load_spec(describe_model(config.model_path))

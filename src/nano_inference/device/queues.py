@@ -1,9 +1,8 @@
-"""What the CUDA runner asks of a device: copies that the host does not wait for, events, captured
-graphs.
+"""Device services for the CUDA runner: asynchronous copies, events, captured graphs.
 
-`HostQueue` says the rules, and keeps them in the host's memory, where Triton's interpreter runs
-kernels: everything is done at once, and a captured graph is the function itself, called again on
-the same static tensors. `CudaQueue` is a GPU.
+`HostQueue` defines the rules and implements them in host memory, where Triton's interpreter runs
+kernels: all work is immediate, and a captured graph is the function itself, called again on the
+same static tensors. `CudaQueue` implements them on a GPU.
 """
 
 import contextlib
@@ -17,53 +16,55 @@ from torch import Tensor
 
 from nano_inference.core.failures import DeviceHangs
 
-DEADLINE = 300.0  # seconds for which a step may keep the device busy
-# seconds between two looks at an event; a look holds Python's lock for a microsecond, a nap does
-# not
+DEADLINE = 300.0  # maximum seconds of a step on the device
+# seconds between two polls of an event: a poll holds the GIL for a microsecond, sleep does not
 NAP = 20e-6
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (source, target), of one shape and dtype
-Pool = Any  # memory that graphs share
+Pool = Any  # memory shared by graphs
 
 
 class Event:
-    """A place in the device's work. The host's memory has passed it at once; of a GPU it is CUDA's
-    own.
+    """Point in the device's work.
+
+    Host work passes it immediately. On a GPU, a CUDA event takes its place.
     """
 
     def query(self) -> bool:
-        """Whether the device has passed it. Raises what the device raised on the way."""
+        """Return True if the device has passed the event.
+
+        Raises the errors of preceding device work.
+        """
         return True
 
 
 class Captured:
-    """Work that was captured once and runs again, on the same tensors, by one call. On the host it
-    is the function itself; what it returns is copied to where that of the first call stands.
+    """Work that was captured once and is replayed on the same tensors by one call.
+
+    On the host, a replay calls the function again and copies its result to the first call's output.
 
     Attributes:
-        output: what the captured function returned, known after a replay: a tensor that each replay
-            writes to.
+        output: Tensor that the captured function returned, valid after a replay. Each replay
+            overwrites it.
     """
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run  # keeps alive what a graph reads: it knows addresses only
+        self._run = run  # keeps the graph's inputs alive: the graph holds only addresses
         self.output: Any = None
 
     def replay(self) -> None:
-        """Queue it behind all that is queued."""
-        found = self._run()
+        """Queue the work after all queued work."""
+        result = self._run()
         if self.output is None:
-            self.output = found.clone() if isinstance(found, Tensor) else found
-        elif isinstance(found, Tensor):
-            self.output.copy_(found)
+            self.output = result.clone() if isinstance(result, Tensor) else result
+        elif isinstance(result, Tensor):
+            self.output.copy_(result)
 
 
 def wait_for(event: Event, deadline: float) -> None:
-    """Look at an event until the device has passed it. `cudaEventSynchronize` would know no
-    deadline.
+    """Poll an event until the device has passed it. `cudaEventSynchronize` has no timeout.
 
-    The next step is queued already when the host waits: a look that comes some microseconds late
-    costs nothing.
+    The next step is already queued when the host waits, so a delay of microseconds costs nothing.
     """
     if event.query():
         return
@@ -72,21 +73,20 @@ def wait_for(event: Event, deadline: float) -> None:
         if time.monotonic() > end:
             raise DeviceHangs(
                 f"the device hangs: it has not finished a step in {deadline:g} seconds; restart "
-                "the process, and look "
-                "for errors of the card in the system's log (dmesg, nvidia-smi)."
+                "the process, and check the system log for errors of the card (dmesg, nvidia-smi)."
             )
         time.sleep(NAP)
 
 
 class HostQueue:
-    """The work of one device, in order, and copies beside it. Here the host's memory, as a device
-    that does everything at once.
+    """Ordered work of one device, and copies in parallel to it. This class does all work
+    immediately.
 
     Attributes:
-        captures_early: graphs are captured before they are needed, all at once; else one by one, as
-            they are.
-        deadline: seconds that `wait` waits.
-        failed: it has not answered, or with an error: there is no need to wait for it again.
+        captures_early: True if all graphs are captured in advance, or False if each is captured on
+            first use.
+        deadline: Timeout of `wait` in seconds.
+        failed: True after a timeout or error of the device. Further waits are then pointless.
     """
 
     captures_early = False
@@ -95,36 +95,32 @@ class HostQueue:
         self.deadline, self.failed = DEADLINE, False
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within it, kernels are launched on this device."""
+        """Return a context in which kernels are launched on this device."""
         return contextlib.nullcontext()
 
     def pinned(self, num_words: int) -> Tensor:
-        """Host memory that copies may read or write while the host goes on: int64 [num_words], not
-        initialised.
-        """
+        """Allocate uninitialised host memory for asynchronous copies: int64 [num_words]."""
         return torch.empty(num_words, dtype=torch.int64)
 
     def upload(self, source: Tensor, target: Tensor) -> Event:
-        """Copy pinned memory to the device, in order with its work. `source` may be written again
-        after the event.
+        """Copy pinned memory to the device in stream order.
+
+        `source` may be reused after the event.
         """
         target.copy_(source)
         return Event()
 
     def download(self, copies: Copies) -> Event:
-        """Copy to pinned memory what the work queued so far computes, beside work that is queued
-        later.
+        """Copy results of the queued work to pinned memory, in parallel to later work.
 
-        Sources must stay as they are until the event.
+        The sources must stay unchanged until the event.
         """
         for source, target in copies:
             target.copy_(source)
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Return once the device has passed an event. Raises `DeviceHangs`, or what the device
-        raised.
-        """
+        """Wait until the device has passed an event. Raises `DeviceHangs` or the device's error."""
         try:
             wait_for(event, self.deadline)
         except Exception:
@@ -132,18 +128,17 @@ class HostQueue:
             raise
 
     def synchronise(self) -> None:
-        """Return once all that is queued is done; raises like `wait`."""
+        """Wait until all queued work is done. Raises like `wait`."""
 
     def new_pool(self) -> Pool:
-        """Memory for graphs that are never replayed at the same time."""
+        """Return memory for graphs that are never replayed simultaneously."""
         return None
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
-        """Capture a function, after a run that compiles and warms up all that it calls, where there
-        is such a thing.
+        """Capture a function, on a GPU after a warm-up run that compiles its kernels.
 
-        `run` waits for nothing and reads no value of the device; what it is to read anew in each
-        replay stands in tensors that it did not make.
+        `run` must not wait or read values from the device. Inputs that change between replays must
+        be in tensors allocated outside of `run`.
         """
         return Captured(run)
 
@@ -158,8 +153,9 @@ class _CudaGraph(Captured):
 
 
 class CudaQueue(HostQueue):
-    """A GPU. Work goes to the stream that is current, so kernels, graphs and uploads stand in one
-    order.
+    """Queue of a GPU.
+
+    Work is queued on the current stream, so kernels, graphs and uploads have a single order.
     """
 
     captures_early = True
@@ -168,25 +164,21 @@ class CudaQueue(HostQueue):
         super().__init__()
         self.device = device
         with self.current():
-            self._side = torch.cuda.Stream()  # results leave on it while the next step computes
-            # one for all graphs of a pool: then they share its memory
+            self._side = torch.cuda.Stream()  # downloads results while the next step computes
+            # one stream for all graphs of a pool, so that they share its memory
             self._capturing = torch.cuda.Stream()
 
     def current(self) -> AbstractContextManager[Any]:
-        """See `HostQueue`."""
-        return torch.cuda.device(self.device)  # also Triton launches on the device that is current
+        return torch.cuda.device(self.device)  # Triton also launches on the current device
 
     def pinned(self, num_words: int) -> Tensor:
-        """See `HostQueue`."""
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
     def upload(self, source: Tensor, target: Tensor) -> Event:
-        """See `HostQueue`."""
         target.copy_(source, non_blocking=True)
         return self._mark(torch.cuda.current_stream())
 
     def download(self, copies: Copies) -> Event:
-        """See `HostQueue`."""
         self._side.wait_event(self._mark(torch.cuda.current_stream()))
         with torch.cuda.stream(self._side):
             for source, target in copies:
@@ -194,29 +186,25 @@ class CudaQueue(HostQueue):
         return self._mark(self._side)
 
     def synchronise(self) -> None:
-        """See `HostQueue`."""
         with self.current():
             for stream in (torch.cuda.current_stream(), self._side):
                 self.wait(self._mark(stream))
 
     def new_pool(self) -> Pool:
-        """See `HostQueue`. A pool is not used again once its graphs are gone: torch refuses
-        that.
-        """
+        """Return a new pool. torch rejects the reuse of a pool after its graphs are gone."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
-        """See `HostQueue`."""
         stream = self._capturing
         stream.wait_stream(torch.cuda.current_stream())
-        # this one: the vendor's library keeps a workspace for each stream
+        # warm up on the capturing stream: cuBLAS keeps a workspace per stream
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
-        self.synchronise()  # entering the capture waits too, but knows no deadline
+        self.synchronise()  # entering the capture also waits, but without a timeout
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile, to receive weights for one. The default would end
-        # the capture for that.
+        # Other threads may use CUDA meanwhile, for example to receive weights. The default mode
+        # would abort the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = run()
         return _CudaGraph(graph, output, run)
@@ -229,5 +217,5 @@ class CudaQueue(HostQueue):
 
 
 def queue_of(device: torch.device) -> HostQueue:
-    """The queue of a device."""
+    """Return the queue of a device."""
     return CudaQueue(device) if device.type == "cuda" else HostQueue()

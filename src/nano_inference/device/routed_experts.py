@@ -1,6 +1,4 @@
-"""Routed experts of samples, read from the policy's record while a sequence still holds its
-blocks.
-"""
+"""Routed experts of samples, read from the policy's record while their blocks are held."""
 
 from collections.abc import Callable
 
@@ -15,8 +13,9 @@ from nano_inference.types import RoutedExperts
 
 
 def route_taker(policy: Decoder) -> Callable[[Sequence], None] | None:
-    """What hands a sequence that ends its experts (`CheckedRequest.at_end`); None: there is no
-    record.
+    """Return a function that stores a finished sequence's experts (`CheckedRequest.at_end`).
+
+    Returns None if experts are not recorded.
     """
     record, moe = policy.routes, policy.spec.moe
     if record is None or moe is None:
@@ -29,12 +28,12 @@ def route_taker(policy: Decoder) -> Callable[[Sequence], None] | None:
 
 
 def _read(seq: Sequence, record: RouteRecord, moe: MoeSpec) -> RoutedExperts | str:
-    """The experts of all tokens but the last, or why they are not known."""
+    """Return the experts of all tokens except the last, or the reason why they are unknown."""
     num_rows = len(seq.token_ids) - 1
     if seq.num_computed_tokens < num_rows:
         return (
-            f"keys of {seq.num_computed_tokens} of {num_rows} tokens were there when the sample "
-            "ended"
+            f"only {seq.num_computed_tokens} of {num_rows} tokens had keys in the cache when the "
+            "sample ended"
         )
     ids = record.read(seq.block_ids, num_rows)
     if (foreign := int((ids < 0).flatten(1).any(1).sum())) > 0:
@@ -43,7 +42,7 @@ def _read(seq: Sequence, record: RouteRecord, moe: MoeSpec) -> RoutedExperts | s
 
 
 def packed(ids: Tensor, moe: MoeSpec) -> RoutedExperts:
-    """A record's ids, int16 [rows, layers of experts, K], as samples have them."""
+    """Return a record's ids, int16 [rows, layers of experts, K], in the format of samples."""
     dtype = "uint8" if moe.num_experts <= 256 else "uint16"
     shape = (len(ids), len(moe.layers), moe.experts_per_token)
     whole = np.zeros(shape, dtype="|u1" if dtype == "uint8" else "<u2")

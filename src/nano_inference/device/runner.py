@@ -1,4 +1,4 @@
-"""`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
+"""`ModelRunner`: runs batches on one device, one forward per weight set, and draws the samples."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,12 +30,12 @@ from nano_inference.weights.update import OtherRanks, WeightUpdate
 def sampled_tokens(
     draw: Draw, scores: Tensor, best: Sequence[tuple[Tensor, Tensor]]
 ) -> SampledTokens:
-    """What a step drew, on the host.
+    """Return the samples of a step on the host.
 
     Args:
-        draw: R samples; `kept` and the best tokens must stay as they are.
-        scores: float32 [P].
-        best: ids and logprobs [R, K] of batches whose rows' most probable tokens are wanted.
+        draw: R samples. `kept` and the top tokens must stay unchanged.
+        scores: Scores, float32 [P].
+        best: Top ids and logprobs [R, K] of the batches that report them.
     """
     top = masks = None
     if draw.top_ids.shape[1]:
@@ -59,7 +59,7 @@ def sampled_tokens(
 
 
 class Sampled:
-    """Samples of a step, maybe still being computed on the device."""
+    """Samples of a step that the device may still be computing."""
 
     def __init__(self, draw: Draw, scores: Tensor, best: Sequence[BestTokens] = ()) -> None:
         self.draw = draw
@@ -67,25 +67,25 @@ class Sampled:
         self.best = best
 
     def wait(self) -> SampledTokens:
-        """Return the samples on the host. In a step the host waits for the device only here."""
+        """Return the samples on the host. In a step, only this call waits for the device."""
         return sampled_tokens(self.draw, self.scores, self.best)
 
 
 class StepResult(NamedTuple):
-    """What a step computed."""
+    """Results of a step's forwards."""
 
-    # models with rows [L, H] to draw from and whose they are, in the order of the batches
+    # model, hidden rows [L, H] to draw from, and their adapters, in the order of the batches
     drawn: list[tuple[Decoder, Tensor, HeadRows]]
     scores: Tensor  # float32 [P], in the order of the batches
-    best: list[BestTokens]  # of the batches that have some
-    graph: Any = None  # that computed it, if one did
+    best: list[BestTokens]  # top tokens of the batches that report them
+    graph: Any = None  # captured graph that computed the step, if any
 
 
 class ModelRunner:
-    """Owns the models and the KV tensors by weight set. Counts what goes through the forward.
+    """Runner that owns the models and KV tensors by weight set, and counts computed tokens.
 
     Attributes:
-        shares: the other ranks' parts of weight updates; None: there are no other ranks.
+        shares: Other ranks' parts of weight updates, or None if there are no other ranks.
     """
 
     arrays = TORCH
@@ -98,38 +98,36 @@ class ModelRunner:
         gate: Gate | None = None,
     ) -> None:
         self.models = dict(models)
-        # sets whose KV tensors have one shape may share them: a block belongs to one
+        # weight sets may share KV tensors of equal shape: each block belongs to one set
         self.storages = dict(storages)
         self.device = self.storage.keys.device
         self.gate = gate or Gate()
         self.clock = self.models[POLICY].rank_exchange.clock
         self.tokens_computed = 0
-        self.prompt_tokens_computed = 0  # of the policy
+        self.prompt_tokens_computed = 0  # policy only
 
     def restart_counters(self) -> None:
-        """Count tokens from 0 again."""
+        """Reset the counters of tokens to 0."""
         self.tokens_computed = self.prompt_tokens_computed = 0
 
     def rank_times(self) -> list[tuple[int, int]]:
-        """Nanoseconds that each rank was busy in steps, and that it waited in them for another
-        stage.
-        """
+        """Return each rank's nanoseconds busy in steps and waiting in steps for another stage."""
         return [(self.clock.busy, self.clock.waiting)]
 
     def _working_time(self) -> int:
-        """Nanoseconds that go on while it does not wait for another stage."""
+        """Return a nanosecond clock that stops while this rank waits for another stage."""
         return time.perf_counter_ns() - self.clock.waiting
 
     @property
     def storage(self) -> KVStorage:
-        """The policy's KV tensors."""
+        """KV tensors of the policy."""
         return self.storages[POLICY]
 
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
-        """See `Runner`. There is no other rank here."""
+        """Do nothing: there are no other ranks. See `Runner`."""
 
     def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
-        """See `Runner`. There is no other rank here."""
+        """Do nothing: there are no other ranks. See `Runner`."""
 
     def forward(
         self,
@@ -137,8 +135,9 @@ class ModelRunner:
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> StepResult:
-        """Copy blocks, then compute every batch; returns what samples are drawn from, and the
-        scores of all.
+        """Copy blocks, then compute every batch.
+
+        Return the hidden rows to draw from, and all scores.
         """
         began = self._working_time()
         self._copy_blocks(block_copies)
@@ -147,32 +146,37 @@ class ModelRunner:
         return result
 
     def idle(self) -> None:
-        """Serve the other engines in lockstep, without a batch of one's own."""
+        """Serve the other engines in lockstep, without a batch of this engine."""
         self._forward_all((), None)
 
     def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
-        """Keep a weight set as it is now under another name, or go on keeping it: what is about to
-        change is copied.
+        """Preserve a weight set under another name before an update changes the named tensors.
+
+        If the other name exists, it keeps its tensors. Only tensors that are still shared are
+        copied.
         """
         model = self.models[weight_set]
         kept = self.models[name].params if name in self.models else model.params
         shared = [key for key in changing if kept[key] is model.params[key]]
         if shared or name not in self.models:
             params = {**kept, **{key: model.params[key].clone() for key in shared}}
-            # its rows lie in the same slots
+            # both sets use the same slots
             self.models[name] = model.twin(params, routes=model.routes)
             self.storages[name] = self.storages[weight_set]
 
     def set_aside_for(self, update: WeightUpdate) -> None:
-        """Keep the policy as it is as the previous weights: the update is about to be written."""
+        """Preserve the policy as the previous weights before an update is written."""
         self.set_aside(POLICY, PREVIOUS, update.params)
 
     def give_back(self, memory: Memory) -> Sleep:
-        """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
+        """Release the memory of the weights or the KV cache.
+
+        Raises `OSError`, with nothing released.
+        """
         return give_back(memory, self.storages.values(), self.models.values())
 
     def drop(self, weight_set: str) -> None:
-        """Let go of a weight set. What is in flight may still hold it."""
+        """Remove a weight set. Steps in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
 
     @torch.inference_mode()
@@ -186,32 +190,34 @@ class ModelRunner:
         return sampled
 
     def watch(self, lose: Callable[[RankLost], None]) -> None:
-        """Call a method, of an object that is not kept alive for it, when a rank is lost. There is
-        no other rank here.
+        """Do nothing: no rank can be lost.
+
+        Other runners call `lose` without keeping its object alive.
         """
 
     def end(self) -> None:
-        """End the other ranks at once: the engine is dead. There is no other rank here."""
+        """Do nothing: there are no other ranks to terminate after the engine has failed."""
 
     def block_shapes(self) -> list[tuple[int, ...]]:
-        """Of what `read_blocks` gives of one block, by rank (`KVStorage.block_shape`)."""
+        """Return the shape of one block in `read_blocks`, by rank (`KVStorage.block_shape`)."""
         return [self.storage.block_shape]
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
-        """Copies of the policy's blocks on the host, by rank: each uint8 [blocks, bytes]. Nothing
-        may be in flight.
+        """Copy the policy's blocks to the host, by rank: each uint8 [blocks, bytes].
+
+        No step may be in flight.
         """
         return [self.storage.read_blocks(block_ids)]
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """Put back what `read_blocks` gave, into blocks that nothing reads now."""
-        (own,) = parts
-        self.storage.write_blocks(block_ids, own)
+        """Write the result of `read_blocks` into blocks that nothing reads."""
+        (part,) = parts
+        self.storage.write_blocks(block_ids, part)
         for record in self._records():
             record.forget(block_ids)
 
     def close(self) -> None:
-        """Let go of weights and KV tensors."""
+        """Release weights and KV tensors."""
         for model in self.models.values():
             model.close()
         self.storages.clear()
@@ -224,13 +230,11 @@ class ModelRunner:
                 record.copy_blocks(copies)
 
     def _records(self) -> set[RouteRecord]:
-        """Of the experts that rows went through, where there are some; weight sets may share
-        one.
-        """
+        """Return the records of routed experts, if any. Weight sets may share one."""
         return {model.routes for model in self.models.values() if model.routes is not None}
 
     def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
-        """Compute batches of the device, and put their results together."""
+        """Compute batches on the device and combine their results."""
         results = self._forward_all(batches, previous)
         drawn = [
             (self.models[batch.weight_set], result.hidden, result.rows)
@@ -247,14 +251,14 @@ class ModelRunner:
         )
 
     def _forward_all(self, batches: Sequence[ForwardBatch], previous: Any) -> list[ForwardResult]:
-        own = {batch.weight_set: batch for batch in batches}
-        found: dict[str, ForwardResult] = {}
-        for name in self.gate.begin(own):
-            if name in own:
-                found[name] = self._forward_one(own[name], previous)
+        by_set = {batch.weight_set: batch for batch in batches}
+        results: dict[str, ForwardResult] = {}
+        for name in self.gate.begin(by_set):
+            if name in by_set:
+                results[name] = self._forward_one(by_set[name], previous)
             else:
                 self.models[name].serve_others()
-        return [found[batch.weight_set] for batch in batches]
+        return [results[batch.weight_set] for batch in batches]
 
     def _count(self, batch: ForwardBatch) -> None:
         self.tokens_computed += len(batch.input_ids)
@@ -262,11 +266,11 @@ class ModelRunner:
             self.prompt_tokens_computed += batch.num_prompt_tokens
 
     def _newest_tokens(self, previous: Any) -> Tensor:
-        """The tokens that a step in flight is sampling, on the device."""
+        """Return the tokens that a step in flight is sampling, on the device."""
         return previous.draw.token_ids
 
     def _draw(self, result: StepResult, batch: SamplingBatch) -> Draw:
-        """Draw the samples of a step, whose batch is on the device."""
+        """Draw the samples of a step whose batch is on the device."""
         if len(result.drawn) == 1:
             model, hidden, whose = result.drawn[0]
             return model.draw(hidden, batch, whose)
@@ -282,7 +286,9 @@ class ModelRunner:
     def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
         if len(batch.relay_rows):
             if previous is None:
-                raise RuntimeError("a row waits for a token that no step in flight is sampling.")
+                raise RuntimeError(
+                    "a row needs a token of the previous step, but no step is in flight."
+                )
             batch.input_ids[batch.relay_rows] = self._newest_tokens(previous)[batch.relay_sources]
         self._count(batch)
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])

@@ -1,8 +1,7 @@
-"""`nano-inference info --selftest`: compares every set of kernels that this machine has with the
-reference, on a model of one or two layers.
+"""`nano-inference info --selftest`: compare all kernels of this machine with the reference, on a
+model of one or two layers.
 
-Each set runs in its own process: a crash, or a GPU that is left unusable, is then a verdict like
-others.
+Each set of kernels runs in its own process, so that a crash or an unusable GPU becomes a verdict.
 """
 
 import multiprocessing
@@ -32,10 +31,10 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
-VOCABULARY = 4096  # rows of the head at most
-LENGTHS = (19, 1, 37)  # rows of the chunks, of which the second is a decode
+VOCABULARY = 4096  # maximum rows of the head
+LENGTHS = (19, 1, 37)  # rows of the chunks, the second of which is a decode
 CONTEXTS = (19, 90, 100)
-TOLERANCE = 0.05  # of the norm of a result: kernels round where the reference does not
+TOLERANCE = 0.05  # relative to a result's norm: kernels round where the reference does not
 COMPARED = (
     "embed",
     "linear",
@@ -80,17 +79,17 @@ _EXPERTS: dict[str, Any] = _DENSE | {
 
 
 class Differs(Exception):
-    """An operation raised, or is far from the reference."""
+    """Failure of an operation, or a result far from the reference."""
 
 
 class KernelSet(NamedTuple):
-    """Kernels that are chosen together.
+    """Kernels that are selected together.
 
     Attributes:
-        backend: `"cpu"` or `"cuda"`.
-        build: the instruction set of the CPU kernels; of CUDA's `"fast"` or `"batch invariant"`.
-        device: that they run on.
-        dtype: of weights and activations.
+        backend: Backend, `"cpu"` or `"cuda"`.
+        build: Instruction set of CPU kernels. On CUDA `"fast"` or `"batch invariant"`.
+        device: Device that runs the kernels.
+        dtype: Dtype of weights and activations.
     """
 
     backend: str
@@ -105,7 +104,7 @@ class KernelSet(NamedTuple):
         return f"{self.backend} {self.build}, {str(self.dtype).removeprefix('torch.')}, {where}"
 
     def ops(self) -> Ops:
-        """The kernels. Raises `KernelsUnavailable` where they cannot be built or loaded."""
+        """Return the kernels. Raise `KernelsUnavailable` if they cannot be built or loaded."""
         if self.backend == "cpu":
             return cpu_ops(2, self.build)
         from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
@@ -114,15 +113,17 @@ class KernelSet(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How a set of kernels did on a model; `problem` is None where it agrees with the reference."""
+    """Result of one set of kernels; `problem` is None if it agrees with the reference."""
 
     kernels: KernelSet
     problem: str | None
 
 
 def kernel_sets() -> list[KernelSet]:
-    """All that this machine has: builds of the CPU kernels that lie here or would be built first,
-    and CUDA's in both modes on every GPU that Triton can compile for.
+    """Return all sets of kernels that this machine supports.
+
+    These are the CPU builds that exist or can be compiled, and both modes of CUDA on every GPU that
+    Triton supports.
     """
     sets = [
         KernelSet("cpu", build, "cpu", dtype)
@@ -139,19 +140,22 @@ def kernel_sets() -> list[KernelSet]:
 
 
 def usual_specs() -> list[ModelSpec]:
-    """A dense model and a mixture of experts, for a test without a model."""
+    """Return a dense and a mixture-of-experts specification, for tests without a model."""
     return [spec_from_config(_DENSE), spec_from_config(_EXPERTS)]
 
 
 def selftest(specs: Iterable[ModelSpec], sets: Iterable[KernelSet]) -> Iterator[Verdict]:
-    """Run each set of kernels with the widths of each model, and compare it with the reference."""
+    """Run each set of kernels with the widths of each model.
+
+    Yield the comparison with the reference.
+    """
     specs = list(specs)
     for kernels in sets:
         yield Verdict(kernels, _verdict(kernels, specs))
 
 
 def _verdict(kernels: KernelSet, specs: list[ModelSpec]) -> str | None:
-    """Why a set does not agree, found by a process of its own; None: it does."""
+    """Check a set of kernels in a new process. Return the problem, or None if there is none."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(there, kernels, specs), daemon=True)
@@ -162,7 +166,7 @@ def _verdict(kernels: KernelSet, specs: list[ModelSpec]) -> str | None:
     except EOFError:
         child.join()
         code = child.exitcode or 0
-        return f"it crashes ({signal.Signals(-code).name if code < 0 else f'exit status {code}'})"
+        return f"crashed ({signal.Signals(-code).name if code < 0 else f'exit status {code}'})"
     finally:
         here.close()
         child.join()
@@ -173,11 +177,11 @@ def _answer(pipe: Connection, kernels: KernelSet, specs: list[ModelSpec]) -> Non
         for spec in specs:
             check(kernels.ops(), spec, kernels.dtype, torch.device(kernels.device))
     except torch.OutOfMemoryError:
-        pipe.send("it has no memory left; end what else runs there")
+        pipe.send("out of memory; stop other programs on the device")
     except Differs as problem:
         pipe.send(str(problem))
     except Exception as problem:
-        pipe.send(f"it fails: {one_line(problem)}")
+        pipe.send(f"failed: {one_line(problem)}")
     else:
         pipe.send(None)
 
@@ -186,26 +190,30 @@ def _answer(pipe: Connection, kernels: KernelSet, specs: list[ModelSpec]) -> Non
 def check(
     ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int = 16
 ) -> None:
-    """Compare operations roughly with the reference, with the widths of a model: each one where
-    weights are plain tensors, and the steps of a whole model where they are packed.
+    """Compare operations approximately with the reference, with the widths of a model.
 
-    Raises `Differs` that names the operation which fails.
+    With plain weights, each operation is compared. With packed weights, the steps of a whole model
+    are compared.
+
+    Raises `Differs`, which names the failing operation.
     """
     tiny, reference = _tiny(spec), reference_ops()
     if ops.name != "cpu":
         ops = _beside(ops, reference)
         _run(ops, tiny, dtype, device, block_size)
         return
-    found = _run(ops, tiny, dtype, device, block_size)
-    for own, expected in zip(found, _run(reference, tiny, dtype, device, block_size), strict=True):
-        if isinstance(own, Draw):
-            _require_alike("a draw", own, expected)
+    results = _run(ops, tiny, dtype, device, block_size)
+    for result, expected in zip(
+        results, _run(reference, tiny, dtype, device, block_size), strict=True
+    ):
+        if isinstance(result, Draw):
+            _require_alike("a draw", result, expected)
         else:
-            _require_near("a step", own, expected)
+            _require_near("a step", result, expected)
 
 
 def _tiny(spec: ModelSpec) -> ModelSpec:
-    """The same widths in a layer of each kind, with few tokens and few experts."""
+    """Return a model with the same widths, one layer of each kind, few tokens and few experts."""
     moe = spec.moe
     mixed = moe.layers if moe is not None else (False,) * spec.num_layers
     kinds = list(dict.fromkeys(zip(spec.windows, mixed, spec.ropes, strict=True)))
@@ -230,7 +238,7 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
 def _run(
     ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> list[Any]:
-    """Run every kind of step and of draw once. Returns the results that backends share."""
+    """Run every kind of step and draw once. Return the results that all backends produce."""
     generator = torch.Generator(device).manual_seed(0)
     params = allocate(param_table(spec), dtype, device, ops.allocate)
     for param in params.values():
@@ -238,11 +246,11 @@ def _run(
     model = Decoder(spec, params, ops, spec.max_position)
     per_table = -(-max(CONTEXTS) // block_size)
     storage = KVStorage(spec, len(LENGTHS) * per_table, block_size, dtype, device)
-    storage.keys.zero_()  # contexts begin before what is computed here
+    storage.keys.zero_()  # contexts include positions that are not computed here
     storage.values.zero_()
     chunks = [
         Rows(
-            [(7 * place) % spec.vocab_size for place in range(length)],
+            [(7 * index) % spec.vocab_size for index in range(length)],
             context - length,
             _table(chunk, per_table),
         )
@@ -253,17 +261,17 @@ def _run(
         chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))]
     )
     result = model.forward(to_device(batch, device), storage)
-    hidden = result.hidden.clone()  # the next forward writes over it
+    hidden = result.hidden.clone()  # the next forward overwrites it
     logits = model.logits(hidden)
-    found = [
+    results = [
         *(hidden, result.scores.clone(), logits.clone()),
         ops.sample_logits(logits, to_device(_draws(DRAWS), device)),
         model.draw(hidden, to_device(_draws(DRAWS), device)),
-        # without filters there may be a shorter way
+        # draws without filters may use another path
         model.draw(hidden, to_device(_draws(DRAWS[:1] * len(last)), device)),
     ]
     if ops.few_rows is not None:
-        for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
+        for rows in (1, 2, FEW_ROWS):  # the row count selects the kernel
             decodes = [
                 Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)
             ]
@@ -274,7 +282,7 @@ def _run(
                 _called("few_rows", ops.few_rows, (model.trunk, batch, storage)),
                 expected,
             )
-    return found
+    return results
 
 
 def _draws(params: Iterable[SamplingParams]) -> Any:
@@ -286,7 +294,7 @@ def _table(chunk: int, blocks: int) -> list[int]:
 
 
 def _fill(param: Any, generator: torch.Generator) -> None:
-    """Random weights that keep a row's size; norms are about 1."""
+    """Fill a parameter with random weights that preserve a row's scale. Norms are about 1."""
     shape = param.shape
     values = torch.randn(shape, generator=generator, device=param.device, dtype=torch.float32)
     values = values * shape[1] ** -0.5 if len(shape) == 2 else 1 + 0.1 * values
@@ -294,7 +302,7 @@ def _fill(param: Any, generator: torch.Generator) -> None:
 
 
 def _beside(ops: Ops, reference: Ops) -> Ops:
-    """`ops`, where each one is compared with the reference's, which is called first."""
+    """Return `ops` with each operation compared with the reference, which is called first."""
     compared = {
         name: _compared(name, getattr(ops, name), getattr(reference, name)) for name in COMPARED
     }
@@ -315,58 +323,63 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
 
 
 def _compared(
-    name: str, own: Callable[..., Any], reference: Callable[..., Any]
+    name: str, tested: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         expected = reference(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
-        found = _called(name, own, args)
+        actual = _called(name, tested, args)
         pairs = (
-            zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+            zip(actual, expected, strict=True)
+            if isinstance(actual, tuple)
+            else [(actual, expected)]
         )
-        for each, other in pairs:
-            _require_near(name, each, other)
-        return found
+        for result, other in pairs:
+            _require_near(name, result, other)
+        return actual
 
     return call
 
 
-def _require_near(name: str, found: Tensor, expected: Tensor) -> None:
+def _require_near(name: str, actual: Tensor, expected: Tensor) -> None:
     error = float(
-        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
+        (actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
     )
-    if not error <= TOLERANCE:  # also where it is NaN
-        raise Differs(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
+    if not error <= TOLERANCE:  # also true for NaN
+        raise Differs(f"{name} is wrong: relative difference {error:.2g} from the reference")
 
 
 def _drawn(
-    name: str, own: Callable[..., Draw], reference: Callable[..., Draw]
+    name: str, tested: Callable[..., Draw], reference: Callable[..., Draw]
 ) -> Callable[..., Draw]:
     def call(*args: Any) -> Draw:
-        expected, found = reference(*args), _called(name, own, args)
-        _require_alike(name, found, expected)
-        return found
+        expected, drawn = reference(*args), _called(name, tested, args)
+        _require_alike(name, drawn, expected)
+        return drawn
 
     return call
 
 
-def _require_alike(name: str, found: Draw, expected: Draw) -> None:
-    """Draws may differ where two tokens are about as good; what is reported of a token may not."""
-    same = found.token_ids == expected.token_ids
-    apart = (found.logprobs - expected.logprobs)[same].abs()
+def _require_alike(name: str, drawn: Draw, expected: Draw) -> None:
+    """Compare two draws.
+
+    Drawn tokens may differ if two are about equally good. The logprobs of equal tokens must agree.
+    """
+    same = drawn.token_ids == expected.token_ids
+    apart = (drawn.logprobs - expected.logprobs)[same].abs()
     if 2 * int(same.sum()) < len(same) or not bool((apart < 0.1).all()):
         raise Differs(
-            f"{name} is wrong: it drew {found.token_ids.tolist()}, the reference "
+            f"{name} is wrong: it drew {drawn.token_ids.tolist()}, the reference "
             f"{expected.token_ids.tolist()}"
         )
 
 
-def _called(name: str, own: Callable[..., Any], args: Any) -> Any:
+def _called(name: str, operation: Callable[..., Any], args: Any) -> Any:
     try:
-        found = own(*args)
+        result = operation(*args)
         if torch.cuda.is_available():
-            # what fails in a kernel is told of here, and not by some later call
+            # report a kernel's error here instead of in a later call
             torch.cuda.synchronize()
-        return found
+        return result
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:

@@ -1,5 +1,6 @@
-"""Giving memory back while an engine sleeps: the KV cache, and the weights, which wait in a
-file.
+"""Release of memory while an engine sleeps.
+
+Weights are saved to a file, the KV cache is discarded.
 """
 
 import tempfile
@@ -16,20 +17,21 @@ from nano_inference.types import Memory
 
 
 class Sleep:
-    """One part of the memory that was given back. Everything keeps its address on a CPU: nothing is
-    recorded anew.
+    """Released memory of one kind.
+
+    On a CPU, all tensors keep their addresses and recorded work stays valid.
 
     Args:
-        tensors: what it holds.
-        models: whose recorded work names them.
-        keep: put what stands in them aside, in a file; else it is lost.
+        tensors: Tensors to release.
+        models: Models whose recorded work refers to these tensors.
+        keep: True to save the contents to a file. Otherwise they are lost.
 
-    Raises `OSError`, with nothing given back, where it cannot be put aside.
+    Raises `OSError`, with nothing released, if the contents cannot be saved.
     """
 
     def __init__(self, tensors: Iterable[Tensor], models: Iterable[Decoder], *, keep: bool) -> None:
         self._models = list(models)
-        # weight sets may share some
+        # weight sets may share tensors
         self._tensors = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
         self._file = _saved(self._tensors) if keep else None
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
@@ -42,9 +44,9 @@ class Sleep:
         self._give_to_the_card()
 
     def end(self) -> None:
-        """Take the memory again; what was put aside stands in it as before, to the bit.
+        """Reallocate the memory and restore its contents bit for bit.
 
-        Raises `torch.OutOfMemoryError` where another process has it now; it sleeps on then.
+        Raises `torch.OutOfMemoryError` if the card lacks memory. The engine then stays asleep.
         """
         self._take_memory()
         self._read_back()
@@ -65,35 +67,38 @@ class Sleep:
         if self._file is not None:
             self._file.seek(0)
             for tensor in self._tensors:
-                there = (
+                buffer = (
                     _bytes(tensor)
                     if tensor.device.type == "cpu"
                     else torch.empty(tensor.nbytes, dtype=torch.uint8)
                 )
-                if self._file.readinto(there.numpy().data) != tensor.nbytes:
-                    raise OSError("their file is cut short")
+                if self._file.readinto(buffer.numpy().data) != tensor.nbytes:
+                    raise OSError("the file of the sleeping weights is truncated")
                 if tensor.device.type != "cpu":
-                    _bytes(tensor).copy_(there)
+                    _bytes(tensor).copy_(buffer)
 
     def _give_to_the_card(self) -> None:
-        """Torch would keep it for this process's next tensors."""
+        """Release torch's cached memory, which it would otherwise keep for this process."""
         if not all(map(on_cpu, self._tensors)):
             torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        """Remove what stands on disk."""
+        """Delete the saved contents."""
         if self._file is not None:
             self._file.close()
 
     def _forget_recorded(self) -> None:
-        """On a GPU memory moves, and what is recorded holds memory of its own."""
+        """Drop recorded work on GPUs, where tensors move and graphs hold memory."""
         for model in self._models:
             if not on_cpu(model):
                 model.forget_recorded()
 
 
 def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[Decoder]) -> Sleep:
-    """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
+    """Release the memory of the weights or the KV cache.
+
+    Raises `OSError`, with nothing released.
+    """
     models = list(models)
     if memory == "weights":
         return Sleep(
@@ -106,12 +111,13 @@ def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[De
 
 
 def _saved(tensors: Iterable[Tensor]) -> Any:
-    """A file that has no name, so that it is gone with the process, however that ends. Raises
-    `OSError`.
+    """Return an anonymous file of the tensors, which disappears with the process.
+
+    Raises `OSError`.
     """
     file: IO[bytes] = tempfile.TemporaryFile(prefix="nano-inference-")  # noqa: SIM115
     try:
-        for tensor in tensors:  # one by one: no second copy of them all
+        for tensor in tensors:  # one by one, to avoid a second copy of all
             file.write(_bytes(tensor).cpu().numpy().data)
         file.flush()
     except OSError:
@@ -121,7 +127,7 @@ def _saved(tensors: Iterable[Tensor]) -> Any:
 
 
 def on_cpu(held: Any) -> bool:
-    """Whether a tensor or a model lies in the host's memory."""
+    """Return True if a tensor or model is in host memory."""
     return held.device.type == "cpu"
 
 
@@ -130,5 +136,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _memory(param: Any) -> Tensor:
-    """The tensor that a parameter's numbers stand in, in whatever order."""
+    """Return the tensor that stores a parameter, in any layout."""
     return param if isinstance(param, Tensor) else param.data

@@ -1,4 +1,4 @@
-"""`StateStorage`: what layers with a state keep, beside the keys and values of the same blocks."""
+"""`StateStorage`: memory of layers with a state, next to the keys and values of the same blocks."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from nano_inference.ops.cpu.memory import advise_huge_pages
 
 
 def state_bytes(spec: StateSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers of a model keep of one block."""
+    """Return the bytes that a model's layers with a state store per block."""
     numbers = sum(
         math.prod(_shape(column, block_size)) * _dtype(column, dtype).itemsize
         for column in spec.columns.values()
@@ -22,20 +22,20 @@ def state_bytes(spec: StateSpec, block_size: int, dtype: torch.dtype) -> int:
 
 
 class StateStorage:
-    """One tensor a column, [layers, units, (block_size,) *shape]. A `StateView`.
+    """Storage with one tensor per column, [layers, units, (block_size,) *shape]. A `StateView`.
 
     Args:
-        spec: of the layers.
-        num_blocks: block ids.
-        block_size: tokens of a block.
-        dtype: of the model.
-        device: of the model.
-        units: which unit stands behind which block; None: a block is its unit.
+        spec: Specification of the layers.
+        num_blocks: Number of block ids.
+        block_size: Tokens per block.
+        dtype: Dtype of the model.
+        device: Device of the model.
+        units: Table of each block's unit, or None if a block is its unit.
 
     Attributes:
-        tensors: by column.
-        num_blocks, num_units: block ids, and units behind them.
-        window: how many tokens back a row reads, itself included.
+        tensors: Tensors by column.
+        num_blocks, num_units: Numbers of block ids and of units.
+        window: Number of tokens that a row reads, including its own.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class StateStorage:
         self.num_blocks, self.window = num_blocks, spec.window(block_size)
         self.num_units = num_blocks if units is None else units.num_units
         nth = itertools.count()
-        self.places = {layer: next(nth) for layer, own in enumerate(spec.layers) if own}
+        self.places = {layer: next(nth) for layer, has_state in enumerate(spec.layers) if has_state}
         sizes = (len(self.places), self.num_units)
-        # Not initialised, as keys and values are not.
+        # Not initialised, like keys and values.
         self.tensors = {
             name: torch.empty(
                 (*sizes, *_shape(column, block_size)), dtype=_dtype(column, dtype), device=device
@@ -65,49 +65,49 @@ class StateStorage:
                 advise_huge_pages(tensor)
 
     def column(self, layer: int, name: str) -> Tensor:
-        """A column itself: [units, ...]."""
+        """Return a layer's column itself: [units, ...]."""
         return self.tensors[name][self.places[layer]]
 
     def unit_row(self) -> Tensor | None:
-        """The unit of each block, int64 [blocks]; None: its own number."""
+        """Return the unit of each block, int64 [blocks], or None if a block is its unit."""
         return None if self.unit_map is None else self.unit_map.units()[0]
 
     def units_of(self, blocks: Tensor) -> Tensor:
-        """The units that stand behind blocks [...] now."""
+        """Return the current units of blocks [...]."""
         return blocks if self.unit_map is None else self.unit_map.units()[0][blocks]
 
     def write(self, layer: int, name: str, slots: Tensor, values: Tensor) -> None:
-        """Store values [N, ...] of a column of each token at slots [N]."""
+        """Store a per-token column's values [N, ...] at slots [N]."""
         tokens = self._tokens(layer, name)
         tokens.index_copy_(0, self._slots(slots), values.to(tokens.dtype))
 
     def gather(self, layer: int, name: str, slots: Tensor) -> Tensor:
-        """Values at slots [...], float32 [..., *shape of the column]."""
+        """Return a per-token column's values at slots [...]: float32 [..., *column shape]."""
         tokens = self._tokens(layer, name)
-        found = tokens.index_select(0, self._slots(slots.flatten())).float()
-        return found.unflatten(0, slots.shape)
+        values = tokens.index_select(0, self._slots(slots.flatten())).float()
+        return values.unflatten(0, slots.shape)
 
     def read_state(self, layer: int, blocks: Tensor) -> Tensor:
-        """The column "state" of blocks [N]: float32 [N, *shape]."""
+        """Return the column "state" of blocks [N], float32 [N, *shape]."""
         return self.column(layer, "state")[self.units_of(blocks)].float()
 
     def write_state(self, layer: int, blocks: Tensor, state: Tensor) -> None:
-        """Store it."""
+        """Store the column "state" of blocks [N]."""
         self.column(layer, "state")[self.units_of(blocks)] = state
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks; no target may be a source."""
+        """Copy whole blocks. No target may be a source."""
         sources, targets = self.units_of(sources), self.units_of(targets)
         for tensor in self.tensors.values():
             tensor[:, targets] = tensor[:, sources]
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in `read_blocks`."""
+        """Bytes of one block in `read_blocks`."""
         return sum(tensor[:, 0].nbytes for tensor in self.tensors.values())
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
+        """Copy whole blocks to the host: uint8 [blocks, bytes of a block]."""
         parts: list[Tensor] = []
         for tensor in self.tensors.values():
             units = self.units_of(torch.tensor(block_ids, device=tensor.device))
@@ -116,7 +116,7 @@ class StateStorage:
         return torch.cat(parts, dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
-        """Put back what `read_blocks` gave, of any storage of the same columns."""
+        """Write the result of `read_blocks`, of any storage with the same columns."""
         sizes = [tensor[:, 0].nbytes for tensor in self.tensors.values()]
         for tensor, part in zip(self.tensors.values(), data.split(sizes, dim=1), strict=True):
             units = self.units_of(torch.tensor(block_ids, device=tensor.device))

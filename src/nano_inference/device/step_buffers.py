@@ -1,6 +1,4 @@
-"""Memory that a step's numbers travel through: pinned buffers used in turn, and the fixed places of
-a decode step.
-"""
+"""Memory for a step's data: rotating pinned buffers, and the fixed addresses of a decode step."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,19 +16,19 @@ from nano_inference.sampling.columns import arrays_of, columns_of, with_arrays
 from nano_inference.sampling.tensors import to_device, torch_dtype
 
 WORD = 8  # bytes
-# words: where a tensor may begin. Triton compiles other code for an address that 16 does not divide
+# alignment of tensors in words. Triton compiles different code for addresses not divisible by 16
 ALIGNED = 2
 
 
 class TensorPlace(NamedTuple):
-    """The shape and type of one tensor among others in a buffer."""
+    """Shape and dtype of one tensor within a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_words(self) -> int:
-        """Words that it takes."""
+        """Words that the tensor takes."""
         return _num_words(math.prod(self.shape) * self.dtype.itemsize)
 
 
@@ -39,14 +37,12 @@ def _num_words(num_bytes: int) -> int:
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[TensorPlace]:
-    """What these tensors are."""
+    """Return the shapes and dtypes of tensors."""
     return [TensorPlace(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
 def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPlace]:
-    """The columns of a class of batches that have fixed places in captured graphs, at these
-    sizes.
-    """
+    """Return the columns of a batch class with fixed addresses in captured graphs."""
     return {
         name: TensorPlace(tuple(sizes[size] for size in each.sizes), torch_dtype(each.dtype))
         for name, each in columns_of(batch).items()
@@ -55,7 +51,7 @@ def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPla
 
 
 def carve(buffer: Tensor, specs: Iterable[TensorPlace]) -> list[Tensor]:
-    """Views of an int64 buffer, one after the other."""
+    """Return consecutive views of an int64 buffer."""
     views: list[Tensor] = []
     start = 0
     for spec in specs:
@@ -66,7 +62,7 @@ def carve(buffer: Tensor, specs: Iterable[TensorPlace]) -> list[Tensor]:
 
 
 class PinnedBuffer:
-    """One pinned buffer of a ring, and the copy that used it last."""
+    """Pinned buffer of a ring, with the event of its latest copy."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory  # int64
@@ -75,9 +71,7 @@ class PinnedBuffer:
 
 
 class Ring:
-    """Pinned buffers used in turn. One is handed out again only when the copy that used it is
-    done.
-    """
+    """Pinned buffers in rotation. A buffer is reused only after its copy is done."""
 
     def __init__(self, queue: HostQueue, num_slots: int, num_words: int) -> None:
         self._queue = queue
@@ -85,12 +79,10 @@ class Ring:
         self._next = 0
 
     def take(self, num_words: int) -> PinnedBuffer:
-        """The next buffer, of at least so many words. A copy from it or to it notes its
-        event in it.
-        """
+        """Return the next buffer, with at least `num_words` words. Its copy must set `event`."""
         slot = self._slots[self._next]
         if slot.event is not None:
-            self._queue.wait(slot.event)  # long passed, where steps wait for each other
+            self._queue.wait(slot.event)  # usually passed long ago
         if len(slot.words) < num_words:
             slot = self._slots[self._next] = PinnedBuffer(
                 self._queue.pinned(max(num_words, 2 * len(slot.words)))
@@ -100,18 +92,16 @@ class Ring:
 
 
 class Uploads:
-    """Copies to the device, each of many tensors at once; the host waits for none of them."""
+    """Copies to the device, each of many tensors together. The host waits for none of them."""
 
     def __init__(self, queue: HostQueue, device: torch.device) -> None:
         self._queue, self._device = queue, device
-        # A step makes two at most, inputs and parameters, and the one before may still be on its
-        # way.
+        # A step makes at most two uploads (inputs, parameters). Those of the previous step may
+        # still be in progress.
         self._ring = Ring(queue, num_slots=4, num_words=4096)
 
     def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        """Put tensors of the host one after the other, each from a whole word on, to where `target`
-        (int64) begins.
-        """
+        """Copy host tensors, aligned to words, consecutively into `target` (int64)."""
         sizes = [_num_words(part.nbytes) for part in parts]
 
         def fill(words: np.ndarray) -> None:
@@ -125,13 +115,13 @@ class Uploads:
         self.write_words(sum(sizes), fill, target)
 
     def write_words(self, count: int, fill: Callable[[np.ndarray], None], target: Tensor) -> None:
-        """Put what `fill` writes into int64 [count] to where `target` begins."""
+        """Copy int64 [count], written by `fill`, to the beginning of `target`."""
         slot = self._ring.take(count)
         fill(slot.words[:count])
         slot.event = self._queue.upload(slot.memory[:count], target[:count])
 
     def send(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, on the device."""
+        """Return copies of the tensors on the device."""
         specs = specs_of(parts)
         total = sum(spec.num_words for spec in specs)
         target = torch.empty(total, dtype=torch.int64, device=self._device)
@@ -140,8 +130,9 @@ class Uploads:
         return carve(target, specs)
 
     def send_all(self, batches: Sequence[Any]) -> list[Any]:
-        """The same batches (`ForwardBatch` or `SamplingBatch`), with their tensors on the device,
-        by one copy.
+        """Return the batches (`ForwardBatch` or `SamplingBatch`) with their tensors on the device.
+
+        All tensors share one copy.
         """
         moved = iter(self.send([tensor for batch in batches for tensor in arrays_of(batch)]))
         return [with_arrays(batch, moved) for batch in batches]
@@ -150,44 +141,44 @@ class Uploads:
 class Fetched(NamedTuple):
     """Tensors on their way to the host."""
 
-    tensors: list[Tensor]  # good after the event, until the next but one is fetched
+    tensors: list[Tensor]  # valid after the event, until the fetch after the next one
     event: Event
 
 
 class Downloads:
-    """Copies from the device, beside its work."""
+    """Copies from the device, in parallel to its work."""
 
     def __init__(self, queue: HostQueue) -> None:
         self._queue = queue
-        # a step's are read before the next one's are fetched
+        # a step's results are read before those of the next step are fetched
         self._ring = Ring(queue, num_slots=2, num_words=4096)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
-        """Tensors of the device, which must stay as they are until the event."""
+        """Queue a copy of device tensors, which must stay unchanged until the event."""
         specs = specs_of(tensors)
         slot = self._ring.take(sum(spec.num_words for spec in specs))
         places = carve(slot.memory, specs)
         copies = [
-            (tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor.numel()
+            (tensor, target)
+            for tensor, target in zip(tensors, places, strict=True)
+            if tensor.numel()
         ]
         slot.event = self._queue.download(copies)
         return Fetched(places, slot.event)
 
 
 class DecodeInputs:
-    """Where a captured forward of `size` rows, one of each sequence, finds them: fixed places in a
-    device buffer.
+    """Inputs of a captured forward at fixed addresses: `size` rows, one for each sequence.
 
-    Rows beyond those of a step are padding. Nothing of a padded row is stored (slot -1), its chunk
-    has no rows and no context, and what comes of it is not read. Block tables stand last and as
-    close as this step's are, so that only the part which is used travels; `table_stride` says how
-    close.
+    Excess rows are padding. A padding row stores nothing (slot -1), its chunk has no rows and no
+    context, and its output is ignored. Block tables come last, with the row stride of the current
+    step, so that only their used part is uploaded. `table_stride` holds that stride.
 
     Args:
-        buffer: int64, of at least `num_words(size, max_blocks)`; graphs of other sizes use the
-            same.
-        size: rows.
-        max_blocks: of a block table.
+        buffer: Buffer, int64 with at least `num_words(size, max_blocks)`. Graphs of all sizes share
+            it.
+        size: Number of rows.
+        max_blocks: Maximum length of a block table.
     """
 
     def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
@@ -197,11 +188,11 @@ class DecodeInputs:
         places = dict(zip(specs, carve(buffer, specs.values()), strict=True))
         ends = accumulate(spec.num_words for spec in specs.values())
         self._starts = dict(zip(specs, (0, *ends), strict=False))
-        # what stands before the block tables if no row does
+        # contents before the block tables if all rows are padding
         self._padding = np.zeros(self._starts["block_tables"], dtype=np.int64)
         for name in ("slot_mapping", "relay_sources"):  # no slot, no source
             self._padding[self._starts[name] :][:size] = -1
-        # place in the newest tokens; -1: the host knew the row's token
+        # index into the latest tokens, or -1 if the host knew the row's token
         self.relay_sources, stride = places.pop("relay_sources"), places.pop("table_stride")
         rows = torch.arange(size, device=buffer.device)
         self.batch = to_device(
@@ -213,18 +204,19 @@ class DecodeInputs:
 
     @staticmethod
     def num_words(size: int, max_blocks: int) -> int:
-        """Words that a step of so many rows takes at most."""
+        """Return the maximum number of words of a step with `size` rows."""
         return sum(spec.num_words for spec in _decode_specs(size, max_blocks).values())
 
     def clear(self) -> None:
-        """Padding alone: what is captured and warmed up touches no keys and values."""
+        """Fill all rows with padding, so that capture and warm-up touch no keys and values."""
         self._buffer[: self.num_words(self.size, 0)].zero_()
         self.batch.slot_mapping.fill_(-1)
         self.relay_sources.fill_(-1)
 
     def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
-        """Bring a step here, at most `size` rows of it: one copy. By numpy: small operations of
-        torch take longer.
+        """Upload a step of at most `size` rows in one copy.
+
+        Uses numpy, which is faster than torch for small operations.
         """
         count = len(self._padding) + _num_words(batch.block_tables.nbytes)
         uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
@@ -242,13 +234,13 @@ class DecodeInputs:
 
 
 def _decode_specs(size: int, max_blocks: int) -> dict[str, TensorPlace]:
-    """Where everything stands; the block tables last."""
-    own = {
+    """Return the fixed layout of all inputs. The block tables come last."""
+    extra = {
         name: TensorPlace(shape, torch.int64)
         for name, shape in (("relay_sources", (size,)), ("table_stride", (1,)))
     }
     sizes = {"N": size, "S": size, "S + 1": size + 1, "B": max_blocks}
-    return own | captured_specs(ForwardBatch, sizes)
+    return extra | captured_specs(ForwardBatch, sizes)
 
 
 _CAPTURED = tuple(

@@ -1,4 +1,4 @@
-"""Units of blocks on a device."""
+"""Unit tables of blocks on a device."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,7 @@ from nano_inference.kv_cache.sliding_window import UnitPool
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on a device, behind what is queued there; the host does not wait
-    for it.
-    """
+    """Copy a small host tensor to a device, in stream order. The host does not wait."""
     return (
         tensor.to(device)
         if device.type == "cpu"
@@ -18,9 +16,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class UnitMap:
-    """The units behind each block, on the device: a mirror of `UnitPool.unit_of`, shared by all
-    storages.
-    """
+    """Each block's units on the device: a mirror of `UnitPool.unit_of` for all storages."""
 
     def __init__(self, pool: UnitPool, device: torch.device) -> None:
         self.layout, self.num_units = pool.layout, pool.num_units
@@ -32,7 +28,7 @@ class UnitMap:
         self._units = self._host if device.type == "cpu" else self._host.to(device)
 
     def units(self) -> Tensor:
-        """Units [units of a block, blocks] as they are now."""
+        """Return the current units [units of a block, blocks]."""
         if self._units is not self._host and self._pool.changed:
             blocks = torch.tensor(sorted(self._pool.changed))
             changed = sent(torch.cat([blocks[None], self._host[:, blocks]]), self._units.device)

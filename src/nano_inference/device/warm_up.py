@@ -1,10 +1,10 @@
-"""Compile, while the engine starts, what its first steps would compile while requests wait.
+"""Compile kernels at start-up that the first steps would otherwise compile while requests wait.
 
-Triton compiles a kernel when it is first launched with constants that are new, for most of a
-second. The largest steps (`memory_profile`) and the graphs launch what every step needs. Draws have
-more kinds: what their kernels are compiled for depends on what the samples of a batch ask for. And
-products of `batch_invariant` are compiled for a few numbers of rows. So each kind is run once here,
-with two rows; compiled kernels stay in Triton's cache on the disk, and later starts only load them.
+Triton compiles a kernel on its first launch with new constants, which takes most of a second. The
+largest steps (`memory_profile`) and the graphs launch the kernels of every step. Draws have more
+variants, which depend on the sampling parameters in a batch. The products of `batch_invariant` are
+compiled for a few row counts. This module runs each variant once, with two rows. Triton caches
+compiled kernels on disk, so later starts only load them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from nano_inference.types import SamplingParams
 
 SAMPLES = 2
 
-# What rows are drawn from: as they are; with bias and penalties; with masks and bans, too.
+# Changes to logits: none, then bias and penalties, then masks and banned tokens.
 _CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"logit_bias": {0: -1.0}, "presence_penalty": 0.1, "repetition_penalty": 1.1},
@@ -36,12 +36,12 @@ _FILTERS: tuple[dict[str, Any], ...] = (
     {"top_k": 50, "sampling_mask": True},
 )
 _SHOWN: tuple[dict[str, Any], ...] = ({}, {"top_logprobs": 5})
-# Whether the model's own logprobs are reported: of none, of a sample that asks, of a greedy one.
+# Raw logprobs: not reported, then requested by a sample, then reported for a greedy sample.
 _BESIDE: tuple[dict[str, Any], ...] = ({}, {"raw_logprobs": True}, {"temperature": 0.0})
 
 
 def kinds_of_draws() -> Iterator[SamplingBatch]:
-    """A batch of every kind that the kernels of a draw are compiled for."""
+    """Yield a batch for every variant that the sampling kernels are compiled for."""
     for changes, filters, shown, beside in product(_CHANGES, _FILTERS, _SHOWN, _BESIDE):
         params = SamplingParams(**changes, **filters, **shown)
         banned = (1,) if params.allowed_token_ids is not None else ()
@@ -53,7 +53,7 @@ def kinds_of_draws() -> Iterator[SamplingBatch]:
 def run_all_kinds(
     config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
 ) -> None:
-    """Run each kind of draw, and a step of each number of rows that has kernels of its own."""
+    """Run each variant of a draw, and a step for each row count that has its own kernels."""
     longest = longest_asked(config, [model.spec for model in models.values()])
     for name, model in models.items():
         hidden = torch.zeros(
@@ -67,7 +67,7 @@ def run_all_kinds(
 
 
 def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
-    """Numbers of rows that have kernels of their own."""
+    """Return the row counts that have their own kernels."""
     most = config.max_tokens_per_batch
     if not model.ops.schedule_invariant:
         return [min(most, 64)]
@@ -87,7 +87,7 @@ def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
 
 
 def _step(rows: int, longest: int, block_size: int, weight_set: str) -> ForwardBatch:
-    """A decode, and prompts of at most `longest` tokens for all other rows; all in one block."""
+    """Return a decode, and prompts of up to `longest` tokens for the other rows, in one block."""
     lengths = [min(longest, rows - 1 - done) for done in range(0, rows - 1, longest)]
     position = min(block_size, longest - 1)
     chunks = [Rows([0], position, [0] * (position // block_size + 1))]

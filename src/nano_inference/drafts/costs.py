@@ -1,4 +1,4 @@
-"""How long a step takes by the rows that it computes, and how many drafts of a batch pay."""
+"""Time of a step by its number of rows, and the number of drafts that pay off."""
 
 import bisect
 from collections.abc import Sequence as Listed
@@ -6,26 +6,28 @@ from functools import lru_cache
 
 import numpy as np
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # that are measured at start
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # measured at start
 
 
 class StepCosts:
-    """Seconds of a step, by rows: measured at some numbers of them, and on lines between. Beyond
-    the last two the line goes on.
+    """Seconds of a step by its number of rows.
+
+    Interpolated linearly between measured sizes. Beyond the largest size, the slope over the upper
+    half of the sizes continues.
 
     Args:
-        rows: rising, at least one.
-        seconds: of each; made to rise with the rows.
+        rows: Measured sizes, ascending, at least one.
+        seconds: Seconds for each size. A value below an earlier one is raised to it.
     """
 
     def __init__(self, rows: Listed[int], seconds: Listed[float]) -> None:
         self.rows = tuple(rows)
         self.seconds = tuple(np.maximum.accumulate(np.array(seconds, dtype=np.float64)).tolist())
-        # what a draft's chance must be above at least, by rows and sequences of the step
+        # lowest chance at which drafts can pay off, by rows, sequences and most drafts of a step
         self.threshold = lru_cache(4096)(self._threshold)
 
     def of(self, num_rows: np.ndarray) -> np.ndarray:
-        """Seconds of steps with so many rows, float64 [N]."""
+        """Return the seconds of steps with `num_rows` rows, float64 [N]."""
         last = bisect.bisect_left(self.rows, self.rows[-1] // 2)
         rows, seconds = np.array(self.rows), np.array(self.seconds)
         if last == len(rows) - 1:
@@ -36,12 +38,12 @@ class StepCosts:
         return np.interp(num_rows, rows, seconds) + beyond * slope
 
     def most_paying(self, num_rows: int, num_seqs: int, chances: Listed[float]) -> int:
-        """How many drafts to compute, the likeliest first, so that tokens come fastest.
+        """Return how many drafts to compute, most likely first, for the most tokens per second.
 
         Args:
-            num_rows: of the step without drafts.
-            num_seqs: that get a token in it.
-            chances: that a draft and all before it are drawn, falling.
+            num_rows: Rows of the step without drafts.
+            num_seqs: Sequences that get a token in the step.
+            chances: Probabilities, descending, that a draft and all drafts before it are drawn.
         """
         if not chances:
             return 0
@@ -50,7 +52,7 @@ class StepCosts:
         return int(np.argmax(tokens / seconds))
 
     def _threshold(self, num_rows: int, num_seqs: int, most: int) -> float:
-        """Drafts that are drawn less often than this cannot pay in such a step, however many."""
+        """Return the chance below which no number of drafts pays off in such a step."""
         more = np.arange(1, most + 1)
         ratio = self.of(num_rows + more) / self.of(np.array([num_rows]))
         return float(np.min(num_seqs * (ratio - 1) / more))

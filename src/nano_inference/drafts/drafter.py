@@ -1,8 +1,7 @@
-"""`Drafter`: asks the sources for drafts, decides how many of them a step computes, and learns from
-what was drawn.
+"""`Drafter`: proposes drafts from several sources, and learns from the tokens drawn.
 
-Which drafts a step computes changes no bit of any sample. So all that decides it may depend on the
-clock, on other requests and on chance.
+Drafts change no bit of any sample. Their choice may therefore depend on the clock, on other
+requests and on chance.
 """
 
 import logging
@@ -29,39 +28,39 @@ from nano_inference.types import SpeculationStats
 
 logger = logging.getLogger("nano_inference")
 
-# The chance that a draft of a kind is drawn is a mean over about this many drafts.
+# The chance of a kind of draft is its mean over about this many drafts.
 MEMORY = 200.0
-# It begins as if CAUTION drafts had been seen, PRIOR of which were drawn.
+# Each mean starts as if CAUTION drafts had been seen, and a share PRIOR of them drawn.
 CAUTION = 4.0
 PRIOR = 0.3
-CERTAIN = 0.97  # the highest chance that a draft is given
-NEVER = (0.0, 0.0)  # drafts of a kind that were reached, and drawn
-MODEL_PRIOR = 0.8  # the chance of a model's drafts before any was seen
-# A step without a model's drafts keeps this share of the drafts that were counted.
+CERTAIN = 0.97  # upper limit of a draft's chance
+NEVER = (0.0, 0.0)  # counts of a new kind: drafts that were reached, and drawn
+MODEL_PRIOR = 0.8  # chance of a model's drafts before any was seen
+# In a step without a model's drafts, their counts shrink to this share.
 FORGETTING = 0.99
-# A draft with a lower chance is not proposed, even if its row costs nothing: the host's work does.
+# Drafts with a lower chance are not proposed: even a free row costs work on the host.
 HOPELESS = 0.05
 
 
 class _Asked(NamedTuple):
-    """A guess that waits for its tokens."""
+    """A guess whose tokens are not drawn yet."""
 
     seq: Sequence
     num_known: int
     source: str
     guess: Guess
-    chances: Listed[float]  # that each draft, and all before it, is drawn
+    chances: Listed[float]  # probabilities that each draft and all before it are drawn
 
 
 class Drafter:
-    """Drafts for the steps of one engine.
+    """Proposes the drafts of one engine's steps.
 
     Args:
-        sources: that are asked, by falling trust where they are equally sure.
-        costs: of a step; None: as many drafts as there are.
-        most: drafts of one sequence in a step.
-        model: a source that takes time for each draft: asked for as many as may pay, of sequences
-            for which the other sources know little; None: there is none.
+        sources: Sources of guesses. An earlier source wins if two are equally sure.
+        costs: Costs of a step. None to use as many drafts as possible.
+        most: Maximum number of drafts of one sequence in a step.
+        model: Source that takes time for each draft, or None. It guesses only as many tokens as may
+            pay off, for sequences that the other sources are less sure of.
     """
 
     def __init__(
@@ -73,28 +72,28 @@ class Drafter:
     ) -> None:
         self.sources = list(sources)
         self.costs, self.most, self.model = costs, most, model
-        self._of_model = [0.0, 0.0]  # its drafts that were reached, and those that were drawn
+        self._of_model = [0.0, 0.0]  # the model's drafts that were reached, and drawn
         self._asked: dict[int, _Asked] = {}
-        # by source and kind: drafts that were reached, and those that were drawn
+        # drafts that were reached, and drawn, by source and kind
         self._seen: dict[tuple[str, int], list[float]] = {}
-        self._drafted: defaultdict[str, list[int]] = defaultdict(list[int])  # by source and place
+        self._drafted: defaultdict[str, list[int]] = defaultdict(list[int])  # by source and index
         self._accepted: defaultdict[str, list[int]] = defaultdict(list[int])
 
     def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
-        """Drafts for the next step, by sequence id.
+        """Return drafts for the next step by sequence id.
 
         Args:
-            live: the sequences.
-            pending: ids of those of which a token is being sampled.
-            config: the limits of a step.
+            live: Live sequences.
+            pending: Ids of sequences with a token in flight.
+            config: Limits of a step.
         """
         free = [seq for seq in live.running if seq.seq_id not in pending]
-        # guesses of sequences that ended otherwise belong to no sequence any more
+        # drop guesses of sequences that have ended
         self._asked = {key: each for key, each in self._asked.items() if key in pending}
         seqs = [seq for seq in free if may_draft(seq)]
         if not (self.sources or self.model) or not seqs:
             return {}
-        # what the step computes without drafts, as far as that shows
+        # estimate of the step's rows without drafts
         wants = sum(seq.num_to_compute - seq.num_computed_tokens for seq in free)
         wants += sum(seq.num_to_compute for seq in live.waiting)
         num_rows = min(wants, config.max_tokens_per_batch)
@@ -107,14 +106,14 @@ class Drafter:
             asked = self._with_model(self.model, asked, seqs, num_rows, most)
         self._asked |= {each.seq.seq_id: each for each in asked}
         drafts: dict[int, tuple[int, ...]] = {}
-        for each, length in self._share(asked, num_rows, len(seqs), room):
-            token_ids = allowed(each.seq, each.guess.token_ids[:length])
+        for guessed, length in self._share(asked, num_rows, len(seqs), room):
+            token_ids = allowed(guessed.seq, guessed.guess.token_ids[:length])
             if token_ids:
-                drafts[each.seq.seq_id] = tuple(token_ids)
+                drafts[guessed.seq.seq_id] = tuple(token_ids)
         return drafts
 
     def _best(self, seqs: Listed[Sequence], most: int) -> list[_Asked]:
-        """Of each sequence the guess of which most is expected, if there is any."""
+        """Return the most promising guess for each sequence that has any."""
         best: dict[int, _Asked] = {}
         for source in list(self.sources):
             for seq, guess in zip(seqs, self._ask(source, seqs, most), strict=True):
@@ -134,7 +133,7 @@ class Drafter:
         num_rows: int,
         most: int,
     ) -> list[_Asked]:
-        """Guesses with those of a model in the place of such as promise less than its first one."""
+        """Replace guesses that promise less than the model's first draft by the model's guesses."""
         seen, drawn = self._of_model
         chance = min((drawn + CAUTION * MODEL_PRIOR) / (seen + CAUTION), CERTAIN)
         sure = {each.seq.seq_id for each in asked if sum(each.chances) >= chance}
@@ -143,9 +142,9 @@ class Drafter:
         if not unsure or not length:
             self._of_model = [each * FORGETTING for each in self._of_model]
             return asked
-        found = self._ask(model, unsure, length)
+        guesses = self._ask(model, unsure, length)
         best = {each.seq.seq_id: each for each in asked}
-        for seq, guess in zip(unsure, found, strict=True):
+        for seq, guess in zip(unsure, guesses, strict=True):
             if guess.token_ids:
                 chances = self._chances(model.name, guess)
                 known = len(seq.token_ids)
@@ -161,7 +160,7 @@ class Drafter:
         num_seqs: int,
         most: int,
     ) -> int:
-        """Of how many drafts of each tokens come fastest, what the model takes counted."""
+        """Return the draft length with the most tokens per second, including the model's time."""
         if self.costs is None or not num_unsure:
             return most
         lengths = np.arange(most + 1)
@@ -172,7 +171,7 @@ class Drafter:
     def _share(
         self, asked: Listed[_Asked], num_rows: int, num_seqs: int, room: int
     ) -> list[tuple[_Asked, int]]:
-        """How many drafts of each guess to compute: the likeliest of all."""
+        """Return how many drafts of each guess to compute, choosing the most likely of all."""
         likeliest = sorted(
             (
                 (chance, -number)
@@ -185,16 +184,18 @@ class Drafter:
         if self.costs is not None:
             chances = [chance for chance, _ in likeliest]
             likeliest = likeliest[: self.costs.most_paying(num_rows, num_seqs, chances)]
-        # the chances of one guess fall, so these are its first ones
+        # chances within a guess descend, so these are its first drafts
         lengths = Counter(-number for _, number in likeliest)
         return [(asked[number], length) for number, length in lengths.items()]
 
     def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
-        """Tokens of these sequences have become known; returns how many more than one of each.
+        """Learn from newly known tokens of these sequences.
+
+        Return how many tokens the accepted drafts added: those beyond one for each sequence.
 
         Args:
-            seqs: each once.
-            drafts: that the step computed, by sequence id.
+            seqs: Sequences, each once.
+            drafts: Drafts that the step computed, by sequence id.
         """
         num_more = 0
         for seq in seqs:
@@ -205,10 +206,10 @@ class Drafter:
             drawn = seq.token_ids[num_known:]
             pairs = zip(guess.token_ids, drawn, strict=False)
             num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for place, kind in enumerate(guess.kinds[: min(num_right + 1, len(drawn))]):
+            for index, kind in enumerate(guess.kinds[: min(num_right + 1, len(drawn))]):
                 if self.model is not None and source == self.model.name:
-                    self._count(self._of_model, place < num_right)
-                self._count(self._seen.setdefault((source, kind), [0.0, 0.0]), place < num_right)
+                    self._count(self._of_model, index < num_right)
+                self._count(self._seen.setdefault((source, kind), [0.0, 0.0]), index < num_right)
             self._tell(source, len(drafts.get(seq.seq_id, ())), num_right)
             num_more += max(len(drawn) - 1, 0)
         return num_more
@@ -224,14 +225,14 @@ class Drafter:
         more = [0] * (num_drafted - len(drafted))
         drafted += more
         accepted += more
-        for place in range(num_drafted):
-            drafted[place] += 1
-            accepted[place] += place < num_right
+        for index in range(num_drafted):
+            drafted[index] += 1
+            accepted[index] += index < num_right
 
     def stats(self) -> SpeculationStats:
-        """What was drafted so far, and what of it was drawn. For any thread."""
-        # Lists of the items: the thread that steps may add a source meanwhile. Accepted first, so
-        # that no more drafts are accepted than drafted.
+        """Return the numbers of drafted and accepted tokens so far. Callable from any thread."""
+        # Copy the items, because the stepping thread may add a source. Read `accepted` first, so
+        # that it never exceeds `drafted`.
         accepted = {name: tuple(each) for name, each in list(self._accepted.items())}
         drafted = {name: tuple(each) for name, each in list(self._drafted.items())}
         return SpeculationStats(
@@ -253,8 +254,8 @@ class Drafter:
         try:
             return source.propose(seqs, most)
         except Exception as problem:
-            reason = problem if isinstance(problem, BadSource) else f"it raised {problem!r}"
-            logger.error("Drafts of the source %r are switched off: %s.", source.name, reason)
+            reason = problem if isinstance(problem, BadSource) else f"raised {problem!r}"
+            logger.error("disabled draft source %r: %s", source.name, reason)
             if source is self.model:
                 self.model = None
             else:
@@ -262,7 +263,7 @@ class Drafter:
             return [NO_GUESS] * len(seqs)
 
     def _chances(self, source: str, guess: Guess) -> list[float]:
-        """That each draft, and all before it, is drawn."""
+        """Return the probabilities that each draft and all before it are drawn."""
         chances: list[float] = []
         whole = 1.0
         for kind in guess.kinds:
@@ -273,11 +274,11 @@ class Drafter:
 
 
 def allowed(seq: Sequence, drafts: Listed[int]) -> Listed[int]:
-    """The drafts up to the first that ends the sample, or that its grammar forbids."""
+    """Return the drafts before the first one that ends the sample or violates its grammar."""
     stop_ids = seq.request.stop_ids
-    for place, token_id in enumerate(drafts):
+    for index, token_id in enumerate(drafts):
         if token_id in stop_ids:
-            drafts = drafts[:place]
+            drafts = drafts[:index]
             break
     if seq.grammar is not None and drafts:
         return drafts[: seq.grammar.look_ahead(drafts)]
@@ -285,7 +286,7 @@ def allowed(seq: Sequence, drafts: Listed[int]) -> Listed[int]:
 
 
 def may_draft(seq: Sequence) -> bool:
-    """Whether drafts may stand behind a sequence's known tokens in the next step."""
+    """Return True if drafts may follow a sequence's known tokens in the next step."""
     return (
         seq.num_samples == 1
         and seq.num_computed_tokens == len(seq.token_ids) - 1

@@ -1,11 +1,11 @@
-"""Drafts by an EAGLE-3 head: one layer with keys and values of its own, over the newest tokens and
-what three layers of the policy computed.
+"""Drafts by an EAGLE-3 head: one layer with its own keys and values.
 
-The head's row at a position reads the token behind it, and what the policy computed at it. So a row
-can be computed as soon as the token behind it is known: a prompt's with the step that computes
-them, a drawn token's with the next one. Its keys and values stand in the slots of the sequence's
-own blocks, so that prefixes, forks and preemption need nothing here. What may stand there wrongly
-makes wrong drafts, and nothing else.
+Its inputs are the newest tokens and the policy's activations at three layers. The row at a position
+reads the next token and the policy's activations at that position. It can therefore be computed
+once the next token is known: for prompt tokens in the same step, for a drawn token in the next one.
+
+Keys and values use the slots of the sequence's own blocks, so prefixes, forks and preemption need
+no work here. Stale values there can only make drafts wrong.
 """
 
 import time
@@ -46,24 +46,25 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.sampling.tensors import to_device
 
-UNKNOWN = 256  # sequences more than four times those of a step whose progress is remembered
+UNKNOWN = 256  # remembered sequences, in addition to four times those of a step
 
 
 class _Part(NamedTuple):
-    """Rows of a sequence whose next tokens are known, and what the policy computed at them."""
+    """Rows of a sequence whose next tokens are known, and the head's inputs for them."""
 
     rows: Rows
-    given: list[Tensor]  # each [n, H]
+    inputs: list[Tensor]  # each [n, H]
 
 
 class EagleDrafts:
-    """See `TimedSource`.
+    """A `TimedSource` that runs an EAGLE-3 head.
 
     Args:
-        policy: whose layers are read; has the head's taps.
-        weights: of the head.
-        storage: where its keys and values go; the slots of blocks are those of the policy's.
-        scratch: blocks of that storage that no sequence has: for drafts behind a sequence's last.
+        policy: Model whose activations are read. It must have the head's taps.
+        weights: Weights of the head.
+        storage: KV storage of the head. Its slots correspond to the slots of the policy's blocks.
+        scratch: Blocks of that storage that no sequence uses, for drafts after a sequence's last
+            block.
     """
 
     name = "eagle"
@@ -80,17 +81,19 @@ class EagleDrafts:
         self._num_positions = len(policy.ropes[0][0])
         self._rope = rope_table(layer.ropes[0], layer.head_dim, self._num_positions, policy.device)
         self._rows = DrawnRows()
-        self._settled: dict[int, int] = {}  # head's rows whose keys are stored, by sequence
-        self._given: Tensor | None = None  # of the rows that are computed now, [N, H]
+        self._settled: dict[int, int] = {}  # sequence id -> number of rows with stored keys
+        self._inputs: Tensor | None = None  # inputs of the rows being computed, [N, H]
         self._recorded: dict[Callable[..., Any], Callable[[ForwardBatch], Tensor]] = {}
         self._times = DraftTimes()
 
-    # -- what the policy computes ------------------------------------------------------------------
+    # -- activations of the policy -----------------------------------------------------------------
 
     @torch.inference_mode()
     def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
-        """A step was computed: store the keys of all rows whose next token is known, and keep the
-        others.
+        """Watch a step of the loop.
+
+        Store the keys of rows whose next token is known, and keep the rows that tokens are drawn
+        from.
         """
         hidden = self.spec.layer.hidden_size
         drawn: list[Tensor] = []
@@ -100,41 +103,41 @@ class EagleDrafts:
                 rows = self._combined(self._taps.rows())
                 self._store(self._known_parts(chunks, part, rows))
                 drawn.append(rows[batch.logits_indices.to(rows.device)])
-            else:  # nothing is known of these
+            else:  # the head cannot use rows of other models
                 drawn.append(torch.full((count, hidden), torch.nan, device=self.policy.device))
         self._rows.keep(chunks, torch.cat(drawn))
 
     def _known_parts(self, chunks: Chunks, part: Any, rows: Tensor) -> list[_Part]:
         columns = chunks.columns if part is ALL else chunks.columns.of(part)
         seqs = chunks.seqs if part is ALL else list(compress(chunks.seqs, part.tolist()))
-        found: list[_Part] = []
+        parts: list[_Part] = []
         first = 0
         bounds = zip(seqs, columns.starts.tolist(), columns.lengths.tolist(), strict=True)
         for seq, start, length in bounds:
             end = max(min(start + length, len(seq.token_ids) - 1), start)
             earlier = self._earlier(seq, start)
-            given = [*earlier, rows[first : first + end - start]]
+            inputs = [*earlier, rows[first : first + end - start]]
             begin = start - len(earlier)
             if end > begin:
                 tokens = seq.token_ids[begin + 1 : end + 1]
-                found.append(_Part(Rows(tokens, begin, seq.block_ids), given))
+                parts.append(_Part(Rows(tokens, begin, seq.block_ids), inputs))
             self._settled[seq.seq_id] = end
             first += length
         if len(self._settled) > 4 * len(seqs) + UNKNOWN:
             live = {seq.seq_id for seq in seqs}
             self._settled = {key: each for key, each in self._settled.items() if key in live}
-        return found
+        return parts
 
     def _earlier(self, seq: Sequence, end: int) -> list[Tensor]:
-        """The rows [1, H] before a position that are not stored yet."""
+        """Return the rows [1, H] before position `end` that are not stored yet."""
         begin = self._settled.get(seq.seq_id, max(end - 1, 0))
         rows = [self._rows.of(seq, position + 1) for position in range(begin, end)]
-        while rows and rows[0] is None:  # the policy did not compute them lately
+        while rows and rows[0] is None:  # no longer among the kept steps
             rows.pop(0)
         return [row[None] for row in rows if row is not None] if None not in rows else []
 
     def _combined(self, rows: Tensor) -> Tensor:
-        """What three layers computed as one row: [N, 3 target] -> float32 [N, H]."""
+        """Combine the policy's activations at three layers: [N, 3 target] -> float32 [N, H]."""
         spec, ops, params = self.spec, self.policy.ops, self.weights.params
         if spec.norm_before_fc:
             x = ops.rms_norm(None, rows, self._norm("input_norm"), 1.0)[0]
@@ -152,17 +155,15 @@ class EagleDrafts:
     # -- drafts ------------------------------------------------------------------------------------
 
     def seconds(self, num_seqs: int) -> float:
-        """See `TimedSource`."""
         return self._times.of(num_seqs)
 
     @torch.inference_mode()
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
-        """See `DraftSource`."""
-        found, rows = self._begin(seqs, most)
+        drafting, rows = self._begin(seqs, most)
         hidden = torch.cat(rows) if rows else torch.empty(0)
-        while places := [place for place, each in enumerate(found) if each.is_open]:
+        while places := [place for place, each in enumerate(drafting) if each.is_open]:
             began = time.perf_counter()
-            live = [found[place] for place in places]
+            live = [drafting[place] for place in places]
             computed, normed = self._compute(live, hidden[places])
             params, spec = self.weights.params, self.spec
             requests = to_device(draws_of(live), self.policy.device)
@@ -176,16 +177,16 @@ class EagleDrafts:
             take_drawn(live, draw, vocab_size)
             hidden[places] = normed.float() if spec.norm_output else computed
             self._times.note(len(live), time.perf_counter() - began)
-        return guesses_of(seqs, found)
+        return guesses_of(seqs, drafting)
 
     def _begin(self, seqs: Listed[Sequence], most: int) -> tuple[list[Drafting], list[Tensor]]:
-        """Those of the sequences that can have drafts, and the rows [1, H] that they start from."""
+        """Return the sequences that can have drafts, and the rows [1, H] that they start from."""
         size, scratch = self._storage.block_size, list(self._scratch)
-        found: list[Drafting] = []
+        drafting: list[Drafting] = []
         rows: list[Tensor] = []
-        behind: list[_Part] = []
+        missing: list[_Part] = []
         for seq in seqs:
-            start = len(seq.token_ids) - 2  # the first row that a draft is drawn from
+            start = len(seq.token_ids) - 2  # first row that a draft is drawn from
             row = self._rows.of(seq, start + 1)
             if row is None:
                 continue
@@ -193,7 +194,7 @@ class EagleDrafts:
             if earlier:
                 begin = start - len(earlier)
                 tokens = seq.token_ids[begin + 1 : start + 1]
-                behind.append(_Part(Rows(tokens, begin, seq.block_ids), earlier))
+                missing.append(_Part(Rows(tokens, begin, seq.block_ids), earlier))
             wanted = min(most, self._num_positions - start)
             lacking = max(-(-(start + wanted) // size) - len(seq.block_ids), 0)
             table = seq.block_ids + scratch[:lacking]
@@ -202,13 +203,16 @@ class EagleDrafts:
             self._settled[seq.seq_id] = start
             if wanted > 0:
                 self._settled[seq.seq_id] = start + 1
-                found.append(Drafting(seq, start, table, wanted))
+                drafting.append(Drafting(seq, start, table, wanted))
                 rows.append(row[None])
-        self._store(behind)
-        return found, rows
+        self._store(missing)
+        return drafting, rows
 
     def _compute(self, live: Listed[Drafting], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """One row of each: what the layer gives, float32 [S, H], and the same normed."""
+        """Compute one row of each sequence.
+
+        Return the layer's output, float32 [S, H], and the same after the norm.
+        """
         rows = [Rows(each.token_ids[-1:], len(each.token_ids) - 2, each.table) for each in live]
         computed = self._run(self._layer, rows, hidden).clone()
         return computed, self.policy.ops.rms_norm(None, computed, self._norm("norm"), 1.0)[0]
@@ -216,32 +220,32 @@ class EagleDrafts:
     def _store(self, parts: Listed[_Part]) -> None:
         """Store the keys and values of rows."""
         if parts:
-            given = torch.cat([rows for part in parts for rows in part.given])
-            self._run(self._projected, [part.rows for part in parts], given)
+            inputs = torch.cat([rows for part in parts for rows in part.inputs])
+            self._run(self._projected, [part.rows for part in parts], inputs)
 
-    def _run(self, trunk: Trunk, rows: Listed[Rows], given: Tensor) -> Tensor:
+    def _run(self, trunk: Trunk, rows: Listed[Rows], inputs: Tensor) -> Tensor:
         ops, storage, policy = self.policy.ops, self._storage, self.policy
         batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT)
         batch = to_device(batch, policy.device)
-        self._given = given
+        self._inputs = inputs
         if ops.compile is None:
             return trunk(ops, batch, storage)
         if trunk not in self._recorded:
             self._recorded[trunk] = ops.compile(trunk, batch, storage, policy.dtype)
         return self._recorded[trunk](batch)
 
-    # -- the layer, by operations that a backend may record ----------------------------------------
+    # -- the layer, made of operations that a backend may record -----------------------------------
 
     def _projected(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
-        """Queries; keys and values are stored."""
+        """Return the queries, and store keys and values."""
         return self._attending(ops, batch, view)[0]
 
     def _attending(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> tuple[X, X]:
-        """Queries, and what the layer adds to."""
+        """Return the queries and the residual, and store keys and values."""
         layer, params, dtype = self.spec.layer, self.weights.params, self.policy.dtype
         hidden = layer.hidden_size
-        own = params if self.spec.has_embedding else self.policy.params
-        embedded = ops.embed(batch.input_ids, own["embed"], 1.0)
+        source = params if self.spec.has_embedding else self.policy.params
+        embedded = ops.embed(batch.input_ids, source["embed"], 1.0)
         embedded = ops.rms_norm(None, embedded, self._norm("embed_norm"), 1.0)[0]
         residual = ops.call(batch, self._give, (), hidden, torch.float32)
         norm = self._norm("hidden_norm")
@@ -270,8 +274,8 @@ class EagleDrafts:
         return ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, torch.float32), 1.0)[0]
 
     def _give(self, _batch: ForwardBatch, out: Tensor) -> None:
-        assert self._given is not None
-        out.copy_(self._given)
+        assert self._inputs is not None
+        out.copy_(self._inputs)
 
     def _norm(self, name: str) -> Norm:
         eps = self.spec.layer.rms_norm_eps

@@ -1,10 +1,9 @@
-"""Heads that guess a model's next tokens from its own hidden rows: Medusa heads and EAGLE-3 heads,
-as others publish them.
+"""Draft heads, which guess a model's next tokens from its own hidden rows: Medusa and EAGLE-3.
 
-A folder holds config.json and safetensors. Medusa: the names of vLLM (`medusa_heads.blocks.0...`,
-`lm_heads.0.weight`, `token_map`) and of the authors (`0.0.linear.weight`). EAGLE-3: those of the
-authors (`midlayer...`), of SGLang and vLLM, and of speculators (`layers.0...`), with `d2t` for a
-vocabulary of its own.
+A folder holds config.json and safetensors. Several published naming schemes are accepted. Medusa:
+the names of vLLM (`medusa_heads.blocks.0...`, `lm_heads.0.weight`, `token_map`) and of the authors
+(`0.0.linear.weight`). EAGLE-3: the names of the authors (`midlayer...`), of SGLang and vLLM, and of
+speculators (`layers.0...`), with `d2t` if the head has a vocabulary of its own.
 
 Papers: Medusa, Cai et al. 2024, arXiv 2401.10774; EAGLE-3, Li et al. 2025, arXiv 2503.01840.
 """
@@ -30,7 +29,7 @@ from nano_inference.system.regular_files import read_json
 
 EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 MEDUSA = ("MedusaModel",)
-# Of speculators' `transformer_layer_config`, which leaves out what is as in transformers' class.
+# Defaults for speculators' `transformer_layer_config`, which omits defaults of transformers.
 _LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "LlamaForCausalLM",
@@ -59,7 +58,7 @@ _LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Tensors that nothing here reads: kept for training, or by other engines.
+# Unused tensors, stored for training or for other engines.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "mask_hidden")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,15 +66,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MedusaSpec:
-    """Medusa heads: each a few residual blocks on the last hidden row, and a projection.
+    """Medusa heads: each has a few residual blocks on the last hidden row, and a projection.
 
     Attributes:
-        num_heads: how many tokens ahead they guess.
-        num_blocks: of each head.
-        hidden_size, vocab_size: the policy's.
-        draft_vocab_size: tokens that they know; `token_map` says which.
-        biases: the blocks have biases.
-        projections: of their own: one of each head, one of all, or none, and then the policy's.
+        num_heads: Number of heads, which is the number of tokens that they guess ahead.
+        num_blocks: Residual blocks of each head.
+        hidden_size, vocab_size: Sizes of the policy.
+        draft_vocab_size: Number of tokens that the heads can guess. If it is less than
+            `vocab_size`, `token_map` lists them.
+        biases: True if the blocks have biases.
+        projections: Number of projections stored with the heads: one for each head, one for all, or
+            0 to use the policy's.
     """
 
     num_heads: int
@@ -89,17 +90,19 @@ class MedusaSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """An EAGLE-3 head: one layer over embeddings and what three layers of the policy computed.
+    """An EAGLE-3 head: one layer over embeddings and the policy's activations at three layers.
 
     Attributes:
-        layer: its sizes, as a model of one layer.
-        target_hidden_size: of the policy's rows.
-        layer_ids: the residual stream before these layers of the policy is read.
-        draft_vocab_size: tokens that it knows; `d2t` says which.
-        norm_before_residual: the normed rows are what the layer adds to, not the rows.
-        norm_before_fc, fc_norm: the policy's rows are normed together, or each by itself.
-        norm_output: the next guess continues from the normed rows.
-        has_embedding: of its own; else it has the policy's.
+        layer: Sizes of the head, as a model of one layer.
+        target_hidden_size: Hidden size of the policy.
+        layer_ids: Layers of the policy before which the residual stream is read.
+        draft_vocab_size: Number of tokens that the head can guess. If it is less than the policy's
+            vocabulary, `d2t` lists them.
+        norm_before_residual: True if the residual is taken after the norm.
+        norm_before_fc, fc_norm: True if the policy's activations are normed together, or layer by
+            layer.
+        norm_output: True if the next guess continues from the normed row.
+        has_embedding: True if the head has an embedding of its own. Otherwise it uses the policy's.
     """
 
     layer: ModelSpec
@@ -117,7 +120,7 @@ HeadsSpec = MedusaSpec | EagleSpec
 
 
 def heads_kind(config: Mapping[str, Any]) -> str | None:
-    """`"medusa"`, `"eagle"`, or None for the config.json of something else."""
+    """Return `"medusa"`, `"eagle"`, or None if a config.json describes no draft heads."""
     names = config.get("architectures") or ()
     if any(name in EAGLE for name in names) or "draft_vocab_size" in config:
         return "eagle"
@@ -126,9 +129,10 @@ def heads_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def read_heads(folder: Path, policy: ModelSpec) -> HeadsSpec | None:
-    """What a folder says of the heads that it holds; None: it holds no heads.
+    """Return the spec of the heads in a folder, or None if it holds no heads.
 
-    Raises `ConfigError` where they do not fit the policy, or cannot be run, and `ModelLoadError`.
+    Raise `ConfigError` if the heads do not fit the policy or are not supported, and
+    `ModelLoadError` if they cannot be read.
     """
     path = folder / "config.json"
     config = read_json(path) if path.exists() else {}
@@ -144,11 +148,11 @@ def read_heads(folder: Path, policy: ModelSpec) -> HeadsSpec | None:
             if kind == "medusa"
             else _eagle(folder, config, shapes, policy)
         )
-    except ConfigError:  # which is a ValueError too
+    except ConfigError:  # also a ValueError
         raise
     except (AttributeError, TypeError, ValueError) as problem:
         raise ConfigError(
-            f"draft_model: {folder}: config.json holds a value of the wrong kind: {problem}."
+            f"draft_model: {folder}: config.json has a value of the wrong type: {problem}."
         ) from problem
     for name, slot in slots(table_of(spec)).items():
         _require_shape(folder, name, shapes, slot.shape)
@@ -158,7 +162,7 @@ def read_heads(folder: Path, policy: ModelSpec) -> HeadsSpec | None:
 
 
 def canonical(kind: str, name: str, num_blocks: int) -> str:
-    """The one name here of a tensor that goes by several."""
+    """Return the canonical name of a tensor that has several public names."""
     if kind == "eagle":
         name = name.removeprefix("model.")
         name = re.sub(r"^midlayer\.", "layers.0.", name)
@@ -167,44 +171,45 @@ def canonical(kind: str, name: str, num_blocks: int) -> str:
     renamed = {"token_map": "map", "lm_head.weight": "lm_heads.0.weight"}
     if name in renamed:
         return renamed[name]
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
-        return "blocks.{}.layers.{}.{}".format(*found.groups())
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
-        head, place = map(int, found.groups())
-        return f"lm_heads.{head}.weight" if place == num_blocks else name
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
+        return "blocks.{}.layers.{}.{}".format(*match.groups())
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
+        head, index = map(int, match.groups())
+        return f"lm_heads.{head}.weight" if index == num_blocks else name
     return name
 
 
 def name_in(spec: HeadsSpec, public: str) -> str:
-    """The same of a tensor of these heads."""
+    """Return the canonical name of a tensor of these heads."""
     if isinstance(spec, MedusaSpec):
         return canonical("medusa", public, spec.num_blocks)
     return canonical("eagle", public, 1)
 
 
 def table_of(spec: HeadsSpec) -> tuple[ParamSpec, ...]:
-    """Every parameter of the heads; sources are named canonically."""
+    """Return all parameters of the heads. Their sources have canonical names."""
     return _medusa_table(spec) if isinstance(spec, MedusaSpec) else _eagle_table(spec)
 
 
 class NewHeads(NamedTuple):
-    """Checked parameters by their one name, and the policy's ids of the known tokens."""
+    """Checked parameters by canonical name, and the policy's ids of the tokens to guess."""
 
     params: dict[str, Tensor]
     targets: Tensor | None
 
 
 class HeadWeights:
-    """The parameters of heads.
+    """Parameters of draft heads.
 
     Args:
-        spec: of the heads.
-        dtype, device: the policy's.
-        matrix: allocates one, as the backend's products read it.
+        spec: Spec of the heads.
+        dtype, device: Type and device of the policy.
+        matrix: Allocates a matrix in the layout of the backend.
 
     Attributes:
-        params: by name.
-        targets: int64 [draft vocabulary]: the policy's id of each; None: they are the same.
+        params: Parameters by name.
+        targets: The policy's id of each token that the heads can guess, int64 [draft vocabulary].
+            None if the ids are equal.
     """
 
     def __init__(
@@ -217,35 +222,36 @@ class HeadWeights:
         self.targets: Tensor | None = None
 
     def load(self, folder: Path) -> None:
-        """Read all of them. Raises `ConfigError` or `ModelLoadError`."""
+        """Read all parameters from a folder. Raise `ConfigError` or `ModelLoadError`."""
         self.write(self.checked(read_tensors(folder)))
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> NewHeads:
-        """Some of them under any of their public names, ready to be written. Raises `ConfigError`
-        for a tensor that is not theirs.
+        """Check some parameters, given by any of their public names, and return them for `write`.
+
+        Raise `ConfigError` for a tensor that does not belong to the heads.
         """
-        found: dict[str, Tensor] = {}
+        params: dict[str, Tensor] = {}
         for public, tensor in weights:
             name = name_in(self.spec, public)
             if name in _UNREAD:
                 continue
             expected = self._expected(name)
             if expected is None or tuple(tensor.shape) != expected:
-                told = "is not part of them" if expected is None else f"must have {expected}"
+                reason = "is unknown" if expected is None else f"must have shape {expected}"
                 raise ConfigError(
-                    f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {told}."
+                    f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {reason}."
                 )
             if name != "map" and tensor.dtype not in WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"draft heads: tensor {public!r} has dtype {tensor.dtype}; heads are not "
-                    "quantised."
+                    f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
+                    "not supported."
                 )
-            found[name] = tensor
-        targets = self._mapped(found.pop("map")) if "map" in found else self.targets
-        return NewHeads(found, targets)
+            params[name] = tensor
+        targets = self._mapped(params.pop("map")) if "map" in params else self.targets
+        return NewHeads(params, targets)
 
     def write(self, new: NewHeads) -> None:
-        """Overwrite some of them, in place."""
+        """Overwrite these parameters in place."""
         for name, tensor in new.params.items():
             write(self.params, self._slots[name], tensor.to(self.dtype))
         self.targets = new.targets
@@ -256,19 +262,21 @@ class HeadWeights:
         return self._slots[name].shape if name in self._slots else None
 
     def _mapped(self, stored: Tensor) -> Tensor | None:
-        """The policy's ids; None: they are the heads' own."""
+        """Return the policy's ids, or None if they equal the heads' ids."""
         ids = mapped_ids(self.spec, stored)
         return None if torch.equal(ids, torch.arange(vocab_of(self.spec))) else ids
 
 
 def vocab_of(spec: HeadsSpec) -> int:
-    """Tokens of the policy."""
+    """Return the vocabulary size of the policy."""
     return spec.vocab_size if isinstance(spec, MedusaSpec) else spec.layer.vocab_size
 
 
 def mapped_ids(spec: HeadsSpec, stored: Tensor) -> Tensor:
-    """The policy's id of each token that heads know, int64, of the map as it is stored: EAGLE-3
-    stores how far each lies behind its own. Raises `ConfigError`.
+    """Convert a stored vocabulary map to the policy's ids, int64.
+
+    EAGLE-3 stores the offset of each id from its index. Raise `ConfigError` for an id outside the
+    policy's vocabulary.
     """
     ids = stored.long()
     if isinstance(spec, EagleSpec):
@@ -276,21 +284,23 @@ def mapped_ids(spec: HeadsSpec, stored: Tensor) -> Tensor:
     wrong = ids[(ids < 0) | (ids >= vocab_of(spec))]
     if len(wrong):
         raise ConfigError(
-            f"draft heads: their vocabulary names token {int(wrong[0])} of {vocab_of(spec)}."
+            f"draft heads: the vocabulary map has token {int(wrong[0])}, but the policy only "
+            f"{vocab_of(spec)} tokens."
         )
     return ids
 
 
 def read_named(folder: Path, spec: HeadsSpec) -> dict[str, Tensor]:
-    """The tensors of a folder that `read_heads` has read, by their one name; of a map, as it is
-    stored.
+    """Return the tensors in a folder that `read_heads` accepted, by canonical name.
+
+    A vocabulary map is returned as stored.
     """
     named = ((name_in(spec, public), tensor) for public, tensor in read_tensors(folder))
     return {name: tensor for name, tensor in named if name not in _UNREAD}
 
 
 def heads_bytes(spec: HeadsSpec, dtype: torch.dtype) -> int:
-    """Bytes that the parameters take."""
+    """Return the size of the parameters in bytes."""
     return num_bytes(table_of(spec), dtype)
 
 
@@ -316,21 +326,21 @@ def _medusa(
 
 
 def _eagle(folder: Path, config: Mapping[str, Any], shapes: Shapes, policy: ModelSpec) -> EagleSpec:
-    own = config.get("transformer_layer_config")
+    layer_config = config.get("transformer_layer_config")
     nested = config.get("eagle_config") or {}
-    if own is None:
+    if layer_config is None:
         fields = {"num_hidden_layers": 1, **config}
         fields["architectures"] = ["LlamaForCausalLM"]
     else:
-        name, defaults = _layer_kind(folder, own)
-        fields = {**defaults, **own, "architectures": [name]}
+        name, defaults = _layer_kind(folder, layer_config)
+        fields = {**defaults, **layer_config, "architectures": [name]}
     for option in ("parallel_drafting", "p_eagle"):
         if config.get(option):
             raise ConfigError(f"draft_model: {folder}: {option} is not supported.")
     if nested.get("use_aux_hidden_state") is False:
         raise ConfigError(
-            f"draft_model: {folder}: heads that read one layer alone (use_aux_hidden_state=false) "
-            "are not supported; those that read three are."
+            f"draft_model: {folder}: use_aux_hidden_state=false is not supported; use heads that "
+            "read three layers."
         )
     fields = {key: value for key, value in fields.items() if key != "quantization_config"}
     try:
@@ -339,8 +349,8 @@ def _eagle(folder: Path, config: Mapping[str, Any], shapes: Shapes, policy: Mode
         raise ConfigError(f"draft_model: {folder}: {problem}") from problem
     if layer.num_layers != 1:
         raise ConfigError(
-            f"draft_model: {folder} has num_hidden_layers={layer.num_layers}; EAGLE-3 heads of one "
-            "layer are supported."
+            f"draft_model: {folder} has num_hidden_layers={layer.num_layers}; only EAGLE-3 heads "
+            "with one layer are supported."
         )
     _require_same(folder, "vocab_size", layer.vocab_size, policy.vocab_size)
     target = int(config.get("target_hidden_size") or layer.hidden_size)
@@ -361,30 +371,32 @@ def _eagle(folder: Path, config: Mapping[str, Any], shapes: Shapes, policy: Mode
     )
 
 
-def _layer_kind(folder: Path, own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    kind = own.get("model_type", "qwen3")
+def _layer_kind(folder: Path, layer_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    kind = layer_config.get("model_type", "qwen3")
     if kind not in _LAYERS:
         raise ConfigError(
-            f"draft_model: {folder}: a layer of model_type={kind!r} is not supported; "
-            f"{' and '.join(_LAYERS)} are."
+            f"draft_model: {folder}: model_type={kind!r} of the layer must be one of "
+            f"{', '.join(map(repr, _LAYERS))}."
         )
     return _LAYERS[kind]
 
 
 def _layer_ids(folder: Path, config: Mapping[str, Any], policy: ModelSpec) -> tuple[int, ...]:
-    """The layers before which the residual stream is read. vLLM and speculators count so; SGLang's
-    `eagle_config` names the layers behind which it is.
+    """Return the layers of the policy before which the residual stream is read.
+
+    vLLM and speculators use this numbering. SGLang's `eagle_config` names the layers after which it
+    is read.
     """
     count = policy.num_layers
-    found = config.get("eagle_aux_hidden_state_layer_ids")
-    if not found:
+    named = config.get("eagle_aux_hidden_state_layer_ids")
+    if not named:
         nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
-        found = [each + 1 for each in nested]
-    ids = tuple(map(int, found)) if found else (2, count // 2, count - 3)
+        named = [each + 1 for each in nested]
+    ids = tuple(map(int, named)) if named else (2, count // 2, count - 3)
     wrong = [each for each in ids if not 0 <= each < count]
     if wrong or len(ids) != 3:
         raise ConfigError(
-            f"draft_model: {folder} reads layers {ids} of the policy, which has {count}; "
+            f"draft_model: {folder} reads layers {ids}, but the policy has {count} layers; "
             "eagle_aux_hidden_state_layer_ids must name three of them."
         )
     return ids
@@ -393,25 +405,25 @@ def _layer_ids(folder: Path, config: Mapping[str, Any], policy: ModelSpec) -> tu
 def _require_same(folder: Path, name: str, value: Any, wanted: int) -> None:
     if value is not None and int(value) != wanted:
         raise ConfigError(
-            f"draft_model: {folder} has {name}={value}, and the policy {wanted}; heads must "
-            "be made for the policy."
+            f"draft_model: {folder} has {name}={value}, but the policy has {wanted}; use heads "
+            "trained for this policy."
         )
 
 
 def _count(folder: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    found = next((config[name] for name in names if config.get(name) is not None), 1)
-    if not 0 < int(found) <= 64:
-        raise ConfigError(f"draft_model: {folder} has {names[0]}={found}; 1 to 64 are possible.")
-    return int(found)
+    count = next((config[name] for name in names if config.get(name) is not None), 1)
+    if not 0 < int(count) <= 64:
+        raise ConfigError(f"draft_model: {folder} has {names[0]}={count}; it must be 1 to 64.")
+    return int(count)
 
 
 def _require_shape(folder: Path, name: str, shapes: Shapes, expected: tuple[int, ...]) -> None:
-    told = {"map": "d2t or token_map, the map of their vocabulary,"}.get(name, repr(name))
+    label = {"map": "d2t or token_map (the vocabulary map)"}.get(name, repr(name))
     if name not in shapes:
-        raise ConfigError(f"draft_model: {folder}: tensor {told} is missing.")
+        raise ConfigError(f"draft_model: {folder}: tensor {label} is missing.")
     if shapes[name] != expected:
         raise ConfigError(
-            f"draft_model: {folder}: tensor {told} has shape {shapes[name]}, expected {expected}."
+            f"draft_model: {folder}: tensor {label} has shape {shapes[name]}, expected {expected}."
         )
 
 

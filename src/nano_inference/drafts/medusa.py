@@ -1,4 +1,4 @@
-"""Drafts by Medusa heads: each guesses another of the next tokens, all from the last hidden row."""
+"""Drafts by Medusa heads. Each guesses a different one of the next tokens from the same row."""
 
 import time
 from collections.abc import Sequence as Listed
@@ -27,16 +27,18 @@ from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, to_device
 
-NEVER = -1e30  # a logit of a token that heads do not know
+NEVER = -1e30  # logit of tokens that heads cannot guess
 
 
 class MedusaDrafts:
-    """See `TimedSource`. Head i guesses the token i + 2 places behind the row that it reads: that
-    row's own was drawn already. Like a model that guesses it draws with the noise of the places.
+    """A `TimedSource` that runs Medusa heads.
+
+    Head i guesses the token at offset i + 2 from the row that it reads, because the token at offset
+    1 is already drawn. Like a draft model, it draws with the noise of the guessed positions.
 
     Args:
-        policy: whose hidden rows they read.
-        weights: of the heads.
+        policy: Model whose hidden rows the heads read.
+        weights: Weights of the heads.
     """
 
     name = "medusa"
@@ -48,40 +50,38 @@ class MedusaDrafts:
         self._times = DraftTimes()
 
     def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
-        """A step was computed: keep the rows that it draws from."""
+        """Watch a step of the loop, and keep the rows that tokens are drawn from."""
         drawn = [hidden for _, hidden, _ in result.drawn]
         if drawn:
             self._rows.keep(chunks, drawn[0].clone() if len(drawn) == 1 else torch.cat(drawn))
 
     def seconds(self, num_seqs: int) -> float:
-        """See `TimedSource`."""
         return self._times.of(num_seqs)
 
     @torch.inference_mode()
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
-        """See `DraftSource`."""
         wanted = min(most, self.spec.num_heads)
         rows = [self._rows.of(seq, len(seq.token_ids) - 1) for seq in seqs]
         pairs = [(seq, row) for seq, row in zip(seqs, rows, strict=True) if row is not None]
-        found = [Drafting(seq, 0, [], wanted) for seq, _ in pairs]
-        if found:
-            self._draw_all(found, torch.stack([row for _, row in pairs]), wanted)
-        return guesses_of(seqs, found)
+        drafting = [Drafting(seq, 0, [], wanted) for seq, _ in pairs]
+        if drafting:
+            self._draw_all(drafting, torch.stack([row for _, row in pairs]), wanted)
+        return guesses_of(seqs, drafting)
 
-    def _draw_all(self, found: Listed[Drafting], hidden: Tensor, wanted: int) -> None:
+    def _draw_all(self, drafting: Listed[Drafting], hidden: Tensor, wanted: int) -> None:
         for head in range(wanted):
             began = time.perf_counter()
-            places = [place for place, each in enumerate(found) if each.is_open]
+            places = [place for place, each in enumerate(drafting) if each.is_open]
             if not places:
                 break
-            live = [found[place] for place in places]
-            rows = hidden if len(places) == len(found) else hidden[places]
+            live = [drafting[place] for place in places]
+            rows = hidden if len(places) == len(drafting) else hidden[places]
             draw = self._draw(self._blocks(head, rows), head, draws_of(live))
             take_drawn(live, draw, self.spec.vocab_size)
             self._times.note(len(live), time.perf_counter() - began)
 
     def _blocks(self, head: int, hidden: Tensor) -> Tensor:
-        """The residual blocks of a head: rows [S, H] -> [S, H]."""
+        """Apply the residual blocks of a head: rows [S, H] -> [S, H]."""
         params = self.weights.params
         for block in range(self.spec.num_blocks):
             name = f"blocks.{head}.layers.{block}"
@@ -111,15 +111,15 @@ def draw_known(
     vocab_size: int,
     batch: SamplingBatch,
 ) -> Draw:
-    """Draw among the tokens that heads know, with the noise of these tokens.
+    """Draw among the tokens that heads can guess, with the noise of these tokens.
 
     Args:
-        ops: of the policy.
-        hidden: rows [S, H].
-        projection: weight [known tokens, H].
-        targets: the policy's ids of the known tokens; None: all.
-        vocab_size: the policy's.
-        batch: what to draw.
+        ops: Operations of the policy.
+        hidden: Rows [S, H].
+        projection: Weight [known tokens, H].
+        targets: The policy's ids of the known tokens. None if the ids are equal.
+        vocab_size: Vocabulary size of the policy.
+        batch: Sampling parameters of each row.
     """
     if targets is None:
         return ops.sample(hidden, projection, UNSCALED, batch)

@@ -1,14 +1,14 @@
-"""Drafts by a model: a smaller one, or the policy itself with fewer layers.
+"""Drafts by a model: a smaller one, or the policy itself with fewer layers or quantized weights.
 
-It draws with the noise of the sample's own positions, under the sample's own parameters. So where
-its distribution is near to the policy's it mostly draws the policy's token, also at temperature 1
-(coupling by common random numbers: Daliri, Musco, Suresh 2024, arXiv 2408.07978); a model that
-guesses its most probable token agrees less often.
+The model draws with the noise of the sample's own positions and with the sample's own parameters.
+If its distribution is close to the policy's, it mostly draws the policy's token, even at
+temperature 1. This is coupling by common random numbers (Daliri, Musco, Suresh 2024, arXiv
+2408.07978). Greedy drafts agree less often.
 
-Its keys and values stand in the slots of the sample's own blocks: in KV tensors of its own, or,
-where it is the policy with fewer layers, in the policy's, behind the tokens that are computed. The
-step that follows writes over them before it reads them. So prefixes, forks and preemption need
-nothing here. What may stand there wrongly makes wrong drafts, and nothing else.
+Its keys and values use the slots of the sample's own blocks, so prefixes, forks and preemption need
+no work here. A separate model has its own KV tensors. The policy as its own draft model writes to
+the policy's KV tensors, after the computed tokens. The next step overwrites these slots before it
+reads them. Stale values can only make drafts wrong.
 """
 
 import math
@@ -31,14 +31,14 @@ from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling
 from nano_inference.structured.mask_bits import bans_under
 from nano_inference.types import SamplingParams
 
-MOST_BEHIND = 512  # rows of one call that only bring a model's own cache up to date
-SURE = 8  # kinds of drafts: by how probable the model thought them
-SLOWLY = 0.8  # of a measured time, what the next one leaves of it
+MOST_BEHIND = 512  # limit of rows per call that only update the model's own cache
+SURE = 8  # number of kinds, by the model's own probability of a draft
+SLOWLY = 0.8  # weight of the old mean when a new time is measured
 
 
 @dataclass(slots=True)
 class _Computed:
-    """What of a sequence stands in the model's own cache: so many of its tokens, and drafts."""
+    """Tokens and drafts of a sequence whose keys and values are in the model's own cache."""
 
     num_tokens: int
     drafts: list[int]
@@ -54,14 +54,14 @@ def draw_request(
     key: tuple[int, int, int],
     mask: np.ndarray | None,
 ) -> DrawRequest:
-    """Return the draw of one token, as a step of the engine would draw it.
+    """Return the draw of one token, exactly as a step of the engine would draw it.
 
     Args:
-        params, stop_ids, num_prompt_tokens: of the request.
-        token_ids: the sequence, at least as far as the token.
-        row: of the logits.
-        key: of the noise: the sample's seed and index, and the token's position.
-        mask: of its grammar, int32 [W]; None: it has none.
+        params, stop_ids, num_prompt_tokens: Values of the request.
+        token_ids: Tokens of the sequence, at least up to the one to draw.
+        row: Row of the logits.
+        key: Key of the noise: the sample's seed and index, and the token's position.
+        mask: Grammar mask, int32 [W], or None.
     """
     first, position = num_prompt_tokens, key[2]
     banned: Collection[int] = ()
@@ -75,20 +75,20 @@ def draw_request(
 
 
 class Drafting:
-    """A sequence that gets drafts.
+    """A sequence in the process of getting drafts.
 
     Args:
-        seq: the sequence.
-        start: the first position whose token is computed for the next draft.
-        table: of its blocks, and scratch behind them.
-        most: drafts.
+        seq: The sequence.
+        start: First position to compute for the next draft.
+        table: Blocks of the sequence, then scratch blocks.
+        most: Maximum number of drafts.
     """
 
     def __init__(self, seq: Sequence, start: int, table: list[int], most: int) -> None:
         self.seq, self.start, self.table, self.most = seq, start, table, most
         self.token_ids = list(seq.token_ids)
         self.kinds: list[int] = []
-        # grammars guess where they are looked ahead of
+        # a copy, because drafts may be rejected
         self.grammar = None if seq.grammar is None else seq.grammar.fork()
 
     @property
@@ -97,7 +97,7 @@ class Drafting:
 
     @property
     def is_open(self) -> bool:
-        """Whether another draft is wanted."""
+        """True if the sequence can have another draft."""
         return len(self.kinds) < self.most and (
             self.grammar is None or not (self.grammar.is_ended or self.grammar.problem)
         )
@@ -106,7 +106,7 @@ class Drafting:
         return Rows(self.token_ids[self.start :], self.start, self.table)
 
     def request(self, row: int) -> DrawRequest:
-        """The draw of the next token, as the step would draw it."""
+        """Return the draw of the next token, as a step would draw it."""
         request = self.seq.request
         return draw_request(
             *(request.params, request.stop_ids, request.num_prompt_tokens, self.token_ids, row),
@@ -115,7 +115,7 @@ class Drafting:
         )
 
     def take(self, token_id: int, logprob: float) -> None:
-        """The model drew this."""
+        """Add a draft that the model drew."""
         self.start = len(self.token_ids)
         self.token_ids.append(token_id)
         self.kinds.append(_kind(logprob))
@@ -127,16 +127,17 @@ class Drafting:
 
 
 class ModelDrafts:
-    """See `DraftSource`: a model that guesses.
+    """A `TimedSource` that runs a draft model.
 
     Args:
-        name: of the source.
-        model: whole, on the engine's device.
-        storage: where its keys and values go; the slots of blocks are those of the policy's.
-        scratch: blocks of that storage that no sequence has: for drafts behind a sequence's last.
-        has_own_cache: the storage is its own, so that it computes prompts too; else the policy has
-            computed all tokens but the newest for it.
-        follow: brings its weights up to date; it is called before every guess. None: they are.
+        name: Name of the source.
+        model: Whole model, on the engine's device.
+        storage: KV storage of the model. Its slots correspond to the slots of the policy's blocks.
+        scratch: Blocks of that storage that no sequence uses, for drafts after a sequence's last
+            block.
+        has_own_cache: True if the storage is the model's own, so that it computes prompts too.
+            Otherwise the policy has computed all tokens except the newest.
+        follow: Updates the model's weights, called before every guess. None if they never change.
     """
 
     def __init__(
@@ -155,46 +156,44 @@ class ModelDrafts:
         self._times = DraftTimes()
 
     def seconds(self, num_seqs: int) -> float:
-        """See `TimedSource`."""
         return self._times.of(num_seqs)
 
     @torch.inference_mode()
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
-        """See `DraftSource`."""
         if self._follow is not None:
             self._follow()
         live = self._begin(seqs, most)
-        found = list(live)
+        drafting = list(live)
         while live := [each for each in live if each.is_open]:
             self._draw(live)
-        self._remember(found)
-        return guesses_of(seqs, found)
+        self._remember(drafting)
+        return guesses_of(seqs, drafting)
 
     def _begin(self, seqs: Listed[Sequence], most: int) -> list[Drafting]:
-        """Those of the sequences that can have drafts now."""
+        """Return the sequences that can have drafts now."""
         size, scratch, behind = self._storage.block_size, list(self._scratch), MOST_BEHIND
-        found: list[Drafting] = []
+        drafting: list[Drafting] = []
         for seq in seqs:
             known = len(seq.token_ids)
             start = self._num_computed(seq)
             if known - 1 - start > behind:
-                # its cache is brought up to date over several calls
+                # update the model's cache over several calls
                 if behind > 0:
                     self._compute(seq, start, start + behind)
                 behind = 0
                 continue
             behind -= known - 1 - start
-            wanted = min(most, len(self.model.ropes[False][0]) - known)  # positions that it has
+            wanted = min(most, len(self.model.ropes[False][0]) - known)  # limited by its positions
             lacking = -(-(known + wanted - 1) // size) - len(seq.block_ids)
             table = seq.block_ids + scratch[: max(lacking, 0)]
             del scratch[: max(lacking, 0)]
-            room = len(table) * size - known + 1  # the last draft is not computed
+            room = len(table) * size - known + 1  # the last draft needs no slot
             if min(wanted, room) > 0:
-                found.append(Drafting(seq, start, table, min(wanted, room)))
-        return found
+                drafting.append(Drafting(seq, start, table, min(wanted, room)))
+        return drafting
 
     def _draw(self, live: Listed[Drafting]) -> None:
-        """One more draft of each."""
+        """Draw one more draft of each sequence."""
         began = time.perf_counter()
         rows = [each.rows() for each in live]
         ends = [sum(len(each.token_ids) for each in rows[: at + 1]) - 1 for at in range(len(rows))]
@@ -214,7 +213,7 @@ class ModelDrafts:
         self._computed[seq.seq_id] = _Computed(end, [], list(seq.block_ids))
 
     def _num_computed(self, seq: Sequence) -> int:
-        """Tokens whose keys and values are there, but for the newest."""
+        """Return the number of tokens before the newest that have keys and values."""
         known = len(seq.token_ids)
         if self._computed is None:
             return known - 1
@@ -223,38 +222,38 @@ class ModelDrafts:
             return 0
         pairs = zip(there.block_ids, seq.block_ids, strict=False)
         blocks = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        # a sequence only grows: by what was guessed, or by something else
+        # drafts that were drawn are computed too
         pairs = zip(there.drafts, seq.token_ids[there.num_tokens :], strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return min(there.num_tokens + right, blocks * self._storage.block_size, known - 1)
 
-    def _remember(self, found: Listed[Drafting]) -> None:
+    def _remember(self, drafting: Listed[Drafting]) -> None:
         if self._computed is None:
             return
-        if len(self._computed) > 4 * len(found) + 256:
-            live = {each.seq.seq_id for each in found}
+        if len(self._computed) > 4 * len(drafting) + 256:
+            live = {each.seq.seq_id for each in drafting}
             self._computed = {key: each for key, each in self._computed.items() if key in live}
-        for each in filter(lambda each: each.drafts, found):
-            # the last draft is not computed; the next call may find other blocks behind its own
-            known, blocks = len(each.seq.token_ids), list(each.seq.block_ids)
-            self._computed[each.seq.seq_id] = _Computed(known, each.drafts[:-1], blocks)
+        for draft in filter(lambda each: each.drafts, drafting):
+            # the last draft is not computed, and scratch blocks are not kept
+            known, blocks = len(draft.seq.token_ids), list(draft.seq.block_ids)
+            self._computed[draft.seq.seq_id] = _Computed(known, draft.drafts[:-1], blocks)
 
 
 class DraftTimes:
-    """Seconds of one draft of each of some sequences, lately, by how many there are."""
+    """Recent mean seconds of one draft for each of a number of sequences."""
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}  # by powers of 2 of the sequences
-        self._begun: set[int] = set()  # of these the first, which makes what the others use again
+        self._times: dict[int, float] = {}  # by number of sequences, rounded up to a power of 2
+        self._begun: set[int] = set()  # sizes whose first run is over, which had extra work
 
     def of(self, num_seqs: int) -> float:
-        """Of so many sequences; 0: not known yet."""
+        """Return the seconds for `num_seqs` sequences, or 0 if unknown."""
         bucket = _bucket(num_seqs)
         near = min(self._times, key=lambda each: abs(math.log2(each / bucket)), default=None)
         return 0.0 if near is None else self._times[near] * max(bucket / near, 1)
 
     def note(self, num_seqs: int, took: float) -> None:
-        """One draft of each of so many sequences took so long."""
+        """Record the seconds of one draft for each of `num_seqs` sequences."""
         bucket = _bucket(num_seqs)
         if bucket not in self._begun:
             self._begun.add(bucket)
@@ -263,35 +262,35 @@ class DraftTimes:
 
 
 def draws_of(live: Listed[Drafting]) -> SamplingBatch:
-    """The draws of the next token of each: a row of the logits each."""
+    """Return the draws of each sequence's next token, one row of the logits for each."""
     return sampling_batch([each.request(row) for row, each in enumerate(live)])
 
 
 def take_drawn(live: Listed[Drafting], draw: Draw, vocab_size: int) -> None:
-    """One more draft of each, as far as it could be drawn."""
+    """Add the drawn drafts. A sequence whose draw failed gets no more drafts."""
     drawn = zip(live, draw.token_ids.tolist(), draw.logprobs.tolist(), strict=True)
-    for each, token_id, logprob in drawn:
+    for drafting, token_id, logprob in drawn:
         if 0 <= token_id < vocab_size and not math.isnan(logprob):
-            each.take(token_id, logprob)
+            drafting.take(token_id, logprob)
         else:
-            each.most = 0
+            drafting.most = 0
 
 
-def guesses_of(seqs: Listed[Sequence], found: Listed[Drafting]) -> list[Guess]:
-    """A guess of each of the sequences, of those that drafts were drawn of."""
-    guesses = {each.seq.seq_id: Guess(each.drafts, each.kinds) for each in found}
+def guesses_of(seqs: Listed[Sequence], drafting: Listed[Drafting]) -> list[Guess]:
+    """Return a guess for each sequence, empty if nothing was drawn for it."""
+    guesses = {each.seq.seq_id: Guess(each.drafts, each.kinds) for each in drafting}
     return [guesses.get(seq.seq_id, NO_GUESS) for seq in seqs]
 
 
 def spread_layers(num_layers: int, wanted: int) -> tuple[int, ...]:
-    """So many layers of a model, spread evenly; the first and the last are among them."""
+    """Return `wanted` layers, spread evenly. Include the first and, if above 1, the last."""
     if wanted == 1:
         return (0,)
     return tuple(round(i * (num_layers - 1) / (wanted - 1)) for i in range(wanted))
 
 
 def _kind(logprob: float) -> int:
-    """How probable the model thought a draft."""
+    """Return the kind of a draft by the model's own probability."""
     return min(int(math.exp(min(logprob, 0.0)) * SURE), SURE - 1)
 
 

@@ -1,4 +1,4 @@
-"""`DraftSource`: what guesses the next tokens of sequences; and how one that misbehaves is told."""
+"""`DraftSource`: a source of guesses. `Watched`: a guard around a source that may misbehave."""
 
 import threading
 from collections.abc import Sequence as Listed
@@ -12,9 +12,9 @@ class Guess(NamedTuple):
     """Drafts of one sequence.
 
     Attributes:
-        token_ids: that may follow its known tokens.
-        kinds: of each, how sure the source is, in classes of its own. How often drafts of a class
-            are drawn is counted; the source need not know.
+        token_ids: Tokens that may follow the known ones.
+        kinds: Class of each draft, numbered by the source as it likes. The engine counts how often
+            drafts of each class are drawn.
     """
 
     token_ids: Listed[int]
@@ -22,42 +22,41 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess((), ())
-KINDS = 256  # of a source that is not ours: what is learned of each is kept
+KINDS = 256  # limit for a third-party source, because statistics are kept for each kind
 
 
 class DraftSource(Protocol):
-    """Guesses the next tokens of sequences, from what is known of them on the host.
+    """Guesses the next tokens of sequences from their known tokens on the host.
 
-    A wrong guess costs a row of a step, and changes nothing. It reads sequences, and writes none.
+    A wrong guess costs a row of a step and changes nothing. A source only reads sequences.
     """
 
     name: str
 
     def propose(self, seqs: Listed[Sequence], most: int) -> Listed[Guess]:
-        """A guess for each of these sequences, of at most `most` tokens."""
+        """Return a guess of at most `most` tokens for each of these sequences."""
         ...
 
 
 class TimedSource(DraftSource, Protocol):
-    """One that takes time for every draft: a model."""
+    """A source that takes time for every draft, such as a model."""
 
     def seconds(self, num_seqs: int) -> float:
-        """What one draft of each of so many sequences takes; 0: not known yet."""
+        """Return the seconds for one draft of each of `num_seqs` sequences, or 0 if unknown."""
         ...
 
 
 class BadSource(Exception):
-    """A source did what no source may."""
+    """A source violated the protocol of `DraftSource`."""
 
 
 class Watched:
-    """A source that is not ours. It guesses on a thread of its own, so that one which hangs keeps
-    no step waiting for longer than its time limit.
+    """A third-party source, run on its own thread so that a hang cannot block steps.
 
     Args:
-        inner: the source.
-        vocab_size: its ids are below.
-        time_limit: seconds that one call may take.
+        inner: Source to run.
+        vocab_size: Upper limit of its token ids, exclusive.
+        time_limit: Seconds that one call may take.
     """
 
     def __init__(self, inner: DraftSource, vocab_size: int, time_limit: float = 1.0) -> None:
@@ -68,7 +67,7 @@ class Watched:
         self._thread: threading.Thread | None = None
 
     def propose(self, seqs: Listed[Sequence], most: int) -> Listed[Guess]:
-        """See `DraftSource`. Raises `BadSource`."""
+        """Return the guesses of the source. Raise `BadSource` if it fails or misbehaves."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="drafts", daemon=True)
             self._thread.start()
@@ -76,9 +75,9 @@ class Watched:
         try:
             answer = self._answers.get(timeout=self._time_limit)
         except Empty:
-            raise BadSource(f"it took longer than {self._time_limit:g} s") from None
+            raise BadSource(f"no answer within {self._time_limit:g} s") from None
         if isinstance(answer, Exception):
-            raise BadSource(f"it raised {answer!r}") from answer
+            raise BadSource(f"raised {answer!r}") from answer
         return self._checked(answer, len(seqs), most)
 
     def _work(self) -> None:
@@ -92,17 +91,17 @@ class Watched:
     def _checked(self, answer: Listed[Guess], num_seqs: int, most: int) -> list[Guess]:
         try:
             if len(answer) != num_seqs:
-                raise BadSource(f"it made {len(answer)} guesses for {num_seqs} sequences")
+                raise BadSource(f"returned {len(answer)} guesses for {num_seqs} sequences")
             cut = [
                 Guess([int(each) for each in ids[:most]], [int(k) % KINDS for k in kinds[:most]])
                 for ids, kinds in answer
             ]
         except (TypeError, ValueError) as problem:
-            raise BadSource(f"it made no guesses: {problem}") from problem
+            raise BadSource(f"returned invalid guesses: {problem}") from problem
         for token_ids, kinds in cut:
             wrong = [each for each in token_ids if not 0 <= each < self._vocab_size]
             if wrong:
-                raise BadSource(f"it guessed token {wrong[0]} of {self._vocab_size}")
+                raise BadSource(f"token {wrong[0]} is outside the vocabulary of {self._vocab_size}")
             if len(kinds) != len(token_ids):
-                raise BadSource(f"it told {len(kinds)} kinds of {len(token_ids)} tokens")
+                raise BadSource(f"returned {len(kinds)} kinds for {len(token_ids)} tokens")
         return cut

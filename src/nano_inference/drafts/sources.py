@@ -1,4 +1,4 @@
-"""The drafter of an engine: its sources, and what steps cost, measured once at start."""
+"""The drafter of an engine: its sources, and the costs of steps, measured once at start."""
 
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Listed
@@ -26,21 +26,23 @@ from nano_inference.models.parameters.storage import form_of, numbers_of
 from nano_inference.sampling.drafted import Drafts
 from nano_inference.types import SamplingParams, TrainingSample
 
-MOST_SECONDS = 2.0  # that measuring may take, once some sizes are known
+MOST_SECONDS = 2.0  # time limit of the measurement after LEAST_SIZES sizes
 LEAST_SIZES = 4
 TRIES = 3
-PROMPT = 8  # tokens of the sequences that are measured
-# Where nothing could be measured.
+PROMPT = 8  # prompt tokens of the measured sequences
+# Relative costs, used if nothing could be measured.
 GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
 
 
 class ForcedDrafts:
-    """See `DraftSource`. The text is certain; another split of it may be drawn."""
+    """A `DraftSource` of the tokens that a grammar forces.
+
+    The text is certain, but the model may split it into other tokens.
+    """
 
     name = "grammar"
 
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
-        """See `DraftSource`."""
         return [self._guess(seq, most) for seq in seqs]
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
@@ -48,7 +50,7 @@ class ForcedDrafts:
         return Guess(forced, (0,) * len(forced)) if forced else NO_GUESS
 
 
-# `speculation` -> the sources that read text, by what makes them.
+# `speculation` -> constructors of the sources that read text.
 TEXT_SOURCES: dict[Speculation, tuple[Callable[[], DraftSource], ...]] = {
     "none": (),
     "auto": (partial(SuffixDrafts, True),),
@@ -59,7 +61,7 @@ TEXT_SOURCES: dict[Speculation, tuple[Callable[[], DraftSource], ...]] = {
 
 
 class MadeDrafter(NamedTuple):
-    """A drafter, and what a loop has to call for it (`LoopHooks`)."""
+    """A drafter and the hooks that it needs (`LoopHooks`)."""
 
     drafter: Drafter | None = None
     watches: tuple[Watch, ...] = ()
@@ -74,15 +76,15 @@ def make_drafter(
     heads: HeadWeights | None,
     measure: Callable[[], StepCosts],
 ) -> MadeDrafter:
-    """Make the drafter that a config asks for. Heads that draft see every step of the loop.
+    """Create the drafter for a config. Draft heads watch every step of the loop.
 
     Args:
-        config: of the engine.
-        sequences: of its loop.
-        cache: the policy's KV cache.
-        runner: has the models.
-        heads: that draft; None: there are none.
-        measure: finds what steps cost; called only if there is a drafter.
+        config: Config of the engine.
+        sequences: Sequences of its loop.
+        cache: The policy's KV cache.
+        runner: Runner, which has the models.
+        heads: Draft heads, or None.
+        measure: Measures the costs of steps. Called only if there is a drafter.
     """
     if not config.drafts:
         return MadeDrafter()
@@ -117,16 +119,16 @@ def _model_drafts(
 
 
 class CodedCopies:
-    """Keeps weights of a draft model that are codes of the policy's those of its newest ones.
+    """Quantized copies of the policy's weights in a draft model, updated with the policy.
 
     Args:
-        policy: the model that is copied.
-        draft: its twin, of which some matrices may be codes of its own.
-        version: tells the version of the policy's weights.
+        policy: Model to copy.
+        draft: Draft model of the same shape. Some of its matrices may be quantized copies.
+        version: Returns the version of the policy's weights.
     """
 
     def __init__(self, policy: Decoder, draft: Decoder, version: Callable[[], int]) -> None:
-        self._version, self._copied = version, version()  # `coded_copies` made them
+        self._version, self._copied = version, version()  # already copied by `coded_copies`
         self._copies = [
             (policy.params[name], copy)
             for name, copy in draft.params.items()
@@ -134,12 +136,12 @@ class CodedCopies:
         ]
 
     def follow(self) -> None:
-        """Quantise the policy's weights again if they have changed."""
+        """Quantize the policy's weights again if they have changed."""
         version = self._version()
         if version == self._copied:
             return
-        for own, copy in self._copies:
-            copy.write(0, numbers_of(own))
+        for weight, copy in self._copies:
+            copy.write(0, numbers_of(weight))
         self._copied = version
 
 
@@ -162,17 +164,15 @@ def _keep(
 
 
 class _AnyDrafts:
-    """So many that a step has the rows that are wanted."""
+    """Proposes a fixed number of arbitrary drafts, to measure steps of any size."""
 
     def __init__(self, num_drafts: int) -> None:
         self._drafts = (0,) * num_drafts
 
     def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
-        """See `Drafter`."""
         return {seq.seq_id: self._drafts for seq in live.running if may_draft(seq)}
 
     def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
-        """See `Drafter`."""
         return 0
 
 
@@ -183,24 +183,24 @@ def measure_costs(
     config: SchedulerConfig,
     max_model_len: int,
 ) -> StepCosts:
-    """Run steps of one sequence with drafts that are thrown away, and time them.
+    """Time steps of one sequence with drafts that are discarded.
 
-    Nothing may run yet. Steps are those of the engine, on its own cache; its counters of tokens and
-    steps are 0 afterwards.
+    Nothing else may be running. The steps are those of the engine, on its own cache. The runner's
+    counters are reset afterwards.
     """
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     time = partial(_seconds, sequences, cache, runner, config)
-    time(1)  # what the first steps do once is no cost of a row
+    time(1)  # warm up, so that one-time work is not measured
     begun = perf_counter()
     for rows in sorted(ROWS, key=lambda rows: (rows & (rows - 1) != 0, rows)):
-        if len(found) >= LEAST_SIZES and perf_counter() - begun > MOST_SECONDS:
+        if len(seconds) >= LEAST_SIZES and perf_counter() - begun > MOST_SECONDS:
             break
         room = min(max_model_len, cache.num_blocks * cache.block_size)
         if PROMPT + TRIES + rows < room and rows <= config.max_tokens_per_batch:
-            found[rows] = time(rows)
+            seconds[rows] = time(rows)
     runner.restart_counters()
-    sizes = sorted(found)
-    return StepCosts(sizes, [found[rows] for rows in sizes]) if sizes else GUESSED
+    sizes = sorted(seconds)
+    return StepCosts(sizes, [seconds[rows] for rows in sizes]) if sizes else GUESSED
 
 
 def _seconds(
@@ -212,13 +212,13 @@ def _seconds(
 ) -> float:
     config = replace(config, enable_prefix_caching=False, max_drafts=rows)
     hooks = LoopHooks(drafter=_AnyDrafts(rows - 1))
-    probe = EngineLoop(cache, runner, config, 0, "", hooks, sequences)  # whose ids are used once
+    probe = EngineLoop(cache, runner, config, 0, "", hooks, sequences)
     params = SamplingParams(max_tokens=TRIES + rows)
     request = CheckedRequest(
         request_id=-1, num_prompt_tokens=PROMPT, params=params, stop_ids=frozenset(), seed=0
     )
     sequences.insert(Sequence(sequences.new_id(), request, [0] * PROMPT))
-    probe.step()  # the prompt
+    probe.step()  # compute the prompt
     times: list[float] = []
     for _ in range(TRIES):
         started = perf_counter()

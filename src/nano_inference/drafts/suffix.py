@@ -1,8 +1,7 @@
-"""Drafts from texts that have been there before: a sample's own, its siblings', last epoch's.
+"""Drafts from texts seen before: a sample's own, its siblings', an earlier epoch's.
 
-The longest suffix of a sample is looked for in the texts that its index holds, and what followed
-there is guessed, as in prompt lookup (Saxena 2023) and SuffixDecoding (Oliaro et al. 2024,
-arXiv 2411.04975).
+The index finds the longest suffix of a sample in its texts, and guesses the tokens that followed.
+Prompt lookup (Saxena 2023) and SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) do the same.
 """
 
 import sys
@@ -13,31 +12,32 @@ from itertools import islice
 from nano_inference.core.sequence import Sequence, SequenceStatus
 from nano_inference.drafts.source import NO_GUESS, Guess
 
-MOST_PLACES = 8  # of a pair of tokens that are remembered: the newest
-LONGEST_MATCH = 8  # tokens of a suffix that are compared
-MOST_READ = 4096  # tokens that are indexed in a step: a few milliseconds
-ALIGNED = 16  # kinds of guesses from a text that was drawn by the same noise begin here
+MOST_PLACES = 8  # remembered occurrences of a pair of tokens: the newest
+LONGEST_MATCH = 8  # maximum length of a compared suffix
+MOST_READ = 4096  # maximum number of tokens to index per step (a few milliseconds)
+ALIGNED = 16  # first kind of guesses from a text with the same noise
 
-Place = tuple[Listed[int], int]  # a text, and where in it something ends
+Place = tuple[Listed[int], int]  # a text, and the index after an occurrence
 
 
 class SuffixIndex:
-    """Where each token, and each pair of tokens, stands in some texts."""
+    """Occurrences of each token and each pair of tokens in some texts."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, int], list[Place]] = {}
         self._tokens: dict[int, Place] = {}
-        self._read: dict[int, int] = {}  # text's id -> tokens of it that are indexed
+        self._read: dict[int, int] = {}  # id of a text -> number of its tokens that are indexed
 
     @property
     def num_entries(self) -> int:
-        """What its memory goes by."""
+        """Number of entries, which determines the memory."""
         return len(self._pairs) + len(self._tokens)
 
     def add(self, text: Listed[int], start: int = 0, most: int = sys.maxsize) -> int:
-        """Take in what a text has grown by, but for its last token, which nothing follows yet, and
-        `most` tokens of it now; returns how many. It is read again at every look-up, so it must
-        only grow; tokens before `start` are known from another text.
+        """Index at most `most` new tokens of a text, and return how many.
+
+        The last token is skipped until another follows it. Tokens before `start` are known from
+        another text. Lookups read the text again, so it must only grow.
         """
         begin = self._read.get(id(text), start)
         end = min(len(text) - 1, begin + most)
@@ -45,8 +45,8 @@ class SuffixIndex:
             return 0
         self._read[id(text)] = end
         before = text[begin - 1] if begin else -1
-        for place, token_id in enumerate(islice(text, begin, end), begin + 1):
-            at = (text, place)
+        for stop, token_id in enumerate(islice(text, begin, end), begin + 1):
+            at = (text, stop)
             self._tokens[token_id] = at
             places = self._pairs.setdefault((before, token_id), [])
             places.append(at)
@@ -56,36 +56,38 @@ class SuffixIndex:
         return end - begin
 
     def find(self, text: Listed[int]) -> tuple[int, list[Place]]:
-        """The places behind the longest suffix of a text that stands elsewhere too, newest first,
-        and how many tokens it has.
+        """Find the longest suffix of a text that occurs elsewhere.
+
+        Return its length and the indices after its occurrences, newest first.
         """
         end = len(text)
         last = text[-1]
         places = self._pairs.get((text[-2], last), ()) if end > 1 else ()
-        found: list[Place] = []
+        matches: list[Place] = []
         longest = 0
-        for place in reversed(places):
-            other, at = place
+        for candidate in reversed(places):
+            other, at = candidate
             length, most = 2, min(LONGEST_MATCH, at, end)
             while length < most and other[at - 1 - length] == text[end - 1 - length]:
                 length += 1
             if length > longest:
-                longest, found = length, [place]
+                longest, matches = length, [candidate]
             elif length == longest:
-                found.append(place)
-        if not found and last in self._tokens:
+                matches.append(candidate)
+        if not matches and last in self._tokens:
             return 1, [self._tokens[last]]
-        return longest, found
+        return longest, matches
 
     def guess(self, text: Listed[int], most: int) -> Guess:
-        """At most so many tokens that may follow a text."""
+        """Return at most `most` tokens that may follow a text."""
         length, places = self.find(text)
         return _most_frequent(places, length, most) if places else NO_GUESS
 
 
 def _most_frequent(places: Listed[Place], length: int, most: int) -> Guess:
-    """What followed most places, token by token. The kind of a draft is how long its match is, and
-    how far the places agree.
+    """Return the most frequent continuation of these places, token by token.
+
+    The kind of a draft combines the length of its match and the agreement of the places.
     """
     token_ids: list[int] = []
     kinds: list[int] = []
@@ -101,12 +103,12 @@ def _most_frequent(places: Listed[Place], length: int, most: int) -> Guess:
 
 
 class SuffixDrafts:
-    """See `DraftSource`: n-grams of a sample's own text, and of its siblings'.
+    """A `DraftSource` of repeated n-grams in a sample's own text, and in its siblings'.
 
     Args:
-        siblings: look into the group's other samples too.
-        most_entries: of all indexes together, about 300 bytes each; the one that was used longest
-            ago goes first.
+        siblings: True to search the group's other samples too.
+        most_entries: Maximum number of entries of all indexes, at about 300 bytes each. The least
+            recently used index is dropped first.
     """
 
     def __init__(self, siblings: bool = True, most_entries: int = 500_000) -> None:
@@ -115,9 +117,8 @@ class SuffixDrafts:
         self._groups: OrderedDict[int, _Group] = OrderedDict()
 
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
-        """See `DraftSource`."""
         groups = [self._group(seq) for seq in seqs]
-        left = MOST_READ  # the rest in the next steps
+        left = MOST_READ  # later steps index the rest
         for seq, group in zip(seqs, groups, strict=True):
             left -= group.follow(seq, left)
         self._forget_some()
@@ -134,7 +135,7 @@ class SuffixDrafts:
         return group
 
     def _forget_some(self) -> None:
-        """Forget groups whose samples have ended, and the oldest beyond the bound."""
+        """Forget groups whose samples have ended, and the oldest ones beyond the limit."""
         for key in [key for key, group in islice(self._groups.items(), 4) if group.is_over]:
             del self._groups[key]
         total = sum(group.index.num_entries for group in self._groups.values())
@@ -152,12 +153,13 @@ class _Group:
 
     @property
     def is_over(self) -> bool:
-        """Whether all its samples have ended."""
+        """True if all samples of the group have ended."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self._seqs.values())
 
     def follow(self, seq: Sequence, most: int) -> int:
-        """Take in what a sample has grown by, at most so many tokens; returns how many. The prompt
-        counts once.
+        """Index at most `most` new tokens of a sample, and return how many.
+
+        The prompt is indexed once per group.
         """
         self._seqs.setdefault(seq.seq_id, seq)
         is_first = next(iter(self._seqs)) == seq.seq_id

@@ -1,18 +1,18 @@
-"""The adapters of an engine: loaded, updated while requests run, and unloaded.
+"""Adapters of an engine: loaded, updated while requests run, unloaded, and merged into the weights.
 
-An adapter belongs to those who use it: a request keeps the version that it began with (or goes on
-with a new one, by `kv_policy`), and the memory of a version goes when the last of them has ended.
+A request keeps the adapter version that it began with, unless `kv_policy` moves it to a new one.
+The memory of a version is released when its last request has ended.
 
-An adapter can be merged into the weights: W + scale * B A, computed in float32 in one order and
-rounded once to the dtype of W. A step then computes no adapter.
+A merge computes W + scale * B A in float32, in a fixed order, and rounds once to the dtype of W.
+Steps then compute no adapter.
 
-Merged weights are other numbers than weights with an adapter beside them, so samples of the two
-have other bits. That is why it is a setting and never done by itself. It is an update of the
-weights like any other: the version rises, and no cached block of the old one matches.
+Merged weights differ numerically from weights with a separate adapter, so their samples have other
+bits. Merging is therefore explicit, never automatic. It is an ordinary update of the weights: the
+version rises, and no cached block of the old version matches.
 
-`Sequences.merging` and `merged` say which adapter that is; they change under the loop's lock alone,
-`merged` in the same hold of it as the weights. What a request for an adapter means is asked when it
-enters the loop (`settle_adapter`), under that lock too.
+`Sequences.merging` and `merged` name the adapter. They change only under the loop's lock, and
+`merged` together with the weights. `settle_adapter` resolves the adapter of a request when the
+request enters the loop, under the same lock.
 """
 
 import json
@@ -59,18 +59,18 @@ from nano_inference.models.parameters.values import as_held, read
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart
 from nano_inference.types import AdapterInfo, KvPolicy
 
-MOST_NAME = 256  # characters
+MOST_NAME = 256  # maximum characters of a name
 POLICIES = tuple(policy for policy in get_args(KvPolicy) if policy != "wait")
 
 
 class Adapters:
-    """Those of one engine.
+    """Adapters of one engine.
 
     Args:
-        model: that they adapt.
-        shared: the loop whose requests they compute.
-        most: how many may be loaded; 0: the engine takes none.
-        most_rank: of their matrices.
+        model: Model that they adapt.
+        shared: Loop that computes their requests.
+        most: Maximum number of loaded adapters. 0 disables adapters.
+        most_rank: Highest rank of their matrices.
     """
 
     def __init__(self, model: Decoder, shared: SharedLoop, most: int, most_rank: int) -> None:
@@ -78,9 +78,9 @@ class Adapters:
         self._most, self._most_rank = most, most_rank
         self._memory = AdapterMemory(model.part.whole, model.device, model.ops.placed)
         self._loaded = shared.loop.sequences.adapters
-        self._newest: dict[str, int] = {}  # also of those that were unloaded
+        self._newest: dict[str, int] = {}  # newest version by name, also of unloaded adapters
         self._infos: dict[str, AdapterInfo] = {}
-        self._lock = threading.Lock()  # held while one is loaded or unloaded
+        self._lock = threading.Lock()  # held while an adapter is loaded or unloaded
 
     def load(
         self,
@@ -90,7 +90,7 @@ class Adapters:
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
     ) -> AdapterInfo:
-        """See `InferenceEngine.load_adapter`."""
+        """Load an adapter as `InferenceEngine.load_adapter` documents."""
         self._shared.require_alive()
         self._require(name, kv_policy)
         if isinstance(source, Mapping):
@@ -113,8 +113,8 @@ class Adapters:
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
     ) -> AdapterInfo:
-        """As `load`, of a safetensors file of this machine, which is read once, and of what PEFT's
-        `adapter_config.json` says. Raises `AdapterError`.
+        """Load an adapter from a local safetensors file, which is read once, and the content of
+        PEFT's `adapter_config.json`. Raises `AdapterError`.
         """
         self._shared.require_alive()
         self._require(name, kv_policy)
@@ -133,7 +133,7 @@ class Adapters:
         kv_policy: KvPolicy = "finish_old",
         folder: str | None = None,
     ) -> AdapterInfo:
-        """Serve checked matrices; they are copied. `folder`: that they were read from."""
+        """Serve a copy of checked matrices. `folder` is the folder that they were read from."""
         self._require(name, kv_policy)
         with self._lock:
             self._require_place(name)
@@ -143,11 +143,11 @@ class Adapters:
             return self._serve(adapter, info, kv_policy)
 
     def unload(self, name: str) -> None:
-        """See `InferenceEngine.unload_adapter`."""
+        """Unload an adapter as `InferenceEngine.unload_adapter` documents."""
         with self._lock:
             if name not in self._loaded:
-                loaded = ", ".join(map(repr, sorted(self._loaded))) or "none is"
-                raise AdapterNotFound(f"adapter {name!r} is not loaded; these are: {loaded}.")
+                loaded = ", ".join(map(repr, sorted(self._loaded))) or "none"
+                raise AdapterNotFound(f"adapter {name!r} is not loaded; loaded adapters: {loaded}.")
             with self._shared.lock:
                 self._require_apart(name)
                 gone = self._loaded.pop(name)
@@ -155,15 +155,15 @@ class Adapters:
             del self._infos[name]
 
     def infos(self) -> list[AdapterInfo]:
-        """Those that requests may ask for, by name."""
+        """Return the adapters that requests can name, sorted by name."""
         with self._lock:
             return [self._infos[name] for name in sorted(self._infos)]
 
-    # -- between engines of one model --------------------------------------------------------------
+    # -- copies between engines of one model -------------------------------------------------------
 
     def copy_to(self, name: str, path: str) -> None:
-        """Write the version of an adapter that serves, to the bit, for `copy_from` of another
-        engine. Raises `AdapterError`.
+        """Write the current version of an adapter bit for bit, for `copy_from` of another engine.
+        Raises `AdapterError`.
         """
         with self._lock:
             if name not in self._infos:
@@ -171,7 +171,7 @@ class Adapters:
             adapter, info = self._loaded[name], self._infos[name]
         assert isinstance(adapter, Adapter)
         tensors: dict[str, Tensor] = {}
-        places: list[tuple[str, int, float]] = []  # as JSON a number is the same again
+        places: list[tuple[str, int, float]] = []  # JSON preserves numbers exactly
         for param, parts in adapter.parts.items():
             for part in parts:
                 tensors |= {f"{len(places)}.a": part.a, f"{len(places)}.b": part.b}
@@ -179,17 +179,17 @@ class Adapters:
         save_file(tensors, path, {"info": json.dumps(asdict(info)), "places": json.dumps(places)})
 
     def copy_from(self, path: str, kv_policy: KvPolicy = "finish_old") -> AdapterInfo:
-        """Serve what `copy_to` of another engine wrote, as the same version. Raises
+        """Serve an adapter that `copy_to` of another engine wrote, with the same version. Raises
         `AdapterError`.
         """
         self._shared.require_alive()
         parts: dict[str, list[LoraPart]] = {}
         with safe_open(path, framework="pt", device=str(self._model.device)) as file:
-            told: dict[str, str] = file.metadata()
-            for place, (param, first, scale) in enumerate(json.loads(told["places"])):
-                a, b = (file.get_tensor(f"{place}.{half}").clone() for half in "ab")
+            metadata: dict[str, str] = file.metadata()
+            for index, (param, first, scale) in enumerate(json.loads(metadata["places"])):
+                a, b = (file.get_tensor(f"{index}.{half}").clone() for half in "ab")
                 parts.setdefault(param, []).append(LoraPart(first, a, b, scale))
-        values: dict[str, Any] = json.loads(told["info"])
+        values: dict[str, Any] = json.loads(metadata["info"])
         values["targets"] = tuple(values["targets"])
         info = AdapterInfo(**values)
         every = {param: tuple(own) for param, own in parts.items()}
@@ -201,17 +201,17 @@ class Adapters:
     # -- inside ------------------------------------------------------------------------------------
 
     def _require(self, name: str, kv_policy: KvPolicy) -> None:
-        """Raise `AdapterError` for what no adapter can be called, or updated by."""
+        """Raise `AdapterError` for an invalid name or policy."""
         if not self._most:
-            raise AdapterError("this engine takes no adapters; set max_loras to how many it may.")
+            raise AdapterError("adapters are disabled; set max_loras to the number to allow.")
         is_text = isinstance(name, str)  # pyright: ignore
         if not is_text or not 0 < len(name) <= MOST_NAME or not name.isprintable():
             raise AdapterError(
-                f"name={name!r} must be a text of 1 to {MOST_NAME} characters that can be printed."
+                f"name={name!r} must be a printable string of 1 to {MOST_NAME} characters."
             )
         if kv_policy not in POLICIES:
             raise AdapterError(
-                f"kv_policy={kv_policy!r} is none of {', '.join(map(repr, POLICIES))}."
+                f"kv_policy={kv_policy!r} must be one of {', '.join(map(repr, POLICIES))}."
             )
 
     def _serve(self, adapter: Adapter, info: AdapterInfo, kv_policy: KvPolicy) -> AdapterInfo:
@@ -223,36 +223,36 @@ class Adapters:
         return info
 
     def _require_own_head(self, head: Tensor) -> None:
-        """Raise `AdapterError` for another head than the model's."""
+        """Raise `AdapterError` for a head that differs from the model's."""
         slot = named_slots(param_table(self._model.part.whole))["lm_head.weight"]
         with self._shared.lock:
             if not self._shared.life.has_weights:
                 return
-            own = self._model.params
+            params = self._model.params
             is_own = head.shape == slot.shape and torch.equal(
-                read(own, slot), as_held(own, slot, head)
+                read(params, slot), as_held(params, slot, head)
             )
         if not is_own:
             raise AdapterError(
-                f"lm_head{BASE} has other numbers than the model's head; load the base model that "
+                f"lm_head{BASE} differs from the model's head; load the base model that "
                 "the adapter was trained with, or save the adapter with "
                 "save_embedding_layers=False."
             )
 
     def _require_apart(self, name: str) -> None:
-        """Raise `AdapterError` for an adapter that is part of the weights, or about to be. With the
-        loop's lock: so it stays.
+        """Raise `AdapterError` for an adapter that is merged or being merged. Call it with the
+        loop's lock, which prevents a merge meanwhile.
         """
         live = self._shared.loop.sequences
         if name in (live.merged, live.merging):
             raise AdapterError(
-                f"adapter {name!r} is merged into the weights; unmerge_adapter() it first."
+                f"adapter {name!r} is merged into the weights; call unmerge_adapter() first."
             )
 
     def _require_place(self, name: str) -> None:
         if name not in self._loaded and len(self._loaded) >= self._most:
             raise AdapterError(
-                f"{len(self._loaded)} adapters are loaded, as many as max_loras allows; unload "
+                f"max_loras={self._most} adapters are already loaded; unload "
                 f"one of {', '.join(map(repr, sorted(self._loaded)))}."
             )
 
@@ -262,21 +262,21 @@ class Adapters:
             return newest + 1
         if not is_whole(version, 0) or version <= newest:
             raise AdapterError(
-                f"version={version!r} of adapter {name!r} must be a whole number above {newest}."
+                f"version={version!r} of adapter {name!r} must be an integer above {newest}."
             )
         return version
 
 
-# -- an adapter in the weights ---------------------------------------------------------------------
+# -- merging ---------------------------------------------------------------------------------------
 
 
 class Merging:
-    """The merged adapter of one engine; None or one. For any thread.
+    """Merged adapter of one engine, or none. Any thread may use it.
 
     Args:
-        model: that is adapted.
-        updates: that write it.
-        shared: the loop whose requests it computes.
+        model: Model that is adapted.
+        updates: Updates that write the weights.
+        shared: Loop that computes its requests.
     """
 
     def __init__(self, model: Decoder, updates: Updates, shared: SharedLoop) -> None:
@@ -285,36 +285,36 @@ class Merging:
         self._originals: dict[str, Tensor] = {}
 
     def merge(self, name: str) -> int:
-        """See `InferenceEngine.merge_adapter`."""
+        """Merge an adapter as `InferenceEngine.merge_adapter` documents."""
         with ExitStack() as stack:
             with self._shared.lock:
                 self._shared.handle()
-                own = self._parts(self._mergeable(name))
+                parts = self._parts(self._mergeable(name))
                 self._require_quiet(name)
                 self._reserve(name)
                 stack.enter_context(self._refusing(name))
                 tensor = self._updates.manager.tensor
-                originals = {key: tensor(key).clone() for key in own}
-            # without the lock: it takes long, and requests without an adapter go on meanwhile
-            weights = {key: merged(originals[key], part) for key, part in own.items()}
+                originals = {key: tensor(key).clone() for key in parts}
+            # slow, so without the lock: requests without an adapter continue meanwhile
+            weights = {key: merged(originals[key], part) for key, part in parts.items()}
             return self._write(name, weights, name, originals)
 
     def unmerge(self) -> int:
-        """See `InferenceEngine.unmerge_adapter`."""
+        """Restore the weights as `InferenceEngine.unmerge_adapter` documents."""
         with self._shared.lock:
             self._shared.handle()
             self._require_settled()
             name = self._live.merged
             if name is None:
-                raise AdapterError("no adapter is merged.")
+                raise AdapterError("no adapter is merged; call merge_adapter() first.")
             self._require_quiet(name)
             with self._refusing(name):
                 return self._write(name, self._originals, None, {})
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Requests for adapters are refused meanwhile; afterwards updates may come again, unless an
-        adapter is merged.
+        """Reject requests for adapters during the context. At its end updates are allowed again,
+        unless an adapter is merged.
         """
         self._live.merging = name
         try:
@@ -328,8 +328,8 @@ class Merging:
     def _write(
         self, name: str, weights: dict[str, Tensor], after: str | None, originals: dict[str, Tensor]
     ) -> int:
-        """Write these weights, and note in the same hold of the lock which adapter they hold and
-        what they were before. Both or, also after Ctrl-C, neither; returns the version.
+        """Write weights and record, under one hold of the lock, the adapter that they contain and
+        the original weights. Return the version. Even after Ctrl-C either both are done or neither.
         """
         manager = self._updates.manager
         with self._shared.lock:
@@ -337,85 +337,93 @@ class Merging:
             before = manager.version
             try:
                 update = manager.stage_reserved(weights, kv_policy="recompute")
-                self._shared.handle()  # nothing keeps it waiting: no update, no sleep
+                self._shared.handle()  # applied now, since no update and no sleep can delay it
                 return update.result(0)
             finally:
-                for left in manager.pending.all():  # no other update can be there
-                    manager.withdraw(left, WeightUpdateError("it was interrupted."))
+                for left in manager.pending.all():  # only this update can be pending
+                    manager.withdraw(left, WeightUpdateError("the update was interrupted."))
                 if manager.version != before:
                     self._live.merged, self._originals = after, originals
 
     def _require_settled(self) -> None:
-        """Raise `AdapterError` while another thread merges one."""
+        """Raise `AdapterError` while another thread merges an adapter."""
         if (merging := self._live.merging) is not None:
-            raise AdapterError(f"{being_merged(merging)}; wait for it.")
+            raise AdapterError(f"{being_merged(merging)}; try again afterwards.")
 
     def _require_awake(self, name: str) -> None:
-        """Raise `AdapterError` while there are no weights to read, or to write."""
+        """Raise `AdapterError` while the weights are asleep, when they can be neither read nor
+        written.
+        """
         if not self._shared.life.has_weights:
             raise AdapterError(
-                f"adapter {name!r} cannot be merged, or unmerged, while the weights are asleep; "
-                "wake() the engine first."
+                f"adapter {name!r} cannot be merged or unmerged while the weights are asleep; "
+                "call wake() first."
             )
 
     def _mergeable(self, name: str) -> Adapter:
-        """Raise `AdapterError` for an adapter, or a model, that cannot be merged."""
+        """Return an adapter that can be merged. Raises `AdapterError` if it or the model does not
+        allow it.
+        """
         self._require_settled()
         if self._live.merged is not None:
             raise AdapterError(
-                f"adapter {self._live.merged!r} is merged already; unmerge_adapter() it first."
+                f"adapter {self._live.merged!r} is already merged; call unmerge_adapter() first."
             )
         adapter = self._live.adapters.get(name)
         if adapter is None:
-            raise AdapterNotFound(f"adapter {name!r} is not loaded.")
+            raise AdapterNotFound(f"adapter {name!r} is not loaded; load it first.")
         assert isinstance(adapter, Adapter)
         spec = self._model.part.whole
         if HEAD in adapter.parts and spec.tie_word_embeddings:
             raise AdapterError(
-                f"adapter {name!r} adapts the head, which is the embedding in this model; merged "
-                "it would change the embedding too."
+                f"adapter {name!r} adapts the head, which this model shares with the embedding, so "
+                "a merge would change both; serve it unmerged."
             )
         return adapter
 
     def _parts(self, adapter: Adapter) -> dict[str, LoraPart]:
-        """The adapter's parts by the checkpoint's names."""
-        found: dict[str, LoraPart] = {}
+        """Return the adapter's parts by checkpoint name."""
+        parts_by_name: dict[str, LoraPart] = {}
         every = {(p, part.first): part for p, parts in adapter.parts.items() for part in parts}
         manager = self._updates.manager
         for target in targets_of(self._model.part.whole).values():
             part = every.get((target.param, target.slot.start))
             if part is not None and target.slot.parts is None:
-                found[f"{target.module}.weight"] = part
+                parts_by_name[f"{target.module}.weight"] = part
                 del every[target.param, part.first]
-        unknown = [name for name in found if name not in manager.shapes]
+        unknown = [name for name in parts_by_name if name not in manager.shapes]
         if every or unknown:
             raise AdapterError(
-                f"adapter {adapter.name!r} adapts a weight that has no tensor of its own in the "
+                f"adapter {adapter.name!r} adapts a weight that is not a separate tensor of the "
                 f"checkpoint ({(unknown or sorted(param for param, _ in every))[0]}); serve it "
                 "unmerged."
             )
-        return found
+        return parts_by_name
 
     def _require_quiet(self, name: str) -> None:
-        """Raise `AdapterError` while something would see half of it: with the lock."""
+        """Raise `AdapterError` while a request with an adapter could see only part of the merge.
+        Call it with the lock.
+        """
         self._require_awake(name)
         for seq in self._live.by_id.values():
             if seq.adapter is not None or seq.is_of_merged:
-                own = name if seq.adapter is None else seq.adapter.name
+                used = name if seq.adapter is None else seq.adapter.name
                 raise AdapterError(
-                    f"adapter {name!r} cannot be merged, or unmerged, while request "
-                    f"{seq.request_id} is computed with adapter {own!r}; wait for it, or abort it."
+                    f"adapter {name!r} cannot be merged or unmerged while request "
+                    f"{seq.request_id} uses adapter {used!r}; wait for the request, or abort it."
                 )
 
     def _reserve(self, name: str) -> None:
-        why = f"adapter {name!r} is merged into the weights; unmerge_adapter() it first."
+        why = f"adapter {name!r} is merged into the weights; call unmerge_adapter() first."
         if not self._updates.manager.reserve(why):
-            raise AdapterError(f"adapter {name!r} cannot be merged while an update is on its way.")
+            raise AdapterError(
+                f"adapter {name!r} cannot be merged during a weight update; wait for the update."
+            )
 
 
 def merged(weight: Tensor, part: LoraPart) -> Tensor:
-    """A weight [out, in] with what an adapter adds to it. Added up one rank after the other, number
-    by number, so that neither threads nor sizes decide the order.
+    """Return a weight [out, in] with an adapter merged into it. Ranks are added one after the
+    other, element by element, so that neither threads nor sizes change the order.
     """
     added = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for row, column in zip(part.a, part.b, strict=True):  # [in], [out]

@@ -1,5 +1,5 @@
-"""`AsyncInferenceEngine`: the same engine for asyncio. One thread steps it; any number of callers
-await.
+"""`AsyncInferenceEngine`: the engine for asyncio. One thread steps it, and any number of callers
+await it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from nano_inference.types import Delta, PauseMode, SamplingParams, TrainingSampl
 
 
 class _Listener:
-    """One caller's deltas on their way from the stepping thread to its event loop."""
+    """Deltas of one caller, on their way from the stepping thread to its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.request_ids: list[int] = []
@@ -28,12 +28,12 @@ class _Listener:
         self._queue: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
 
     def expect(self, request_id: int, num_samples: int) -> None:
-        """So many samples of a request will arrive."""
+        """Expect this number of samples of a request."""
         self.request_ids.append(request_id)
         self.left += num_samples
 
     def take(self, item: Delta | EngineDead) -> None:
-        """Called by the stepping thread."""
+        """Pass an item to the event loop. The stepping thread calls this."""
         if not self.closed:
             try:
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
@@ -41,7 +41,7 @@ class _Listener:
                 self.closed = True
 
     async def next(self) -> Delta:
-        """The next delta. Raises `EngineDead`."""
+        """Return the next delta. Raises `EngineDead`."""
         item = await self._queue.get()
         if isinstance(item, EngineDead):
             raise item
@@ -50,15 +50,16 @@ class _Listener:
 
 
 class AsyncInferenceEngine:
-    """Await samples, stream them, update weights. Cancelling what awaits a request aborts it.
+    """Engine for asyncio: await samples, stream them, update weights. Cancelling a task that awaits
+    a request aborts the request.
 
-    The stepping thread sleeps while there is nothing to do. May be used from several event loops.
+    The stepping thread sleeps while there is no work. Several event loops may share the engine.
     """
 
     def __init__(self, config_or_engine: EngineConfig | InferenceEngine) -> None:
-        given = config_or_engine
-        self.engine = InferenceEngine(given) if isinstance(given, EngineConfig) else given
-        self._owned = self.engine is not given
+        source = config_or_engine
+        self.engine = InferenceEngine(source) if isinstance(source, EngineConfig) else source
+        self._owned = self.engine is not source
         self._listeners: set[_Listener] = set()
         self._stopping = False
         self._thread = threading.Thread(
@@ -75,22 +76,21 @@ class AsyncInferenceEngine:
         num_wanted: int | None = None,
         request_id: int | None = None,
     ) -> list[TrainingSample]:
-        """As `InferenceEngine.generate`: the samples of all prompts, prompt by prompt.
+        """Return the samples of all prompts, prompt by prompt, as `InferenceEngine.generate` does.
 
-        `request_id` is for a single prompt that another task may want to abort meanwhile: a new
-        one, from `engine.intake.new_request_id()`. Raises `InvalidRequest` for more prompts than
-        that.
+        To abort a single prompt from another task, pass a new `request_id` from
+        `engine.intake.new_request_id()`. With several prompts it raises `InvalidRequest`.
         """
         many = many_prompts(prompts)
         if request_id is not None and len(many) != 1:
             raise InvalidRequest(
-                f"request_id={request_id} is the id of one request, and there are {len(many)} "
-                "prompts."
+                f"request_id={request_id} identifies one request, but there are {len(many)} "
+                "prompts; pass one prompt."
             )
-        each = params_for(sampling_params, len(many))
+        all_params = params_for(sampling_params, len(many))
         deltas: list[Delta] = []
         with self._listen() as listener:
-            for prompt, params in zip(many, each, strict=True):
+            for prompt, params in zip(many, all_params, strict=True):
                 options = {"num_wanted": num_wanted, "request_id": request_id}
                 self._submit(
                     listener, prompt, params, num_samples_per_prompt, stream=False, **options
@@ -107,8 +107,8 @@ class AsyncInferenceEngine:
         *,
         num_wanted: int | None = None,
     ) -> AsyncIterator[Delta]:
-        """Pieces of one prompt's samples as they grow; each sample's last piece has it whole, in
-        `finished`.
+        """Yield deltas of one prompt's samples as they grow. The last delta of each sample has the
+        whole sample in `finished`.
         """
         with self._listen() as listener:
             self._submit(
@@ -125,7 +125,9 @@ class AsyncInferenceEngine:
         max_new_tokens: int | None = None,
         version: int | None = None,
     ) -> TrainingSample:
-        """As `InferenceEngine.resume_from`, and waits for the sample."""
+        """Resume a sample as `InferenceEngine.resume_from` does, and return it when it has
+        ended.
+        """
         with self._listen() as listener:
             self._require_running()
             options = {
@@ -140,7 +142,7 @@ class AsyncInferenceEngine:
                 if listener.closed:  # cancelled meanwhile
                     self.engine.abort_soon(listener.request_ids)
 
-            await asyncio.to_thread(begin)  # waits for a step
+            await asyncio.to_thread(begin)  # may wait for the running step
             self._require_running()
             while True:
                 delta = await listener.next()
@@ -150,8 +152,8 @@ class AsyncInferenceEngine:
     async def update_weights(
         self, weights: Any, blocking: bool = False, **options: Unpack[UpdateOptions]
     ) -> int:
-        """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their
-        version.
+        """Update the weights as `InferenceEngine.update_weights` does. Return their version once
+        they are live.
         """
         update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, **options)
         while not update.done():  # the stepping thread applies it between two steps
@@ -160,18 +162,16 @@ class AsyncInferenceEngine:
         return update.result(0)
 
     async def pause(self, mode: PauseMode = "keep") -> list[TrainingSample]:
-        """As `InferenceEngine.pause`."""
+        """Pause as `InferenceEngine.pause` does. Return the partial samples of `mode="abort"`."""
         return await asyncio.to_thread(self.engine.pause, mode)
 
     async def resume(self) -> None:
-        """As `InferenceEngine.resume`."""
+        """Resume as `InferenceEngine.resume` does."""
         await asyncio.to_thread(self.engine.resume)
 
     def stop(self) -> None:
-        """Stop stepping. What is awaited raises `EngineDead`; the engine itself is shut down only
-        if it was made here.
-
-        Waits for the step that is running.
+        """Stop stepping, after the running step. Pending calls raise `EngineDead`. The engine
+        itself is shut down only if this object built it.
         """
         self._stopping = True
         self.engine.shared.work_arrived.set()
@@ -202,12 +202,12 @@ class AsyncInferenceEngine:
         options = {"stream": stream, "num_wanted": num_wanted, "request_id": request_id}
         request_id = self.engine.submit(prompt, params, num_samples, listener.take, **options)
         listener.expect(request_id, num_samples)
-        self._require_running()  # it may have stopped meanwhile and missed this one
+        self._require_running()  # the engine may have stopped before it could notify this listener
         return request_id
 
     @contextmanager
     def _listen(self) -> Iterator["_Listener"]:
-        """A listener for as long as it is awaited; what has not ended then is aborted."""
+        """Yield a listener. Requests that have not ended at the end of the context are aborted."""
         listener = _Listener(asyncio.get_running_loop())
         self._listeners.add(listener)
         try:
@@ -219,21 +219,23 @@ class AsyncInferenceEngine:
                 self.engine.abort_soon(listener.request_ids)
 
     def _step_on(self) -> None:
-        """The thread: step while there is work, else sleep until some arrives."""
+        """Step while there is work, otherwise sleep until some arrives. Runs in the stepping
+        thread.
+        """
         engine = self.engine
         try:
             while not self._stopping:
                 engine.shared.work_arrived.wait()
                 engine.shared.work_arrived.clear()
-                # a paused engine has no work, and those who await it are to be told
+                # an engine that died while paused has no work, but its callers need the error
                 engine.shared.require_alive()
                 while engine.shared.has_work() and not self._stopping:
                     engine.shared.advance()
         except EngineDead as problem:
             self._fail(problem)
         except BaseException as problem:
-            # a bug: nothing would step any more, and all would wait for ever
-            dead = failed("the thread that steps has ended", problem)
+            # a bug: without a stepping thread all callers would wait forever
+            dead = failed("the stepping thread has ended", problem)
             self.engine.shared.end(dead.public)
             self._fail(EngineDead(dead.text, dead.public))
             raise

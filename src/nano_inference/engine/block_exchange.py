@@ -1,9 +1,9 @@
-"""KV blocks that leave an engine and enter another one, by their names.
+"""Export of KV blocks from an engine and import into another one, by name.
 
-A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter; the
-engine that takes blocks in makes it again from the tokens that came with them, so a block can never
-be found under a name that is not its own. What stands in it is believed: engines that exchange
-blocks trust each other, and their versions name the same weights.
+A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter. The
+importing engine recomputes it from the tokens that come with the blocks, so a block is never found
+under a wrong name. Its contents are trusted: engines that exchange blocks trust each other, and
+equal versions name equal weights.
 """
 
 import math
@@ -25,15 +25,14 @@ from nano_inference.kv_cache.manager import KVCacheManager
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """What must agree before a block of one engine means anything to another.
+    """Format that two engines must share to exchange blocks.
 
     Attributes:
-        numerics: fingerprint of the arithmetic; it decides also in which order a backend keeps what
-            is in a block.
-        block_size: tokens.
-        dtype: of keys and values.
-        shapes: of one block's part on each rank: [2, layers, KV heads, block_size, head_dim], keys
-            first.
+        numerics: Fingerprint of the arithmetic. It also decides the order of values in a block.
+        block_size: Tokens per block.
+        dtype: Data type of keys and values.
+        shapes: Shape of a block's part on each rank: [2, layers, KV heads, block_size, head_dim],
+            keys first.
     """
 
     numerics: str
@@ -43,26 +42,26 @@ class BlockFormat:
 
     @property
     def part_bytes(self) -> list[int]:
-        """Of one block, by rank."""
+        """Bytes of a block's part on each rank."""
         return [math.prod(shape) * getattr(torch, self.dtype).itemsize for shape in self.shapes]
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
+        """Bytes of a whole block."""
         return sum(self.part_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """Some blocks of a chain, on the host.
+    """Consecutive blocks of a chain, in host memory.
 
     Attributes:
-        format: of every block.
-        namespace: what they depend on besides tokens.
-        names: of all blocks from the head of the chain to the last one here.
-        token_ids: their contents, from the head on: `len(names) * block_size`.
-        first: place of the first block whose keys and values are here.
-        data: uint8 [blocks, bytes of a block], the ranks' parts one behind the other.
+        format: Format of every block.
+        namespace: Namespace of the names: everything except tokens that the blocks depend on.
+        names: Names of all blocks from the head of the chain to the last block in `data`.
+        token_ids: Tokens of these blocks, `len(names) * block_size`.
+        first: Index in the chain of the first block in `data`.
+        data: Keys and values, uint8 [blocks, bytes of a block], with the ranks' parts concatenated.
     """
 
     format: BlockFormat
@@ -74,7 +73,7 @@ class BlockPiece:
 
 
 class BlockExchange:
-    """Takes blocks out of an engine's cache and puts others' in, between steps. For any thread."""
+    """Export from and import into an engine's cache, between steps. Any thread may use it."""
 
     def __init__(
         self, shared: SharedLoop, cache: KVCacheManager, runner: ModelRunner, *, enabled: bool
@@ -82,7 +81,7 @@ class BlockExchange:
         self._shared = shared
         self._cache = cache
         self._runner = runner
-        self._enabled = enabled  # whether prefixes are looked for at all
+        self._enabled = enabled  # True if prefix caching is on
         self._news: BlockChanges | None = None
         self._format: BlockFormat | None = None
         self.num_exported = 0  # blocks
@@ -90,7 +89,7 @@ class BlockExchange:
 
     @property
     def format(self) -> BlockFormat:
-        """Of this engine's blocks. Raises `InvalidRequest` where they cannot be exchanged."""
+        """Format of this engine's blocks. Raises `InvalidRequest` if they cannot be exchanged."""
         if self._format is None:
             dtype = str(self._runner.storage.keys.dtype).removeprefix("torch.")
             with self._shared.lock:
@@ -101,36 +100,38 @@ class BlockExchange:
         return self._format
 
     def require_enabled(self) -> None:
-        """Raise `InvalidRequest` where prefixes are not cached."""
+        """Raise `InvalidRequest` if prefixes are not cached."""
         self._shared.require_alive()
         if not self._enabled:
             raise InvalidRequest(
-                "blocks are exchanged by prefix, and enable_prefix_caching is off."
+                "exchanging blocks needs a prefix cache; set enable_prefix_caching=True."
             )
 
     def names(self, token_ids: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
-        """Names of the full blocks of a prompt under the weights that serve."""
+        """Return the names of the full blocks of a prompt under the current weights."""
         prefix = PrefixKeys(Namespace(POLICY, self._shared.loop.sequences.versions[POLICY], salt))
         prefix.extend(list(token_ids), self._cache.block_size)
         return tuple(prefix.hashes)
 
     def count_blocks(self, names: Sequence[int]) -> int:
-        """How many blocks at the head of a chain are here; they may be gone when this returns."""
+        """Return how many blocks at the head of a chain are cached. They may be evicted
+        afterwards.
+        """
         with self._shared.lock:
             return self._cache.count(names)
 
     def export_blocks(
         self, names: Sequence[int], first: int = 0, max_bytes: int = MOST_BYTES
     ) -> BlockPiece | None:
-        """Blocks of a chain from place `first` on, as many as are here and as `max_bytes` hold (one
-        at least).
+        """Return cached blocks of a chain from index `first` on, at least one and at most
+        `max_bytes`. Return None if block `first` is not cached.
 
-        `names` begin at the head of the chain. None: block `first` is not here (any more). What was
-        found counts as used, so that it is among the last to be reused while its next pieces are
-        fetched. Blocks that lack what layers with a window stored in them are not found, nor is
-        what follows them.
+        `names` begin at the head of the chain. The exported blocks count as used, so that they are
+        evicted late while the next pieces are fetched. A block without the values of layers with a
+        window counts as missing, and so do all blocks after it.
 
-        Raises `InvalidRequest` where prefixes are not cached, or the weights or the cache sleep.
+        Raises `InvalidRequest` if prefixes are not cached, or if the weights or the cache are
+        asleep.
         """
         self.require_enabled()
         layout = self.format
@@ -139,29 +140,29 @@ class BlockExchange:
 
         def read() -> None:
             nonlocal piece
-            found = self._cache.find(names)
-            table = found.block_ids[first : first + most]
+            match = self._cache.find(names)
+            table = match.block_ids[first : first + most]
             if not table:
                 return
-            self._cache.adopt(found.block_ids)
-            self._cache.deallocate(found.block_ids)
+            self._cache.adopt(match.block_ids)
+            self._cache.deallocate(match.block_ids)
             end = first + len(table)
-            tokens = found.token_ids[: end * layout.block_size]
+            tokens = match.token_ids[: end * layout.block_size]
             data = torch.cat(self._runner.read_blocks(table), dim=1)
-            piece = BlockPiece(layout, found.namespace, tuple(names[:end]), tokens, first, data)
+            piece = BlockPiece(layout, match.namespace, tuple(names[:end]), tokens, first, data)
             self.num_exported += len(table)
 
         self._between_steps(read)
         return piece
 
     def import_blocks(self, piece: BlockPiece) -> int:
-        """Take in blocks; returns how many of the chain, from its head on, are here now.
+        """Import blocks. Return how many blocks of the chain, from its head on, are cached now.
 
-        They are free blocks that hold a prefix, the last to be reused. Where too few are free, or
-        what comes before them is not here, fewer are taken, or none.
+        Imported blocks are free, hold a prefix, and are evicted last. If too few blocks are free,
+        or the blocks before them are missing, fewer are imported, or none.
 
-        Raises `InvalidRequest`, with nothing changed, where format, sizes or names do not fit,
-        `VersionGone` where other weights serve.
+        Raises `InvalidRequest`, with nothing changed, if format, sizes or names do not match, and
+        `VersionGone` if the weights have another version.
         """
         self.require_enabled()
         self._check(piece)
@@ -187,8 +188,8 @@ class BlockExchange:
         return num_here
 
     def report(self, lost: bool = False) -> BlockReport:
-        """Names that came and went since the last report; the first one, and one after a `lost`
-        one, is whole.
+        """Return the names added and removed since the last report. The first report, and one with
+        `lost`, lists all names.
         """
         with self._shared.lock:
             if self._news is None:
@@ -198,10 +199,10 @@ class BlockExchange:
             return self._news.take(self._cache.observe(self._news))
 
     def _between_steps(self, act: Callable[[], None]) -> None:
-        """Call `act` with nothing in flight, and with the cache awake."""
+        """Call `act` with no step in flight and the cache awake."""
         with self._shared.lock:
             if "kv_cache" in self._shared.life.asleep:
-                raise InvalidRequest("the KV cache is asleep; wake() the engine first.")
+                raise InvalidRequest("the KV cache is asleep; call wake() first.")
             self._shared.between_steps(POLICY, act)
 
     def _check(self, piece: BlockPiece) -> None:
@@ -209,34 +210,40 @@ class BlockExchange:
         for name in ("numerics", "block_size", "dtype", "shapes"):
             if getattr(ours, name) != getattr(theirs, name):
                 raise InvalidRequest(
-                    f"blocks of {name} {getattr(theirs, name)!r}; here it is "
-                    f"{getattr(ours, name)!r}."
+                    f"cannot import blocks: their {name} is {getattr(theirs, name)!r}, this "
+                    f"engine's is {getattr(ours, name)!r}."
                 )
         if space.weight_set != POLICY:
             raise InvalidRequest(
-                f"blocks of the weight set {space.weight_set!r} are not exchanged."
+                f"cannot import blocks of the weight set {space.weight_set!r}; only blocks of "
+                f"{POLICY!r} are exchanged."
             )
         if space.version != self._shared.loop.sequences.versions[POLICY]:
             self._refuse_version(space.version)
         count = len(piece.names) - piece.first
         if not 0 <= piece.first < len(piece.names) or len(piece.names) > self._cache.num_blocks:
             raise InvalidRequest(
-                f"blocks [{piece.first}, {len(piece.names)}) are not a piece that fits this cache."
+                f"blocks [{piece.first}, {len(piece.names)}) are not a valid piece for a cache of "
+                f"{self._cache.num_blocks} blocks."
             )
         if len(piece.token_ids) != len(piece.names) * ours.block_size:
             raise InvalidRequest(
-                f"{len(piece.token_ids)} token ids do not fill {len(piece.names)} blocks."
+                f"{len(piece.token_ids)} token ids do not match {len(piece.names)} blocks of "
+                f"{ours.block_size}."
             )
         if piece.data.dtype != torch.uint8 or piece.data.shape != (count, ours.block_bytes):
             raise InvalidRequest(
-                f"{piece.data.numel()} bytes of {piece.data.dtype} came for {count} blocks of "
-                f"{ours.block_bytes}."
+                f"{piece.data.numel()} elements of {piece.data.dtype} do not match {count} blocks "
+                f"of {ours.block_bytes} bytes."
             )
         made = PrefixKeys(space)
         made.extend(piece.token_ids, ours.block_size)
         if tuple(made.hashes) != tuple(piece.names):
-            raise InvalidRequest("the names of the blocks are not those of their tokens.")
+            raise InvalidRequest("the names of the blocks do not match their tokens.")
 
     def _refuse_version(self, version: int) -> None:
         serving = self._shared.loop.sequences.versions[POLICY]
-        raise VersionGone(f"blocks of weight version {version}; version {serving} serves.")
+        raise VersionGone(
+            f"cannot import blocks of weight version {version}; this engine serves version "
+            f"{serving}."
+        )

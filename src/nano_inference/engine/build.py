@@ -1,4 +1,6 @@
-"""Builds the parts of an engine: in this process, on all ranks, or in lockstep with others."""
+"""Assembly of an engine's parts in this process, on all ranks, or in lockstep with other
+engines.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ else:
 def assemble_all(
     config: EngineConfig, launcher: "Launcher | None", gate: Gate | None = None
 ) -> Parts:
-    """Load everything that a config names, on all ranks. Raises `ConfigError` or
+    """Load everything that a config names, on all ranks. Raises `ConfigError` and
     `ModelLoadError`.
     """
     if isinstance(gate, LockstepGate):
@@ -27,14 +29,14 @@ def assemble_all(
     if mesh_of(config).world_size == 1:
         if launcher is not None:
             raise ConfigError(
-                "a launcher starts other ranks, and this config has none; leave it out."
+                "a launcher starts other ranks, but this config has only one; omit the launcher."
             )
         return assemble(config)
     try:
         from nano_inference.ranks.assembly import assemble_ranks  # brings in msgspec
     except ModuleNotFoundError as problem:
         raise ConfigError(
-            f"an engine of several ranks needs {problem.name}: pip install "
+            f"an engine of several ranks needs {problem.name}; run pip install "
             "'nano-inference[parallel]'."
         ) from problem
     return assemble_ranks(config, launcher)

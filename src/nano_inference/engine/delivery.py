@@ -1,4 +1,4 @@
-"""`Delivery`: hands deltas and samples to the sinks of their requests."""
+"""`Delivery`: passes deltas and samples to the sinks of their requests."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -21,37 +21,33 @@ class _Waiting:
 
 
 class Delivery:
-    """Sinks by request id. One goes by itself when its request's last sample has ended."""
+    """Sinks by request id. A sink is removed when the last sample of its request has ended."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
-        self.broken: set[int] = set()  # requests whose sink has raised, to be aborted
+        self.broken: set[int] = set()  # requests to abort, because their sink raised
 
     def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by the thread that steps. Raises
+        """Send the deltas of a request to `sink`, called by the stepping thread. Raises
         `InvalidRequest`.
         """
         if request_id in self._waiting:
-            raise InvalidRequest(f"request id {request_id} is in use; ask for a new one.")
+            raise InvalidRequest(f"request id {request_id} is in use; request a new one.")
         self._waiting[request_id] = _Waiting(sink, num_samples)
 
     def abandon(self, request_ids: Iterable[int]) -> list[int]:
-        """Let what is still to come of these requests go nowhere; returns those that have not
-        ended.
-        """
+        """Discard all further deltas of these requests. Return the requests that have not ended."""
         unfinished = [request_id for request_id in request_ids if request_id in self._waiting]
         for request_id in unfinished:
             self._waiting[request_id].sink = _nowhere
         return unfinished
 
     def open_requests(self) -> set[int]:
-        """Requests with a sink."""
+        """Return the requests that have a sink."""
         return set(self._waiting)
 
     def note(self, queue_times: Iterable[tuple[int, float]]) -> None:
-        """How long requests waited before they were let in, for the deltas that end their
-        samples.
-        """
+        """Record how long requests were queued, for the last deltas of their samples."""
         for request_id, seconds in queue_times:
             if waiting := self._waiting.get(request_id):
                 waiting.queued = seconds
@@ -59,7 +55,7 @@ class Delivery:
     def hand_out(
         self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]
     ) -> list[TrainingSample]:
-        """Give each its own; returns the samples without a sink."""
+        """Pass deltas and samples to their sinks. Return the samples of requests without a sink."""
         for delta in streamed:
             if waiting := self._waiting.get(delta.request_id):
                 self._hand(delta, waiting)
@@ -76,16 +72,18 @@ class Delivery:
         return unclaimed
 
     def _hand(self, delta: Delta, waiting: _Waiting) -> None:
-        """Give a delta to its sink. One that raises gets no other; other requests go on."""
+        """Pass a delta to its sink. A sink that raises is not called again. Other requests
+        continue.
+        """
         try:
             waiting.sink(delta)
         except Exception as problem:
             kind = type(problem).__name__
             logger.error(
-                "Request %d: its sink raised %s.", delta.request_id, kind, exc_info=problem
+                "The sink of request %d raised %s.", delta.request_id, kind, exc_info=problem
             )
             waiting.sink = _nowhere
-            if delta.request_id in self._waiting:  # else it has ended
+            if delta.request_id in self._waiting:  # otherwise it has already ended
                 self.broken.add(delta.request_id)
 
 

@@ -1,5 +1,5 @@
-"""Embeddings: the policy's hidden state behind the last token of prompts. Each is the row that a
-next token would be drawn from, computed in the loop with all other requests.
+"""Embeddings: the policy's hidden state after the last token of a prompt. It is the row from which
+the next token would be drawn, computed in the loop with all other requests.
 """
 
 from collections.abc import Generator
@@ -23,16 +23,16 @@ from nano_inference.types import SamplingParams
 
 
 def embed(shared: SharedLoop, intake: Intake, prompts: Any, adapter: str | None) -> list[Tensor]:
-    """See `InferenceEngine.embed`."""
+    """Return the hidden state after each prompt, as `InferenceEngine.embed` documents."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, adapter=adapter)
     requests = intake.sequences(prompts, params, 1, False, embeds=True)
-    found: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
     with _rows_of(shared) as rows:
 
         def take(seq: Sequence) -> None:
             row = rows.of(seq, len(seq.token_ids) - 1)
             if row is not None:
-                found[seq.request.request_id] = row.to("cpu", torch.float32, copy=True)
+                states[seq.request.request_id] = row.to("cpu", torch.float32, copy=True)
 
         for seq in requests:
             seq.request = replace(seq.request, at_end=take)
@@ -40,21 +40,21 @@ def embed(shared: SharedLoop, intake: Intake, prompts: Any, adapter: str | None)
             for _ in deltas:
                 pass
     ids = [seq.request.request_id for seq in requests]
-    if any(each not in found for each in ids):
-        raise RequestAborted("a prompt was aborted before it was computed; ask for it again.")
-    return [found[each] for each in ids]
+    if any(each not in states for each in ids):
+        raise RequestAborted("a prompt was aborted before it was computed; embed it again.")
+    return [states[each] for each in ids]
 
 
 @contextmanager
 def _rows_of(shared: SharedLoop) -> Generator[DrawnRows]:
-    """The rows that steps draw from, while this lasts."""
+    """Yield the rows that steps draw from, while the context lasts."""
     loop, rows = shared.loop, DrawnRows()
 
     def see(chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
         if hidden := [each for _, each, _ in result.drawn]:
             rows.keep(chunks, torch.cat(hidden))
 
-    with shared.lock:  # other threads may come and go
+    with shared.lock:  # other threads add and remove watches too
         loop.watch(see)
     try:
         yield rows

@@ -1,6 +1,4 @@
-"""`InferenceEngine`: owns the loop and the parts it runs on; takes requests in and hands samples
-out.
-"""
+"""`InferenceEngine`: owns the loop and its parts, accepts requests and returns samples."""
 
 import logging
 import threading
@@ -61,10 +59,12 @@ logger = logging.getLogger("nano_inference")
 
 
 class InferenceEngine:
-    """Token ids in; tokens, logprobs and weight versions out. A context manager.
+    """Inference engine: token ids in, tokens with logprobs and weight versions out. Use it as a
+    context manager.
 
-    One thread steps at a time; any may generate, add, abort or update. A request's failure is its
-    own: what cannot be served is refused with a typed error before anything changes.
+    One thread steps at a time. Any thread may generate, add, abort or update. A request that cannot
+    be served is rejected with a typed error before anything changes, and never affects other
+    requests.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class InferenceEngine:
         *,
         lockstep: Lockstep | None = None,
     ) -> None:
-        """Build an engine.
+        """Build an engine. Raises `ConfigError` or `ModelLoadError`, after all ranks have ended and
+        the lockstep is left.
 
         Args:
-            config: of the engine.
-            launcher: who starts the other ranks, where there are several (docs/parallelism.md);
-                None: this process.
-            lockstep: with the engines that have the experts in common; None: it has them to itself.
-
-        Raises `ConfigError` or `ModelLoadError`, with every rank ended and the lockstep left.
+            config: Configuration of the engine.
+            launcher: Launcher of the other ranks, if there are several (docs/parallelism.md). None
+                starts them from this process.
+            lockstep: Coordinator of engines that share experts. None if this engine holds all
+                experts.
         """
-        with ExitStack() as undo:  # of what a constructor that fails would leave behind
+        with ExitStack() as undo:  # releases resources if the constructor fails
             gate, work_arrived = Gate(), threading.Event()
             if lockstep is not None:
                 undo.callback(lockstep.close)
@@ -97,7 +97,7 @@ class InferenceEngine:
             self.kept_files = parts.kept_files
             if self.kept_files is not None:
                 undo.callback(self.kept_files.close)
-            self._is_settled, self._told_of_rounding = config.quantization != "auto", False
+            self._is_settled, self._warned_of_rounding = config.quantization != "auto", False
             self.config = config = parts.config
             self.runner, self.model = parts.runner, parts.runner.models[POLICY]
             self.spec = self.model.part.whole
@@ -148,23 +148,21 @@ class InferenceEngine:
 
     @property
     def in_blocks_by_default(self) -> bool:
-        """Whether `quantization="auto"` put the weights into the blocks of their `.gguf` file."""
+        """True if `quantization="auto"` kept the weights in the blocks of their `.gguf` file."""
         return not self._is_settled and self.config.codes is not None
 
-    def _tell_of_rounding(self) -> None:
-        """Warn once that new weights are rounded, if codes are only the default."""
-        if self.in_blocks_by_default and not self._told_of_rounding:
-            self._told_of_rounding = True
+    def _warn_of_rounding(self) -> None:
+        """Warn once that new weights are rounded, if `quantization="auto"` chose the codes."""
+        if self.in_blocks_by_default and not self._warned_of_rounding:
+            self._warned_of_rounding = True
             logger.warning(
                 "New weights are rounded to the blocks of the .gguf file, which are the default on "
-                "a CPU; quantization=None serves them as they are sent."
+                "a CPU. Set quantization=None to serve them unrounded."
             )
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer (or the one at `tokenizer_path`), read when it is first asked
-        for.
-        """
+        """Model's tokenizer, or the one at `tokenizer_path`. It is loaded on first access."""
         return self.intake.checks.tokenizer
 
     # -- generating --------------------------------------------------------------------------------
@@ -201,24 +199,25 @@ class InferenceEngine:
         progress: Progress = None,
         num_wanted: int | None = None,
     ) -> list[TrainingSample] | Iterator[Delta]:
-        """Complete prompts; returns the samples prompt by prompt, whatever order they finish in.
+        """Complete prompts. Return the samples prompt by prompt, regardless of the order in which
+        they finish.
+
+        Samples of requests added by other calls are kept for the next `step()`. Raises
+        `InvalidRequest` or `RequestTooLarge` before anything is added, and `EngineDead`.
 
         Args:
-            prompts: one prompt or a list of them. A prompt is token ids, a string, or a chat (a
-                list of messages `{"role": ..., "content": ...}`, put into the model's template).
-                Samples of text have `text`.
-            sampling_params: one for all, or one for each prompt.
-            num_samples_per_prompt: samples of each prompt; the prompt is computed once for all of
-                them.
-            stream: return an iterator of `Delta` instead: pieces of all samples as they grow.
-                Closing it aborts.
-            progress: True shows a bar, False none, None one where generation is long and stderr is
-                a terminal. Or a function that is called after every step with (finished samples,
-                samples in all, completion tokens).
-            num_wanted: of each prompt's samples; as in `add_request`.
-
-        Samples of requests that others added are kept, and returned by the next `step()`. Raises
-        `InvalidRequest` or `RequestTooLarge` before anything is added, and `EngineDead`.
+            prompts: One prompt or a list of them. A prompt is token ids, a string, or a chat (a
+                list of messages `{"role": ..., "content": ...}`, rendered by the model's template).
+                Samples of text prompts have `text`.
+            sampling_params: Sampling parameters for all prompts, or one per prompt.
+            num_samples_per_prompt: Number of samples per prompt. The prompt is computed once for
+                all.
+            stream: Return an iterator of `Delta` instead, which yields parts of all samples as they
+                grow. Closing it aborts unfinished requests.
+            progress: True shows a progress bar, False none, None one for long generation if stderr
+                is a terminal. A function is called after every step with (finished samples, total
+                samples, completion tokens).
+            num_wanted: Number of samples wanted per prompt, as in `add_request`.
         """
         self.shared.require_alive()
         requests = self.intake.sequences(
@@ -238,14 +237,13 @@ class InferenceEngine:
         *,
         stream: bool = False,
     ) -> Any:
-        """Text to text. A string gives a string, a list a list; streaming, pieces of text, or
-        (place, piece) pairs.
+        """Complete text. A string returns a string, a list returns a list. With `stream`, yield
+        parts of the text for a string, and (index, part) pairs for a list.
         """
         params = sampling_params or SamplingParams()
         if not isinstance(prompt, str) and not all(isinstance(each, str) for each in prompt):
             raise InvalidRequest(
-                "generate_text takes a string or a list of strings; generate takes all other "
-                "prompts."
+                "generate_text takes a string or a list of strings; use generate for other prompts."
             )
         if stream:
             self.shared.require_alive()
@@ -255,7 +253,7 @@ class InferenceEngine:
         return texts[0] if isinstance(prompt, str) else texts
 
     generate_async = Removed(
-        "InferenceEngine.generate_async is removed; use "
+        "InferenceEngine.generate_async was removed; use "
         "AsyncInferenceEngine(engine).stream(prompt, params)."
     )
 
@@ -270,21 +268,22 @@ class InferenceEngine:
         num_wanted: int | None = None,
         exact_version: int | None = None,
     ) -> int:
-        """Queue a request; returns its id, which its samples carry. Raises `InvalidRequest` or
+        """Queue a request and return its id, which its samples carry. Raises `InvalidRequest` or
         `RequestTooLarge`.
 
         Args:
-            prompt: as in `generate`, one.
-            params: how its tokens are drawn.
-            num_samples: how many samples of it.
-            min_version: the request waits until weights of this version serve.
-            max_staleness: it ends (`"abort"`, with what it has) when an update leaves the oldest
-                version that it used this many versions behind, and one more.
-            num_wanted: of its samples; when so many have finished, the others end with what they
-                have (`"abort"`, stop_reason "group complete"). None: all.
-            exact_version: its first token is sampled by this version: it waits for it, and is
-                refused (`VersionGone`), or ends with nothing (`"abort"`, stop_reason "the weight
-                version is gone"), when a newer one serves.
+            prompt: One prompt, as in `generate`.
+            params: Sampling parameters.
+            num_samples: Number of samples.
+            min_version: Hold the request until weights of at least this version are live.
+            max_staleness: Number of versions by which the oldest version used by the request may be
+                behind the live one. An update that exceeds it ends the request (`"abort"`, with the
+                tokens sampled so far).
+            num_wanted: Number of samples wanted. When that many have finished, the others end with
+                the tokens sampled so far (`"abort"`, stop_reason "group complete"). None wants all.
+            exact_version: Version that samples the first token. The request is held until that
+                version is live. If a newer one is live, it is rejected (`VersionGone`), or ends
+                without tokens (`"abort"`, stop_reason "the weight version is gone").
         """
         self.shared.require_alive()
         limits = Limits(
@@ -306,24 +305,24 @@ class InferenceEngine:
         version: int | None = None,
         sink: Sink | None = None,
     ) -> int:
-        """Resume a sample where it stopped, token for token as if it had not; returns the id of the
-        new request.
+        """Resume a sample as if it had never stopped, token for token. Return the id of the new
+        request.
 
-        Its sample has the whole completion, old tokens included, and the `group_id` of the resumed
-        one. Keys and values that the cache
-        still holds under the serving version are used again; the rest is computed again.
+        The resulting sample has the whole completion, including the old tokens, and the same
+        `group_id`. Keys and values still cached under the live version are reused. The rest is
+        recomputed. Raises `InvalidRequest` (also for a version that was replaced) or
+        `RequestTooLarge`.
 
         Args:
-            sample: a partial one (`"abort"`), one that ended by length, or, with `append`, any.
-            append: tokens of a tool or an environment to put behind it first. Nothing sampled them:
-                their logprob is 0 and their `loss_mask` False.
-            max_new_tokens: sample so many more; None: up to the sample's own `max_tokens`, appended
-                tokens included.
-            version: go on with exactly these weights, until an update says otherwise; None: with
-                those that serve.
-            sink: takes the sample, as in `submit`; None: `step` returns it.
-
-        Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
+            sample: Partial sample (`"abort"`), sample that ended by length or, with `append`, any
+                sample.
+            append: Tokens of a tool or an environment to append first. Their logprob is 0 and their
+                `loss_mask` False, since they are not sampled.
+            max_new_tokens: Maximum number of new tokens to sample. None keeps the sample's own
+                `max_tokens`, which also counts appended tokens.
+            version: Weight version to resume with, until an update changes it. None uses the live
+                weights.
+            sink: Function that receives the sample, as in `submit`. None lets `step` return it.
         """
         self.shared.require_alive()
         sequence = resumed(self.intake, sample, append, max_new_tokens)
@@ -333,7 +332,7 @@ class InferenceEngine:
                 sequence.weight_set = self._updates.weight_set_of(version)
             if sink is not None:
                 self.shared.open([sequence], sink)
-            # what is posted meanwhile may take the version away
+            # messages that arrive meanwhile may replace the version
             return self.shared.enqueue_first(sequence)
 
     def resume_many(
@@ -348,18 +347,17 @@ class InferenceEngine:
         version: int | None = None,
     ) -> None:
         """Resume partial samples of one request, token for token as if they had been sampled here.
+        Raises `InvalidRequest` for a sample that cannot be resumed, before any state changes.
 
         Args:
-            samples: the known part of each sample; some may have no token yet.
-            sink: as in `submit`; it receives new tokens only.
-            stream: as in `submit`.
-            request_id: a new one, from `intake.new_request_id()`.
-            num_wanted: how many of the samples are wanted, as in `add_request`.
-            max_staleness: as in `add_request`.
-            version: resume with these weights, where they still serve a sequence
-                (`kv_policy="finish_old"`), after the step that runs; None: with those that serve.
-
-        Raises `InvalidRequest` for a sample that cannot be resumed, before any state changes.
+            samples: Known part of each sample. Some may have no token yet.
+            sink: Function that receives new tokens only, as in `submit`.
+            stream: Deltas per token or per sample, as in `submit`.
+            request_id: New id, from `intake.new_request_id()`.
+            num_wanted: Number of samples wanted, as in `add_request`.
+            max_staleness: Limit, as in `add_request`.
+            version: Weight version to resume with after the running step, if it still serves a
+                sequence (`kv_policy="finish_old"`). None uses the live weights.
         """
         shared = self.shared
         shared.require_alive()
@@ -395,13 +393,13 @@ class InferenceEngine:
         request_id: int | None = None,
         **limits: Unpack[Limits],
     ) -> int:
-        """Queue a request whose deltas go to `sink`, called by the thread that steps; returns
-        its id. Limits: `add_request`.
+        """Queue a request whose deltas are passed to `sink` by the stepping thread. Return its id.
+        For limits see `add_request`.
 
-        Without `stream` there is one delta a sample, when it has ended. Where another thread steps,
-        deltas may come before this returns: who must know the id by then gives it
-        (`intake.new_request_id()`). A sink that raises is not called again, and its request is
-        aborted. For engines around this one.
+        Without `stream` there is one delta per sample, at its end. If another thread steps, deltas
+        may arrive before this returns. To know the id in advance, pass a `request_id` from
+        `intake.new_request_id()`. A sink that raises is not called again, and its request is
+        aborted. Intended for wrappers of the engine.
         """
         self.shared.require_alive()
         sequence = self.intake.sequence(
@@ -411,21 +409,21 @@ class InferenceEngine:
         return self.shared.enqueue(sequence)
 
     def step(self) -> list[TrainingSample]:
-        """Run one step; returns the samples that ended since the last call."""
+        """Run one step. Return the samples that ended since the last call."""
         return self.shared.step()
 
     def has_pending(self) -> bool:
-        """Whether a call of `step` has anything to do or to return. Requests that are held or
-        paused are nothing.
+        """Return True if `step` has anything to do or to return. Held and paused requests do not
+        count.
         """
         return self.shared.has_pending()
 
     def abort(self, request_ids: int | Iterable[int] | None = None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples. Those that have ended are
-        passed over.
+        """End requests (None: all) now and return their partial samples. Requests that have ended
+        are ignored.
 
-        A `generate` that waits for one of them returns its partial samples too. A sample that is
-        finished and waits for its reference logprobs is returned as it is, without them.
+        A `generate` call that waits for one of them returns its partial samples too. A finished
+        sample that waits for its reference logprobs is returned without them.
         """
         return self.shared.abort(self.intake.request_ids(request_ids))
 
@@ -441,24 +439,25 @@ class InferenceEngine:
         blocking: bool = False,
         **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
-        """Replace (part of) the policy's weights, in place, between two steps.
+        """Replace some or all of the policy's weights, in place, between two steps.
+
+        Raises `WeightUpdateError`, with the old version still live and unchanged, also if a
+        blocking update would wait for its own caller.
 
         Args:
-            weights: tensors by the checkpoint's names, or by transformers' for all experts of a
-                layer; only what changed need be there. Or a folder or file of safetensors, or any
-                iterable of such dicts and of patches (name, flat indices, values).
-            blocking: wait until the weights serve. Otherwise they are applied at the next step
-                boundary (at once where nothing is in flight).
-            kv_policy: what becomes of running requests (`KvPolicy`); None: `"recompute"` if
-                blocking, else `"keep"`.
-            version: number of the new version, larger than every one before; None counts up.
-            complete: refuse an update that does not name every tensor.
-            check_finite: refuse one that holds nan or infinity.
-
-        Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one
-        would wait for itself.
+            weights: Tensors by checkpoint name, or by transformers' name for all experts of a
+                layer. Only changed tensors are needed. Alternatively a folder or file of
+                safetensors, or an iterable of such dicts and of patches (name, flat indices,
+                values).
+            blocking: Wait until the weights are live. Otherwise they are applied at the next step
+                boundary, or immediately if no step is in flight.
+            kv_policy: Effect on running requests (`KvPolicy`). None is `"recompute"` if blocking,
+                otherwise `"keep"`.
+            version: Number of the new version, higher than all before. None counts up.
+            complete: Reject an update that does not name every tensor.
+            check_finite: Reject an update that holds nan or infinity.
         """
-        self._tell_of_rounding()
+        self._warn_of_rounding()
         return self._updates.update(weights, blocking, **options)
 
     def receive_weights(
@@ -468,62 +467,61 @@ class InferenceEngine:
         timeout: float = 300.0,
         **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
-        """Begin to receive an update from a trainer, on a thread of its own, while requests go on;
-        returns at once.
+        """Start to receive an update from a trainer, on a separate thread, while requests continue.
+        Return immediately.
 
-        It is applied between two steps when all of it has arrived and was checked. Whatever goes
-        wrong, a dead peer or a deadline too, fails the returned update and leaves the old version
-        serving.
+        The update is applied between two steps after all of it has arrived and was checked. Any
+        failure, including a lost connection or a timeout, fails the returned update. The old
+        version then stays live. Raises `WeightUpdateError` if a weight session is open.
 
         Args:
-            transport: what brings it (`weights/transports`).
-            timeout: seconds by which it must have arrived.
-            options: `kv_policy`, `version`, `complete` and `check_finite` as in `update_weights`;
-                `kv_policy` None: `"keep"`; `version` None: the trainer's, or counted up.
-
-        Raises `WeightUpdateError` if a weight session is open.
+            transport: Transport that delivers the update (`weights/transports`).
+            timeout: Seconds within which it must arrive.
+            options: Options `kv_policy`, `version`, `complete` and `check_finite` of
+                `update_weights`. `kv_policy` None is `"keep"`. `version` None is the trainer's
+                number, or counts up.
         """
         self.shared.require_alive()
-        self._tell_of_rounding()
+        self._warn_of_rounding()
         self._updates.policy(options, "keep")
         return receive_update(self.weight_sync, transport, timeout=timeout, **options)
 
     def update_draft(self, weights: Mapping[str, Tensor] | str | PathLike[str]) -> None:
-        """Replace (part of) the weights of the heads that draft (`draft_model`), between two steps.
+        """Replace some or all weights of the draft heads (`draft_model`), between two steps.
 
-        No bit of a sample depends on them, so nothing else changes: no version, no cached prefix.
+        No bit of a sample depends on them, so weight versions and cached prefixes stay unchanged.
+        Raises `ConfigError` for a tensor that does not belong to the heads, with nothing written,
+        and `InvalidRequest` without draft heads.
 
         Args:
-            weights: tensors by their names in the heads' folder, or a folder or file of
+            weights: Tensors by their names in the heads' folder, or a folder or file of
                 safetensors.
-
-        Raises `ConfigError` for a tensor that is not theirs, with nothing written, and
-        `InvalidRequest` where no heads draft.
         """
         self.shared.require_alive()
         heads = self._draft_heads
         if heads is None:
             raise InvalidRequest(
-                f"draft_model={self.config.draft_model!r} names no heads whose weights could be "
-                "updated."
+                f"draft_model={self.config.draft_model!r} does not name draft heads; only their "
+                "weights can be updated."
             )
-        given = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
-        new = heads.checked(given.items())
+        named = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
+        new = heads.checked(named.items())
         self.shared.between_steps(POLICY, lambda: heads.write(new))
 
     # -- embeddings --------------------------------------------------------------------------------
 
     def embed(self, prompts: Any, *, adapter: str | None = None) -> list[Tensor]:
-        """The hidden state behind the last token of each prompt, after the last norm: what the
-        logits of the next token are made from. Its bits depend on the weights and on the prompt.
+        """Return the hidden state after the last token of each prompt, float32 [hidden size] on the
+        CPU.
+
+        It is the output of the final norm, from which the next token's logits are computed. Its
+        bits depend only on the weights and the prompt. Any thread may call this. Raises
+        `InvalidRequest`, `RequestTooLarge`, `RequestAborted` and `EngineDead`.
 
         Args:
-            prompts: one prompt or a list of them, as `generate` takes them, of up to
-                `max_model_len` tokens.
-            adapter: name of a loaded adapter.
-
-        Returns float32 [hidden size] a prompt, on the CPU. Any thread may call this. Raises
-        `InvalidRequest`, `RequestTooLarge`, `RequestAborted` and `EngineDead`.
+            prompts: One prompt or a list of them, as in `generate`, of up to `max_model_len`
+                tokens.
+            adapter: Name of a loaded adapter.
         """
         self.shared.require_alive()
         require_one_rank(self.runner, "embed")
@@ -540,61 +538,59 @@ class InferenceEngine:
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
     ) -> AdapterInfo:
-        """Serve an adapter of low rank, or a new version of it, to requests that name it
-        (`SamplingParams.adapter`); other requests are not disturbed.
+        """Load a LoRA adapter, or a new version of it, for requests that name it
+        (`SamplingParams.adapter`). Other requests are not affected. Raises `AdapterError`, with
+        nothing changed.
 
         Args:
-            name: of the adapter. One that is loaded already gets a new version.
-            source: a folder as PEFT saves it, or its tensors by PEFT's names.
-            settings: alpha and how it scales; None: the folder's, or the defaults.
-            version: number of the version, larger than every one of this name before; None counts
-                up, from 1 on.
-            kv_policy: what becomes of requests that run with an older version: `"finish_old"` (they
-                keep it), `"recompute"`, `"keep"` (their keys and values) or `"abort"`.
-
-        Raises `AdapterError`, with nothing changed.
+            name: Name of the adapter. A loaded adapter gets a new version.
+            source: Folder saved by PEFT, or tensors by PEFT's names.
+            settings: Alpha and scaling. None uses the folder's settings, or the defaults.
+            version: Number of the version, higher than all before for this name. None counts up
+                from 1.
+            kv_policy: Effect on requests that run with an older version: `"finish_old"` (finish
+                with it), `"recompute"`, `"keep"` (keep their keys and values) or `"abort"`.
         """
         return self.adapter_table.load(name, source, settings, version, kv_policy)
 
     def unload_adapter(self, name: str) -> None:
-        """No new request may ask for an adapter; those that have it finish with it, and what they
-        asked to keep is let go. Raises `AdapterError`, also while it is merged.
+        """Reject new requests for an adapter. Requests that use it finish with it, and their kept
+        blocks are released. Raises `AdapterError`, also while the adapter is merged.
         """
         self.adapter_table.unload(name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """The adapters that requests may ask for, by name."""
+        """Return the adapters that requests can name, sorted by name."""
         return self.adapter_table.infos()
 
     def merge_adapter(self, name: str) -> int:
-        """Write an adapter into the weights, until `unmerge_adapter`: each becomes W + scale * B A,
-        computed in float32 and rounded once. Returns the new version.
+        """Merge an adapter into the weights until `unmerge_adapter`. Each weight becomes W + scale
+        * B A, computed in float32 and rounded once. Return the new weight version.
 
-        Requests for no adapter, or for this one, are then computed by these weights. Refused are
-        those for others, updates of the weights, and a new version or `unload_adapter` of this
-        adapter; while it is being merged or unmerged, requests for any adapter too. The weights as
-        they were are kept. Bits are those of a model that was loaded from merged weights, not those
-        of the adapter beside its base.
+        Requests for no adapter or for this one are then computed with the merged weights. Requests
+        for other adapters, weight updates, and reloading or unloading this adapter are rejected.
+        During merging and unmerging, requests for any adapter are rejected. The original weights
+        are kept. The bits are those of a model loaded from merged weights, which differ from those
+        of an unmerged adapter.
 
-        Raises `AdapterError`, with nothing changed: for weights that are kept as codes
-        (`quantization`), an adapter of a tied head, while the weights are asleep, while a request
-        is computed with an adapter, and while an update is on its way. Adapters are of one rank,
-        and so is this.
+        Raises `AdapterError`, with nothing changed, for quantised weights (`quantization`), for an
+        adapter of a tied head, while the weights are asleep, while a request uses an adapter, and
+        during an update. It needs a single rank, like all adapters.
         """
         self.shared.require_alive()
         if self.config.codes is not None:
             raise AdapterError(
-                f"quantization={self.config.codes!r} keeps codes, which a merge would round "
+                f"quantization={self.config.codes!r} stores codes, which a merge would round "
                 "again; serve the adapter unmerged."
             )
         return self._merging.merge(name)
 
     def unmerge_adapter(self) -> int:
-        """Write the weights back as they were before `merge_adapter`, to the bit; returns the new
-        version. Requests for the adapter are computed beside them from then on.
+        """Restore the weights from before `merge_adapter`, bit for bit. Return the new weight
+        version. Requests for the adapter are computed unmerged again.
 
-        Raises `AdapterError`, with nothing changed, where none is merged, while the weights are
-        asleep, and while a request for the adapter runs or waits.
+        Raises `AdapterError`, with nothing changed, if no adapter is merged, while the weights are
+        asleep, and while a request for the adapter is running or waiting.
         """
         self.shared.require_alive()
         return self._merging.unmerge()
@@ -602,32 +598,32 @@ class InferenceEngine:
     def _make_adapters(self) -> Adapters:
         config = self.config
         most = max(config.max_loras, len(config.loras))
-        made = Adapters(self.model, self.shared, most, config.max_lora_rank)
-        for each in config.loras:
-            name, _, folder = each.partition("=")
-            made.load(name, folder)
-        return made
+        adapters = Adapters(self.model, self.shared, most, config.max_lora_rank)
+        for entry in config.loras:
+            name, _, folder = entry.partition("=")
+            adapters.load(name, folder)
+        return adapters
 
     def _step_costs(self, sequences: Sequences, in_lockstep: bool) -> StepCosts:
-        """Return what steps cost, measured where no other engine takes part in them."""
+        """Return the costs of steps, measured unless other engines take part in them."""
         if in_lockstep:
             return GUESSED
         config = self.config.scheduler
         return measure_costs(sequences, self.cache, self.runner, config, self.max_model_len)
 
     def weights_checksum(self) -> dict[str, str]:
-        """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as
-        it is held.
+        """Return the SHA-256 of every live tensor by checkpoint name, over its bytes as stored, row
+        by row.
         """
         return self._updates.checksum()
 
     def get_weight_version(self) -> int:
-        """The version that serves now."""
+        """Return the live weight version."""
         return self.weight_sync.version
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix. Never needed for correctness: a block's name holds its weight
-        version.
+        """Drop all cached prefixes, including kept files. Never needed for correctness, since a
+        block's name contains its weight version.
         """
         self.shared.require_alive()
         with self.shared.lock:
@@ -638,64 +634,67 @@ class InferenceEngine:
     # -- control -----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "keep") -> list[TrainingSample]:
-        """Stop computing until `resume`. Requests and updates are still taken in.
+        """Stop computing until `resume`. Requests and updates are still accepted. Return the
+        partial samples of `mode="abort"`.
+
+        Until `resume`, calls of other threads and tasks that wait for samples or for an update keep
+        waiting. A call that would wait for its own caller raises `InvalidRequest` or
+        `WeightUpdateError`, also in the middle of a `generate` whose consumer pauses. A pause
+        interrupted by Ctrl-C pauses nothing.
 
         Args:
-            mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`:
-                they finish first, newcomers are held; `"abort"`: they end now, and their partial
-                samples are returned.
-
-        Until `resume`, calls of other threads and tasks that wait for samples or for an update wait
-        on. A call that would wait for its own caller raises `InvalidRequest` or
-        `WeightUpdateError`, also in the middle of a `generate` whose consumer pauses. A pause that
-        Ctrl-C interrupts pauses nothing.
+            mode: Effect on running requests. `"keep"` suspends them, to continue later token for
+                token. `"wait"` finishes them first and holds new requests. `"abort"` ends them now.
         """
         return self.shared.pause(mode) or []
 
     def resume(self) -> None:
-        """Go on after a pause. Without one nothing happens."""
+        """Continue after a pause. It does nothing if the engine is not paused, and raises
+        `InvalidRequest` if it is only asleep.
+        """
         self.shared.resume()
 
     def is_paused(self) -> bool:
-        """Whether nothing is computed until `resume` or `wake`."""
+        """Return True if nothing is computed until `resume` or `wake`."""
         return not self.loop.life.launching
 
     def sleep(self, weights: bool = False, *, memory: Iterable[Memory] | None = None) -> None:
-        """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait
-        in a file.
+        """Pause and release the memory of the KV cache. With `weights`, also release the weights,
+        which are saved to a file.
 
-        Requests stay, and compute their context again after `wake`; nothing else changes for them.
-        With `memory` these parts of it alone, `"weights"` or `"kv_cache"`; what sleeps already
-        stays so.
+        Requests stay and recompute their context after `wake`. Nothing else changes for them.
+        `memory` selects the parts to release instead, `"weights"` or `"kv_cache"`. Parts already
+        asleep stay so.
         """
         if memory is None and self.shared.asleep():
-            raise InvalidRequest("the engine is asleep already; wake() it first.")
+            raise InvalidRequest("the engine is already asleep; call wake() first.")
         if memory is None:
             memory = ("kv_cache", "weights") if weights else ("kv_cache",)
         self.shared.sleep(set(memory), self.runner.give_back)
 
     def wake(self, *, memory: Iterable[Memory] | None = None) -> None:
-        """Take the memory again and go on. Without a sleep nothing happens.
+        """Reallocate the memory, restore its contents and resume. It does nothing if the engine is
+        not asleep.
 
-        With `memory` only these parts of it; the engine goes on when all is awake, and not before
-        `resume` if it was paused as well. Weights that are awake can be updated while the KV cache
+        `memory` selects the parts to wake. The engine resumes once all parts are awake and, if it
+        was paused as well, `resume` is called. Awake weights can be updated while the KV cache
         sleeps.
         """
         self.shared.wake(None if memory is None else set(memory))
 
     def sleeping(self) -> tuple[Memory, ...]:
-        """The parts of the memory that sleep."""
+        """Return the parts of the memory that are asleep."""
         return self.shared.asleep()
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- statistics and shutdown -------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was built, and its state now."""
+        """Return counters since the engine was built, and its current state."""
         loop, runner, cache, sequences = self.loop, self.runner, self.cache, self.loop.sequences
         files = self.kept_files
         seconds = loop.clock.seconds
         times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
-        for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
+        for_samples = loop.clock.nanoseconds["wait"] / 1e9  # wait of rank 0 for samples
         return EngineStats(
             num_waiting=len(sequences.waiting),
             num_running=len(sequences.running),
@@ -734,7 +733,7 @@ class InferenceEngine:
         )
 
     def shutdown(self) -> None:
-        """Let go of weights and KV cache. Unfinished requests are lost; every later call raises
+        """Release weights and KV cache. Unfinished requests are lost. Later calls raise
         `EngineDead`.
         """
         self.intake.grammars.close()

@@ -1,4 +1,4 @@
-"""`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
+"""Implementation of `generate`: add requests, step until they have ended, yield their deltas."""
 
 import sys
 from collections import deque
@@ -17,15 +17,15 @@ from nano_inference.types import Delta, TrainingSample
 ProgressFunction = Callable[[int, int, int], None]
 Progress = ProgressFunction | bool | None
 
-LONG = 2.0  # seconds after which a bar appears by itself
+LONG = 2.0  # seconds after which a progress bar appears by default
 
 
 def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Generator[Delta]:
-    """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is
-    left.
+    """Add requests and step until they have ended, yielding their deltas. Closing the generator
+    aborts unfinished requests.
 
-    While another caller has paused the engine it waits. Raises `InvalidRequest` if its own caller
-    has, at the start or between two deltas.
+    It waits while another caller has paused the engine. Raises `InvalidRequest` if its own caller
+    has paused it, at the start or between two deltas.
     """
     left = sum(request.width for request in requests)
     arrived: deque[Delta] = deque()
@@ -53,25 +53,25 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
 
 
 def _advance(engine: SharedLoop, arrived: Collection[Delta], left: int) -> EngineDead | None:
-    """Step, or wait a moment. Returns the error if the step ended the engine: the deltas that have
-    `arrived` come before it.
+    """Step, or wait briefly. Return the error if the step ended the engine, so that deltas in
+    `arrived` can be yielded before it.
 
-    Raises `InvalidRequest` if the consumer of the deltas, or a function that it gave, has paused
+    Raises `InvalidRequest` if the consumer of the deltas, or a function that it passed, has paused
     the engine meanwhile.
     """
     if not engine.has_work():
         engine.require_not_paused_by_me()
     try:
-        goes_on = engine.advance_or_wait()
+        has_advanced = engine.advance_or_wait()
     except EngineDead as problem:
         return problem
-    if not goes_on and not arrived:
-        raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
+    if not has_advanced and not arrived:
+        raise RuntimeError(f"{left} samples were lost; this is a bug in the engine.")
     return None
 
 
 def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSample]:
-    """The samples that deltas end with: request by request, as these ids have them."""
+    """Return the finished samples of deltas, request by request in the order of `request_ids`."""
     order = {request_id: place for place, request_id in enumerate(request_ids)}
 
     def place_of(sample: TrainingSample) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSa
 
 
 def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, str]]:
-    """New text of requests as it comes, with the place of its request among them."""
+    """Yield new text of requests as it arrives, after the index of its request."""
     places = {request.request_id: place for place, request in enumerate(requests)}
     for delta in run(engine, requests, False):
         if delta.text:
@@ -97,7 +97,7 @@ def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, s
 
 
 class _Shown:
-    """Reports of one `generate`."""
+    """Progress reports of one `generate` call."""
 
     def __init__(
         self, report: ProgressFunction | None, bar: "tqdm[Any] | None", total: int, loop: EngineLoop
@@ -106,7 +106,7 @@ class _Shown:
         self.tokens_before = loop.num_completion_tokens
 
     def __call__(self, left: int) -> None:
-        """After a step; `left` samples have not ended."""
+        """Report after a step, with the number of unfinished samples."""
         tokens = self.loop.num_completion_tokens - self.tokens_before
         if self.report is not None:
             self.report(self.total - left, self.total, tokens)
@@ -120,13 +120,13 @@ class _Shown:
             self.bar.update(0)
 
     def close(self) -> None:
-        """Nothing more will be reported."""
+        """Close the progress bar."""
         if self.bar is not None:
             self.bar.close()
 
 
 def progress_of(progress: Progress, total: int, loop: EngineLoop) -> _Shown:
-    """What `generate` calls after every step."""
+    """Return the function that `generate` calls after every step."""
     if callable(progress):
         return _Shown(progress, None, total, loop)
     wanted = progress if progress is not None else sys.stderr.isatty()

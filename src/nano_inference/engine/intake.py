@@ -1,4 +1,4 @@
-"""From what callers hand in to checked sequences."""
+"""Conversion of a caller's input to checked sequences."""
 
 import random
 import threading
@@ -34,15 +34,15 @@ from nano_inference.types import Limits, SamplingParams
 
 
 class Intake:
-    """Makes sequences. Nothing of the engine's state changes if a request is refused.
+    """Maker of sequences. A rejected request changes nothing in the engine's state.
 
     Args:
-        checks: the engine's limits.
-        sequences: where sequence ids come from.
-        numerics: fingerprint of the engine; a sample of another one is not gone on with.
-        seed: source of fresh request seeds; None: entropy.
-        take_routes: called with each sequence whose routed experts are wanted, as it ends; None:
-            there are none.
+        checks: Limits of the engine.
+        sequences: Sequences of the engine, which hand out sequence ids.
+        numerics: Fingerprint of the engine. Samples of another one cannot be resumed.
+        seed: Seed of the seeds of requests. None uses entropy.
+        take_routes: Function called with each sequence whose routed experts are requested, at its
+            end. None if the engine does not record them.
     """
 
     def __init__(
@@ -61,30 +61,29 @@ class Intake:
         backend = checks.config.grammar_backend
         self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
         self.token_masks = TokenMasks(self.grammars)
-        # False: who hands in requests has checked their grammars, apart from the steps
+        # False if the caller has already checked the grammars outside the stepping thread
         self.checks_grammars = True
         self.take_routes = take_routes
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def new_request_id(self) -> int:
-        """An id that was never used."""
+        """Return a request id that was never used."""
         with self._counting:
             self._num_requests += 1
             return self._num_requests - 1
 
-    def request_ids(self, given: int | Iterable[int] | None) -> frozenset[int] | None:
-        """Ids of requests, live or ended; None: all. Raises `InvalidRequest` for one that was never
-        given out.
+    def request_ids(self, request_ids: int | Iterable[int] | None) -> frozenset[int] | None:
+        """Return ids of live or ended requests as a set. None stands for all requests. Raises
+        `InvalidRequest` for an id that was never assigned.
         """
-        if given is None:
+        if request_ids is None:
             return None
-        ids = frozenset([given] if isinstance(given, int) else given)
-        for each in ids:
-            if not isinstance(each, int) or not 0 <= each < self._num_requests:
-                raise InvalidRequest(
-                    f"{each!r} is not the id of a request; {self._num_requests} were made, from 0 "
-                    "on."
-                )
+        ids = frozenset([request_ids] if isinstance(request_ids, int) else request_ids)
+        for request_id in ids:
+            if not isinstance(request_id, int) or not 0 <= request_id < self._num_requests:
+                last = self._num_requests - 1
+                valid = f"valid ids are 0 to {last}" if last >= 0 else "no request was added yet"
+                raise InvalidRequest(f"request id {request_id!r} does not exist; {valid}.")
         return ids
 
     def sequences(
@@ -97,7 +96,7 @@ class Intake:
         *,
         embeds: bool = False,
     ) -> list[Sequence]:
-        """One request a prompt; raises as `sequence` does."""
+        """Return one request per prompt. Raises the same errors as `sequence`."""
         many, one = many_prompts(prompts), self.sequence
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
         return [
@@ -116,8 +115,8 @@ class Intake:
         embeds: bool = False,
         **limits: Unpack[Limits],
     ) -> Sequence:
-        """A new request. Raises `InvalidRequest` (`VersionGone` for an `exact_version`) or
-        `RequestTooLarge`. `embeds`: see `RequestChecks.require`.
+        """Return a new request. `embeds` is as in `RequestChecks.require`. Raises `InvalidRequest`,
+        `VersionGone` for an `exact_version` that was replaced, or `RequestTooLarge`.
         """
         checks = self.checks
         self.request_ids(request_id)
@@ -162,52 +161,54 @@ class Intake:
         )
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """The newest version of the adapter that a request asks for; None: it asks for none. What
-        that means while one is merged, `settle_adapter` says. Raises `AdapterNotFound` and
-        `InvalidRequest`.
+        """Return the newest version of the adapter with this name, or None without a name. Raises
+        `AdapterNotFound` and `InvalidRequest`.
+
+        `settle_adapter` decides how a merged adapter is applied.
         """
         if name is None:
             return None
         if (merging := self.live.merging) is not None:
             raise InvalidRequest(
-                f"adapter={name!r} cannot be computed now: {being_merged(merging)}; ask again "
-                "later."
+                f"adapter={name!r} is not available now: {being_merged(merging)}; try again later."
             )
         if (merged := self.live.merged) not in (None, name):
             raise InvalidRequest(
-                f"adapter={name!r} cannot be computed while adapter {merged!r} is merged into the "
-                "weights; unmerge_adapter() first."
+                f"adapter={name!r} is not available while adapter {merged!r} is merged into the "
+                "weights; call unmerge_adapter() first."
             )
-        if (found := self.live.adapters.get(name)) is None:
-            loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"
-            raise AdapterNotFound(f"adapter={name!r} is not loaded; these are: {loaded}.")
-        return found
+        if (adapter := self.live.adapters.get(name)) is None:
+            loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none"
+            raise AdapterNotFound(f"adapter={name!r} is not loaded; loaded adapters: {loaded}.")
+        return adapter
 
     def grammar_of(
         self, params: SamplingParams, token_ids: Iterable[int] = ()
     ) -> GrammarState | None:
-        """The state of a sample's grammar, if it has one, behind the tokens that it has already.
-        Raises `InvalidRequest`.
+        """Return the state of a sample's grammar after its existing tokens, or None without a
+        grammar. Raises `InvalidRequest`.
         """
         if params.grammar is None:
             return None
         if self.checks_grammars:
             self.grammars.check(params.grammar)
         state = GrammarState(params.grammar, token_ids, params.allowed_token_ids)
-        state.compiled = self.grammars.begin(params.grammar)  # others may push it out meanwhile
+        state.compiled = self.grammars.begin(params.grammar)  # others may evict it meanwhile
         return state
 
     def _require_not_gone(self, version: int | None) -> None:
         serving = self.live.versions[POLICY]
         if version is not None and version < serving:
-            raise VersionGone(f"exact_version={version} is gone; this engine serves {serving}.")
+            raise VersionGone(
+                f"exact_version={version} was replaced; this engine serves version {serving}."
+            )
 
 
 def vocabulary_of(checks: RequestChecks) -> Vocabulary:
-    """The tokens that grammars of an engine are about. Raises `InvalidRequest`."""
+    """Return the vocabulary that grammars are compiled for. Raises `InvalidRequest`."""
     tokenizer, spec = checks.need_tokenizer("a grammar"), checks.spec
     if not spec.eos_token_ids:
-        raise InvalidRequest("a grammar needs a model that names an end-of-sequence token.")
+        raise InvalidRequest("a grammar needs a model with an end-of-sequence token.")
     return Vocabulary(
         tokenizer.backend.to_str(),
         max(tokenizer.vocab_size, spec.vocab_size),
@@ -219,11 +220,11 @@ def vocabulary_of(checks: RequestChecks) -> Vocabulary:
 
 def _require_version(name: str, value: int | None) -> None:
     if value is not None and not is_whole(value, 0):
-        raise InvalidRequest(f"{name}={value!r} must be a whole number, or None.")
+        raise InvalidRequest(f"{name}={value!r} must be a non-negative integer or None.")
 
 
 def _require_wanted(num_wanted: Any, num_samples: int) -> None:
     if num_wanted is not None and not (is_whole(num_wanted, 1) and num_wanted <= num_samples):
         raise InvalidRequest(
-            f"num_wanted={num_wanted!r} must be a whole number from 1 to num_samples={num_samples}."
+            f"num_wanted={num_wanted!r} must be an integer from 1 to num_samples={num_samples}."
         )

@@ -1,5 +1,5 @@
-"""What callers hand in, checked and made into token ids. Nothing of the engine's state changes
-here.
+"""Checks of a caller's input, and its conversion to token ids. Nothing here changes the engine's
+state.
 """
 
 import operator
@@ -28,7 +28,7 @@ Params = SamplingParams | Iterable[SamplingParams]  # one for all prompts, or on
 
 @dataclass(frozen=True)
 class RequestChecks:
-    """The limits of one engine, and its tokenizer."""
+    """Limits of an engine, and its tokenizer."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -37,14 +37,12 @@ class RequestChecks:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, or the one at `tokenizer_path`; read when it is first asked
-        for.
-        """
+        """Model's tokenizer, or the one at `tokenizer_path`. It is loaded on first access."""
         other = self.config.tokenizer_path
         return load_tokenizer(resolve_model(other) if other is not None else self.model_folder)
 
     def token_ids(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt of any kind. Raises `InvalidRequest`."""
+        """Return the token ids of a prompt of any kind. Raises `InvalidRequest`."""
         if isinstance(prompt, str):
             require_unicode(prompt, "the prompt")
             return self._nonempty(
@@ -55,13 +53,13 @@ class RequestChecks:
         return self._nonempty(checked_ids(prompt, self.spec.vocab_size))
 
     def need_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer. Raises `InvalidRequest` where there is none."""
+        """Return the tokenizer. Raises `InvalidRequest` if there is none."""
         try:
             return self.tokenizer
         except ModelLoadError as problem:
-            cure = "" if "tokenizer_path" in str(problem) else "set tokenizer_path, "
+            advice = "" if "tokenizer_path" in str(problem) else "set tokenizer_path, "
             raise InvalidRequest(
-                f"{what} needs a tokenizer: {problem}; {cure}or pass ids."
+                f"{what} needs a tokenizer: {problem}; {advice}or pass token ids."
             ) from problem
 
     def require(
@@ -73,18 +71,18 @@ class RequestChecks:
         *,
         embeds: bool = False,
     ) -> int:
-        """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve.
+        """Check that this engine can serve a request. Raises `InvalidRequest` or `RequestTooLarge`.
 
         Args:
-            prompt_len: tokens of the prompt.
-            params: of the request.
-            num_samples: of the request.
-            max_entries: what it may cost, if that is less than any request may; see
-                `nano_inference.core.budget`.
-            embeds: the prompt is embedded, and the token behind it is not wanted.
+            prompt_len: Number of prompt tokens.
+            params: Sampling parameters of the request.
+            num_samples: Number of samples of the request.
+            max_entries: Cost limit of this request, if lower than that of all requests
+                (`nano_inference.core.budget`).
+            embeds: True if the prompt is embedded, so that no token is sampled after it.
 
         Returns:
-            ids that the mask of each sample may have in all.
+        Maximum number of ids in the masks of each sample.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
@@ -92,7 +90,7 @@ class RequestChecks:
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
         require(SERVED_LIMITS, Setting(params, self.config))
         self._require_vocabulary(params)
-        # the token that is drawn behind a prompt which is scored or embedded needs no place
+        # the token drawn after a scored or embedded prompt needs no position of its own
         is_read = params.max_tokens == 1 and (params.prompt_logprobs or embeds)
         fills = is_read and prompt_len == self.max_model_len
         self._require_fit(prompt_len, 0 if fills else params.max_tokens)
@@ -103,14 +101,14 @@ class RequestChecks:
 
     @property
     def experts_per_token(self) -> int:
-        """Ids of routed experts that a sample may have for each token, of all layers; 0: none."""
+        """Number of routed expert ids per token, over all layers. 0 if they are not recorded."""
         moe = self.spec.moe
         if moe is None or not self.config.enable_return_routed_experts:
             return 0
         return len(moe.layers) * moe.experts_per_token
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end a sample: the request's and, unless ignored, the model's. Raises
+        """Return the ids that end a sample: the request's and, unless ignored, the model's. Raises
         `InvalidRequest`.
         """
         eos = frozenset(self.spec.eos_token_ids)
@@ -120,8 +118,8 @@ class RequestChecks:
             raise InvalidRequest(
                 "every id of the "
                 f"{'allowed set' if params.allowed_token_ids else 'whole vocabulary'} would end "
-                "the "
-                "sample, so min_tokens leaves nothing to draw."
+                f"the sample, so min_tokens={params.min_tokens} leaves no token to draw; allow an "
+                "id that does not end it."
             )
         return every
 
@@ -130,9 +128,7 @@ class RequestChecks:
         if max_entries is None:
             return most
         if not is_whole(max_entries, 1):
-            raise InvalidRequest(
-                f"max_entries={max_entries!r} must be a positive integer, or None."
-            )
+            raise InvalidRequest(f"max_entries={max_entries!r} must be a positive integer or None.")
         return min(max_entries, most)
 
     def _nonempty(self, ids: list[int]) -> list[int]:
@@ -141,9 +137,8 @@ class RequestChecks:
         beyond = max(ids)
         if beyond >= self.spec.vocab_size:
             raise InvalidRequest(
-                f"the tokenizer made token id {beyond}, and the model's vocabulary ends at "
-                f"{self.spec.vocab_size - 1}; "
-                "tokenizer_path does not belong to this model."
+                f"the tokenizer returned token id {beyond}, but the model's vocabulary ends at "
+                f"{self.spec.vocab_size - 1}; set tokenizer_path to the model's own tokenizer."
             )
         return ids
 
@@ -156,22 +151,21 @@ class RequestChecks:
         ):
             if outside := [token_id for token_id in ids if token_id >= size]:
                 raise InvalidRequest(
-                    f"{name} {min(outside)} is outside the vocabulary: 0 to {size - 1}."
+                    f"{name} {min(outside)} is outside the vocabulary (0 to {size - 1})."
                 )
         for name, count in (
             ("top_logprobs", params.top_logprobs),
             ("prompt_top_logprobs", params.prompt_top_logprobs),
         ):
             if count > size:
-                raise InvalidRequest(f"{name}={count} is more than the vocabulary has: {size}.")
+                raise InvalidRequest(f"{name}={count} exceeds the vocabulary size ({size}).")
 
     def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
         longest = prompt_len + max_tokens
         if prompt_len >= self.max_model_len and max_tokens:
             raise RequestTooLarge(
-                f"the prompt of {prompt_len} tokens leaves no room in "
-                f"max_model_len={self.max_model_len}; at most "
-                f"{self.max_model_len - 1} fit."
+                f"the prompt of {prompt_len} tokens leaves no room for completions in "
+                f"max_model_len={self.max_model_len}; shorten it to {self.max_model_len - 1}."
             )
         if longest > self.max_model_len:
             raise RequestTooLarge(
@@ -183,27 +177,27 @@ class RequestChecks:
         if not self.config.enable_chunked_prefill and longest > limit:
             raise RequestTooLarge(
                 f"prompt ({prompt_len}) and max_tokens={max_tokens} exceed "
-                f"max_tokens_per_batch={limit}, which bounds "
-                f"a request without chunked prefill; enable it, or allow {longest} tokens a batch."
+                f"max_tokens_per_batch={limit}, which limits requests without chunked prefill; "
+                f"enable chunked prefill, or set max_tokens_per_batch={longest}."
             )
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is a conversation."""
+    """Return True if a prompt is a conversation."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def is_text(prompt: Any) -> bool:
-    """Whether a prompt is text, so that its samples are wanted as text too."""
+    """Return True if a prompt is text or a conversation, so that its samples have `text`."""
     return isinstance(prompt, str) or is_chat(prompt)
 
 
 def many_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts, also for a single one. Raises `InvalidRequest`."""
+    """Return prompts as a list, even for a single prompt. Raises `InvalidRequest`."""
     if is_text(prompts):
         return [prompts]
     if isinstance(prompts, Mapping):
-        raise InvalidRequest("a chat is a list of messages, not one message; put it into a list.")
+        raise InvalidRequest("a chat must be a list of messages; put the message into a list.")
     if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise InvalidRequest(
             f"prompts must be token ids, strings or chats, not {type(prompts).__name__}."
@@ -216,24 +210,25 @@ def many_prompts(prompts: Any) -> list[Any]:
 
 
 def params_for(sampling_params: Params, num_prompts: int) -> list[SamplingParams]:
-    """One `SamplingParams` a prompt. Raises `InvalidRequest`."""
+    """Return one `SamplingParams` per prompt. Raises `InvalidRequest`."""
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Iterable):
         raise InvalidRequest(
             f"sampling_params must be SamplingParams, not {type(sampling_params).__name__}."
         )
-    each = list(sampling_params)
-    if len(each) != num_prompts:
+    params = list(sampling_params)
+    if len(params) != num_prompts:
         raise InvalidRequest(
-            f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each."
+            f"got {len(params)} sampling_params for {num_prompts} prompts; pass one, or one per "
+            "prompt."
         )
-    return each
+    return params
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Token ids as integers. Raises `InvalidRequest` for anything else, and for ids outside the
-    vocabulary.
+    """Return token ids as integers. Raises `InvalidRequest` for other values and for ids outside
+    the vocabulary.
     """
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
         raise InvalidRequest(
@@ -244,10 +239,10 @@ def checked_ids(prompt: Any, vocab_size: int) -> list[int]:
         try:
             token_id = operator.index(item)
         except TypeError:
-            raise InvalidRequest(f"token id {item!r} is not an integer.") from None
+            raise InvalidRequest(f"token id {item!r} must be an integer.") from None
         if isinstance(item, bool) or not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"token id {item!r} is outside the vocabulary: 0 to {vocab_size - 1}."
+                f"token id {item!r} is outside the vocabulary (0 to {vocab_size - 1})."
             )
         ids.append(token_id)
     return ids

@@ -1,5 +1,5 @@
-"""`resume_from`: go on where a sample stopped, of this engine or of another one with the same
-numerics.
+"""Implementation of `resume_from`: continue a sample of this engine, or of another one with the
+same numerics.
 """
 
 import itertools
@@ -33,21 +33,21 @@ def resumed(
     group: SampleGroup | None = None,
     max_staleness: int | None = None,
 ) -> Sequence:
-    """A sequence that goes on where a sample stopped. Raises `InvalidRequest` or `RequestTooLarge`.
+    """Return a sequence that continues a sample. Raises `InvalidRequest` or `RequestTooLarge`.
 
     Args:
-        intake: of the engine.
-        sample: see `InferenceEngine.resume_from`.
-        append: as there.
-        max_new_tokens: as there.
-        stream: as in `Intake.sequence`.
-        request_id: as there.
-        group: of which only some samples are wanted.
-        max_staleness: as in `InferenceEngine.add_request`.
+        intake: Intake of the engine.
+        sample: Sample, as in `InferenceEngine.resume_from`.
+        append: Tokens to append, as in `InferenceEngine.resume_from`.
+        max_new_tokens: Number of new tokens, as in `InferenceEngine.resume_from`.
+        stream: Streaming, as in `Intake.sequence`.
+        request_id: Id of the new request, as in `Intake.sequence`.
+        group: Group of which only some samples are wanted.
+        max_staleness: Limit, as in `InferenceEngine.add_request`.
     """
     checks = intake.checks
     appended = checked_ids(append, checks.spec.vocab_size)
-    params = _params_to_go_on(intake.numerics, sample, len(appended), max_new_tokens)
+    params = _params_to_resume(intake.numerics, sample, len(appended), max_new_tokens)
     prompt_len, drawn = len(sample.prompt_tokens), len(sample.completion_tokens)
     most_mask_ids = checks.require(prompt_len, params, 1)
     new = (range(drawn, drawn + len(appended)),) if appended else ()
@@ -75,7 +75,7 @@ def resumed(
         sample_index=sample.sample_index,
         cached_tokens=sample.cached_tokens,
         version_starts=starts or ([(sample.weight_version, 0)] if appended else []),
-        # Of a prompt that was not computed to its end they may be another version's.
+        # The scores of a partly computed prompt may come from another version.
         scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
         score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
         mask=GrowingMask(most_mask_ids),
@@ -83,14 +83,14 @@ def resumed(
         adapter_starts=[(span.version, span.start) for span in sample.adapter_versions],
     )
     _fill(seq, sample, len(appended))
-    # what was appended is no text of the grammar, which begins anew behind it
+    # appended tokens are not part of the grammar's text, which restarts after them
     begins = request.appended[-1].stop if request.appended else 0
     seq.grammar = intake.grammar_of(params, seq.token_ids[prompt_len + begins :])
     if sample.text is not None or params.stop:
         text = OutputText(checks.need_tokenizer("the text of a sample"), params.stop)
         for token_id in seq.token_ids[prompt_len:]:
             text.append(token_id, may_stop=False)
-        text.take()  # a caller that streams has it
+        text.take()  # a streaming caller already has this text
         seq.output_text = text
     return seq
 
@@ -104,8 +104,8 @@ def resumed_here(
     num_wanted: int | None = None,
     max_staleness: int | None = None,
 ) -> list[Sequence]:
-    """Return sequences of one request that resume its partial samples; see
-    `InferenceEngine.resume_many`.
+    """Return sequences of one request that resume its partial samples, as
+    `InferenceEngine.resume_many` documents.
     """
     group = SampleGroup(num_wanted) if num_wanted is not None else None
     sequences = [
@@ -120,14 +120,16 @@ def resumed_here(
         for sample in samples
     ]
     if any(seq.num_completion_tokens and _may_have_ended(intake, seq) for seq in sequences):
-        raise InvalidRequest("it is not known whether the sample has ended.")
+        raise InvalidRequest("the sample may already have ended; sample it again.")
     return sequences
 
 
 def _may_have_ended(intake: Intake, seq: Sequence) -> bool:
-    """Whether its last token may have been its last: one that waited for its reference logprobs
-    looks like this, and one whose text holds a stop string already, as tokens come before the word
-    that they were the last ones. A grammar ends a sample that does not end by `eos` itself.
+    """Return True if the last token of a sequence may have been its last one.
+
+    A sample that waited for its reference logprobs looks unfinished, and so does one whose text
+    already holds a stop string, since tokens are streamed before the end is. A grammar ends a
+    sample only by `eos`.
     """
     request, last = seq.request, seq.token_ids[-1]
     if seq.grammar is not None and last in intake.checks.spec.eos_token_ids:
@@ -145,22 +147,21 @@ def _may_have_ended(intake: Intake, seq: Sequence) -> bool:
     )
 
 
-def _params_to_go_on(
+def _params_to_resume(
     numerics: str, sample: TrainingSample, num_appended: int, max_new_tokens: int | None
 ) -> SamplingParams:
     params = sample.sampling_params
     if params is None:
-        raise InvalidRequest("the sample has no sampling_params, so it is not known how to go on.")
+        raise InvalidRequest("the sample has no sampling_params, which resuming needs.")
     if sample.numerics != numerics:
         raise InvalidRequest(
-            f"the sample was made by {sample.numerics!r} and this engine computes with "
-            f"{numerics!r}; other "
-            "bits would follow. Add its tokens as a prompt instead."
+            f"the sample's numerics is {sample.numerics!r}, this engine's is {numerics!r}, so the "
+            "bits would differ; add its tokens as a prompt instead."
         )
     known = len(sample.completion_tokens) + num_appended
     if sample.finish_reason == "stop" and not num_appended:
         raise InvalidRequest(
-            "the sample ended by itself (finish_reason 'stop'); append tokens to go on with it."
+            "the sample ended by itself (finish_reason 'stop'); append tokens to resume it."
         )
     if max_new_tokens is not None:
         if not is_whole(max_new_tokens, 1):
@@ -168,26 +169,26 @@ def _params_to_go_on(
         if known + max_new_tokens < params.min_tokens:
             raise InvalidRequest(
                 f"max_new_tokens={max_new_tokens} would end the sample before its "
-                f"min_tokens={params.min_tokens}; give at least {params.min_tokens - known}."
+                f"min_tokens={params.min_tokens}; set at least {params.min_tokens - known}."
             )
         return replace(params, max_tokens=known + max_new_tokens)
     if known >= params.max_tokens:
         raise InvalidRequest(
-            f"the sample has {known} of max_tokens={params.max_tokens} completion tokens; say "
+            f"the sample has {known} of max_tokens={params.max_tokens} completion tokens; set "
             "max_new_tokens."
         )
     return params
 
 
 def _appended_before(sample: TrainingSample) -> tuple[range, ...]:
-    """The runs of a sample's tokens that were not sampled."""
+    """Return the runs of a sample's tokens that were appended instead of sampled."""
     runs = itertools.groupby(range(len(sample.loss_mask)), key=sample.loss_mask.__getitem__)
     groups = [(sampled, list(places)) for sampled, places in runs]
     return tuple(range(places[0], places[-1] + 1) for sampled, places in groups if not sampled)
 
 
 def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
-    """What a sample has a number of for every token; an appended token has nothing to say."""
+    """Copy a sample's per-token values to a sequence. Appended tokens get neutral values."""
     zeros = [0.0] * num_appended
     seq.output_logprobs = [*sample.logprobs, *zeros]
     seq.output_log_kept_mass = [*(sample.log_kept_mass or ()), *zeros]

@@ -1,4 +1,4 @@
-"""Scoring tokens that are given: sequences of no samples, in the loop with all others."""
+"""Scoring of existing tokens: sequences without samples, computed in the loop with all others."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
@@ -18,59 +18,66 @@ from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarg
 from nano_inference.models.routes import RouteRecord
 from nano_inference.types import SamplingParams, TrainingSample
 
-ATTEMPTS = 8  # to score under one version of the weights
+ATTEMPTS = 8  # attempts to score under a single version of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those
-    before it; and the mask of each of them, int32 [W], where there are masks. `targets` are scored
-    in the place of those tokens, as many in each place; empty: the tokens themselves.
+    """Sequence of tokens to score from position `start` to its end, each given the tokens before
+    it.
+
+    Attributes:
+        token_ids: Tokens of the sequence.
+        start: Position of the first scored token, at least 1.
+        temperature: Temperature above 0.
+        masks: Mask of each scored token, int32 [W]. Empty without masks.
+        targets: Tokens to score at each position instead of the sequence's own, equally many per
+            position. Empty to score the sequence's own tokens.
     """
 
     token_ids: list[int]
     start: int
-    temperature: float = 1.0  # above 0
+    temperature: float = 1.0
     masks: Listed[np.ndarray] = ()
     targets: Listed[Listed[int]] = ()
 
 
 class Scores(NamedTuple):
-    """What scoring a request gave.
+    """Result of scoring a request.
 
     Attributes:
-        logprobs: of its tokens from `start` on, or of its targets, place by place.
-        routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None:
-            nothing was scored, or the decoder keeps no record of them.
+        logprobs: Logprobs of its tokens from `start` on, or of its targets, position by position.
+        routes: Experts of all its rows except the last, int16 [rows, layers of experts, K]. None if
+            nothing was scored, or if the decoder does not record them.
     """
 
     logprobs: list[float]
     routes: Tensor | None = None
 
 
-def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list[int]:
-    """Token ids of a sequence that can be scored; `place` names it in errors.
+def checked_sequence(engine: InferenceEngine, sequence: Any, index: int) -> list[int]:
+    """Return the token ids of a sequence that can be scored. Errors name it by `index`.
 
     Raises `InvalidRequest` or `RequestTooLarge`.
     """
     if is_text(sequence) or not hasattr(sequence, "__len__"):
         raise InvalidRequest(
-            f"sequence {place} must be a list of token ids, not {type(sequence).__name__}."
+            f"sequence {index} must be a list of token ids, not {type(sequence).__name__}."
         )
     if len(sequence) == 0:
-        raise InvalidRequest(f"sequence {place} is empty; give at least one token id.")
+        raise InvalidRequest(f"sequence {index} is empty; give at least one token id.")
     token_ids = checked_ids(sequence, engine.spec.vocab_size)
     most, config = engine.max_model_len, engine.config
     if len(token_ids) > most:
         raise RequestTooLarge(
-            f"sequence {place} of {len(token_ids)} tokens exceeds max_model_len={most}."
+            f"sequence {index} of {len(token_ids)} tokens exceeds max_model_len={most}."
         )
     limit = config.max_tokens_per_batch
     if not config.enable_chunked_prefill and len(token_ids) - 1 > limit:
         raise RequestTooLarge(
-            f"sequence {place} of {len(token_ids)} tokens exceeds max_tokens_per_batch={limit}, "
-            "which bounds a request "
-            f"without chunked prefill; enable it, or allow {len(token_ids) - 1} tokens a batch."
+            f"sequence {index} of {len(token_ids)} tokens exceeds max_tokens_per_batch={limit}, "
+            "which limits requests without chunked prefill; enable chunked prefill, or set "
+            f"max_tokens_per_batch={len(token_ids) - 1}."
         )
     return token_ids
 
@@ -81,27 +88,27 @@ def score_tokens(
     weight_set: str = POLICY,
     adapter: ServedAdapter | None = None,
 ) -> list[Scores]:
-    """The logprobs of the tokens of each request, all under one version of a weight set (and one of
-    an adapter of the policy); and the routes that the weight set's decoder keeps a record of.
+    """Return the logprobs of the tokens of each request, all under one version of a weight set and
+    of a policy adapter. Routed experts are included if the weight set's decoder records them.
 
-    Where the weights or the adapter change meanwhile, all is scored again under the new ones. Any
-    thread may call this. Raises `RequestAborted`, `EngineDead`, and `WeightUpdateError` where they
-    change faster than this can score.
+    If the weights or the adapter change meanwhile, everything is scored again under the new
+    version. Any thread may call this. Raises `RequestAborted`, `EngineDead`, and
+    `WeightUpdateError` if they change in every attempt.
     """
     wanted = [request for request in requests if request.start < len(request.token_ids)]
     versions = engine.loop.sequences.versions
     for _ in range(ATTEMPTS):
         version = versions[weight_set]
-        found, adapters = _scores(engine, wanted, weight_set, adapter)
+        results, adapters = _scores(engine, wanted, weight_set, adapter)
         if versions[weight_set] == version and len(adapters) <= 1:
-            scores = iter(found)
+            scores = iter(results)
             return [
                 next(scores) if request.start < len(request.token_ids) else Scores([])
                 for request in requests
             ]
     raise WeightUpdateError(
-        f"the weights, or the adapter, changed in each of {ATTEMPTS} attempts to score; score less "
-        "at once, or update less often."
+        f"the weights or the adapter changed in each of {ATTEMPTS} attempts to score; score fewer "
+        "tokens per call, or update less often."
     )
 
 
@@ -111,7 +118,7 @@ def _scores(
     weight_set: str,
     adapter: ServedAdapter | None,
 ) -> tuple[list[Scores], set[ServedAdapter | None]]:
-    """The scores, and the versions of the adapter that computed them."""
+    """Return the scores, and the versions of the adapter that computed them."""
     record = engine.runner.models[weight_set].routes
     routes: dict[int, Tensor] = {}
     take = None if record is None else partial(_take_routes, record, routes)
@@ -121,8 +128,7 @@ def _scores(
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
             if sample.ref_logprobs is None:
                 raise RequestAborted(
-                    "a sequence was aborted before it was scored; nothing is returned for the "
-                    "others."
+                    "a sequence was aborted before it was scored; score the sequences again."
                 )
             by_id[sample.request_id] = list(sample.ref_logprobs)
     ids = [scorer.request_id for scorer in scorers]
@@ -144,7 +150,7 @@ def _scorer(
     at_end: Callable[[Sequence], None] | None,
 ) -> Sequence:
     request_id, num_tokens = engine.intake.new_request_id(), len(request.token_ids)
-    stand_in = TrainingSample(  # the scores come back in it
+    stand_in = TrainingSample(  # carries the scores back
         prompt_tokens=(),
         completion_tokens=(),
         logprobs=(),
@@ -153,7 +159,7 @@ def _scorer(
         finish_reason="stop",
         request_id=request_id,
     )
-    asked = CheckedRequest(
+    checked = CheckedRequest(
         request_id,
         num_tokens,
         SamplingParams(),
@@ -166,7 +172,7 @@ def _scorer(
     )
     return Sequence(
         engine.loop.sequences.new_id(),
-        asked,
+        checked,
         request.token_ids,
         num_samples=0,
         weight_set=weight_set,

@@ -1,6 +1,4 @@
-"""`SharedLoop`: the loop for several threads. Who steps, who waits for what, pauses, and what a
-failure ends.
-"""
+"""`SharedLoop`: the loop for several threads. It handles stepping, waiting, pauses and failures."""
 
 import asyncio
 import logging
@@ -46,33 +44,35 @@ from nano_inference.types import KvPolicy, Memory, PauseMode, TrainingSample
 
 logger = logging.getLogger("nano_inference")
 
-GRAMMAR_SECONDS = 0.5  # that a step waits for a grammar where there is nothing else to do
-LOOK_SECONDS = 0.5  # between two looks of a caller at an engine that does not run
+GRAMMAR_SECONDS = 0.5  # seconds that a step waits for a grammar if there is no other work
+LOOK_SECONDS = 0.5  # seconds between checks of a caller that waits for a paused engine
 
 
-# The pauses that were made in this context and have not ended. Each call of `asyncio.to_thread`
-# runs in a copy of its task's context, and forgets at its end what it adds here.
+# Pauses made in this context that have not ended. Each call of `asyncio.to_thread` runs in a copy
+# of its task's context, so additions to this variable end with the call.
 _made_here: ContextVar[tuple["ref[Pauser]", ...]] = ContextVar("pauses made here", default=())
 
 
 class Pauser:
-    """The caller that makes this object: a thread or, in a pool that asyncio shares, one call.
+    """Caller that creates this object: a thread or, in a thread pool of asyncio, a single call.
 
-    A thread by itself does not identify a caller: `asyncio.to_thread` runs the next call of any
-    task on the same idle thread, while another task may resume the engine. A context by itself does
-    not either: a call in a pool inherits the context of the task that made it.
+    A thread is not enough to identify a caller: `asyncio.to_thread` runs the next call of any task
+    on the same idle thread, while another task may resume the engine. A context is not enough
+    either: a call in a pool inherits the context of the task that made it.
     """
 
     def __init__(self) -> None:
-        self._thread = threading.current_thread()  # not its ident, which a later thread may get
+        self._thread = threading.current_thread()  # not its ident, which may be reused
         others = (each for each in _made_here.get() if each() is not None)
         _made_here.set((*others, ref(self)))
 
     def is_calling(self) -> bool:
-        """Whether the code that asks is this caller, so that waiting here would never end."""
+        """Return True if the current code is this caller, so that it would wait for itself
+        forever.
+        """
         if threading.current_thread() is not self._thread:
             return False
-        # no task runs while another blocks the thread of their event loop
+        # no other task runs while this code blocks the thread of their event loop
         return _runs_event_loop() or any(each() is self for each in _made_here.get())
 
 
@@ -85,14 +85,14 @@ def _runs_event_loop() -> bool:
 
 
 def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
-    """Why an engine has died of what a step raised; out of memory, which settings to change and to
-    what; of a rank that was lost, which requests are.
+    """Return the reason why an engine has died of an exception in a step. For a lost rank it names
+    the lost requests, for lack of memory the settings to lower.
     """
     if isinstance(problem, RankLost) and loop is not None:
         added = [message.sequence.request_id for message in loop.inbox if isinstance(message, Add)]
         lost = sorted({*added, *(seq.request_id for seq in loop.sequences.by_id.values())})
-        told = f"requests lost: {', '.join(map(str, lost))}" if lost else "no request is lost"
-        return Why(f"{problem}; {told}", f"a rank of the engine is lost; {told}")
+        losses = f"requests lost: {', '.join(map(str, lost))}" if lost else "no request was lost"
+        return Why(f"{problem}; {losses}", f"lost a rank of the engine; {losses}")
     if isinstance(problem, torch.OutOfMemoryError):
         share, tokens = config.gpu_memory_utilization, config.max_tokens_per_batch
         advice = [f"gpu_memory_utilization from {share:g} to {max(share - 0.05, share / 2):.2f}"]
@@ -100,9 +100,9 @@ def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None =
             advice.append(f"max_tokens_per_batch from {tokens} to {tokens // 2}")
         public = f"a step ran out of the device's memory; lower {' or '.join(advice)}"
         return Why(f"{public} ({one_line(problem)})", public)
-    if is_device_failure(problem):  # such texts are the driver's or ours
+    if is_device_failure(problem):  # its text comes from the driver or from us
         text = (
-            "a step failed on the device, which this process cannot use any more: "
+            "a step failed on the device, which this process can no longer use: "
             f"{one_line(problem)}"
         )
         return Why(text, text)
@@ -110,20 +110,21 @@ def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None =
 
 
 def failed(what: str, problem: BaseException) -> Why:
-    """That something failed, and of what."""
+    """Return a reason that names the failed action and its exception."""
     name = type(problem).__name__
     return Why(f"{what}: {name}: {problem}", f"{what}: {name}")
 
 
 class SharedLoop:
-    """One thread steps at a time; any thread may add, abort, pause or announce an update.
+    """Loop that several threads share. One thread steps at a time. Any thread may add, abort, pause
+    or announce an update.
 
     Args:
-        loop: what is stepped.
-        explain: says of what a step raised why the engine has failed.
-        when_dead: called once, with the reason, when the engine ends or has failed.
-        lock: held by the thread that runs the loop.
-        work_arrived: set whenever a message arrives; a thread that waits for work clears it.
+        loop: Loop that is stepped.
+        explain: Function that returns why the engine has failed, given the exception of a step.
+        when_dead: Function called once, with the reason, when the engine is shut down or fails.
+        lock: Lock held by the thread that runs the loop.
+        work_arrived: Event set when a message arrives. A thread that waits for work clears it.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class SharedLoop:
         self.lock, self.work_arrived = lock, work_arrived
         self._grammar_arrived = threading.Event()
         self.delivery = Delivery()
-        self._unclaimed: list[TrainingSample] = []  # for the next `step`
+        self._unclaimed: list[TrainingSample] = []  # samples for the next `step`
         self._runs = threading.Event()  # set while the loop launches steps, or is dead
         self._runs.set()
-        self._given_back: dict[Memory, Sleep] = {}  # what each part that sleeps wakes from
+        self._given_back: dict[Memory, Sleep] = {}  # saved state of each sleeping part
 
     def member(self) -> Member:
         """Return the state of this engine for the other engines in lockstep."""
@@ -154,11 +155,11 @@ class SharedLoop:
 
     @property
     def life(self) -> Lifecycle:
-        """The state now. It changes under the lock only."""
+        """Current lifecycle state. It changes only under the lock."""
         return self.loop.life
 
     def _become(self, event: Event) -> None:
-        """Change the state, and wake the threads that wait for another one. With the lock."""
+        """Change the state and wake the threads that wait for a change. Call it with the lock."""
         before = self.life
         self.loop.become(event)
         if self.life.launching or self.life.dead is not None:
@@ -171,8 +172,8 @@ class SharedLoop:
     # -- stepping ----------------------------------------------------------------------------------
 
     def step(self) -> list[TrainingSample]:
-        """Run one step; returns the samples that ended since the last call and that no thread
-        waits for.
+        """Run one step. Return the samples that ended since the last call and that no thread waits
+        for.
         """
         if not self.has_work():
             self._await_grammar(GRAMMAR_SECONDS)
@@ -189,15 +190,15 @@ class SharedLoop:
         return taken
 
     def advance(self) -> None:
-        """Run one step and hand its samples to those who wait for them; `step` returns the
-        others.
+        """Run one step and deliver its samples to the threads that wait for them. `step` returns
+        the others.
         """
         with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.step))
 
     def advance_or_wait(self) -> bool:
         """Run a step, or wait for at most `LOOK_SECONDS` while the engine is paused or a request
-        waits for its grammar. False: there was nothing to do.
+        waits for its grammar. Return False if there was no work.
         """
         self.require_alive()
         if self.has_work():
@@ -205,26 +206,26 @@ class SharedLoop:
             return True
         if self._await_grammar(LOOK_SECONDS):
             return True
-        if self.life.phase is Phase.RUNNING:  # else another thread has paused, or is about to
+        if self.life.phase is Phase.RUNNING:  # otherwise another thread has paused or is about to
             return False
         self._runs.wait(LOOK_SECONDS)
         return True
 
     def handle(self) -> None:
-        """Take in the messages, without a step."""
+        """Process the messages without a step."""
         with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
-        """Call `change` with nothing in flight. It returns the weight set's new version;
-        None: as it was.
+        """Call `change` with no step in flight. It returns the weight set's new version, or None if
+        the version did not change.
 
         Raises `InvalidRequest` while the weights are asleep.
         """
         with self.lock:
             self.require_weights()
             change_of = Setting(
-                beside_policy="a change of weights beside the policy's",
+                beside_policy="an update of weights other than the policy's",
                 lockstep=not self.loop.gate.alone,
             )
             require(CALL_LIMITS, change_of)
@@ -232,16 +233,17 @@ class SharedLoop:
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 
     def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> None:
-        """From now on an adapter, or a new version of it, computes the requests of its name."""
+        """Use an adapter, or a new version of it, for the requests that name it."""
         with self.lock:
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_adapter(adapter, kv_policy)))
 
     def has_pending(self) -> bool:
-        """Whether a step would do or return anything."""
+        """Return True if a step would do or return anything."""
         if self.life.dead is not None:
             return False
-        # The second look: what a step of another thread, which `has_work` waited for, has left.
+        # `_unclaimed` is checked again because `has_work` may have waited for a step of another
+        # thread, which may have added samples.
         return (
             bool(self._unclaimed)
             or self.has_work()
@@ -254,19 +256,21 @@ class SharedLoop:
             return self.loop.is_compiling()
 
     def _await_grammar(self, patience: float) -> bool:
-        """Where a request waits for its grammar, wait for a message, for at most so many seconds.
-        False: none does.
+        """Wait for a message for at most `patience` seconds if a request waits for its grammar.
+        Return False if none does.
         """
         if not self._is_compiling():
             return False
         self._grammar_arrived.clear()
-        if not self.loop.has_pending():  # else it came before
+        if not self.loop.has_pending():  # otherwise it arrived before the clear
             self._grammar_arrived.wait(patience)
         return True
 
     def has_work(self) -> bool:
-        """Whether a step would do anything. It says no only between two steps: in the middle of
-        one, what is on its way from list to list or to those who wait for it is nowhere to be seen.
+        """Return True if a step would do anything.
+
+        A negative answer is only valid between steps, so it is confirmed under the lock. During a
+        step, work that moves between lists is in none of them.
         """
         if self.loop.has_pending():
             return True
@@ -276,44 +280,42 @@ class SharedLoop:
     # -- requests ----------------------------------------------------------------------------------
 
     def post(self, message: Message) -> None:
-        """Leave a message for the next step."""
+        """Queue a message for the next step."""
         self.loop.inbox.append(message)
         self.work_arrived.set()
         if isinstance(message, GrammarReady):
             self._grammar_arrived.set()
 
     def enqueue_first(self, sequence: Sequence) -> int:
-        """Queue a checked request before all that arrived since the lock was taken and the messages
-        were.
+        """Queue a checked request before all messages that have arrived since the last `handle`
+        under the lock. Return its id.
         """
         self.loop.inbox.appendleft(Add(sequence))
         self.work_arrived.set()
         return sequence.request_id
 
     def enqueue(self, sequence: Sequence) -> int:
-        """Queue a checked request; returns its id."""
+        """Queue a checked request. Return its id."""
         self.post(Add(sequence))
         return sequence.request_id
 
     def open(self, requests: Iterable[Sequence], sink: Sink) -> None:
-        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` for an id in
-        use.
-        """
+        """Send the deltas of these requests to `sink`. Raises `InvalidRequest` for an id in use."""
         self.require_alive()
         for request in requests:
             self.delivery.open(request.request_id, request.width, sink)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
-        """No thread waits for these requests any more: those that have not ended do so now, and are
-        lost.
+        """Stop waiting for these requests. Unfinished ones are aborted and their samples
+        are lost.
         """
         unfinished = self.delivery.abandon(request_ids)
         if unfinished and self.life.dead is None:
             self.abort(frozenset(unfinished))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
-        """End requests (None: all) now; returns their partial samples, also to those who wait for
-        them.
+        """End requests (None: all) now. Return their partial samples, which are also delivered to
+        the callers that wait for them.
         """
         self.require_alive()
         with self.lock:
@@ -325,7 +327,7 @@ class SharedLoop:
             if request_ids is None:
                 del self._unclaimed[before:]
                 return ended
-            # An update that waited for them may be applied now, and end others.
+            # An update that waited for these requests may now be applied and end others.
             others = [
                 sample
                 for sample in self._unclaimed[before:]
@@ -337,12 +339,12 @@ class SharedLoop:
     # -- pauses ------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, patience: float = math.inf) -> list[TrainingSample] | None:
-        """See `InferenceEngine.pause`. None: requests did not end in so many seconds, or another
-        thread has resumed meanwhile, and nothing is paused.
+        """Pause as `InferenceEngine.pause` documents. Return None, with nothing paused, if requests
+        did not end within `patience` seconds or if another thread has resumed meanwhile.
         """
         self.require_alive()
         if mode not in get_args(PauseMode):
-            raise InvalidRequest(f"mode={mode!r} is not one of {', '.join(get_args(PauseMode))}.")
+            raise InvalidRequest(f"mode={mode!r} must be one of {', '.join(get_args(PauseMode))}.")
         pauser, before = Pauser(), None
         try:
             if mode == "wait" and not self._finish_requests(time.monotonic() + patience):
@@ -353,20 +355,20 @@ class SharedLoop:
                 before = self.life.paused_by
                 self._stop(Pause(pauser))
                 return self.abort(None) if mode == "abort" else []
-        except BaseException:  # Ctrl-C: the caller has not paused anything
+        except BaseException:  # Ctrl-C: undo the pause
             with self.lock:
                 self._become(UndoPause(pauser, before))
                 self._settle()
             raise
 
     def _finish_requests(self, deadline: float) -> bool:
-        """Hold new requests, and step until no other is left. False: some are left at the deadline,
-        and new requests are admitted again.
+        """Hold new requests and step until all others have ended. Return False, with new requests
+        admitted again, if some are left at the deadline.
         """
         with self.lock:
             self.handle()
             self._become(Drain())
-        # others may step, add and abort
+        # other threads may step, add and abort meanwhile
         while self._is_busy() and self.life.phase is Phase.DRAINING:
             if time.monotonic() > deadline:
                 with self.lock:
@@ -376,32 +378,32 @@ class SharedLoop:
         return True
 
     def resume(self) -> None:
-        """Go on after a pause, as soon as nothing is asleep. Raises `InvalidRequest` if only a
-        sleep keeps it.
+        """Resume after a pause, once nothing is asleep. Raises `InvalidRequest` if the engine is
+        only asleep.
         """
         self.require_alive()
         with self.lock:
             if self.life.asleep and self.life.paused_by is None:
-                raise InvalidRequest("the engine is asleep; wake() it.")
+                raise InvalidRequest("the engine is asleep, not paused; call wake().")
             self.end_pause()
 
     def end_pause(self) -> None:
-        """As `resume`, also where only a sleep keeps it: then nothing happens."""
+        """End a pause. Unlike `resume`, it does nothing if the engine is only asleep."""
         self.require_alive()
         with self.lock:
             self._become(Resume())
             self._settle()
 
     def is_paused_by_me(self) -> bool:
-        """Whether the caller paused it, or put it to sleep, so that waiting here would never
-        end.
+        """Return True if the caller paused the engine or put it to sleep, so that waiting would
+        never end.
         """
         life = self.life
         return _is_calling(life.paused_by) or _is_calling(life.asleep_by)
 
     def require_not_paused_by_me(self) -> None:
-        """Raise `InvalidRequest` if the caller paused it or put it to sleep. A call that waits for
-        samples asks this first.
+        """Raise `InvalidRequest` if the caller paused the engine or put it to sleep. Calls that
+        wait for samples check this first.
         """
         life = self.life
         for caller, did, cure in (
@@ -410,17 +412,17 @@ class SharedLoop:
         ):
             if _is_calling(caller):
                 raise InvalidRequest(
-                    f"this thread {did} and would now wait for itself; call {cure} first, or use "
+                    f"this thread {did} and would wait for itself; call {cure} first, or use "
                     "add_request()."
                 )
 
     def asleep(self) -> tuple[Memory, ...]:
-        """The parts of the memory that were given back, the weights first."""
+        """Return the parts of the memory that are released, the weights first."""
         parts: tuple[Memory, ...] = get_args(Memory)
         return tuple(part for part in parts if part in self.life.asleep)
 
     def sleep(self, memory: Collection[Memory], give_back: Callable[[Memory], Sleep]) -> None:
-        """Stop, and give these parts of the memory back, as far as they are awake.
+        """Stop the loop and release these parts of the memory, unless they are already asleep.
 
         Without a KV cache no sequence holds blocks. Raises `NanoInferenceError`, with nothing
         changed.
@@ -428,7 +430,7 @@ class SharedLoop:
         self.require_alive()
         if unknown := sorted(set(memory) - set(get_args(Memory))):
             raise InvalidRequest(
-                f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}."
+                f"memory={unknown[0]!r} does not exist; choose from {', '.join(get_args(Memory))}."
             )
         sleeper = Pauser()
         self._wait_for_others(memory)
@@ -455,21 +457,22 @@ class SharedLoop:
             for part in parts:
                 if part == "kv_cache":
                     self.loop.vacate()
-                self._given_back[part] = give_back(part)  # the weights first: they may fail
+                self._given_back[part] = give_back(part)  # the weights first, since they may fail
                 self._become(FallAsleep(part, sleeper))
         except OSError as problem:
-            raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
-        except Exception as problem:  # the device's: some of it is given back, and some is not
-            self._fail(failed("the memory could not be given back", problem), problem)
-        except BaseException as problem:  # a second Ctrl-C: the same
-            self._interrupted("giving memory back", problem)
+            raise NanoInferenceError(
+                f"saving the weights to a file failed: {problem}."
+            ) from problem
+        except Exception as problem:  # a device failure: only some memory may be released
+            self._fail(failed("the memory could not be released", problem), problem)
+        except BaseException as problem:  # a second Ctrl-C: likewise
+            self._interrupted("releasing memory", problem)
             raise
 
     def wake(self, memory: Collection[Memory] | None = None) -> None:
-        """Take these parts of the memory again, and go on once all is awake and no pause is asked
-        for.
+        """Reallocate these parts of the memory. Resume once all is awake and no pause is requested.
 
-        None: all of it; if any was asleep, that ends a pause as well. Awake parts stay as they are.
+        None wakes all parts and, if any was asleep, also ends a pause. Awake parts stay unchanged.
         """
         self.require_alive()
         with self.lock, HeldInterrupts():
@@ -494,23 +497,24 @@ class SharedLoop:
         try:
             self._given_back[part].end()
         except torch.OutOfMemoryError as problem:
-            # of a card that is shared: it may be free again in a moment
+            # other processes on a shared GPU may free memory in a moment
             raise NanoInferenceError(
-                f"there is no memory to wake {part} in, and the engine sleeps on; free some, and "
-                "wake it again: "
-                f"{problem}"
+                f"not enough memory to wake {part}, so the engine stays asleep; free some and "
+                f"call wake() again: {problem}"
             ) from problem
         except Exception as problem:
-            self._fail(failed(f"the memory that was given back ({part}) is lost", problem), problem)
-        except BaseException as problem:  # a second Ctrl-C: only some of it was read back
+            self._fail(
+                failed(f"the released memory ({part}) could not be restored", problem), problem
+            )
+        except BaseException as problem:  # a second Ctrl-C: only some of it was restored
             self._interrupted("waking", problem)
             raise
         del self._given_back[part]
         self._become(WakeUp(part))
 
     def _wait_for_others(self, memory: Collection[Memory]) -> None:
-        """Stop, and serve the engines in lockstep until the weights of all may sleep; not for
-        ever.
+        """Stop, and serve the engines in lockstep until the weights of all of them may sleep. The
+        wait has a timeout.
         """
         gate = self.loop.gate
         if not gate.alone and "weights" in memory and self.life.has_weights:
@@ -518,52 +522,54 @@ class SharedLoop:
                 self._stop(AskSleep())
             try:
                 gate.await_sleep(self)
-            except BaseException:  # Ctrl-C: the weights are not put aside
+            except BaseException:  # Ctrl-C: the weights stay awake
                 with self.lock:
                     self._become(WithdrawSleep())
                     self._settle()
                 raise
 
     def _require_together(self, parts: Collection[Memory]) -> None:
-        """Raise `NanoInferenceError` where engines in lockstep need the weights. With the lock."""
+        """Raise `NanoInferenceError` if engines in lockstep still need the weights. Call it with
+        the lock.
+        """
         gate = self.loop.gate
         if "weights" in parts and not (gate.alone or (gate.asleep and self.life.sleep_asked)):
             raise not_together()
 
     def _stop(self, event: Pause | Stop | AskSleep) -> None:
-        """Launch nothing from now on, and retire the steps in flight. With the lock."""
+        """Launch no more steps, and retire the steps in flight. Call it with the lock."""
         self._become(event)
         self.advance()
 
     def _settle(self) -> None:
-        """Run again, if nothing keeps it stopped. With the lock."""
+        """Run again if nothing keeps the loop stopped. Call it with the lock."""
         self._become(Settle(self.loop.gate.asleep))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
-        """No call works from now on, for the first reason that there was."""
+        """Reject all later calls with this reason. The first reason is kept."""
         with self.lock:
             if self.life.dead is None:
                 self._die(Why(why, why))
 
     def lose(self, problem: Exception) -> None:
-        """End for something that happened outside of a step. Waits for the step that goes on."""
+        """End the engine for a failure outside of a step. It waits for the running step."""
         with self.lock:
             if self.life.dead is None:
                 self._die(self._explain(problem))
 
     def require_alive(self) -> None:
-        """Raise `EngineDead` if it is."""
+        """Raise `EngineDead` if the engine has ended."""
         if (dead := self.life.dead) is not None:
             raise EngineDead(f"{dead.text}; build a new one.", dead.public)
 
     def require_weights(self) -> None:
-        """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is
-        written is lost.
+        """Raise `InvalidRequest` while the weights are asleep, when they can be neither read nor
+        written.
         """
         if not self.life.has_weights:
-            raise InvalidRequest("the weights are asleep; wake() the engine first.")
+            raise InvalidRequest("the weights are asleep; call wake() first.")
 
     def _die(self, why: Why) -> None:
         self._become(Die(why))
@@ -581,7 +587,8 @@ class SharedLoop:
             return self.loop.is_busy()
 
     def _deliver(self, samples: list[TrainingSample]) -> None:
-        """Hand deltas and samples to those who wait for them; the others wait for `step`.
+        """Deliver deltas and samples to the callers that wait for them. `step` returns the other
+        samples.
 
         A request whose sink raises is aborted at the next step boundary.
         """
@@ -598,8 +605,8 @@ class SharedLoop:
         self._unclaimed += self.delivery.hand_out(streamed, samples)
 
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-        """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the
-        engine is dead. Samples that ended before are whole, and are delivered first.
+        """Run part of the loop. An exception leaves sequences and cache in an unknown state, so the
+        engine ends. Samples that ended before are complete, and are delivered first.
         """
         self.require_alive()
         try:
@@ -607,7 +614,7 @@ class SharedLoop:
         except Exception as problem:
             self._hand_out(self.loop.take())
             self._fail(self._explain(problem), problem)
-        except BaseException as problem:  # Ctrl-C: what was published may never be computed now
+        except BaseException as problem:  # Ctrl-C: published blocks may never be computed
             self._hand_out(self.loop.take())
             self._interrupted("a step", problem)
             raise

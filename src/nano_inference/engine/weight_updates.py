@@ -1,10 +1,10 @@
-"""Updates of the policy's weights: blocking or not, and what becomes of running requests.
+"""Updates of the policy's weights, blocking or not, and their effect on running requests.
 
-- `recompute`: they compute their context again under the new weights.
-- `keep`: they go on with the keys and values that they have.
-- `abort`: they end with what they have.
-- `wait`: the update waits for them; newcomers wait for the update.
-- `finish_old`: they finish on the old weights, which `ModelRunner.set_aside` keeps as `previous`.
+- `recompute`: recompute their context under the new weights.
+- `keep`: continue with the keys and values computed so far.
+- `abort`: end them with the tokens sampled so far.
+- `wait`: delay the update until they finish, and new requests until the update.
+- `finish_old`: finish them on the old weights, which `ModelRunner.set_aside` keeps as `previous`.
 """
 
 import math
@@ -37,15 +37,16 @@ def manager_of(
     workspace: int,
     shared: Callable[[], SharedLoop],
 ) -> WeightSyncManager:
-    """Make the manager of an engine's weights.
+    """Return the manager of an engine's weights.
 
     Args:
-        model: the policy.
-        runner: has the model.
-        gate: what other engines decide.
-        lock: of the loop.
-        workspace: bytes of the device that a step needs.
-        shared: the loop that updates are announced to; it may be made later.
+        model: Policy model.
+        runner: Runner of the model.
+        gate: Gate that decides together with other engines.
+        lock: Lock of the loop.
+        workspace: Bytes of device memory that a step needs.
+        shared: Function that returns the loop to announce updates to. The loop may be created
+            later.
     """
     return WeightSyncManager(
         model,
@@ -60,7 +61,7 @@ def manager_of(
 
 
 class Updates:
-    """Updates of the policy. `manager` checks and writes them, the loop says when."""
+    """Updates of the policy. `manager` checks and writes them. The loop decides when."""
 
     def __init__(self, manager: WeightSyncManager, shared: SharedLoop) -> None:
         self.manager, self._shared = manager, shared
@@ -68,28 +69,28 @@ class Updates:
     def update(
         self, weights: Any, blocking: bool, **options: Unpack[UpdateOptions]
     ) -> WeightUpdate:
-        """See `InferenceEngine.update_weights`."""
+        """Update the weights as `InferenceEngine.update_weights` documents."""
         shared, loop = self._shared, self._shared.loop
         shared.require_alive()
         policy = self.policy(options, "recompute" if blocking else "keep")
-        # not held: another thread is stepping and will apply it
+        # if not held, another thread is stepping and will apply the update
         held = shared.lock.acquire(blocking=blocking)
         try:
-            # Once every sequence has ended, a step may still be in flight: no later step would
-            # retire it.
+            # After every sequence has ended, a step may still be in flight that no later step
+            # would retire.
             idle = not loop.in_flight or not loop.sequences.by_id
             at_once = held and (blocking or idle)
             if at_once:
                 shared.handle()
             if blocking:
                 self._require_possible(policy)
-            # Tensors that are written now need not be copied. While an update waits, their owner or
-            # a trainer that writes to their file may change them, after they were checked.
+            # Tensors that are written now need no copy. If the update waits, their owner may change
+            # them, or the file they are mapped from, after they were checked.
             borrowed = at_once and loop.gate.alone and not loop.would_wait(policy)
             update = self.manager.stage(weights, copy=not borrowed, **options)
             if at_once:
                 shared.handle()
-            # another thread's request or update may have come in between
+            # a request or an update of another thread may have arrived in between
             if borrowed:
                 self.manager.keep(update)
         finally:
@@ -103,21 +104,21 @@ class Updates:
         while not update.done():
             self._require_no_stall(update, policy)
             if not self._shared.advance_or_wait():
-                update.wait(0.01)  # for engines in lockstep that do not have it yet
+                update.wait(0.01)  # engines in lockstep may not have it yet
         update.result(0)
 
     def policy(self, options: UpdateOptions, default: KvPolicy) -> KvPolicy:
-        """What becomes of running requests; from now on the options say it. Raises
+        """Return the effect on running requests, and set it in `options`. Raises
         `WeightUpdateError`.
         """
-        given = options.get("kv_policy")
-        policy = default if given is None else given
+        requested = options.get("kv_policy")
+        policy = default if requested is None else requested
         require_policy(self._shared.loop, policy)
         options["kv_policy"] = policy
         return policy
 
     def checksum(self) -> dict[str, str]:
-        """See `InferenceEngine.weights_checksum`."""
+        """Return the checksums that `InferenceEngine.weights_checksum` documents."""
         self._shared.require_alive()
         with self._shared.lock:
             if not self._shared.life.has_weights:
@@ -125,7 +126,7 @@ class Updates:
             return self.manager.checksum()
 
     def weight_set_of(self, version: int) -> str:
-        """Which weights have this version. Raises `InvalidRequest`."""
+        """Return the weight set that has this version. Raises `InvalidRequest`."""
         loop = self._shared.loop
         versions = loop.sequences.versions
         for weight_set in (POLICY, PREVIOUS):
@@ -134,41 +135,42 @@ class Updates:
                     policy_of(update) == "wait" for update in self.manager.pending.arrived()
                 ):
                     raise InvalidRequest(
-                        f"weight version {version!r} is about to go: an update waits for the "
-                        "requests that run, and "
-                        "newcomers for the update."
+                        f"weight version {version!r} is being replaced: an update waits for "
+                        "running requests, and new requests wait for that update; resume without "
+                        "a version."
                     )
                 return weight_set
         raise InvalidRequest(
-            f"weight version {version!r} is gone; this engine serves {versions[POLICY]}."
+            f"weight version {version!r} is not live; this engine serves version "
+            f"{versions[POLICY]}."
         )
 
-    def _require_possible(self, policy: KvPolicy, own: int | None = None) -> None:
-        """Raise `WeightUpdateError` where a thread that waits would keep itself from ever going on.
-        With the lock, and the messages taken in: what waits in the queue now is before the update,
-        or is that itself, of version `own`.
+    def _require_possible(self, policy: KvPolicy, version: int | None = None) -> None:
+        """Raise `WeightUpdateError` if the calling thread would wait for itself.
+
+        Call it with the lock and all messages processed. Updates in the queue then precede the
+        caller's update, or are that update, with number `version`.
         """
         loop = self._shared.loop
         if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
             return
-        what = "requests that are paused" if loop.life.has_weights else "weights that are asleep"
+        what = "paused requests" if loop.life.has_weights else "weights that are asleep"
         arrived = self.manager.pending.arrived() if loop.life.has_weights else []
-        if arrived and arrived[0].version != own:
+        if arrived and arrived[0].version != version:
             first = arrived[0]
             what = (
-                f"weight version {first.version} with kv_policy={policy_of(first)!r}, and that "
-                f"one for {what}"
+                f"weight version {first.version} with kv_policy={policy_of(first)!r}, which waits "
+                f"for {what}"
             )
         raise WeightUpdateError(
-            f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; "
-            "resume() or wake() "
-            "first."
+            f"a blocking update with kv_policy={policy!r} would wait for {what}, stopped by this "
+            "thread; call resume() or wake() first."
         )
 
     def _require_no_stall(self, update: WeightUpdate, policy: KvPolicy) -> None:
-        """As `_require_possible`, while it waits: another thread's update may have come before it,
-        and a receiver of a step's tokens may have paused the engine. The update is withdrawn
-        then.
+        """Check `_require_possible` while the update waits, and withdraw the update if it fails.
+
+        Another thread's update may have arrived first, or a sink may have paused the engine.
         """
         with self._shared.lock:
             self._shared.handle()
@@ -176,26 +178,26 @@ class Updates:
                 if not update.done():
                     self._require_possible(policy, update.version)
             except WeightUpdateError as problem:
-                if self.manager.withdraw(update, problem):  # else it came in time after all
+                if self.manager.withdraw(update, problem):  # otherwise it was already applied
                     raise
 
 
 def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
-    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the
-    steps.
+    """Return the bytes of device memory in which an update may be staged. A step's workspace is
+    reserved.
     """
     if device.type == "cpu":
         return math.inf
     reading = (memory or DeviceMemory(device)).read()
-    # what is under way takes some too
+    # half, since tensors in transit need memory too
     return max(0, (reading.total - reading.used - workspace) // 2)
 
 
 def require_policy(loop: EngineLoop, kv_policy: KvPolicy) -> None:
-    """Raise `WeightUpdateError` for what is not possible here."""
+    """Raise `WeightUpdateError` for a policy that is not possible here."""
     if kv_policy not in get_args(KvPolicy):
         raise WeightUpdateError(
-            f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}."
+            f"kv_policy={kv_policy!r} must be one of {', '.join(get_args(KvPolicy))}."
         )
-    asked = Setting(kv_policy=kv_policy, lockstep=not loop.gate.alone)
-    require(UPDATE_LIMITS, asked)
+    setting = Setting(kv_policy=kv_policy, lockstep=not loop.gate.alone)
+    require(UPDATE_LIMITS, setting)

@@ -1,8 +1,8 @@
-"""Values of a request, checked: each function returns what may be used, or raises `InvalidRequest`
-that names it.
+"""Checks of a request's values. Each function returns the value in its final form or raises an
+`InvalidRequest` that names it.
 
-What a number may be follows from what becomes of it: reals are made float32, whole numbers int64,
-and no accepted one may turn a finite logit into infinity or NaN.
+The ranges follow from the storage: reals become float32, integers int64. No accepted value may turn
+a finite logit into infinity or NaN.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.options import is_number, is_whole
 
-PENALTIES = 0.01, 100.0  # repetition penalties: logits are multiplied with them and divided by them
+PENALTIES = 0.01, 100.0  # range of repetition penalties, which scale logits up and down
 _WHOLE = 2**63
-_MOST_DIGITS = 40  # of an integer that is repeated in a message
+_MOST_DIGITS = 40  # digits of an integer that a message repeats in full
 
 
 def real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    """A finite number in [low, high], or (low, high]."""
+    """Require a finite number in [low, high], or in (low, high] with `open_low`."""
     try:
         fits = (
             is_number(value)
@@ -36,7 +36,7 @@ def real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fal
 
 
 def whole(name: str, value: Any, low: int, high: int = _WHOLE) -> None:
-    """An integer in [low, high)."""
+    """Require an integer in [low, high)."""
     if not is_whole(value, low) or value >= high:
         is_small = not is_whole(value, _WHOLE)
         bounds = f"at least {low}" if high == _WHOLE and is_small else f"in [{low}, {high})"
@@ -44,14 +44,14 @@ def whole(name: str, value: Any, low: int, high: int = _WHOLE) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message. Integers may be too long to be written, or read."""
+    """Return a value's text for a message. Integers too long to print are abbreviated."""
     if is_whole(value) and abs(value) >= 10**_MOST_DIGITS:
         return f"about {'-' if value < 0 else ''}10**{int(value.bit_length() * math.log10(2))}"
     return repr(value)
 
 
 def token_id_set(name: str, ids: Any) -> frozenset[int]:
-    """A set of token ids."""
+    """Return token ids as a set, after checking each."""
     try:
         kept = frozenset(ids)
     except TypeError:
@@ -62,7 +62,7 @@ def token_id_set(name: str, ids: Any) -> frozenset[int]:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """One stop string, or several."""
+    """Return one stop string or several as a tuple, after checking each."""
     if not isinstance(stop, str | list | tuple):
         raise InvalidRequest(f"stop must be a list of strings, not {stop!r}.")
     strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore
@@ -75,7 +75,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def biases(bias: Any) -> dict[int, float]:
-    """Token ids and what is added to their logits."""
+    """Return a checked copy of a map from token ids to logit biases."""
     if not isinstance(bias, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}.")
     entries: dict[Any, Any] = dict(bias)  # pyright: ignore[reportUnknownArgumentType]

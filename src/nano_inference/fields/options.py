@@ -1,4 +1,4 @@
-"""Options of configurations: declared once, as dataclass fields; and checks of their values."""
+"""Options of configurations, declared once as dataclass fields, and checks of their values."""
 
 import difflib
 import math
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 def is_whole(value: object, least: float = -math.inf) -> TypeGuard[int]:
-    """Whether it is an integer of at least `least`. A bool is none."""
+    """Return True for an integer of at least `least`. A bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an integer or a float, nan and infinities among them. A bool is none."""
+    """Return True for an integer or a float, also nan and infinities. A bool does not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) -> Any:
-    """A dataclass field that is also an option of the command line (`cli/field_options.py`).
+    """Declare a dataclass field that is also a command-line option (`cli/field_options.py`).
 
     Args:
-        default: of the field and of the option.
-        panel: the group of options among which `--help` lists it.
-        help: one line.
-        flags: names, such as `--top-p`. None: the field's own.
-        settings: `least`: the smallest integer allowed (`check_least`). `size=True`: bytes, such as
-            `2GiB`. `each`: the type of a value that may be repeated. `aliases`: other names of its
-            choices on the command line. All others are typer's.
+        default: Default of the field and the option.
+        panel: Group of options in `--help`.
+        help: Help text of one line.
+        flags: Option names, such as `--top-p`. Without any, the name of the field is used.
+        settings: `least` is the smallest integer allowed (`check_least`). `size=True` accepts bytes
+            such as `2GiB`. `each` is the type of a repeatable value. `aliases` are other names of
+            its choices on the command line. All other settings are typer's.
     """
     return field(
         default=default, metadata={"panel": panel, "help": help, "flags": flags, **settings}
@@ -40,41 +40,43 @@ def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) ->
 
 
 def check_least(config: Any, error: type[NanoInferenceError]) -> None:
-    """Raise `error` for an option with `least` that is not None and no integer of at least that."""
-    for each in fields(config):
-        value, least = getattr(config, each.name), each.metadata.get("least")
-        if least is None or is_whole(value, least) or (value is None and is_optional(each)):
+    """Raise `error` if an option with `least` is not an integer of at least that value. An optional
+    field may also be None.
+    """
+    for option_field in fields(config):
+        value, least = getattr(config, option_field.name), option_field.metadata.get("least")
+        if least is None or is_whole(value, least) or (value is None and is_optional(option_field)):
             continue
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise error(f"{each.name}={value!r} must be {wanted}.")
+        raise error(f"{option_field.name}={value!r} must be {wanted}.")
 
 
 def check_seconds(config: Any, names: Iterable[str], error: type[NanoInferenceError]) -> None:
-    """Raise `error` for an option of these that is no positive and finite number."""
+    """Raise `error` if one of the named options is not a positive, finite number."""
     for name in names:
         value = getattr(config, name)
         if not is_number(value) or not 0 < value < math.inf:
             raise error(f"{name}={value!r} must be a positive number of seconds.")
 
 
-def is_optional(each: "Field[Any]") -> bool:
-    """Whether a field of a dataclass may be None."""
-    return type(None) in get_args(each.type)
+def is_optional(option_field: "Field[Any]") -> bool:
+    """Return True if a dataclass field may be None."""
+    return type(None) in get_args(option_field.type)
 
 
-def choices(each: "Field[Any]") -> tuple[object, ...]:
-    """The values that a field of literals or of a bool allows; empty for other types."""
-    members: tuple[Any, ...] = get_args(each.type) or (each.type,)
+def choices(option_field: "Field[Any]") -> tuple[object, ...]:
+    """Return the values allowed by a field of literals or bools; empty for other types."""
+    members: tuple[Any, ...] = get_args(option_field.type) or (option_field.type,)
     if bool in members:
-        return (None, True, False) if is_optional(each) else (True, False)
-    if is_optional(each) and get_origin(members[0]) is Literal:
+        return (None, True, False) if is_optional(option_field) else (True, False)
+    if is_optional(option_field) and get_origin(members[0]) is Literal:
         return (None, *get_args(members[0]))
-    return members if get_origin(each.type) is Literal else ()
+    return members if get_origin(option_field.type) is Literal else ()
 
 
 def strict_options(error: type[NanoInferenceError]) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a dataclass: unknown or missing options raise `error` and name the
-    nearest option.
+    """Decorate a dataclass so that unknown or missing options raise `error`, which suggests the
+    closest option name.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -11,7 +11,7 @@ from nano_inference.remote.status import MoveCounts
 
 log = logging.getLogger("nano_inference.server")
 
-MOST_MOVES = 2  # of one request, away from engines that died
+MOST_MOVES = 2  # maximum moves of a request away from dead engines
 
 
 class Failover(MoveCounts):

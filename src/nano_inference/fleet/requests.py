@@ -38,7 +38,7 @@ class SampleSoFar:
     contexts: list[Context] = field(default_factory=list[Context])
     # (version of the adapter, first token)
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    text_length: int = 0  # of the text that the client has
+    text_length: int = 0  # length of the text that the client has
     cached_tokens: int = 0
     to_skip: int = 0  # repeated tokens that are still to come
     text_to_skip: int = 0

@@ -25,7 +25,7 @@ from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory
 log = logging.getLogger("nano_inference.server")
 
 
-_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
+_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in all replicas
 
 
 class Supervisor:

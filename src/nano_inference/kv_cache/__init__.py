@@ -1,5 +1,4 @@
-"""The cache as a bookkeeper: reference counts, the free list, the index of prefixes, sliding
-windows, kept blocks. No tensors.
+"""Bookkeeping of the KV cache: block tables, prefix lookup, sliding windows. No tensors.
 
 Imports only from the base modules.
 Begin with: manager.py, then block_pool.py.

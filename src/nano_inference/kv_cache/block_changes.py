@@ -1,4 +1,4 @@
-"""Names of blocks that come and go, gathered for a directory of several caches."""
+"""`BlockChanges`: published and dropped block names, for a directory of several caches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ SHORT = (1 << 64) - 1
 
 
 def short_name(name: int) -> int:
-    """64 bits of a block's name: enough to look it up. Who fetches a block compares the whole name,
-    and its tokens.
+    """Return the low 64 bits of a block's name, which suffice to look it up.
+
+    An engine that fetches a block compares the whole name and the tokens.
     """
     return name & SHORT
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """What has changed since the report before.
+    """Changes since the previous report.
 
     Attributes:
-        number: one more than that of the report before.
-        published: short names that can be matched now.
-        dropped: short names that no longer can.
-        whole: `published` is all that there is, whatever was told before.
+        number: One more than the number of the previous report.
+        published: Short names that have become matchable.
+        dropped: Short names that are no longer matchable.
+        whole: True if `published` lists all matchable names. Earlier reports are then obsolete.
     """
 
     number: int
@@ -31,35 +32,36 @@ class BlockReport:
 
 
 class BlockChanges:
-    """Changes since the last report. A name that came and went within it is not told.
+    """Changes since the last report. A name that was published and dropped in between is omitted.
 
-    Not thread-safe: the cache that tells it and the reader of reports share a lock.
+    Not thread-safe: the cache and the reader of reports must share a lock.
 
     Args:
-        most: changes that are kept; beyond that the next report is whole.
+        most: Maximum number of changes to keep. Beyond that the next report is whole.
     """
 
     def __init__(self, most: int = 65536) -> None:
         self._most = most
-        # short name -> whether it came; None: too many, or never told
+        # short name -> True if published, False if dropped; None: the next report is whole
         self._changes: dict[int, bool] | None = None
         self._number = 0
 
     def published(self, name: int) -> None:
-        """A block has a name."""
+        """Record that a block got a name."""
         self._note(short_name(name), came=True)
 
     def dropped(self, name: int) -> None:
-        """A name has no block any more."""
+        """Record that a name no longer has a block."""
         self._note(short_name(name), came=False)
 
     def forget(self) -> None:
-        """The next report is whole: one was lost."""
+        """Make the next report whole, because one was lost."""
         self._changes = None
 
     def take(self, names: Iterable[int]) -> BlockReport:
-        """The next report. `names` are all that the cache has; they are read only for a whole
-        one.
+        """Return the next report.
+
+        `names` are all names in the cache. They are read only for a whole report.
         """
         changes, self._changes = self._changes, {}
         self._number += 1
@@ -72,7 +74,7 @@ class BlockChanges:
     def _note(self, name: int, *, came: bool) -> None:
         if self._changes is None:
             return
-        # else the opposite of what has not been told: nothing is left of it
+        # otherwise the change cancels an unreported one
         if self._changes.pop(name, came) == came:
             self._changes[name] = came
         if len(self._changes) > self._most:

@@ -1,5 +1,6 @@
-"""Names of KV blocks: a chain of SHA-256 over token ids, rooted in everything else that decides a
-block's contents.
+"""Names of KV blocks: a chain of SHA-256 hashes over token ids.
+
+The chain starts with everything else that determines a block's contents.
 """
 
 import hashlib
@@ -7,24 +8,25 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NO_PREFIX = -1  # the first seed's default; only this module's edge knows it
+NO_PREFIX = -1  # the prefix hash of a first block
 
 
 def adapter_key(name: str, version: int) -> str:
-    """What a `Namespace` calls a version of an adapter."""
+    """Return the `Namespace.adapter` of a version of an adapter."""
     return f"{name}@{version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What besides token ids decides the contents of a KV block: part of every block's identity.
+    """Everything except token ids that determines the contents of a KV block.
+
+    A namespace is part of the names of its blocks.
 
     Attributes:
-        weight_set: which weights computed it (`"policy"`, `"reference"` …).
-        version: the version of those weights. An update can therefore never make an old block
-            match.
-        salt: the request's `cache_salt`.
-        adapter: name and version of an adapter on top of the weights.
+        weight_set: Weight set that computed the block (`"policy"`, `"reference"`, ...).
+        version: Version of these weights. Blocks from before an update can therefore never match.
+        salt: The request's `cache_salt`.
+        adapter: Name and version of an adapter on top of the weights.
     """
 
     weight_set: str = "policy"
@@ -33,8 +35,9 @@ class Namespace:
     adapter: str | None = None
 
     def encode(self) -> bytes:
-        """An injective encoding: each part is preceded by its length, and None differs from the
-        empty string.
+        """Return an injective encoding.
+
+        The length precedes each part, and None differs from the empty string.
         """
         parts = [self.weight_set.encode(), str(self.version).encode()]
         parts += [
@@ -46,13 +49,13 @@ class Namespace:
 def compute_block_hash(
     token_ids: Sequence[int], prefix_hash: int = NO_PREFIX, *, extra: bytes = b""
 ) -> int:
-    """Hash of one full block of token ids after the block named `prefix_hash`: a 256-bit integer.
+    """Return the hash, a 256-bit integer, of one full block of token ids.
 
-    `extra` (an encoded `Namespace`) belongs into the first block of a chain; the chain carries it
-    on.
+    `prefix_hash` is the hash of the block before it. Pass `extra` (an encoded `Namespace`) only for
+    the first block of a chain, since later hashes depend on it.
     """
     if not token_ids:
-        raise ValueError("a block hash needs at least one token id.")
+        raise ValueError("token_ids is empty; a block hash needs at least one token id.")
     digest = hashlib.sha256(extra)
     digest.update(b"root" if prefix_hash == NO_PREFIX else prefix_hash.to_bytes(32, "little"))
     digest.update(array("q", token_ids).tobytes())
@@ -69,7 +72,7 @@ class PrefixKeys:
         self.hashes = list(hashes)
 
     def extend(self, token_ids: Sequence[int], block_size: int) -> None:
-        """Add the hashes of blocks that `token_ids` fills and that are not named yet."""
+        """Add the hashes of the full blocks of `token_ids` that have none yet."""
         while (len(self.hashes) + 1) * block_size <= len(token_ids):
             start = len(self.hashes) * block_size
             parent = self.parent(len(self.hashes))
@@ -79,9 +82,9 @@ class PrefixKeys:
             )
 
     def parent(self, index: int) -> int:
-        """Hash of the block before block `index`, or `NO_PREFIX`."""
+        """Return the hash of the block before block `index`, or `NO_PREFIX`."""
         return self.hashes[index - 1] if index else NO_PREFIX
 
     def copy(self) -> "PrefixKeys":
-        """An independent chain with the same past."""
+        """Return an independent chain with the same hashes."""
         return PrefixKeys(self.namespace, self.hashes)

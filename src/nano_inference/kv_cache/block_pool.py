@@ -1,5 +1,6 @@
-"""Block ids, reference counts, and the order in which free blocks are reused: a ring that any block
-leaves in O(1).
+"""Block ids, reference counts, and the order in which free blocks are reused.
+
+The order is a ring, which any block can leave in O(1).
 """
 
 import itertools
@@ -16,19 +17,19 @@ _NONE = -1  # not in the ring
 
 @dataclass(slots=True)
 class Block:
-    """One KV block. `hash` names its contents while it is matchable, else it is -1.
+    """One KV block. `hash` names its contents while it is matchable, otherwise it is -1.
 
     Attributes:
-        block_id: its place in the KV tensors.
-        ref_count: how many block tables hold it.
-        hash: the name of its contents.
-        parent: the name of the block before it (where names are what is searched).
-        token_ids: its contents (where names are what is searched; a tree keeps them in its edges).
-        namespace: what else its contents depend on.
-        above: the block before it, where that must not be reused before this one.
-        pins: blocks right below it that are in use, or pinned themselves.
-        num_users: block tables that have it in their window (where there is one).
-        stripped: what sliding-window layers stored in it is gone.
+        block_id: Index in the KV tensors.
+        ref_count: Number of block tables that hold it.
+        hash: Name of its contents.
+        parent: Name of the block before it (hash cache only).
+        token_ids: Its token ids (hash cache only; the radix cache stores them in its tree).
+        namespace: Everything else that its contents depend on.
+        above: Previous block of the path, which must not be reused before this one.
+        pins: Number of blocks directly below it that are in use or pinned themselves.
+        num_users: Number of block tables that have it in their window, if layers have a window.
+        stripped: True if its units of sliding-window layers were taken.
     """
 
     block_id: int
@@ -43,7 +44,7 @@ class Block:
     stripped: bool = field(default=False, compare=False)
 
     def forget(self) -> None:
-        """Drop the name: the block is no longer matchable."""
+        """Clear the name, so that the block is no longer matchable."""
         self.hash, self.parent, self.token_ids, self.namespace, self.above = (
             NO_PREFIX,
             NO_PREFIX,
@@ -54,19 +55,23 @@ class Block:
 
 
 class BlockPool:
-    """All blocks of a cache. Free blocks stand in the order of their reuse.
+    """All blocks of a cache, with free blocks in the order of their reuse.
 
-    First those without a name; then named ones, the longest unused first, none before a block below
-    it; then those that are pinned: something below them is in use, so their reuse would cost more
-    than one block's contents; last those that are kept, in the order of `kept`. `emptied` is called
-    with a block that is free and has no name (any more), `unkept` with one that is kept no more.
+    Unnamed blocks come first. Named blocks follow, least recently used first, and none before a
+    block below it. Then come pinned blocks: a block below them is in use, so reusing one would lose
+    more than its own contents. Kept blocks come last, in the order of `kept`.
+
+    Args:
+        num_blocks: Number of blocks.
+        emptied: Called with a free block that has no name, or lost it.
+        unkept: Called with a block that is no longer kept.
 
     Attributes:
-        num_cached: free blocks with a name: what they hold can still be found.
-        num_shared: blocks with more than one holder.
-        names: of every named block: its name, and its id.
-        changes: is told of names that come and go; None: nothing follows them.
-        kept: names that requests asked to keep.
+        num_cached: Number of free blocks with a name, which can still be matched.
+        num_shared: Number of blocks with more than one holder.
+        names: Id of every named block, by name.
+        changes: Records published and dropped names. None if nothing follows them.
+        kept: Names that requests asked to keep.
     """
 
     def __init__(
@@ -82,55 +87,56 @@ class BlockPool:
         self.changes: BlockChanges | None = None
         self.kept = Kept(int(KEPT_SHARE * num_blocks), self._is_free)
         self._emptied, self._unkept = emptied, unkept
-        # Four elements of the ring are no blocks: the head, the gate before the named ones, the
-        # bar before the pinned, the rail before the kept.
+        # Four sentinels split the ring: head, unnamed blocks, gate, named blocks, bar, pinned
+        # blocks, rail, kept blocks.
         self._head, self._gate, self._bar, self._rail = range(num_blocks, num_blocks + 4)
         self._next = [*range(1, num_blocks), self._gate, 0, self._bar, self._rail, self._head]
         self._previous = [self._head, *range(num_blocks - 1)]
         self._previous += [self._rail, num_blocks - 1, self._gate, self._bar]
 
     def first_free(self) -> Block:
-        """The free block to reuse next. Its name is left for the caller to forget."""
+        """Return the free block to reuse next. The caller must forget its name."""
         first = self._next[self._head]
         return self.blocks[first] if first != self._gate else self.first_named()
 
     def first_named(self) -> Block:
-        """The free block with a name to reuse next."""
+        """Return the named free block to reuse next."""
         block = self._first_not_kept()
         if block is not None:
             return block
         name = self.kept.first()
         if name is None:
-            raise RuntimeError("no free KV block: the plan promised more than the cache has.")
+            raise RuntimeError("no KV block is free; the plan exceeds the cache.")
         return self.blocks[self.names[name]]
 
     def only_kept_left(self) -> bool:
-        """Whether every free block with a name is a kept one, or there is none."""
+        """Return True if every named free block is kept, or there is none."""
         return self._first_not_kept() is None
 
     def keep(
         self, names: list[int], until: float, priority: int, whole_from: int
     ) -> list[tuple[int, Mark]]:
-        """Keep the blocks of a chain, from its head on, until a time of the clock. Returns those
-        that are more than may be kept: their names, and the marks that they had.
+        """Keep the blocks of a chain, from its head, until a time of the clock.
+
+        Return the names that exceed the limit, with the marks that they had.
         """
         changed, gone = self.kept.keep(names, until, priority, whole_from)
         self._reorder(changed)
         return gone
 
     def expire(self) -> None:
-        """Blocks whose time has come are free like others."""
+        """Stop keeping blocks whose time is over."""
         self._reorder(self.kept.expire())
 
     def let_go(self, names: Iterable[int]) -> None:
-        """Do not keep these blocks any more."""
+        """Stop keeping these blocks."""
         kept = sorted(set(names) & self.kept.marks.keys(), key=self.kept.marks.__getitem__)
         for name in kept:
             self.kept.drop(name)
         self._reorder(kept)
 
     def hold(self, block: Block) -> None:
-        """Count one more holder; a free block leaves the ring."""
+        """Add a holder. A free block leaves the ring."""
         if block.ref_count == 0:
             self._unlink(block.block_id)
             self.num_cached -= block.hash != NO_PREFIX
@@ -141,11 +147,12 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Count one holder less; a block without a holder becomes free: the most recently used of
-        its kind.
+        """Remove a holder.
+
+        A block without holders becomes the most recently used free block of its kind.
         """
         if block.ref_count <= 0:
-            raise RuntimeError(f"block {block.block_id} was released more often than it was held.")
+            raise RuntimeError(f"block {block.block_id} was released too often: it has no holder.")
         block.ref_count -= 1
         if block.ref_count == 1:
             self.num_shared -= 1
@@ -156,7 +163,7 @@ class BlockPool:
                 self._unpin(block.above)
 
     def release_all(self, block_ids: Iterable[int]) -> None:
-        """`release` of many, one after the other. An abort of everything lets go of thousands."""
+        """Release many blocks in order. Aborting all requests releases thousands."""
         blocks, release = self.blocks, self.release
         for block_id in block_ids:
             block = blocks[block_id]
@@ -166,9 +173,7 @@ class BlockPool:
                 release(block)
 
     def give_name(self, block: Block, name: int, namespace: Namespace | None) -> None:
-        """From now on the contents of this block are known under a name, which another block may
-        have had so far.
-        """
+        """Publish a block's contents under a name, which another block may have had until now."""
         if self.changes is not None and name not in self.names:
             self.changes.published(name)
         self.num_cached += block.ref_count == 0 and block.hash == NO_PREFIX
@@ -176,13 +181,14 @@ class BlockPool:
         self.names[name] = block.block_id
 
     def put_below(self, block: Block, above: Block | None) -> None:
-        """From now on `above` is not reused before `block`, which is held."""
+        """Prevent `above` from being reused before `block`, which is held."""
         block.above = above
         self._pin(above)
 
     def exchange(self, old: Block, new: Block, below: list[Block]) -> None:
-        """`new`, which is held, takes the place of `old` above the blocks `below`; `old` loses its
-        name.
+        """Replace `old` by `new`, which is held, above the blocks in `below`.
+
+        `old` loses its name.
         """
         self.put_below(new, old.above)
         for block in below:
@@ -193,7 +199,7 @@ class BlockPool:
         self.forget(old)
 
     def forget(self, block: Block) -> None:
-        """Drop the name of a block that has nothing below it. If it is free, it is reused first."""
+        """Drop the name of a block without blocks below it. A free block is then reused first."""
         above = block.above
         if self.names.get(block.hash) == block.block_id:
             del self.names[block.hash]
@@ -210,7 +216,7 @@ class BlockPool:
             self._requeue(block)
 
     def free_ids(self) -> list[int]:
-        """Free block ids from first to be reused to last."""
+        """Return the ids of free blocks in the order of reuse."""
         ids, marks = [at for at in self._ring() if at < len(self.blocks)], self.kept.marks
         kept = sorted(
             (at for at in ids if self.blocks[at].hash in marks),
@@ -219,35 +225,33 @@ class BlockPool:
         return [at for at in ids if self.blocks[at].hash not in marks] + kept
 
     def check(self) -> None:
-        """Assert that the ring is whole, holds exactly the blocks without a holder, and is in
-        order.
-        """
+        """Assert that the ring is intact, in order, and made of the blocks without holders."""
         ids = self.free_ids()
-        assert len(ids) == self.num_free == len(set(ids)), "free list and its length disagree"
+        assert len(ids) == self.num_free == len(set(ids)), "free list and num_free disagree"
         assert set(ids) == {b.block_id for b in self.blocks if b.ref_count == 0}, (
-            "free list and counts disagree"
+            "free list and reference counts disagree"
         )
         for left, right in itertools.pairwise([self._head, *self._ring(), self._head]):
-            assert self._next[left] == right, "free list is torn"
-            assert self._previous[right] == left, "free list is torn backwards"
+            assert self._next[left] == right, "free list is broken forwards"
+            assert self._previous[right] == left, "free list is broken backwards"
         named = sum(1 for at in ids if self.blocks[at].hash != NO_PREFIX)
-        assert self.num_cached == named, "cached blocks and their count disagree"
+        assert self.num_cached == named, "cached blocks and num_cached disagree"
         shared = sum(1 for block in self.blocks if block.ref_count > 1)
-        assert self.num_shared == shared, "shared blocks and their count disagree"
+        assert self.num_shared == shared, "shared blocks and num_shared disagree"
         ring = self._ring()
         starts = [0, *(ring.index(at) + 1 for at in (self._gate, self._bar, self._rail))]
         kinds = [self._kind(self.blocks[at]) for at in ring if at < len(self.blocks)]
-        assert kinds == sorted(kinds), "free list: not unnamed, then named, pinned and kept"
+        assert kinds == sorted(kinds), "free list is not ordered by kind"
         for kind, (start, end) in enumerate(itertools.pairwise([*starts, len(ring) + 1])):
             assert kinds.count(kind) == end - start - 1, "gate, bar or rail is misplaced"
         self.kept.check([self._path(block) for block in self.blocks if block.hash != NO_PREFIX])
         pins = Counter(
             b.above.block_id for b in self.blocks if b.above is not None and (b.ref_count or b.pins)
         )
-        places = {block_id: place for place, block_id in enumerate(ids)}
+        places = {block_id: index for index, block_id in enumerate(ids)}
         for block in self.blocks:
             assert block.pins == pins[block.block_id], (
-                f"block {block.block_id}: pins and what is below it disagree"
+                f"block {block.block_id}: pins and blocks below it disagree"
             )
             above = block.above
             if (
@@ -256,12 +260,14 @@ class BlockPool:
                 and above.ref_count == above.pins == 0
             ):
                 assert places[block.block_id] < places[above.block_id], (
-                    "a block is reused before one below it"
+                    "a block would be reused before a block below it"
                 )
 
     def _pin(self, block: Block | None) -> None:
-        """One more of the blocks below is in use. Goes up until a block that was so already: O(1)
-        for a whole path.
+        """Count a block below as in use.
+
+        Walks up to the first block that is already pinned or held, so pinning a path costs O(1) per
+        block.
         """
         while block is not None:
             block.pins += 1
@@ -288,7 +294,7 @@ class BlockPool:
         return None if first == self._rail else self.blocks[first]
 
     def _reorder(self, names: Iterable[int]) -> None:
-        """Put free blocks where their marks say."""
+        """Move free blocks to the position that their marks require."""
         for name in names:
             block = self.blocks[self.names[name]]
             if self._unkept is not None and name not in self.kept:
@@ -297,13 +303,13 @@ class BlockPool:
                 self._requeue(block)
 
     def _kind(self, block: Block) -> int:
-        """Of a free block: 0 without a name, 1 with one, 2 pinned, 3 kept."""
+        """Return the kind of a free block: 0 unnamed, 1 named, 2 pinned, 3 kept."""
         if block.hash == NO_PREFIX:
             return 0
         return 3 if block.hash in self.kept else 1 + (block.pins > 0)
 
     def _path(self, block: Block) -> list[int]:
-        """Names of a block and of the one right above it, if that is known."""
+        """Return the names of a block and the block directly above it, if known."""
         return [each.hash for each in (block.above, block) if each is not None]
 
     def _requeue(self, block: Block) -> None:
@@ -326,7 +332,7 @@ class BlockPool:
 
     def _link(self, block: Block) -> None:
         kind = self._kind(block)
-        # last of its kind; those without a name come first of all
+        # last of its kind; an unnamed block goes to the front
         after = (
             self._previous[(self._bar, self._rail, self._head)[kind - 1]] if kind else self._head
         )

@@ -1,9 +1,8 @@
-"""Blocks that a request asked to keep after its end: which of them are evicted last, and in what
-order.
+"""Names of blocks that requests asked to keep, and the order of their eviction.
 
-A kept block is free like any other that holds a prefix, so nothing that is planned changes: it is
-taken when nothing else is free, before a sequence is preempted. Here stand only names and times;
-`BlockPool` knows where the blocks are.
+A kept block is free like any other block that holds a prefix, so it does not affect planning. It is
+evicted when nothing else is free, before a sequence is preempted. This module handles names and
+times; `BlockPool` maps the names to blocks.
 """
 
 import heapq
@@ -12,18 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# the part of a cache's blocks that may be kept; what is beyond it is evicted like the others
+# largest share of a cache's blocks that may be kept
 KEPT_SHARE = 0.5
 
 
 class Mark(NamedTuple):
-    """That a block is kept. Smaller ones are evicted first.
+    """Rank of a kept block. Smaller marks are evicted first.
 
     Attributes:
-        priority: higher is evicted later.
-        until: by the clock.
-        height: blocks before it in its chain, negative: of a chain the last is evicted first.
-        whole: what sliding-window layers stored in it is kept too.
+        priority: Blocks of higher priority are evicted later.
+        until: Time, by the clock, until which the block is kept.
+        height: Number of blocks before it in its chain, negated: the end of a chain is evicted
+            first.
+        whole: True if its units of sliding-window layers are kept too.
     """
 
     priority: int
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class _Queue:
-    """Names, first the one of the smallest key. One that is not valid any more is passed over."""
+    """A priority queue of names. Entries that are no longer valid are skipped."""
 
     def __init__(self, is_valid: Callable[[tuple[float, ...], int], bool]) -> None:
         self._heap: list[tuple[tuple[float, ...], int]] = []
@@ -41,14 +41,14 @@ class _Queue:
         self._room = 64
 
     def push(self, key: tuple[float, ...], name: int) -> None:
-        if len(self._heap) >= self._room:  # most may be of the past
+        if len(self._heap) >= self._room:  # most entries may be invalid
             self._heap = [entry for entry in set(self._heap) if self._is_valid(*entry)]
             heapq.heapify(self._heap)
             self._room = 2 * len(self._heap) + 64
         heapq.heappush(self._heap, (key, name))
 
     def first(self) -> tuple[tuple[float, ...], int] | None:
-        """Key and name. It stays."""
+        """Return the smallest key and its name without removing them."""
         while self._heap and not self._is_valid(*self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -57,13 +57,13 @@ class _Queue:
 class Kept:
     """The kept blocks of a cache, by name.
 
-    A chain is kept from its head on: a block's mark is never below that of one behind it. A block
+    A chain is kept from its head: a block's mark is never below the mark of a later block. A block
     that several requests keep has the latest of their times and the highest of their priorities.
 
     Args:
-        most: blocks that may be kept; beyond that the smallest marks go.
-        clock: seconds.
-        is_free: whether the block of a name has no holder.
+        most: Maximum number of kept blocks. Beyond that the smallest marks are dropped.
+        is_free: Returns True if no table holds the block of this name.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -85,20 +85,22 @@ class Kept:
     def keep(
         self, names: Sequence[int], until: float, priority: int, whole_from: int = 0
     ) -> tuple[list[int], list[tuple[int, Mark]]]:
-        """Keep a chain of blocks from its head on, those from place `whole_from` on as a whole.
+        """Keep a chain of blocks from its head.
 
-        Returns the names whose marks have come, changed or gone, in the order in which they would
-        be evicted; and those whose marks are gone, with these.
+        The blocks from index `whole_from` on are kept with their units of sliding-window layers.
+
+        Return the names whose marks were added, changed or dropped, in the order of their eviction,
+        and the dropped names with their marks.
         """
         changed: dict[int, None] = {}
-        for place in reversed(range(len(names))):
-            name, old = names[place], self.marks.get(names[place])
-            mark = Mark(priority, until, -place, place >= whole_from)
+        for index in reversed(range(len(names))):
+            name, old = names[index], self.marks.get(names[index])
+            mark = Mark(priority, until, -index, index >= whole_from)
             if old is not None:
                 mark = Mark(
                     max(old.priority, priority),
                     max(old.until, until),
-                    -place,
+                    -index,
                     old.whole or mark.whole,
                 )
             if mark != old:
@@ -108,48 +110,48 @@ class Kept:
         return [*changed, *(name for name, _ in gone)], gone
 
     def free(self, name: int) -> None:
-        """The block of a kept name has no holder any more."""
+        """Record that the block of a kept name has lost its last holder."""
         self._free.push(_key(self.marks[name]), name)
 
     def first(self) -> int | None:
-        """The name whose block is to be evicted next; None: no kept block is free."""
-        found = self._free.first()
-        return None if found is None else found[1]
+        """Return the name whose block is evicted next, or None if no kept block is free."""
+        entry = self._free.first()
+        return None if entry is None else entry[1]
 
     def drop(self, name: int) -> None:
-        """The name is gone."""
+        """Drop the mark of a name, if it has one."""
         self.marks.pop(name, None)
 
     def expire(self) -> list[int]:
-        """Let go of those whose time has come; returns them, of a chain the last first."""
+        """Drop marks whose time is over. Return their names, the end of a chain first."""
         gone: list[int] = []
         now = self.clock()
-        while (found := self._ends.first()) is not None and found[0][0] <= now:
-            gone.append(found[1])
-            del self.marks[found[1]]
+        while (entry := self._ends.first()) is not None and entry[0][0] <= now:
+            gone.append(entry[1])
+            del self.marks[entry[1]]
         return gone
 
     def count(self) -> int:
-        """Names that are kept now. For any thread."""
+        """Return the number of names that are kept now. Callable from any thread."""
         now = self.clock()
         return sum(mark.until > now for mark in list(self.marks.values()))
 
     def check(self, chains: Sequence[Sequence[int]] = ()) -> None:
-        """Assert the bound, the queues, and the order in these chains of names, heads first."""
-        assert len(self.marks) <= self.most, "more is kept than may be"
+        """Assert the limit, the queues, and the order within chains of names."""
+        assert len(self.marks) <= self.most, "too many blocks are kept"
         first = self._ends.first()
         ends = min(map(_end, self.marks.values()), default=None)
-        assert ends == (None if first is None else first[0]), "the next end is not known"
+        assert ends == (None if first is None else first[0]), "the next time to expire is wrong"
         least = min(
             (_key(mark) for name, mark in self.marks.items() if self._is_free(name)), default=None
         )
-        found = self._free.first()
-        assert least == (None if found is None else found[0]), "the next victim is not known"
+        entry = self._free.first()
+        assert least == (None if entry is None else entry[0]), "the next block to evict is wrong"
         for chain in chains:
             marks = [self.marks.get(name) for name in chain]
             for before, behind in itertools.pairwise(marks):
                 assert behind is None or (before is not None and _key(before) > _key(behind)), (
-                    "a kept block would be evicted before one behind it"
+                    "a kept block would be evicted before a later block of its chain"
                 )
 
     def _is_key(self, key: tuple[float, ...], name: int) -> bool:
@@ -163,9 +165,9 @@ class Kept:
     def _cut(self) -> list[tuple[int, Mark]]:
         gone: list[tuple[int, Mark]] = []
         while len(self.marks) > self.most:
-            found = self._all.first()
-            assert found is not None, "a mark stands in no queue"
-            gone.append((found[1], self.marks.pop(found[1])))
+            entry = self._all.first()
+            assert entry is not None, "a mark is missing from its queue"
+            gone.append((entry[1], self.marks.pop(entry[1])))
         return gone
 
 

@@ -1,5 +1,6 @@
-"""`KVCacheManager`: block tables over one block pool. What can be shared is found by a hash table
-or a radix tree.
+"""`KVCacheManager`: block tables over one block pool.
+
+A hash table or a radix tree finds the blocks that sequences can share.
 """
 
 import itertools
@@ -18,45 +19,47 @@ from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPoo
 
 @dataclass(frozen=True, slots=True)
 class CacheAllocation:
-    """Blocks at the head of a sequence, and how many leading tokens of it they already hold."""
+    """Blocks at the head of a sequence, and the number of leading tokens that they already hold."""
 
     block_ids: tuple[int, ...]
     cached_length: int
 
 
 class CacheView(Protocol):
-    """What a scheduling decision may ask. Nothing here writes."""
+    """Read-only view of a KV cache for scheduling decisions."""
 
     block_size: int
     layout: BlockLayout
 
     def num_free_blocks(self) -> int:
-        """Blocks that no table holds; those that still hold a matchable prefix count as free."""
+        """Return the number of blocks that no table holds, including matchable ones."""
         ...
 
     def num_free_units(self) -> int:
-        """Units that can be taken now: all but those that a table needs. A fresh block takes
-        `layout.num_units`.
+        """Return the number of units that can be taken now.
+
+        That is all units except those that a table needs. A fresh block takes `layout.num_units`.
         """
         ...
 
     def ref_count(self, block_id: int) -> int:
-        """How many block tables hold this block."""
+        """Return the number of block tables that hold this block."""
         ...
 
     def num_users(self, block_id: int) -> int:
-        """How many block tables have this block in their window. Only for a layout with sliding
-        units.
+        """Return the number of block tables that have this block in their window.
+
+        Only for a layout with sliding units.
         """
         ...
 
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> CacheAllocation:
-        """The longest cached prefix of at most `limit` tokens, in whole blocks."""
+        """Return the longest cached prefix of at most `limit` tokens, in whole blocks."""
         ...
 
 
 class Found(NamedTuple):
-    """Named blocks of a chain: what they depend on, where they are, what they hold."""
+    """Named blocks of a chain, with their namespace and token ids."""
 
     namespace: Namespace
     block_ids: tuple[int, ...]
@@ -64,7 +67,7 @@ class Found(NamedTuple):
 
 
 class EvictedBlock(NamedTuple):
-    """A kept block that is about to be reused, or kept no more, and what it holds."""
+    """A kept block that is about to be reused or no longer kept, with its contents."""
 
     block_id: int
     name: int
@@ -74,36 +77,35 @@ class EvictedBlock(NamedTuple):
 
 
 class EvictedBlocks(Protocol):
-    """Storage of evicted kept blocks.
+    """Storage of kept blocks that are evicted.
 
-    A Protocol, because `device.kept_files.KeptFiles` has tensors and is in a layer above.
+    A Protocol, because `device.kept_files.KeptFiles` has tensors and is in a higher layer.
     """
 
     def take(self, block: EvictedBlock) -> None:
-        """This block may be reused when the call has returned."""
+        """Save a block, which may be reused once the call returns."""
         ...
 
     def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
-        """Blocks of these namespaces will not be asked for again."""
+        """Forget blocks of dead namespaces, which nothing will request again."""
         ...
 
 
 class KVCacheManager(ABC):
-    """Block tables over one block pool. A block table is a list of block ids owned by one sequence;
-    its first `layout.num_slid(tokens computed)` blocks have left its window.
+    """Block tables over one block pool.
 
-    How prefixes are found is left to `PagedKVCache` and `RadixKVCache`. A block is named (its
-    `hash` is set) exactly while they find it.
+    A block table is a list of block ids owned by one sequence. Its first `layout.num_slid(tokens
+    computed)` blocks have left the window.
+
+    `PagedKVCache` and `RadixKVCache` implement the lookup of prefixes. A block has a name (its
+    `hash` is set) exactly while the lookup can find it.
 
     A block is matchable from the launch of the step that fills it until it is reused. Only full
-    blocks have a name, and a named block is never written again, so sharing needs no lock; a
-    partial block shared by a fork is copied on the first write.
+    blocks have names, and a named block is never written again, so sharing needs no lock. A partial
+    block that a fork shares is copied on the first write.
 
-    `evicted` is given kept blocks before they are reused, and those that are more than may be kept;
-    None: they are lost.
-
-    Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
-    is its memory.
+    If layers have a window, `units` maps each block to its memory. Otherwise each block is its own
+    memory.
     """
 
     def __init__(
@@ -117,53 +119,55 @@ class KVCacheManager(ABC):
     ) -> None:
         """Build an empty cache.
 
-        Args:
-            num_blocks: block ids in all.
-            block_size: tokens of a block.
-            layout: what a block costs.
-            num_units: of the memory; None: enough for all blocks to be within the window.
-            evicted: returns where kept blocks go that are evicted; it may be made later.
+        Raise `ValueError` for sizes that are not positive.
 
-        Raises `ValueError` for sizes that are not positive.
+        Args:
+            num_blocks: Number of block ids.
+            block_size: Tokens per block.
+            layout: Memory units of a block.
+            num_units: Number of memory units. None for enough to have all blocks within the window.
+            evicted: Returns the storage of evicted kept blocks, or None to discard them. Called on
+                each use, so the storage may be created later.
         """
         if num_units is None:
             num_units = num_blocks * layout.num_units
         if num_blocks < 1 or block_size < 1 or num_units < 1:
             raise ValueError(
-                f"a KV cache needs positive sizes, not {num_blocks} blocks of {block_size} tokens."
+                f"num_blocks={num_blocks}, block_size={block_size} and num_units={num_units} "
+                "must all be positive."
             )
         self.num_blocks, self.block_size, self.layout = num_blocks, block_size, layout
-        # without a window a block is its unit
+        # without a window each block is one unit
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
-        told = (self.units.give_back, self.units.spare_no_more) if self.units is not None else ()
-        self._pool = BlockPool(num_blocks, *told)
+        hooks = (self.units.give_back, self.units.spare_no_more) if self.units is not None else ()
+        self._pool = BlockPool(num_blocks, *hooks)
         self._evicted = evicted
 
     @property
     def evicted(self) -> EvictedBlocks | None:
-        """Where kept blocks go that are evicted; None: they are lost."""
+        """Storage of evicted kept blocks. None if they are discarded."""
         return self._evicted()
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks, by id."""
+        """All blocks, indexed by id."""
         return self._pool.blocks
 
     def num_free_blocks(self) -> int:
-        """Blocks that no table holds, matchable ones included."""
+        """Return the number of blocks that no table holds, including matchable ones."""
         return self._pool.num_free
 
     def num_cached_blocks(self) -> int:
-        """Blocks that no table holds and that a prefix can still be found in."""
+        """Return the number of blocks that no table holds but a prefix can match."""
         return self._pool.num_cached
 
     def num_shared_blocks(self) -> int:
-        """Blocks that more than one table holds."""
+        """Return the number of blocks that more than one table holds."""
         return self._pool.num_shared
 
     def num_free_units(self) -> int:
-        """Units that no table needs, those of matchable blocks included."""
+        """Return the number of units that no table needs, including those of matchable blocks."""
         if self.units is None:
             return self._pool.num_free
         held = self.num_blocks - self._pool.num_free
@@ -171,8 +175,9 @@ class KVCacheManager(ABC):
         return self.num_units - needed
 
     def share_in_use(self) -> float:
-        """Share of the memory that sequences hold, the larger one of two memories; the rest
-        may hold prefixes.
+        """Return the share of memory that sequences hold. The rest may hold prefixes.
+
+        If units are separate memory, this is the larger share of the two memories.
         """
         units = 1 - self.num_free_units() / self.num_units
         return (
@@ -180,32 +185,31 @@ class KVCacheManager(ABC):
         )
 
     def ref_count(self, block_id: int) -> int:
-        """How many block tables hold this block."""
+        """Return the number of block tables that hold this block."""
         return self._pool.blocks[block_id].ref_count
 
     def num_users(self, block_id: int) -> int:
-        """How many block tables have this block in their window."""
+        """Return the number of block tables that have this block in their window."""
         return self.blocks[block_id].num_users
 
     def match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> CacheAllocation:
-        """The longest cached prefix of at most `limit` tokens, in whole blocks. Token ids are
-        compared; no writes.
+        """Return the longest cached prefix of at most `limit` tokens, in whole blocks.
 
-        The blocks within the window of the token after it have all their units; blocks before those
-        may be stripped.
+        Compares token ids and changes nothing. Blocks within the window of the next token have all
+        their units. Earlier blocks may be stripped.
         """
-        found = self._found(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
-        block_ids = tuple(found[: self._usable(found)])
+        matches = self._found(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
+        block_ids = tuple(matches[: self._usable(matches)])
         return CacheAllocation(block_ids, len(block_ids) * self.block_size)
 
     def allocate(
         self, token_ids: Sequence[int], *, prefix: PrefixKeys | None = None
     ) -> CacheAllocation:
-        """Blocks for all of `token_ids`: cached ones first, fresh ones after them. The last token
-        is never cached.
+        """Return blocks for all of `token_ids`: cached ones first, then fresh ones.
 
-        Raises `RuntimeError`, with nothing taken, where too few blocks are free. All blocks count
-        as within the window.
+        The last token is never cached. All blocks count as within the window.
+
+        Raise `RuntimeError` if too few blocks are free. Nothing is taken in that case.
         """
         if prefix is None:
             prefix = PrefixKeys(Namespace())
@@ -216,13 +220,14 @@ class KVCacheManager(ABC):
         fresh, room = -(-len(token_ids) // self.block_size) - len(table), self._room()
         if fresh > room:
             self.deallocate(table)
-            raise RuntimeError(f"{fresh} KV blocks are needed and {room} are free.")
+            raise RuntimeError(f"{fresh} fresh KV blocks are needed, but only {room} are free.")
         self.extend(table, cached_length, len(token_ids))
         return CacheAllocation(tuple(table), cached_length)
 
     def adopt(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
-        """Hold these blocks once more; the first `num_slid` are outside the window of the table
-        that does.
+        """Add a table that holds these blocks.
+
+        The first `num_slid` blocks are outside the table's window.
         """
         for block_id in block_ids:
             self._pool.hold(self.blocks[block_id])
@@ -233,10 +238,10 @@ class KVCacheManager(ABC):
                 self.units.enter(self.blocks[block_id])
 
     def extend(self, table: list[int], start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Make positions [start, end) writable: own the block that `start` stands in, append fresh
-        ones up to `end`.
+        """Make positions [start, end) of a table writable.
 
-        Returns the copies (source block, target block) that must run before anything is written.
+        A shared block at `start` is replaced by a copy, and fresh blocks are appended up to `end`.
+        Return the copies (source block, target block) that must run before anything is written.
         """
         copies: tuple[tuple[int, int], ...] = ()
         index = start // self.block_size
@@ -250,10 +255,9 @@ class KVCacheManager(ABC):
         return copies
 
     def slide(self, table: Sequence[int], start: int, end: int) -> None:
-        """The sequence goes on at position `end` instead of `start`: let go of the blocks that left
-        its window.
+        """Release the blocks that leave a sequence's window as it advances from `start` to `end`.
 
-        What sliding-window layers stored in them stays matchable until it is taken.
+        Their sliding-window units stay matchable until they are taken.
         """
         if self.units is not None:
             num_slid = self.layout.num_slid
@@ -266,20 +270,22 @@ class KVCacheManager(ABC):
     def publish(
         self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
     ) -> None:
-        """Make these full blocks matchable. Where the contents are already matchable elsewhere,
-        that stays, unless stripped.
+        """Make these full blocks matchable.
+
+        If another block with the same contents is matchable, that block stays so, unless it is
+        stripped.
         """
 
     def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
-        """Let go of a block table, its tail first: heads of prefixes are reused last."""
+        """Release a block table, its tail first, so that heads of prefixes are reused last."""
         if self.units is None:
             self._pool.release_all(reversed(block_ids))
             return
-        for place in reversed(range(len(block_ids))):
-            self._release(self.blocks[block_ids[place]], in_window=place >= num_slid)
+        for index in reversed(range(len(block_ids))):
+            self._release(self.blocks[block_ids[index]], in_window=index >= num_slid)
 
     def drop_version(self, weight_set: str, version: int) -> None:
-        """Forget the prefixes of a dead weight version; their free blocks are reused first."""
+        """Forget the prefixes of a dead weight version. Their free blocks are reused first."""
         self._drop_version(weight_set, version)
         if self.evicted is not None:
             self.evicted.forget(
@@ -291,9 +297,11 @@ class KVCacheManager(ABC):
         """Forget every prefix. Blocks in use stay in use."""
 
     def keep(self, prefix: PrefixKeys, start: int, seconds: float, priority: int) -> None:
-        """Keep the blocks of a chain, as far as they can be matched, so many seconds from now: they
-        are evicted last, of lower `priority` first. Rows of layers with a window are kept as far
-        as a row from position `start` on sees it; where evicted blocks come back, as a whole.
+        """Keep the matchable blocks of a chain for `seconds` from now.
+
+        Kept blocks are evicted last, those of lower `priority` first. Sliding-window units are kept
+        for the blocks in the window of a row at or after position `start`, or for all blocks if
+        evicted blocks can be restored.
         """
         start = start if self.evicted is None else 0
         names = list(itertools.takewhile(self._pool.names.__contains__, prefix.hashes))
@@ -302,17 +310,17 @@ class KVCacheManager(ABC):
         self._keep(names, until, priority, self.layout.num_slid(start, self.block_size))
 
     def keep_again(self, names: list[int], mark: Mark) -> None:
-        """Keep a chain whose last block had this mark before it was evicted."""
+        """Keep a restored chain whose last block had this mark before its eviction."""
         start = len(names) - 1 if mark.whole else len(names)
         self._keep(names, mark.until, mark.priority, start)
 
     def expire_kept(self) -> None:
-        """Blocks whose time is over are evicted like others. O(1) where there is none."""
+        """Stop keeping blocks whose time is over. O(1) if there are none."""
         if self._pool.kept.marks:
             self._pool.expire()
 
     def let_go_adapter(self, adapter: str) -> None:
-        """Do not keep what this version of an adapter computed: none will ask for it again."""
+        """Stop keeping blocks of this version of an adapter, which nothing will request again."""
         blocks = self._pool.blocks
         self._pool.let_go(
             name
@@ -325,7 +333,7 @@ class KVCacheManager(ABC):
 
     @property
     def kept(self) -> Kept:
-        """What requests asked to keep."""
+        """Names that requests asked to keep."""
         return self._pool.kept
 
     @abstractmethod
@@ -336,28 +344,27 @@ class KVCacheManager(ABC):
     def _found(
         self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int
     ) -> Sequence[int]:
-        """Blocks that hold the head of a sequence, at most `num_blocks`. Writes nothing."""
+        """Return at most `num_blocks` blocks that hold the head of a sequence. Changes nothing."""
 
     @abstractmethod
     def _contents(self, block_ids: Sequence[int]) -> list[int]:
-        """Token ids of named blocks."""
+        """Return the token ids of named blocks."""
 
     @abstractmethod
     def _forget(self, block: Block) -> None:
-        """Drop a named block that is about to be reused."""
+        """Forget a named block that is about to be reused."""
 
     @abstractmethod
     def _check_names(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert that names and what finds them agree, for these tables."""
+        """Assert that names and their index agree, given all tables."""
 
     # -- between engines ---------------------------------------------------------------------------
 
     def find(self, names: Sequence[int]) -> Found:
-        """The blocks of these names, which are a chain from the head of a sequence, as far as they
-        are here.
+        """Return the cached blocks at the head of a chain of block names.
 
-        No writes. They are whole: what lacks its units of sliding layers, and all behind it, is not
-        found.
+        The chain must begin at the head of a sequence. The result ends before the first block that
+        is missing or lacks its sliding units. Changes nothing.
         """
         block_ids: list[int] = []
         for name in names:
@@ -379,7 +386,10 @@ class KVCacheManager(ABC):
         )
 
     def count(self, names: Sequence[int]) -> int:
-        """How many blocks at the head of this chain are here, whole. Token ids are not compared."""
+        """Return how many blocks at the head of this chain are cached with all their units.
+
+        Token ids are not compared.
+        """
         blocks, ids = self.blocks, map(self._pool.names.get, names)
         return sum(
             1
@@ -389,12 +399,12 @@ class KVCacheManager(ABC):
     def reserve(
         self, token_ids: Sequence[int], prefix: PrefixKeys, start: int, end: int
     ) -> tuple[list[int], int]:
-        """A table for blocks [0, end) of a sequence, and how many of them are cached: the rest are
-        to be written.
+        """Return a table for blocks [0, end) of a sequence, and how many of them are cached.
 
-        The table is empty where block `start` would not follow what is cached, and shorter than
-        `end` where too few blocks are free. Who called it writes the fresh blocks, publishes them
-        and lets go of the table.
+        The caller writes the other blocks, publishes them and releases the table.
+
+        The table is empty if block `start` would leave a gap after the cached blocks, and shorter
+        than `end` if too few blocks are free.
         """
         table = self._whole_match(token_ids, prefix, end * self.block_size)
         cached = len(table)
@@ -406,26 +416,28 @@ class KVCacheManager(ABC):
         return table, cached
 
     def observe(self, changes: BlockChanges | None) -> list[int]:
-        """Tell `changes` (None: nothing) from now on of names that come and go; returns those that
-        are here.
+        """Record published and dropped names in `changes` from now on (None: nowhere).
+
+        Return the current names.
         """
         self._pool.changes = changes
         return list(self._pool.names)
 
     def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:
-        """Assert every invariant of pool, index, units and tables. For tests and debugging;
-        O(blocks).
+        """Assert every invariant of pool, index, units and tables, in O(blocks).
+
+        For tests and debugging.
         """
         tables = list(tables)
         self._pool.check()
         held = Counter(block_id for table in tables for block_id in table)
         for block in self.blocks:
             assert block.ref_count == held[block.block_id], (
-                f"block {block.block_id}: count and tables disagree"
+                f"block {block.block_id}: reference count and tables disagree"
             )
             nameless = block == Block(block.block_id, block.ref_count) and block.above is None
             assert nameless or block.hash != NO_PREFIX, (
-                "a block without a name has contents, or a place in a path"
+                "an unnamed block has contents or a block above it"
             )
         named = {block.hash: block.block_id for block in self.blocks if block.hash != NO_PREFIX}
         assert self._pool.names == named, "names and blocks disagree"
@@ -437,28 +449,29 @@ class KVCacheManager(ABC):
             )
             self.units.check(self.blocks, users)
             assert all(map(self._is_kept_whole, self.units.spared.values())), (
-                "a block is spared that is not kept"
+                "a spared block is not kept"
             )
 
-    def _usable(self, found: Sequence[int]) -> int:
-        """How many of these blocks a sequence can start from: the last ones, those in its window,
-        must be whole.
+    def _usable(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks a sequence can start from.
+
+        The last ones, those in its window, must have all their units.
         """
-        count = place = len(found)
+        count = index = len(block_ids)
         if self.units is not None:
-            while place > self.layout.num_slid(count * self.block_size, self.block_size):
-                place -= 1
-                if self.blocks[found[place]].stripped:
-                    count = place
+            while index > self.layout.num_slid(count * self.block_size, self.block_size):
+                index -= 1
+                if self.blocks[block_ids[index]].stripped:
+                    count = index
         return count
 
     def _whole_match(self, token_ids: Sequence[int], prefix: PrefixKeys, limit: int) -> list[int]:
-        """The matching blocks up to the first that lacks its sliding units. Writes nothing."""
-        found = self.match(token_ids, prefix, limit).block_ids
-        return list(itertools.takewhile(lambda at: not self.blocks[at].stripped, found))
+        """Return the matching blocks up to the first one without sliding units. Changes nothing."""
+        matches = self.match(token_ids, prefix, limit).block_ids
+        return list(itertools.takewhile(lambda at: not self.blocks[at].stripped, matches))
 
     def _room(self) -> int:
-        """Fresh blocks that can be taken now."""
+        """Return the number of fresh blocks that can be taken now."""
         return min(self._pool.num_free, self.num_free_units() // self.layout.num_units)
 
     def _release(self, block: Block, in_window: bool) -> None:
@@ -479,10 +492,10 @@ class KVCacheManager(ABC):
         return block.block_id
 
     def _free_units(self, units: UnitPool) -> None:
-        """Take units from what is needed least: what is kept comes last."""
+        """Free the units that are needed least. Kept blocks come last."""
         if units.reclaim(self._is_kept_whole):
             return
-        # a block that is evicted as a whole can come back, one that is stripped cannot
+        # a block evicted as a whole can be restored, a stripped one cannot
         strips = self.evicted is None or self._pool.kept.first() is None
         if not (strips and self._pool.only_kept_left() and units.reclaim()):
             self._evict(self._pool.first_named())

@@ -1,5 +1,6 @@
-"""A KV cache whose prefixes are found in a radix tree over token ids (the idea of SGLang's
-RadixAttention).
+"""A KV cache that finds prefixes in a radix tree over token ids.
+
+This is the idea of SGLang's RadixAttention.
 """
 
 import itertools
@@ -14,16 +15,15 @@ from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of blocks that are always reached together, and what follows it. A root is an empty
-    run.
+    """A run of blocks that are always reached together. A root is an empty run.
 
     Attributes:
-        namespace: of the whole tree.
-        parent: the run before this one; None for a root.
-        block_ids: the blocks of the run.
-        token_ids: their contents, one after the other.
-        children: the runs that may follow, by the token ids of their first block. Two of them may
-            begin with the same tokens, as long as their first blocks differ: a block is never
+        namespace: Namespace of the whole tree.
+        parent: Run before this one. None for a root.
+        block_ids: Blocks of the run.
+        token_ids: Concatenated contents of the blocks.
+        children: Runs that may follow, by the token ids of their first block. Two children may
+            begin with the same tokens if their first blocks differ, because a block is never
             divided.
     """
 
@@ -35,16 +35,18 @@ class Node:
 
 
 class RadixKVCache(KVCacheManager):
-    """A KV cache with a tree over token ids for each namespace. Its edges are runs of whole blocks.
+    """A KV cache with a tree over token ids for each namespace. Edges are runs of whole blocks.
 
-    Token ids alone decide where a block hangs; its hash is only a mark that it hangs somewhere. The
-    pool knows for each block the one above it, and so reuses leaves first; the tree knows only
-    contents. A block hangs in the tree as long as everything above it does: a block whose ancestors
-    are gone is not published, and if one is reused after all, what hangs below goes with it.
+    A block's position in the tree depends only on token ids. Its hash only marks that it is in the
+    tree. The pool records the block above each block, and so reuses leaves first. The tree records
+    only contents.
 
-    Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using
-    a block uses its whole path, and a path stays as long as a table holds anything on it, unless
-    nothing else is free.
+    A block is in the tree only while all blocks above it are. A block whose ancestors were evicted
+    is not published, and evicting a block evicts everything below it.
+
+    Unnamed blocks are reused first, then leaves of the tree, least recently used first. Using a
+    block uses its whole path. A path stays while a table holds any block of it, unless nothing else
+    is free.
     """
 
     def __init__(
@@ -60,29 +62,31 @@ class RadixKVCache(KVCacheManager):
             num_blocks, block_size, layout=layout, num_units=num_units, evicted=evicted
         )
         self.roots: dict[Namespace, Node] = {}
-        self._node_of: dict[int, Node] = {}  # block id -> the run that it is in
+        self._node_of: dict[int, Node] = {}  # block id -> its run
 
     def _found(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
-        """Blocks that hold the head of a sequence. Splits nothing and counts as no use."""
+        """Return the blocks that hold the head of a sequence.
+
+        Splits no run and does not count as a use.
+        """
         root = self.roots.get(prefix.namespace)
         return [] if root is None else self._follow(root, 0, _as_list(token_ids), 0, num_blocks)[0]
 
     def publish(
         self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
     ) -> None:
-        """Hang these full blocks into the tree, under the blocks before them: the table's own or
-        their twins.
+        """Insert these full blocks into the tree, below the blocks before them or their duplicates.
 
-        Where the contents already hang there, that stays, and the table's block remains without a
-        name; but a stripped block makes way for one that is not.
+        If the tree already has the contents, it keeps its block, and the table's block stays
+        unnamed. A stripped block in the tree is replaced by one that is not.
         """
         tokens = _as_list(token_ids)
-        place = self._place_before(table, tokens, prefix, blocks.start)
-        if place is None:
+        position = self._place_before(table, tokens, prefix, blocks.start)
+        if position is None:
             return
-        found, node, length = self._follow(*place, tokens, blocks.start, blocks.stop)
-        first = blocks.start + len(found)
-        for old, new in zip(found, table[blocks.start : first], strict=True):
+        matches, node, length = self._follow(*position, tokens, blocks.start, blocks.stop)
+        first = blocks.start + len(matches)
+        for old, new in zip(matches, table[blocks.start : first], strict=True):
             if self._pool.blocks[old].stripped and not self._pool.blocks[new].stripped:
                 self._exchange(self._pool.blocks[old], self._pool.blocks[new])
         if first == blocks.stop:
@@ -101,7 +105,10 @@ class RadixKVCache(KVCacheManager):
             above = block
 
     def _forget(self, block: Block) -> None:
-        """Drop a block, and what hangs below it: there is something only where no leaf is free."""
+        """Evict a block and everything below it.
+
+        A block to evict has others below it only if no leaf is free.
+        """
         node = self._node_of[block.block_id]
         for child in node.children.values():
             self._drop(child)
@@ -113,7 +120,7 @@ class RadixKVCache(KVCacheManager):
         self._cut(node, length)
 
     def _drop_version(self, weight_set: str, version: int) -> None:
-        """Forget the prefixes of a dead weight version; their free blocks are reused first."""
+        """Forget the prefixes of a dead weight version. Their free blocks are reused first."""
         for namespace in list(self.roots):
             if (namespace.weight_set, namespace.version) == (weight_set, version):
                 self._drop(self.roots.pop(namespace))
@@ -124,50 +131,49 @@ class RadixKVCache(KVCacheManager):
             self._drop(self.roots.pop(namespace))
 
     def _contents(self, block_ids: Sequence[int]) -> list[int]:
-        """Token ids of named blocks. O(1) each where they follow each other down the tree."""
+        """Return the token ids of named blocks, in O(1) per block along a path."""
         token_ids: list[int] = []
-        node, place = None, 0
+        node, index = None, 0
         for block_id in block_ids:
             last, node = node, self._node_of[block_id]
-            place = place + 1 if node is last else 0
-            if place >= len(node.block_ids) or node.block_ids[place] != block_id:
-                place = node.block_ids.index(block_id)
-            token_ids += self._run(node.token_ids, place, place + 1)
+            index = index + 1 if node is last else 0
+            if index >= len(node.block_ids) or node.block_ids[index] != block_id:
+                index = node.block_ids.index(block_id)
+            token_ids += self._run(node.token_ids, index, index + 1)
         return token_ids
 
     def _check_names(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert that runs, their order, contents and names agree, and that every table hangs along
-        a path.
-        """
+        """Assert that runs, contents and names agree, and that every table follows a path."""
         blocks = self._pool.blocks
         seen: list[int] = []
         for namespace, root in self.roots.items():
-            assert root.children, "a tree without blocks"
-            assert not root.block_ids, "a root with blocks"
+            assert root.children, "a tree has no blocks"
+            assert not root.block_ids, "a root has blocks"
             for node in _subtree(root):
                 assert node.namespace is namespace or node.namespace == namespace, (
-                    "a run in the wrong tree"
+                    "a run is in the wrong tree"
                 )
                 assert len(node.token_ids) == len(node.block_ids) * self.block_size, (
-                    "a run whose contents do not fit"
+                    "a run's contents have the wrong length"
                 )
-                assert node is root or node.block_ids, "an empty run"
+                assert node is root or node.block_ids, "a run is empty"
                 self._check_chain(node)
                 seen += node.block_ids
         named = {block.block_id for block in blocks if block.hash != NO_PREFIX}
-        assert len(seen) == len(named), "a block hangs in two places"
+        assert len(seen) == len(named), "a block is in the tree twice"
         assert set(seen) == self._node_of.keys() == named, "tree and names disagree"
         for left, right in itertools.chain.from_iterable(map(itertools.pairwise, tables)):
             if left in named and right in named:
-                assert blocks[right].above is blocks[left], "a table is no path of the tree"
+                assert blocks[right].above is blocks[left], "a table leaves its path in the tree"
 
-    # -- places: a node, and how many blocks of its run lie before ---------------------------------
+    # -- positions: a node and an index in its run -------------------------------------------------
 
     def _place_before(
         self, table: Sequence[int], tokens: list[int], prefix: PrefixKeys, index: int
     ) -> tuple[Node, int] | None:
-        """Where block `index` of a sequence belongs; None if what comes before it is not in the
-        tree.
+        """Return the position for block `index` of a sequence.
+
+        None if the blocks before it are not in the tree.
         """
         last = self._node_of.get(table[index - 1]) if index else None
         if (
@@ -175,20 +181,21 @@ class RadixKVCache(KVCacheManager):
             and last.block_ids[-1] == table[index - 1]
             and last.namespace == prefix.namespace
         ):
-            # a sequence that grows by itself: O(1), however long it is
+            # a sequence that extends its own run: O(1) for any length
             return last, len(last.block_ids)
         root = self.roots.get(prefix.namespace) or Node(prefix.namespace, None)
-        found, node, length = self._follow(root, 0, tokens, 0, index)
-        return (node, length) if len(found) == index else None
+        matches, node, length = self._follow(root, 0, tokens, 0, index)
+        return (node, length) if len(matches) == index else None
 
     def _follow(
         self, node: Node, length: int, tokens: list[int], first: int, end: int
     ) -> tuple[list[int], Node, int]:
-        """From a place along blocks [first, end) of a sequence: the blocks found, and the place
-        that they lead to.
+        """Match blocks [first, end) of a sequence, starting at block `length` of `node`'s run.
+
+        Return the matching blocks and the position after them.
         """
-        found: list[int] = []
-        while (at := first + len(found)) < end:
+        matches: list[int] = []
+        while (at := first + len(matches)) < end:
             if length == len(node.block_ids):
                 child = node.children.get(tuple(self._run(tokens, at, at + 1)))
                 if child is None:
@@ -197,13 +204,14 @@ class RadixKVCache(KVCacheManager):
             equal = self._count_equal(node, length, tokens, at, end)
             if not equal:
                 break
-            found += node.block_ids[length : length + equal]
+            matches += node.block_ids[length : length + equal]
             length += equal
-        return found, node, length
+        return matches, node, length
 
     def _count_equal(self, node: Node, length: int, tokens: list[int], at: int, end: int) -> int:
-        """How many blocks the run, from its block `length` on, shares with blocks [at, end) of a
-        sequence.
+        """Return how many blocks of the run equal blocks [at, end) of a sequence.
+
+        The comparison starts at block `length` of the run.
         """
         most = min(len(node.block_ids) - length, end - at)
         mine = self._run(node.token_ids, length, length + most)
@@ -216,13 +224,16 @@ class RadixKVCache(KVCacheManager):
         )
 
     def _run(self, tokens: list[int], first: int, end: int) -> list[int]:
-        """Token ids of blocks [first, end)."""
+        """Return the token ids of blocks [first, end)."""
         return tokens[first * self.block_size : end * self.block_size]
 
     # -- changing the tree -------------------------------------------------------------------------
 
     def _open_run(self, node: Node, first_block: list[int]) -> Node:
-        """The run that goes on where this one ends: itself if it is a leaf, else a new child."""
+        """Return the run to extend after this one.
+
+        That is the run itself if it is a leaf, otherwise a new child.
+        """
         if node.parent is None:
             self.roots[node.namespace] = node
         elif not node.children:
@@ -231,21 +242,19 @@ class RadixKVCache(KVCacheManager):
         return child
 
     def _exchange(self, old: Block, new: Block) -> None:
-        """Hang a block without a name where one with the same contents hangs."""
+        """Replace a block in the tree by an unnamed block with the same contents."""
         node = self._node_of.pop(old.block_id)
-        place = node.block_ids.index(old.block_id)
-        below = node.block_ids[place + 1 : place + 2] or [
+        index = node.block_ids.index(old.block_id)
+        below = node.block_ids[index + 1 : index + 2] or [
             child.block_ids[0] for child in node.children.values()
         ]
-        node.block_ids[place] = new.block_id
+        node.block_ids[index] = new.block_id
         self._node_of[new.block_id] = node
         self._pool.give_name(new, old.hash, old.namespace)
         self._pool.exchange(old, new, [self._pool.blocks[block_id] for block_id in below])
 
     def _split(self, node: Node, length: int) -> None:
-        """Leave the first `length` blocks of a run where they are; the rest becomes its only
-        child.
-        """
+        """Split a run after its first `length` blocks. The rest becomes its only child."""
         size = length * self.block_size
         lower = Node(
             node.namespace, node, node.block_ids[length:], node.token_ids[size:], node.children
@@ -262,17 +271,16 @@ class RadixKVCache(KVCacheManager):
             self._cut(node, 0)
 
     def _cut(self, node: Node, length: int) -> None:
-        """Forget the blocks of a run that nothing hangs below, from block `length` on, the last one
-        first.
-        """
+        """Forget the blocks of a childless run from index `length` on, the last one first."""
         for block_id in reversed(node.block_ids[length:]):
             del self._node_of[block_id]
             self._pool.forget(self._pool.blocks[block_id])
         del node.block_ids[length:], node.token_ids[length * self.block_size :]
 
     def _detach(self, node: Node) -> None:
-        """Take a run out of its parent's children, and its tree out of the roots if it was the
-        last.
+        """Remove a run from its parent's children.
+
+        If it was the last run of its tree, remove the root too.
         """
         parent = node.parent
         assert parent is not None, "a root holds no block"
@@ -287,13 +295,13 @@ class RadixKVCache(KVCacheManager):
             else None
         )
         for block in map(self._pool.blocks.__getitem__, node.block_ids):
-            assert self._node_of[block.block_id] is node, "a block in the wrong run"
-            assert block.namespace == node.namespace, "a block in the wrong tree"
-            assert block.above is above, "pool and tree disagree on what lies above"
+            assert self._node_of[block.block_id] is node, "a block is in the wrong run"
+            assert block.namespace == node.namespace, "a block is in the wrong tree"
+            assert block.above is above, "pool and tree disagree on the block above"
             above = block
         for key, child in node.children.items():
-            assert child.parent is node, "a child of another run"
-            assert list(key) == self._run(child.token_ids, 0, 1), "a child under the wrong key"
+            assert child.parent is node, "a child has the wrong parent"
+            assert list(key) == self._run(child.token_ids, 0, 1), "a child has the wrong key"
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
@@ -301,8 +309,9 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 
 def _subtree(top: Node) -> Iterator[Node]:
-    """A node and all below it, parents first. No recursion: a tree can be as deep as a sequence has
-    blocks.
+    """Yield a node and all nodes below it, parents first.
+
+    Iterative, because a tree can be as deep as a sequence has blocks.
     """
     stack = [top]
     while stack:

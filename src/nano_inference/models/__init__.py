@@ -1,4 +1,4 @@
-"""One decoder for all families: described by a `ModelSpec`, fed by a table of parameters.
+"""One decoder for all model families, described by a `ModelSpec` and a table of parameters.
 
 Imports only from: ops, parallel, sampling.
 Begin with: spec/model.py, then decoder.py.

@@ -1,6 +1,4 @@
-"""Activations of MLPs without a gate, in plain torch: a call in the middle of a trunk on every
-backend.
-"""
+"""Activations of MLPs without a gate, in plain torch. Every backend calls them within a trunk."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,20 +8,21 @@ from torch.nn import functional
 
 
 def xielu(x: Tensor, numbers: Tensor) -> Tensor:
-    """xIELU (arXiv:2411.13010) of float32 x. `numbers`, float32 [4], are a layer's own: alpha_p and
-    alpha_n before their softplus, beta and eps.
+    """Compute xIELU (arXiv:2411.13010) of float32 x.
+
+    `numbers`, float32 [4], are the layer's alpha_p and alpha_n before softplus, beta and eps.
     """
     alpha_p, alpha_n = functional.softplus(numbers[:2])
     beta, eps = numbers[2:]
-    # not expm1: a library's rounds differently at the ends of an array
+    # not expm1: the library rounds differently at the ends of an array
     below = (torch.exp(torch.minimum(x, eps)) - 1 - x) * (beta + alpha_n)
     return torch.where(x > 0, alpha_p * x * x, below) + beta * x
 
 
 def relu2(x: Tensor, _: Tensor | None) -> Tensor:
-    """The square of what is above 0 (arXiv:2109.08668), of float32 x."""
+    """Square the positive part of float32 x (arXiv:2109.08668)."""
     return torch.relu(x).square()
 
 
-# (float32 x, the layer's own numbers)
+# (float32 x, numbers of the layer)
 UNGATED: Mapping[str, Callable[..., Tensor]] = {"xielu": xielu, "relu2": relu2}

@@ -1,5 +1,5 @@
-"""The decoder: one forward pass over the rows of a batch, by a `ModelSpec` and the operations it is
-given.
+"""The decoder: one forward pass over the rows of a batch, from a `ModelSpec` and a backend's
+operations.
 """
 
 import copy
@@ -29,27 +29,25 @@ from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
 
-BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
-MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks
+BEST_TILE = 256  # rows whose logits are in memory simultaneously to find their best tokens
+MASKED_TILE = 64  # rows whose logits are in memory simultaneously to score them under masks
 
 
 class BestTokens(NamedTuple):
-    """The most probable tokens after some rows, best first, and their logprobs under the model's
-    own distribution.
-    """
+    """Most probable tokens after some rows, best first, with logprobs of the unmodified model."""
 
     token_ids: Tensor  # int64 [T, K]
     logprobs: Tensor  # float32 [T, K]
 
 
 class HeadRows(NamedTuple):
-    """Rows that logits are made of, and whose they are (`Adapted`)."""
+    """Rows to compute logits of, with the adapter of each (`Adapted`)."""
 
     adapters: Sequence[Adapter]
     row_adapters: Tensor
 
     def of(self, rows: Tensor) -> "HeadRows":
-        """Some of the rows: int64 [L]."""
+        """Return some of the rows: int64 [L]."""
         return HeadRows(self.adapters, self.row_adapters[rows]) if self.adapters else self
 
 
@@ -57,26 +55,27 @@ NO_ADAPTERS = HeadRows((), torch.empty(0, dtype=torch.int64))
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass gives."""
+    """Results of a forward pass."""
 
-    # [L, H], rows `batch.logits_indices` after the last norm; good until the next forward
+    # [L, H], rows `batch.logits_indices` after the last norm, valid until the next forward
     hidden: Tensor
-    # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, at their
-    # temperatures
+    # float32 [P], logprobs of `batch.score_targets` at rows `batch.score_rows`, with the
+    # temperature of each
     scores: Tensor
-    best: BestTokens | None = None  # after rows `batch.best_rows`; None where there are none
-    rows: HeadRows = NO_ADAPTERS  # whose the rows of `hidden` are, where adapters change the head
+    best: BestTokens | None = None  # after rows `batch.best_rows`, if requested
+    # adapters of the rows of `hidden`, if any adapter changes the head
+    rows: HeadRows = NO_ADAPTERS
 
 
 class Decoder:
-    """Weights, rotary tables and operations of one model. It never asks which device it is on.
+    """Weights, rotary tables and operations of one model. Independent of the device.
 
     Args:
-        spec: of the part of the model that is here (`ModelShard.spec`).
-        params: of that part.
-        ops: of the backend.
-        num_positions: rows of the rotary tables.
-        rank_exchange: the other ranks that share the model; None: all of it is here.
+        spec: Description of the model part held here (`ModelShard.spec`).
+        params: Parameters of that part.
+        ops: Operations of the backend.
+        num_positions: Number of rows of the rotary tables.
+        rank_exchange: The other ranks of the model. None: the whole model is here.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Decoder:
             rank_exchange if rank_exchange is not None else RankExchange(shard_of(spec))
         )
         self.part = self.rank_exchange.part
-        self.is_last_stage = self.part.place.is_last_stage
+        self.is_last_stage = self.part.position.is_last_stage
         self.context = self._shared_context()
         matrix = next(
             param
@@ -106,21 +105,21 @@ class Decoder:
         self.logit_scale = spec.logit_scale
         kinds = [(rope, spec.layer(layer).head_dim) for layer, rope in enumerate(spec.ropes)]
         tables = {kind: rotation(*kind, num_positions, self.device) for kind in set(kinds)}
-        # one entry a layer; layers that turn alike share tables
+        # by layer, with shared tables if layers rotate alike
         self.ropes = tuple(tables[kind] for kind in kinds)
-        self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
+        self.layers: Sequence[int] = range(spec.num_layers)  # layers of a forward pass
         self._build()
-        # rounded as the model was trained
+        # rounded as in training
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        # where the experts of every row are noted, if they are wanted
+        # record of the experts of every row (None: not requested)
         self.routes: RouteRecord | None = None
-        # heads that guess read what some layers are given
+        # residual streams for draft heads
         self.taps: Taps | None = None
-        # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
+        # recordings of `Ops.compile` by KV storage, and captured graphs
         self.recorded: dict[object, Any] = {}
 
     def _build(self) -> None:
-        """Build the blocks, which hold their weights."""
+        """Build the blocks, which hold references to their weights."""
         spec, width = self.spec, max(self.spec.hidden_size, self.spec.head_dim)
         part = ModelPart(
             spec=spec,
@@ -141,12 +140,12 @@ class Decoder:
 
     @property
     def head(self) -> Any:
-        """The weight that logits are made with."""
+        """Weight that computes logits."""
         return self.params["embed" if self.spec.tie_word_embeddings else "head"]
 
     @property
     def _end(self) -> Ops | ShardedHead:
-        """What turns hidden rows into logits, draws and scores."""
+        """Operations that turn hidden rows into logits, draws and scores."""
         group = self.rank_exchange.tensor
         return self.ops if group is None else ShardedHead(self.ops, group, self.part.vocab_bounds)
 
@@ -159,14 +158,12 @@ class Decoder:
     def _forward_own(
         self, batch: ForwardBatch, view: KvcacheView, context: SharedContext
     ) -> ForwardResult:
-        """Compute this rank's rows of a batch; what is wanted of any row comes from the
-        rank that computed it.
-        """
-        own = context.own_rows(batch, view.block_size)
-        hidden, scores, best, _ = self._forward(own, view)
+        """Compute this rank's rows of a batch and gather the results of the other rows."""
+        mine = context.own_rows(batch, view.block_size)
+        hidden, scores, best, _ = self._forward(mine, view)
         if not self.is_last_stage:
             return ForwardResult(hidden, scores)
-        step = own.context
+        step = mine.context
         return ForwardResult(
             context.rejoin(step.logits, hidden) if len(batch.logits_indices) else hidden,
             context.rejoin(step.scores, scores) if len(batch.score_rows) else scores,
@@ -199,13 +196,13 @@ class Decoder:
         )
 
     def _head_rows(self, batch: ForwardBatch) -> HeadRows:
-        """Whose the rows of a batch are, where an adapter changes the head."""
+        """Return the adapters of a batch's rows, or none if no adapter changes the head."""
         if not any(HEAD in adapter.parts for adapter in batch.adapters):
             return NO_ADAPTERS
         return HeadRows(batch.adapters, batch.row_adapters)
 
     def _score(self, hidden: Tensor, batch: ForwardBatch, whose: HeadRows) -> Tensor:
-        """The logprobs [P] of the tokens that are scored, after rows [N, H]."""
+        """Return the logprobs [P] of the scored tokens, after rows [N, H]."""
         rows, scale = hidden[batch.score_rows], self.logit_scale
         targets, temperatures = batch.score_targets, batch.score_temperatures
         if not len(batch.score_mask_words) and not whose.adapters:
@@ -225,37 +222,38 @@ class Decoder:
             logits = self.logits(rows[tile], whose.of(tile))
             finite = logits.amax(dim=-1, keepdim=True).isfinite()
             may = allowed(batch.score_mask_rows[tile], batch.score_mask_words, logits.shape[1])
-            # as in a draw, a row that is not finite where the mask cuts it has no logprob
+            # as in a draw, a non-finite logit leaves a row without a logprob, even if it is masked
             cut = logits.masked_fill(~may, -torch.inf).masked_fill(~finite, torch.nan)
             scores[tile] = self.ops.score_logits(cut, targets[tile], temperatures[tile])
         return scores
 
     def draw(self, hidden: Tensor, batch: SamplingBatch, whose: HeadRows = NO_ADAPTERS) -> Draw:
-        """Draw samples from the logits of rows [L, H] that a forward pass gave."""
+        """Draw samples from the logits of rows [L, H] from a forward pass."""
         if whose.adapters:
             return self.ops.sample_logits(self.logits(hidden, whose), batch)
         return self._end.sample(hidden, self.head, self.logit_scale, batch)
 
     def logits(self, hidden: Tensor, whose: HeadRows = NO_ADAPTERS) -> Tensor:
-        """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
+        """Compute the logits of rows [L, H] from a forward pass: float32 [L, V]."""
         logits = self._end.logits(hidden, self.head, self.logit_scale)
         if not whose.adapters:
             return logits
-        # A row whose head no adapter changes is scaled by the backend, as in every other step.
+        # The backend scales rows whose adapter leaves the head unchanged, as in all other steps.
         changes = [HEAD in adapter.parts for adapter in whose.adapters]
-        changes = torch.tensor([*changes, False], device=self.device)  # the last is that of -1
-        own = changes[whose.row_adapters].nonzero()[:, 0]
-        rows, products = hidden[own], logits[own]
+        changes = torch.tensor([*changes, False], device=self.device)  # index -1: no adapter
+        changed = changes[whose.row_adapters].nonzero()[:, 0]
+        rows, products = hidden[changed], logits[changed]
         if self.logit_scale != UNSCALED:
             products = self._end.logits(rows, self.head, UNSCALED)
-        logits[own] = scaled(lora(products, rows, HEAD, whose.of(own)), self.logit_scale)
+        logits[changed] = scaled(lora(products, rows, HEAD, whose.of(changed)), self.logit_scale)
         return logits
 
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS
     ) -> BestTokens:
-        """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws
-        report there.
+        """Return the most probable tokens after rows [T, H] from a forward pass.
+
+        They equal the top tokens that greedy draws report.
         """
         if not len(hidden):
             nothing = torch.empty((0, num_best), device=self.device)
@@ -274,8 +272,9 @@ class Decoder:
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """A forward of no rows: what the ranks that share this one's experts need of it while they
-        make one.
+        """Take part in a forward pass without rows of its own.
+
+        Other ranks or engines that share this one's experts need it during their forward passes.
         """
         if self.rank_exchange.exchange is None:
             return
@@ -284,7 +283,7 @@ class Decoder:
             mixture.serve(self.ops, nothing)
 
     def forget_recorded(self) -> None:
-        """Record anew what the backend records: weights or KV tensors have moved."""
+        """Discard the backend's recordings, because weights or KV tensors have moved."""
         self.recorded.clear()
 
     def twin(
@@ -295,8 +294,10 @@ class Decoder:
         routes: RouteRecord | None = None,
         taps: Taps | None = None,
     ) -> "Decoder":
-        """Return the same model with other weights, other operations, only some of its layers, a
-        record of experts, taps, or for KV tensors of its own; tables are shared.
+        """Return the same model with some parts replaced, with shared tables and no recordings.
+
+        Weights, operations and layers default to this model's, the record of experts and taps to
+        none.
         """
         other = copy.copy(self)
         other.params = self.params if params is None else params
@@ -308,7 +309,7 @@ class Decoder:
         return other
 
     def close(self) -> None:
-        """Let go of the weights. Nothing may be called afterwards."""
+        """Release the weights. Do not call anything afterwards."""
         self.params.clear()
         self.recorded.clear()
         self.blocks.clear()
@@ -320,7 +321,7 @@ class Decoder:
         return None if group is None else SharedContext(group, self.ops, self.spec)
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
-        """All rows after the last norm, [N, H]; good until the next call."""
+        """Compute all rows after the last norm, [N, H], valid until the next call."""
         if self.ops.compile is None:
             return self.trunk(self.ops, batch, view)
         key = (view, bool(batch.adapters))
@@ -329,8 +330,9 @@ class Decoder:
         return self.recorded[key](batch)
 
     def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
-        """Everything but the head, by calls of `ops` only: a backend may record them once and
-        replay them.
+        """Compute everything but the head, only by calls of `ops`.
+
+        A backend may record these calls once and replay them.
         """
         residual = self._enter(ops, batch)  # [N, H]
         step = Step(
@@ -350,14 +352,14 @@ class Decoder:
     def _plans(
         self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView
     ) -> dict[int, object]:
-        """The plans of attention, by window; none if ranks share the keys of a sequence."""
+        """Return attention plans by window, or none if ranks share the keys of a sequence."""
         if self.context is not None:
             return {}
         windows = set(self.spec.windows)
         return {each: ops.plan_attention(batch, view.block_size, each) for each in windows}
 
     def _leave(self, ops: Operations[X], batch: ForwardBatch, x: X | None, residual: X) -> X:
-        """The rows after the last norm, or the residual stream for the next stage."""
+        """Return the rows after the last norm, or the residual stream for the next stage."""
         scale = self.spec.residual_scale
         if self.is_last_stage:
             return ops.rms_norm(x, residual, self.norm, scale)[0]
@@ -366,9 +368,9 @@ class Decoder:
         return ops.call(batch, send, (residual,), hidden, torch.float32)
 
     def _enter(self, ops: Operations[X], batch: ForwardBatch) -> X:
-        """The residual stream before the first layer that is here."""
+        """Return the residual stream before the first layer held here."""
         rank_exchange, hidden = self.rank_exchange, self.spec.hidden_size
-        if not self.part.place.is_first_stage:
+        if not self.part.position.is_first_stage:
             return ops.call(batch, rank_exchange.receive, (), hidden, torch.float32)
         weight = self.params["embed"]
         if rank_exchange.tensor is None:
@@ -379,7 +381,7 @@ class Decoder:
         return self._embedded(ops, rows)
 
     def _embedded(self, ops: Operations[X], rows: X) -> X:
-        """Embeddings, normalised where the model does that."""
+        """Normalise embeddings if the model does."""
         if not self.spec.embed_norm:
             return rows
         return ops.rms_norm(None, rows, self.norm._replace(dtype=torch.float32), 1.0)[0]
@@ -387,7 +389,8 @@ class Decoder:
 
 @torch.inference_mode()
 def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvcacheView) -> Tensor:
-    """One forward pass: rows of `inputs` through `model`, keys and values into `cache`; logits
-    float32 [L, V].
+    """Run one forward pass and return logits, float32 [L, V].
+
+    Rows of `inputs` go through `model`, and their keys and values are stored in `cache`.
     """
     return model.logits(model.forward(inputs, cache).hidden)

@@ -1,6 +1,4 @@
-"""Cosine and sine tables of rotary position embedding, for each way of stretching its
-frequencies.
-"""
+"""Cosine and sine tables of rotary position embedding, for each kind of frequency scaling."""
 
 import math
 from typing import NamedTuple
@@ -12,16 +10,16 @@ from nano_inference.models.spec.rope import RopeSpec
 
 
 class Rotation(NamedTuple):
-    """How the heads of a layer turn, by position."""
+    """Rotation of a layer's heads, by position."""
 
-    cos: Tensor  # float32 [positions, turning / 2]
-    sin: Tensor  # the same
-    interleaved: bool  # see `RopeSpec`
-    query_scales: Tensor | None  # float32 [positions]: what queries are multiplied by
+    cos: Tensor  # float32 [positions, rotated dimensions / 2]
+    sin: Tensor  # same shape
+    interleaved: bool  # as in `RopeSpec`
+    query_scales: Tensor | None  # float32 [positions]: factors of queries
 
 
 def rotation(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Rotation:
-    """All that a layer needs of its rotary embedding."""
+    """Build the tables of one layer's rotary embedding."""
     scales = None
     if spec.query_beta:
         contexts = torch.floor(torch.arange(num_positions) / spec.original_max_position)
@@ -32,8 +30,9 @@ def rotation(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.de
 def rope_table(
     spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine by position, float32, each [num_positions, half of what turns of a head].
-    Made on the CPU: one table for all.
+    """Return cosine and sine by position, each float32 [positions, rotated dimensions / 2].
+
+    Computed on the CPU, so that all devices get equal tables.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * _inverse_frequencies(spec, spec.turning(head_dim))[None, :]
@@ -63,7 +62,7 @@ def _inverse_frequencies(spec: RopeSpec, turning: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3.1: stretch long wavelengths, keep short ones, blend those in between."""
     wavelength = 2 * math.pi / base
     turns = spec.original_max_position / wavelength
     blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -74,8 +73,8 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, powers: Tensor, turning: int) -> Tensor:
-    """YaRN (arXiv:2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a ramp
-    between them.
+    """YaRN (arXiv:2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, and blend
+    the dimensions in between.
     """
 
     def dimension(rotations: float) -> float:

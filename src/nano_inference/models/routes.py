@@ -1,8 +1,7 @@
-"""`RouteRecord`: the experts that every row went through, kept by the slot of the row's keys and
-values.
+"""`RouteRecord`: the experts chosen for every row, stored by the slot of the row's keys and values.
 
-A row that comes from the prefix cache was routed when its block was computed. A record by slots has
-those rows too, and follows blocks where they are copied.
+Rows from the prefix cache were routed when their blocks were computed. A record by slots includes
+those rows and follows blocks that are copied.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +15,14 @@ from nano_inference.ops.moe import Note
 
 
 def bytes_per_token(moe: MoeSpec) -> int:
-    """What a record takes for each token that the KV cache has room for."""
+    """Return the bytes that a record needs for each token of KV cache capacity."""
     return sum(moe.layers) * moe.experts_per_token * torch.int16.itemsize
 
 
 class RouteRecord:
-    """Expert ids int16 [layers of experts, slots + 1, K], rising in each row; -1 where nothing was
-    computed yet.
+    """Expert ids int16 [expert layers, slots + 1, K], ascending in each row. -1: not computed.
 
-    The last slot takes the rows that fill up a captured batch.
+    The last slot takes the padding rows of a captured batch.
     """
 
     def __init__(
@@ -45,29 +43,31 @@ class RouteRecord:
         x: Tensor,
         routed: Tensor | None = None,
     ) -> None:
-        """A layer of experts in the middle of a trunk (`Ops.call`): rows x [N, H] -> `out` [N, H],
-        chosen by rows of the router's own where there are such. Its choices are noted.
+        """Compute an expert layer within a trunk (`Ops.call`) and record its choices.
+
+        Rows x [N, H] -> `out` [N, H]. `routed` holds the router's input if it differs from x.
         """
-        found: list[Tensor] = []
-        out.copy_(moe(x, found.append, routed))
-        ids = torch.cat(found)
+        noted: list[Tensor] = []
+        out.copy_(moe(x, noted.append, routed))
+        ids = torch.cat(noted)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(
-                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks "
-                "route some."
+                f"only {len(ids)} of {len(batch.slot_mapping)} rows were routed on this rank; a "
+                "route record needs all of them."
             )
         self.write(layer, batch.slot_mapping, ids)
 
     def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
-        """Note the experts [N, K] of rows whose keys lie in slots [N]; a slot below 0 is that of no
-        row.
-        """
-        own = self._ids[self._places[layer]]
-        own.index_copy_(0, torch.where(slots < 0, len(own) - 1, slots), ids.to(torch.int16))
+        """Record the experts [N, K] of rows whose keys are in slots [N], except slots below 0."""
+        layer_ids = self._ids[self._places[layer]]
+        layer_ids.index_copy_(
+            0, torch.where(slots < 0, len(layer_ids) - 1, slots), ids.to(torch.int16)
+        )
 
     def read(self, block_ids: Sequence[int], num_rows: int) -> Tensor:
-        """The experts of the first rows of a sequence with these blocks: int16 [rows, layers of
-        experts, K], on the host.
+        """Return the experts of the first rows of a sequence, from its blocks.
+
+        int16 [rows, expert layers, K], on the host.
         """
         blocks = torch.tensor(block_ids, dtype=torch.int64)
         slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[
@@ -76,7 +76,7 @@ class RouteRecord:
         return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """The rows of these blocks were computed elsewhere: their experts are not known here."""
+        """Mark the experts of these blocks as unknown, because they were not computed here."""
         blocks = torch.tensor(block_ids, device=self._ids.device)
         self._ids[:, :-1].unflatten(1, (-1, self.block_size))[:, blocks] = -1
 

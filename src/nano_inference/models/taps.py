@@ -1,4 +1,4 @@
-"""`Taps`: what a forward passes by at some layers, for heads that guess from it."""
+"""`Taps`: residual streams at some layers, for draft heads that predict tokens from them."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from nano_inference.ops.batches import ForwardBatch
 
 
 class Taps:
-    """The residual stream before some layers, of the newest forward.
+    """Residual stream before some layers, from the latest forward pass.
 
     Args:
-        layers: these.
+        layers: Numbers of the tapped layers.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -20,10 +20,10 @@ class Taps:
         self._rows: dict[int, Tensor] = {}
 
     def note(self, layer: int, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-        """The residual stream x [N, H] in the middle of a trunk (`Ops.call`), and on it goes."""
+        """Record the residual stream x [N, H] within a trunk (`Ops.call`) and pass it on."""
         out.copy_(x)
         self._rows[layer] = x.clone()
 
     def rows(self) -> Tensor:
-        """Of the newest forward, layer by layer side by side: float32 [N, layers * H]."""
+        """Return the latest streams, concatenated layer by layer: float32 [N, layers * H]."""
         return torch.cat([self._rows[layer] for layer in self.layers], dim=1)

@@ -1,4 +1,4 @@
-"""Ranks as places in a mesh, and the messages between them: process groups, segments, deadlines.
+"""Ranks as places in a mesh, and communication between them: process groups, segments, deadlines.
 
 Imports only from: core, sampling.
 Begin with: mesh.py, then process_group.py.

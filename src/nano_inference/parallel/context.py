@@ -1,11 +1,10 @@
-"""Context parallel: the keys and values of one sequence over several ranks, at fixed absolute
-positions.
+"""Context parallelism: the keys and values of a sequence are split over ranks by absolute position.
 
-Of each block rank r of c stores the r-th of c equal runs of positions, a multiple of `SEGMENT`
-long. A rank computes the rows whose positions it stores; only attention looks further. There a
-row's query goes to every rank that holds keys which it sees, each computes the states of its own
-segments, and the row's owner merges all of them in order of keys: the bits of one rank. Who does
-what follows from the batch, which every rank has; nothing is negotiated.
+Each block is divided into c equal runs of positions, a multiple of `SEGMENT` long, and rank r
+stores the r-th run. A rank computes the rows whose positions it stores. Only attention needs other
+ranks: a row's query is sent to every rank with visible keys, each rank computes the states of its
+own segments, and the row's owner merges all states in the order of keys. The result has the bits of
+a single rank. The exchange follows from the batch, which every rank has, without negotiation.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,32 +18,33 @@ from torch import Tensor
 from nano_inference.config import SEGMENT
 from nano_inference.core.batch import ForwardBatch
 
-MOST_NUMBERS = 2**25  # of the states that go between ranks at once: beyond, rows go piece by piece
+MOST_NUMBERS = 2**25  # maximum numbers of states per exchange: more rows are split into pieces
 
 
 class SegmentRows(NamedTuple):
-    """Rows that may see only some of their keys here. M rows; keys are counted among those that lie
-    here.
+    """M rows with their visible keys on this rank.
+
+    Key positions are counted among the local keys.
     """
 
-    positions: Tensor  # [M] the last key that each row sees
-    begins: Tensor  # [M] the first one; neither falls where the other rises
+    positions: Tensor  # [M] last visible key of each row
+    begins: Tensor  # [M] first visible key; never falls while `positions` rises, or vice versa
     row_chunks: Tensor  # [M] index of each row's block table
     block_tables: Tensor  # [S, blocks], padded with 0
 
     @property
     def counts(self) -> Tensor:
-        """[M] segments in which each row sees a key."""
+        """Number of segments with visible keys for each row, [M]."""
         return self.positions // SEGMENT - self.begins // SEGMENT + 1
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSplit:
-    """Who stores which position.
+    """Assignment of positions to ranks.
 
     Attributes:
-        size: ranks.
-        block_size: positions of a block, of all ranks together.
+        size: Number of ranks.
+        block_size: Positions per block, over all ranks.
     """
 
     size: int
@@ -56,27 +56,25 @@ class ContextSplit:
         return self.block_size // self.size
 
     def owners(self, positions: Tensor) -> Tensor:
-        """The rank that stores each position, and computes its row."""
+        """Return the rank that stores each position and computes its row."""
         return positions % self.block_size // self.run
 
     def stored(self, positions: Tensor, rank: int) -> Tensor:
-        """How many positions below each of these a rank stores."""
+        """Return how many positions below each of `positions` a rank stores."""
         in_block = positions % self.block_size - rank * self.run
         return positions // self.block_size * self.run + in_block.clamp(0, self.run)
 
     def slots(self, slots: Tensor) -> Tensor:
-        """Slots of whole blocks as slots of their owner's storage."""
+        """Convert slots of whole blocks to slots of their owner's storage."""
         return slots // self.block_size * self.run + slots % self.run
 
     def segments(self, local: Tensor, rank: int) -> Tensor:
-        """The numbers, in the whole sequence, of a rank's own segments."""
+        """Convert a rank's own segment numbers to segment numbers of the whole sequence."""
         run = self.run // SEGMENT
         return local // run * (run * self.size) + rank * run + local % run
 
     def visible(self, positions: Tensor, window: int, rank: int) -> tuple[Tensor, Tensor]:
-        """What rows at these positions see of a rank's keys: [first, end) of each, counted among
-        those it stores.
-        """
+        """Return the visible keys [first, end) of each row, counted among a rank's own keys."""
         first = (
             self.stored((positions - window + 1).clamp(min=0), rank)
             if window
@@ -87,40 +85,38 @@ class ContextSplit:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One exchange of a step as a rank takes part in it: P of its own rows, M rows of any rank
-    that see its keys.
-    """
+    """Exchange of a step on one rank: P own rows, and M rows of all ranks that see its keys."""
 
-    own: slice  # of this rank's rows
-    queries: tuple[Tensor, ...]  # by rank: which of its rows go there
-    asked: tuple[int, ...]  # by rank: how many come from there
-    arrived: Tensor  # [M] what puts the queries that come back into the order of the batch
-    rows: SegmentRows  # M of them
-    answers: tuple[Tensor, ...]  # by rank: which of the states go back there
-    answered: tuple[int, ...]  # by rank: how many come from there
-    order: Tensor  # [K] what puts the states of own rows in order: row by row, by their keys
-    counts: Tensor  # [P] states of each own row
+    own_rows: slice  # this rank's rows in the exchange
+    queries: tuple[Tensor, ...]  # by rank: own rows whose queries are sent to it
+    asked: tuple[int, ...]  # by rank: number of queries received from it
+    arrived: Tensor  # [M] permutation of the received queries to the order of the batch
+    rows: SegmentRows  # the M rows
+    answers: tuple[Tensor, ...]  # by rank: states that are sent back to it
+    answered: tuple[int, ...]  # by rank: number of states received from it
+    order: Tensor  # [K] permutation of the own rows' states: row by row, in the order of keys
+    counts: Tensor  # [P] number of states of each own row
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoining:
-    """How values of some rows of the batch come together again from their owners."""
+    """Exchange that collects values of some rows of the batch from their owners."""
 
-    own: Tensor  # which of its own rows a rank brings
-    counts: tuple[int, ...]  # by rank: how many it brings
-    # what puts all ranks' values, one rank after the other, into the order of the batch
+    own_rows: Tensor  # own rows that this rank contributes
+    counts: tuple[int, ...]  # by rank: number of rows that it contributes
+    # permutation of the concatenated values of all ranks to the order of the batch
     order: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ContextStep:
-    """What a rank knows of a step beside its own rows."""
+    """Data of a step that a rank needs in addition to its own rows."""
 
-    rows: Tensor  # [N] which rows of the whole batch are its own; rising
-    pieces: Mapping[int, tuple[Piece, ...]]  # by window
-    logits: Rejoining  # of rows `logits_indices`
-    scores: Rejoining  # of rows `score_rows`
-    best: Rejoining  # of rows `best_rows`
+    rows: Tensor  # [N] own rows within the whole batch, ascending
+    pieces: Mapping[int, tuple[Piece, ...]]  # exchanges by window
+    logits: Rejoining  # exchange of rows `logits_indices`
+    scores: Rejoining  # exchange of rows `score_rows`
+    best: Rejoining  # exchange of rows `best_rows`
 
 
 def own_rows(
@@ -130,22 +126,22 @@ def own_rows(
     windows: Collection[int] = (0,),
     most_states: int = MOST_NUMBERS,
 ) -> ForwardBatch[Tensor]:
-    """The rows of a step that a rank computes, as a batch of its own, with `context` set.
+    """Return the rows of a step that a rank computes, as a separate batch with `context` set.
 
     Args:
-        batch: of all ranks together.
-        split: who stores what.
-        rank: in the context group.
-        windows: that the model's layers have (0: none).
-        most_states: that go between ranks at once; all ranks give the same.
+        batch: Batch of all ranks together.
+        split: Assignment of positions to ranks.
+        rank: Rank within the context group.
+        windows: Windows of the model's layers (0 means none).
+        most_states: Maximum number of states per exchange, equal on all ranks.
     """
     owners = split.owners(batch.positions)
     rows = (owners == rank).nonzero()[:, 0]
-    index = torch.full_like(owners, -1)  # of a row among its owner's own
-    for each in range(split.size):
-        index[owners == each] = torch.arange(int((owners == each).sum()), device=owners.device)
+    index = torch.full_like(owners, -1)  # index of each row among its owner's rows
+    for owner in range(split.size):
+        index[owners == owner] = torch.arange(int((owners == owner).sum()), device=owners.device)
     wanted = batch.score_rows, batch.best_rows, batch.relay_rows
-    scored, best, relayed = (owners[each] == rank for each in wanted)
+    scored, best, relayed = (owners[indices] == rank for indices in wanted)
     step = ContextStep(
         rows=rows,
         pieces={
@@ -163,8 +159,8 @@ def own_rows(
         slot_mapping=split.slots(batch.slot_mapping[rows]),
         row_chunks=batch.row_chunks[rows],
         cu_seqlens_q=torch.searchsorted(rows, batch.cu_seqlens_q),
-        logits_indices=step.logits.own,
-        score_rows=step.scores.own,
+        logits_indices=step.logits.own_rows,
+        score_rows=step.scores.own_rows,
         score_targets=batch.score_targets[scored],
         score_temperatures=batch.score_temperatures[scored],
         score_mask_rows=batch.score_mask_rows[scored],
@@ -182,7 +178,7 @@ def _rejoining(wanted: Tensor, owners: Tensor, index: Tensor, rank: int, size: i
 
 
 def _counts(owners: Tensor, size: int) -> tuple[int, ...]:
-    """How many each rank has."""
+    """Return the number of entries for each rank."""
     return tuple(torch.bincount(owners, minlength=size).tolist())
 
 
@@ -195,7 +191,7 @@ def _pieces(
     index: Tensor,
     most_states: int,
 ) -> tuple[Piece, ...]:
-    """Cut a step where the states of its rows become too many. Every rank cuts alike."""
+    """Split a step into pieces with at most `most_states` states. Every rank splits alike."""
     first = (
         (batch.positions - window + 1).clamp(min=0) if window else torch.zeros_like(batch.positions)
     )
@@ -219,43 +215,43 @@ def _piece(
     index: Tensor,
 ) -> Piece:
     owners, index, positions = owners[rows], index[rows], batch.positions[rows]
-    own = owners == rank
+    is_own = owners == rank
     queries: list[Tensor] = []
-    found: list[Tensor] = []  # by rank: where in the order of own rows and keys its states belong
-    for each in range(split.size):
-        first, end = split.visible(positions, window, each)
-        asked = own & (end > first)
+    order_keys: list[Tensor] = []  # by rank: sort keys of its states by own row and segment
+    for peer in range(split.size):
+        first, end = split.visible(positions, window, peer)
+        asked = is_own & (end > first)
         queries.append(index[asked])
         of_row, segment = _segments(first[asked], end[asked])
-        found.append(index[asked][of_row] * _MOST_SEGMENTS + split.segments(segment, each))
-    keys = torch.cat(found)
+        order_keys.append(index[asked][of_row] * _MOST_SEGMENTS + split.segments(segment, peer))
+    keys = torch.cat(order_keys)
 
     first, end = split.visible(positions, window, rank)
     seen = (end > first).nonzero()[:, 0]
     of_row, _ = _segments(first[seen], end[seen])
     askers = owners[seen]
-    mine = index[own]
+    mine = index[is_own]
     start = int(mine[0]) if len(mine) else 0
     return Piece(
-        own=slice(start, start + len(mine)),
+        own_rows=slice(start, start + len(mine)),
         queries=tuple(queries),
         asked=_counts(askers, split.size),
         arrived=torch.argsort(torch.argsort(askers, stable=True)),
         rows=SegmentRows(
             end[seen] - 1, first[seen], batch.row_chunks[rows[seen]], batch.block_tables
         ),
-        answers=tuple((askers[of_row] == each).nonzero()[:, 0] for each in range(split.size)),
-        answered=tuple(map(len, found)),
+        answers=tuple((askers[of_row] == peer).nonzero()[:, 0] for peer in range(split.size)),
+        answered=tuple(map(len, order_keys)),
         order=torch.argsort(keys),
         counts=torch.bincount(keys // _MOST_SEGMENTS - start, minlength=len(mine)),
     )
 
 
-_MOST_SEGMENTS = 2**32  # of a sequence
+_MOST_SEGMENTS = 2**32  # upper bound of segments per sequence
 
 
 def _segments(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows that see keys [first, end): all their segments, as (row, number), row by row."""
+    """Return all segments of rows that see keys [first, end), as (row, number), row by row."""
     start = first // SEGMENT
     counts = (end - 1) // SEGMENT - start + 1
     rows = torch.arange(len(first), device=first.device).repeat_interleave(counts)

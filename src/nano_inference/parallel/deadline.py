@@ -1,4 +1,4 @@
-"""Deadlines: a moment by which something must have happened, and calls that may never return."""
+"""Deadlines, and calls that may never return."""
 
 import math
 import os
@@ -12,15 +12,15 @@ from typing import TypeVar
 
 from nano_inference.errors import WeightTransferError, WeightUpdateConflict, WeightUpdateError
 
-NICENESS = 10  # about a tenth of a core's time where decoding wants all of it
-MOST = 16  # calls of `before` at a time, with those that were given up
+NICENESS = 10  # leaves about a tenth of a core while decoding needs all cores
+MOST = 16  # concurrent calls of `before`, including abandoned ones
 
 Made = TypeVar("Made")
 _places = threading.Semaphore(MOST)
 
 
 class Deadline:
-    """A moment by which something must have happened, `seconds` from now."""
+    """Deadline that is `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
@@ -29,35 +29,33 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then; 0 afterwards."""
+        """Return the remaining seconds, or 0 after the deadline."""
         return max(0.0, self._at - time.monotonic())
 
     def at_most(self, seconds: float = math.inf) -> float:
-        """So many seconds, or `left` if that is less, and never nothing: to some calls 0 means no
-        limit.
-        """
+        """Return the smaller of `seconds` and `left`, but never 0, which can mean no limit."""
         return min(seconds, max(self.left(), 0.001))
 
     def remaining(self) -> timedelta:
-        """`at_most`, as torch takes it."""
+        """Return the remaining time as a timedelta for torch."""
         return timedelta(seconds=self.at_most())
 
     def end(self) -> None:
-        """The moment is past: no call waits any longer."""
+        """Expire now, so that no call waits any longer."""
         self._at = 0.0
 
     def check(self, what: str) -> None:
-        """Raise `WeightTransferError` if the moment is past; `what` did not happen."""
+        """Raise `WeightTransferError` after the deadline. `what` describes the missing event."""
         if not self.left():
             raise WeightTransferError(f"{what} within {self.seconds:g} s.")
 
 
 def step_back() -> None:
-    """Let the calling thread, and those that it starts (gloo's too), take only the cores that
-    decoding leaves.
+    """Lower the priority of the calling thread, and of threads that it starts (including gloo's).
 
-    There is no way back: only for threads that end soon. Nothing happens where threads have no
-    priorities of their own.
+    Such threads use only the cores that decoding leaves idle. The priority cannot be raised again,
+    so use this only for short-lived threads. The call has no effect on systems without thread
+    priorities.
     """
     if sys.platform == "linux":
         with suppress(OSError):
@@ -65,15 +63,16 @@ def step_back() -> None:
 
 
 def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: float = 0.0) -> Made:
-    """What `make` returns or raises, on a thread of its own, which stays behind if it hangs.
+    """Return the result of `make`, or raise its error, from a separate thread that is abandoned if
+    it hangs.
 
-    Raises `WeightTransferError` at the deadline, or `grace` seconds later where the call usually
-    keeps it and says more, and `WeightUpdateConflict` where too many such calls are under way or
-    hang; `what` names the other side.
+    Raises `WeightTransferError` at the deadline, or `grace` seconds later if the call usually times
+    out by itself with a better message. Raises `WeightUpdateConflict` if too many such calls are
+    running or hanging. `what` names the other side.
     """
     if not _places.acquire(blocking=False):
         raise WeightUpdateConflict(
-            f"{MOST} peers have accepted a connection and say nothing yet; {what} has to wait."
+            f"{MOST} peers have accepted a connection without responding; retry {what} later."
         )
     done, given_up = threading.Event(), threading.Event()
     made: list[Made] = []
@@ -94,8 +93,8 @@ def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: fl
     if not done.wait(deadline.at_most() + grace):
         given_up.set()
         raise WeightTransferError(
-            f"{what} accepted a connection and said nothing within {deadline.seconds:g} s."
+            f"{what} accepted a connection but did not respond within {deadline.seconds:g} s."
         )
-    if problems:  # popped: else its frames hold it, and the sockets of what was made on the way
+    if problems:  # popped, because a reference from its own frames would keep sockets open
         raise problems.pop()
     return made[0]

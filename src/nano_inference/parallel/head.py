@@ -1,10 +1,9 @@
-"""`ShardedHead`: the end of a step where each rank holds some tokens of the vocabulary. The bits
-are those of one rank.
+"""`ShardedHead`: draws and scores if each rank holds a part of the vocabulary, with the bits of one
+rank.
 
-All ranks have the same hidden rows and the same batch, and all get the whole result. Plain draws
-and scores exchange maxima, sums of blocks and each rank's best token. The logits of a row travel
-where filters, sampling masks or best tokens look at all of them, or where the backend cannot do it
-by parts.
+All ranks have the same hidden rows and batch, and all get the whole result. Plain draws and scores
+exchange maxima, block sums and each rank's best token. A row's logits are exchanged if filters,
+sampling masks or top tokens need all of them, or if the backend does not support partial heads.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,16 +22,16 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, select
 
 T = TypeVar("T")
-SCORE_TILE = 256  # rows whose logits travel at once where only one number of each is wanted
+SCORE_TILE = 256  # rows per exchange of logits if only one number of each row is needed
 
 
 class ShardedHead:
-    """Draws, logits and scores by the rows of the head that this rank holds.
+    """Draws, logits and scores with this rank's rows of the head.
 
     Args:
-        ops: the `Ops` of the backend.
-        group: the ranks that share the head.
-        bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
+        ops: `Ops` of the backend.
+        group: Ranks that share the head.
+        bounds: Vocabulary bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
     """
 
     def __init__(self, ops: Any, group: ProcessGroup, bounds: Sequence[int]) -> None:
@@ -42,7 +41,7 @@ class ShardedHead:
         self._parts = parts if parts is not None and self.part.is_of_blocks(parts.block) else None
 
     def sample(self, hidden: Tensor, weight: Any, scale: LogitScale, batch: SamplingBatch) -> Draw:
-        """See `Ops.sample`; `weight` is this rank's."""
+        """Draw samples like `Ops.sample`. `weight` is this rank's part."""
         if self._parts is None or batch.most_top or (batch.any_filter and batch.any_kept):
             return self._ops.sample_logits(self.logits(hidden, weight, scale), batch)
         whole = _filtered(batch, self.part.vocab_size)
@@ -70,20 +69,20 @@ class ShardedHead:
         return Draw(**whole)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
-        """See `Ops.sample_logits`: from logits of the whole vocabulary."""
+        """Draw samples from logits of the whole vocabulary, like `Ops.sample_logits`."""
         return self._ops.sample_logits(logits, batch)
 
     def logits(self, hidden: Tensor, weight: Any, scale: LogitScale = UNSCALED) -> Tensor:
-        """See `Ops.logits`: of the whole vocabulary."""
+        """Return logits of the whole vocabulary, like `Ops.logits`."""
         sizes = self.part.sizes
         if not len(hidden):
             return hidden.new_zeros((0, self.part.vocab_size), dtype=torch.float32)
-        own = (
+        local = (
             self._ops.logits(hidden, weight, scale)
             if self.part.size
             else hidden.new_zeros((len(hidden), 0), dtype=torch.float32)
         )
-        gathered = self._group.all_gather(functional.pad(own, (0, max(sizes) - own.shape[1])))
+        gathered = self._group.all_gather(functional.pad(local, (0, max(sizes) - local.shape[1])))
         return torch.cat(
             [each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1
         )
@@ -96,7 +95,7 @@ class ShardedHead:
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
-        """See `Ops.gather_logprobs`."""
+        """Return logprobs of given tokens, like `Ops.gather_logprobs`."""
         if self._parts is not None:
             return self._together(
                 self._parts.score(hidden, weight, scale, token_ids, temperatures, self.part)
@@ -110,7 +109,7 @@ class ShardedHead:
         return torch.cat(scores)
 
     def _together(self, steps: Generator[Tensor, list[Tensor], T]) -> T:
-        """Run what exchanges what it yields."""
+        """Run a generator, and send it all ranks' values for each value that it yields."""
         try:
             mine = next(steps)
             while True:
@@ -120,7 +119,7 @@ class ShardedHead:
 
 
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
-    """Which samples look at all logits of their row together, bool [R]."""
+    """Return which samples need all logits of their row together, bool [R]."""
     if not batch.any_filter:
         return torch.zeros(len(batch), dtype=torch.bool, device=batch.rows.device)
     return any_is_on(batch, vocab_size)

@@ -1,6 +1,4 @@
-"""In which fixed pieces a sum over columns is added up, so that 1, 2, 4 and 8 ranks give the same
-bits.
-"""
+"""Sums in a fixed order, so that 1, 2, 4 and 8 ranks compute the same bits."""
 
 from collections.abc import Sequence
 
@@ -8,11 +6,12 @@ from torch import Tensor
 
 
 def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of 1, 2, 4, 8 … tensors, neighbours first: ((p0 + p1) + (p2 + p3)) + …, in float32.
-    Or of [n, ...].
+    """Return the float32 sum of 1, 2, 4, 8 … tensors, or of a tensor's rows, neighbours first.
+
+    The order is ((p0 + p1) + (p2 + p3)) + …
     """
     if len(parts) & (len(parts) - 1) or not len(parts):
-        raise ValueError(f"a tree of sums needs 1, 2, 4, 8 … parts, not {len(parts)}.")
+        raise ValueError(f"a tree sum needs 1, 2, 4, 8 … parts; got {len(parts)}.")
     level = parts.float() if isinstance(parts, Tensor) else [part.float() for part in parts]
     while len(level) > 1:
         if isinstance(level, Tensor):

@@ -1,7 +1,7 @@
-"""One engine over several processes: rank 0 has the scheduler, the others run the same steps on
-their parts.
+"""Engine over several processes: rank 0 runs the scheduler, other ranks run the same steps on their
+parts.
 
-It needs msgspec: `pip install 'nano-inference[parallel]'`.
+Needs msgspec: `pip install 'nano-inference[parallel]'`.
 
 Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, parallel, sampling,
 weights.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "Launcher", "LocalLauncher", "TorchrunLauncher", "serve_rank"]
 
-# what is imported brings in torch, which a worker wants to do late
+# lazy, because these modules import torch, which a worker does late
 _MODULES = {
     "Begin": "messages",
     "Handle": "launcher",

@@ -1,6 +1,4 @@
-"""From a config to an engine of several ranks: start the workers, let all ranks build their parts,
-agree, be ready.
-"""
+"""Assembly of an engine of several ranks: start workers, build all parts, agree on the KV cache."""
 
 import hashlib
 import logging
@@ -37,28 +35,28 @@ logger = logging.getLogger("nano_inference")
 
 dist: Any = torch.distributed
 
-MEET_SECONDS = 120.0  # for the others to start
+MEET_SECONDS = 120.0  # timeout of the other ranks' start
 
-MakeGroup = Callable[[str, tuple[int, ...]], ProcessGroup]  # of a name and the ranks in it
+MakeGroup = Callable[[str, tuple[int, ...]], ProcessGroup]  # arguments: name, ranks
 
 
 def assemble_ranks(
     config: EngineConfig, launcher: Launcher | None = None, meet_seconds: float = MEET_SECONDS
 ) -> Parts:
-    """Load rank 0's part of everything that a config names, and have all other ranks load theirs.
+    """Load rank 0's part of an engine, and let all other ranks load theirs.
 
     Args:
-        config: of the engine; its mesh has more than one rank.
-        launcher: starts the others; None: here.
-        meet_seconds: that these may take to come.
+        config: Config of the engine, whose mesh has more than one rank.
+        launcher: Launcher of the other ranks. None means this machine.
+        meet_seconds: Timeout of their start in seconds.
 
-    Raises `ConfigError` or `ModelLoadError`, with all ranks ended.
+    Raises `ConfigError` or `ModelLoadError` after all ranks have ended.
     """
     launcher = launcher if launcher is not None else LocalLauncher()
     world_size = mesh_of(config).world_size
     ranks_here = launcher.ranks_here(world_size)
-    own = config_here(config, ranks_here, 0)
-    plan = plan_engine(own)  # what is wrong with the config is wrong before any rank starts
+    local_config = config_here(config, ranks_here, 0)
+    plan = plan_engine(local_config)  # report errors of the config before any rank starts
     rendezvous = Rendezvous(launcher, world_size, __version__)
     handles: Sequence[Handle] = []
     worker_group: WorkerGroup | None = None
@@ -67,7 +65,7 @@ def assemble_ranks(
         worker_group = WorkerGroup(
             rendezvous.collect(handles, meet_seconds), handles, config.rank_timeout
         )
-        where, _store = _place_of_groups(rendezvous, launcher)  # the store lives until all have met
+        where, _store = _place_of_groups(rendezvous, launcher)  # keep the store until all have met
         build = Build(
             config,
             digest_of(plan),
@@ -77,7 +75,7 @@ def assemble_ranks(
             config.rank_timeout,
         )
         worker_group.begin(build)
-        parts = _built(own, worker_group, where, ranks_here, launcher.host or "")
+        parts = _built(local_config, worker_group, where, ranks_here, launcher.host or "")
         worker_group.require_built()
         return parts
     except BaseException as problem:
@@ -88,7 +86,7 @@ def assemble_ranks(
                 if handle.alive():
                     handle.kill()
         if isinstance(problem, RankLost):
-            raise ConfigError(f"{problem}, while the engine was built.") from problem
+            raise ConfigError(f"building the engine failed: {problem}.") from problem
         raise
     finally:
         rendezvous.close()
@@ -97,8 +95,9 @@ def assemble_ranks(
 def _built(
     config: EngineConfig, worker_group: WorkerGroup, where: str, ranks_here: int, host: str
 ) -> Parts:
-    """Rank 0's part. What keeps another rank from having its own is raised instead of what that
-    leads to here.
+    """Return rank 0's part.
+
+    An error of another rank takes precedence over its consequences here.
     """
 
     def agree(size: Size) -> Size:
@@ -122,24 +121,21 @@ def _built(
 
 
 def _place_of_groups(rendezvous: Rendezvous, launcher: Launcher) -> tuple[str, Any]:
-    """Where process groups meet: a file in a folder that is ours alone, or a store on the
-    network.
-    """
+    """Return the process groups' meeting point: a file in a private folder or a network store."""
     if rendezvous.folder is not None:
         return f"file:{rendezvous.folder}/groups", None
     assert launcher.host is not None
     try:
         store = serve_store((launcher.host, 0), MEET_SECONDS)
     except WeightUpdateError as problem:
-        raise ConfigError(f"the ranks cannot meet: {problem}") from problem
+        raise ConfigError(f"cannot start the store that connects the ranks: {problem}") from problem
     return f"tcp:{launcher.host}:{store.port}", store
 
 
 def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> EngineConfig:
-    """The config as one of several ranks on a machine takes it: with its share of the cores, and
-    its own card.
+    """Return the config of one of several ranks on a machine, with its share of cores and its GPU.
 
-    No step is captured into a CUDA graph: what ranks exchange is not part of one.
+    CUDA graphs are disabled, because they cannot contain communication between ranks.
     """
     threads = config.num_threads
     if threads is None:
@@ -151,16 +147,19 @@ def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> Engin
 
 
 def digest_of(plan: EnginePlan) -> str:
-    """What the models' configurations say: ranks whose digests differ read other models."""
+    """Return a digest of the models' specifications.
+
+    Ranks with different digests read other models.
+    """
     return hashlib.sha256(repr(sorted(plan.specs.items())).encode()).hexdigest()
 
 
 def rank_of(
     config: EngineConfig, rank: int, ranks_here: int, make: MakeGroup, agree: Callable[[Size], Size]
 ) -> Rank:
-    """One rank of an engine, with the groups that it is in."""
-    place = Place(mesh_of(config), rank)
-    peers = {axis: place.peers(axis) for axis in AXES}
+    """Return one rank of an engine with its process groups."""
+    mesh_place = Place(mesh_of(config), rank)
+    peers = {axis: mesh_place.peers(axis) for axis in AXES}
     groups = {axis: make(axis, each) if len(each) > 1 else None for axis, each in peers.items()}
     clock = RankClock()
 
@@ -178,11 +177,11 @@ def rank_of(
             kv_cache=unit * size.num_units,
         )
 
-    return Rank(place, ranks_here, rank_exchange, agreed)
+    return Rank(mesh_place, ranks_here, rank_exchange, agreed)
 
 
 def least(sizes: list[Size]) -> Size:
-    """The KV cache that every rank can have."""
+    """Return the size of the KV cache that fits on every rank."""
     smallest = min(sizes, key=lambda size: (size.num_units, size.num_blocks))
     return Size(smallest.num_blocks, smallest.num_units, min(size.max_model_len for size in sizes))
 
@@ -190,8 +189,9 @@ def least(sizes: list[Size]) -> Size:
 def process_groups(
     meeting: str, rank: int, device: torch.device, patience: float, host: str
 ) -> tuple[MakeGroup, list[ProcessGroup]]:
-    """How groups of processes are made that meet at "file:PATH" or "tcp:HOST:PORT", and all that
-    were made.
+    """Return a factory for process groups that meet at "file:PATH" or "tcp:HOST:PORT".
+
+    Also returns the list of all groups that the factory has made.
     """
     kind, _, where = meeting.partition(":")
     if kind == "file":

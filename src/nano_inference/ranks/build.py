@@ -1,6 +1,4 @@
-"""From a config to the plan of an engine, before any weight is read: specs, shards, operations,
-memory budget, numerics.
-"""
+"""Plan of an engine before weights are read: specs, shards, operations, memory, numerics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -42,18 +40,19 @@ from nano_inference.parallel.process_group import ProcessGroup
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the ranks that share an engine's models, and how it gets on with the others.
+    """One of the ranks that share an engine's models, and its communication with the others.
 
     Attributes:
-        place: where it stands.
-        ranks_here: how many of them share this machine, its memory and its cores.
-        rank_exchange: what it exchanges with others, for a shard of a model; None: it has all.
-        agree: from the KV cache that this rank can have to the one that all have.
-        engines: which one its engine is of how many in lockstep.
-        gate: what the other engines decide; None: there are none.
+        mesh_place: Position in the mesh.
+        ranks_here: Number of ranks that share this machine, its memory and cores.
+        rank_exchange: Factory of the communication for a shard of a model. It returns None for a
+            whole model.
+        agree: Function from the KV cache that fits on this rank to that of all ranks.
+        engines: Index of its engine, and the number of engines in lockstep.
+        gate: Coordinator with other engines; None if there are none.
     """
 
-    place: Place
+    mesh_place: Place
     ranks_here: int = 1
     rank_exchange: Callable[[ModelShard], RankExchange | None] = lambda _: None
     agree: Callable[[MemoryBudget], MemoryBudget] = lambda budget: budget
@@ -62,34 +61,35 @@ class Rank:
 
 
 def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup, gate: Gate) -> Rank:
-    """Return the place of an engine, which is one rank, among the engines that share its experts.
-    `gate` is its side of their lockstep.
+    """Return the rank of a single-rank engine that shares its experts with other engines.
+
+    `gate` is the engine's side of the lockstep.
     """
     require(ENGINE_LIMITS, Setting(config, lockstep=True))
-    place = engines.rank, engines.size
+    member = engines.rank, engines.size
     return Rank(
         Place(),
         rank_exchange=lambda part: RankExchange(part, engines=engines),
-        engines=place,
+        engines=member,
         gate=gate,
     )
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What one rank of an engine of some config is made of, before any weight is read."""
+    """Plan of one rank of an engine, before any weight is read."""
 
     config: EngineConfig
     rank: Rank
     folders: Mapping[str, Path]  # by weight set
-    specs: Mapping[str, ModelSpec]  # by weight set: of the whole model
-    parts: Mapping[str, ModelShard]  # by weight set: what this rank holds
+    specs: Mapping[str, ModelSpec]  # whole models by weight set
+    parts: Mapping[str, ModelShard]  # this rank's shards by weight set
     dtype: torch.dtype
     device: torch.device
     ops: Ops
-    memory_budget: MemoryBudget  # on CUDA with a guess of the workspace, as nothing was run yet
+    memory_budget: MemoryBudget  # on CUDA with an estimated workspace, since nothing has run yet
     numerics: Numerics
-    heads: tuple[Path, HeadsSpec] | None = None  # that draft, and where they lie
+    heads: tuple[Path, HeadsSpec] | None = None  # drafting heads and their folder
 
 
 def plan_engine(
@@ -99,15 +99,15 @@ def plan_engine(
     rank: Rank | None = None,
     resolve: Callable[[str], Path] = resolve_model,
 ) -> EnginePlan:
-    """Read the configurations of a config's models and decide all that follows from them.
+    """Read the configurations of a config's models and plan the engine.
 
-    It reads no weights and changes nothing of the process.
+    The function reads no weights and has no side effects.
 
     Args:
-        config: of the engine.
-        memory: of the card; None: as CUDA tells, or none on a CPU.
-        rank: whose plan it is; None: rank 0's.
-        resolve: finds the folder of a model's name.
+        config: Config of the engine.
+        memory: Memory of the card. None means the actual card, or no card on a CPU.
+        rank: Rank to plan. None means rank 0.
+        resolve: Function from a model's name to its folder.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
@@ -123,7 +123,7 @@ def plan_engine(
         _settle_drafting(config, specs)
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
-    parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
+    parts = {name: shard_of(spec, rank.mesh_place, rank.engines) for name, spec in specs.items()}
     _require_whole_groups(config, specs)
     dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
@@ -164,7 +164,7 @@ def plan_engine(
 def _sources(
     config: EngineConfig, resolve: Callable[[str], Path]
 ) -> tuple[dict[str, Path], dict[str, ModelSpec], tuple[Path, HeadsSpec] | None]:
-    """Return the folders and the specs of the models by weight set, and the heads that draft."""
+    """Return the folders and specs of the models by weight set, and the drafting heads."""
     folder = resolve(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:
@@ -179,14 +179,15 @@ def _sources(
         folders[DRAFT], specs[DRAFT] = drafting, load_spec(drafting)
         return folders, specs, None
     if isinstance(heads, EagleSpec):
-        specs[DRAFT] = heads.layer  # for the keys and values of its layer
+        specs[DRAFT] = heads.layer  # its layer stores keys and values
     return folders, specs, (drafting, heads)
 
 
 def counted_weights(plan: EnginePlan) -> int:
-    """Bytes that the models' weights of a plan will take. Of a `.gguf` file that is computed in its
-    blocks the headers are read, which the memory of the plan itself does not need. Raises
-    `ModelLoadError`.
+    """Return the bytes that a plan's weights will take. Raises `ModelLoadError`.
+
+    For a `.gguf` file that is computed in blocks, the headers are read, which the memory budget
+    does not need.
     """
     size = plan.memory_budget.weights
     file = gguf_of(plan.config.model_path)
@@ -206,7 +207,7 @@ def _guessed_claims(
     kernels: bool,
     heads: HeadsSpec | None,
 ) -> Claims:
-    """What the memory is for beside the KV cache, before anything runs."""
+    """Return an estimate of the memory claims other than the KV cache, before anything has run."""
     models = [part for name, part in parts.items() if heads is None or name != DRAFT]
     weights = sum(num_bytes(param_table(part.whole, part), dtype, config.codes) for part in models)
     policy = parts[POLICY]
@@ -225,16 +226,17 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 def _settle_drafting(config: EngineConfig, specs: dict[str, ModelSpec]) -> None:
-    """Let the model that drafts have the policy's positions. Raises `ConfigError` for more layers
-    than the policy has.
+    """Extend the draft model's positions to the policy's.
+
+    Raise `ConfigError` for too many layers.
     """
     policy = specs[POLICY]
     if config.draft_layers is not None and config.draft_layers > policy.num_layers:
         raise ConfigError(
-            f"draft_layers={config.draft_layers} are more than the {policy.num_layers} layers of "
-            "the policy."
+            f"draft_layers={config.draft_layers} exceeds the {policy.num_layers} layers of the "
+            "policy."
         )
-    if DRAFT in specs:  # it limits no sequence: beyond its own positions its drafts are worse
+    if DRAFT in specs:  # sequences may exceed its positions, with less accurate drafts
         specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
 
 
@@ -244,14 +246,15 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
     for name, option in others.items():
         if sizes.get(name, sizes[POLICY]) != sizes[POLICY]:
             raise ConfigError(
-                f"{option}={getattr(config, option)!r} has a vocabulary of {sizes[name]} tokens, "
-                f"the policy one of {sizes[POLICY]}; it must have the policy's."
+                f"{option}={getattr(config, option)!r} has {sizes[name]} tokens in its vocabulary, "
+                f"the policy {sizes[POLICY]}; use a model with the policy's vocabulary."
             )
 
 
 def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> None:
-    """Raise `ConfigError` where ranks cannot share codes; of a file's `load_params` tells the rest,
-    as its formats are not known yet.
+    """Raise `ConfigError` if ranks cannot share codes.
+
+    The formats of a file are not known yet: `load_params` checks them.
     """
     ranks, quantization = config.tensor_parallel, config.codes
     if ranks == 1 or quantization is None:
@@ -259,19 +262,18 @@ def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) 
     if ranks > SEGMENTS:
         raise ConfigError(
             f"quantization={quantization!r} is not possible with tensor_parallel={ranks}: columns "
-            f"are added up in {SEGMENTS} segments; use at most {SEGMENTS} ranks."
+            f"are summed in {SEGMENTS} segments; use at most {SEGMENTS} ranks."
         )
     for spec in specs.values():
         require_whole_groups(spec, ranks, quantization, quantization)
 
 
 def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:
-    """Raise `ConfigError` unless the experts are spread as the config says."""
+    """Raise `ConfigError` unless the number of engines matches the config's expert parallelism."""
     asked, engines = config.expert_parallel, rank.engines[1]
     require_experts(config, specs.values())
     if engines != (asked if config.tensor_parallel == 1 else 1):
         raise ConfigError(
-            f"expert_parallel={asked} with tensor_parallel=1 is {asked} engines in lockstep, "
-            "which are started "
-            f"together; this one is one of {engines}."
+            f"expert_parallel={asked} with tensor_parallel=1 needs {asked} engines in lockstep, "
+            f"which are started together; this engine is one of {engines}."
         )

@@ -1,8 +1,8 @@
-"""Links between rank 0 and the workers: length-prefixed frames over a socket. Both ends have proved
-that they belong to the same engine (`rendezvous.py`).
+"""Links between rank 0 and the workers: length-prefixed frames over a socket.
 
-What travels is bytes for msgspec. It is neither encrypted nor signed, as what gloo and NCCL send is
-not: between machines a network of one's own is taken for granted.
+Both ends have proved that they belong to the same engine (`rendezvous.py`). The frames are msgpack
+bytes, without encryption or signatures, like the traffic of gloo and NCCL. A private network is
+assumed between machines.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ import time
 
 from nano_inference.errors import NanoInferenceError
 
-FRAME_BYTES = 2**29  # of a frame: masks of a whole batch over a large vocabulary, say
-BUFFER_BYTES = 2**18  # read at once
-NETWORK_SECONDS = 30  # after which a network that carries nothing is taken for cut
+FRAME_BYTES = 2**29  # maximum of a frame, such as the masks of a batch with a large vocabulary
+BUFFER_BYTES = 2**18  # size of the read buffer
+NETWORK_SECONDS = 30  # time without traffic after which a network is considered cut
 
 _LENGTH = struct.Struct(">I")
 
 
 class LinkLost(NanoInferenceError):
-    """The other end of a link is gone, or does not answer in time."""
+    """Lost link: the other end is gone, or did not respond in time."""
 
 
 class Link:
-    """One end of a connection. One thread receives; any may send."""
+    """One end of a connection. Only one thread may receive. Any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
@@ -37,36 +37,36 @@ class Link:
         self._deadline: threading.Timer | None = None
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     def send(self, frame: bytes | bytearray) -> None:
-        """Send a frame; returns when the system has it. Raises `LinkLost`."""
+        """Send a frame. Return when the system has accepted it. Raises `LinkLost`."""
         if len(frame) > FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame):,} bytes is larger than {FRAME_BYTES:,}.")
+            raise ValueError(f"a frame of {len(frame):,} bytes exceeds {FRAME_BYTES:,}.")
         with self._sending:
             try:
                 header = _LENGTH.pack(len(frame))
                 sent = self._socket.sendmsg([header, frame])
-                # the header is far smaller than what the system takes at once
+                # the system always accepts more than the header
                 if sent < len(header) + len(frame):
                     self._socket.sendall(memoryview(frame)[sent - len(header) :])
             except (TimeoutError, BlockingIOError):
-                self.close()  # half a frame was sent, maybe
-                raise LinkLost("it takes no message any more") from None
+                self.close()  # the frame may be incomplete
+                raise LinkLost("the peer stopped reading") from None
             except OSError as problem:
                 raise self._lost(problem) from problem
 
     def receive(self, most: int = FRAME_BYTES) -> bytes:
-        """The next frame, of at most so many bytes. Raises `LinkLost`."""
+        """Return the next frame, of at most `most` bytes. Raises `LinkLost`."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         if length > most:
             self.close()
-            raise LinkLost(f"it sent a frame of {length:,} bytes, where {most:,} are the most")
+            raise LinkLost(f"the peer sent a frame of {length:,} bytes, limit {most:,}")
         return self._take(length)
 
     def close(self) -> None:
-        """End it, also for a thread that waits here."""
+        """Close the link, also for a thread that is waiting on it."""
         if not self._closed:
             self._closed = True
             self.set_deadline(None)
@@ -76,9 +76,7 @@ class Link:
             self._file.close()
 
     def set_deadline(self, seconds: float | None) -> None:
-        """The link ends after so many seconds, however its bytes come; None: it does not. For
-        greetings.
-        """
+        """Close the link after this many seconds, or never if None. Used for greetings."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -88,7 +86,7 @@ class Link:
             self._deadline.start()
 
     def settle(self, send_seconds: float) -> None:
-        """From now on receiving waits for ever, and sending for so many seconds."""
+        """Wait without limit in `receive`, and at most `send_seconds` in `send`, from now on."""
         self.set_deadline(None)
         whole = int(send_seconds)
         limit = struct.pack("ll", whole, int((send_seconds - whole) * 1e6))
@@ -112,20 +110,20 @@ class Link:
 
     def _lost(self, problem: Exception | None) -> LinkLost:
         if self._is_late:
-            return LinkLost("it does not answer")
+            return LinkLost("the peer does not answer")
         hung_up = ConnectionResetError | BrokenPipeError | ValueError | None
-        return LinkLost("it hung up" if isinstance(problem, hung_up) else str(problem))
+        return LinkLost("the peer hung up" if isinstance(problem, hung_up) else str(problem))
 
 
 class Listener:
-    """Where rank 0 waits for the others.
+    """Socket on which rank 0 waits for the other ranks.
 
     Args:
-        path: of a socket in a folder that is ours alone; None: `host`.
-        host: the address under which the others reach this machine.
-        port: 0: any free one.
+        path: Path of a socket in a private folder. None means `host`.
+        host: Address of this machine for the other ranks.
+        port: Port to listen on. 0 means any free port.
 
-    Raises `OSError` where it cannot be had.
+    Raises `OSError` if it cannot listen.
     """
 
     def __init__(self, path: str | None = None, host: str | None = None, port: int = 0) -> None:
@@ -134,9 +132,9 @@ class Listener:
             where: str | tuple[str, int] = path
         else:
             assert host is not None
-            family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, socket.SOCK_STREAM)
-            where = str(found[0]), port
+            where = str(address[0]), port
         try:
             self._socket.bind(where)
             self._socket.listen(64)
@@ -148,7 +146,7 @@ class Listener:
         )
 
     def accept(self, seconds: float) -> Link | None:
-        """Who connects next; None: none came within so many seconds."""
+        """Return the next connection, or None after `seconds`."""
         self._socket.settimeout(max(seconds, 0.001))
         try:
             return Link(self._socket.accept()[0])
@@ -156,12 +154,12 @@ class Listener:
             return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop accepting connections."""
         self._socket.close()
 
 
 def connect(address: str, seconds: float) -> Link:
-    """A link to where rank 0 listens. Raises `LinkLost`."""
+    """Connect to rank 0. Raises `LinkLost`."""
     kind, _, where = address.partition(":")
     end = time.monotonic() + seconds
     while True:
@@ -170,7 +168,7 @@ def connect(address: str, seconds: float) -> Link:
             return Link(_connected(where, left) if kind == "unix" else _connected_tcp(where, left))
         except OSError as problem:
             if time.monotonic() > end:
-                raise LinkLost(f"rank 0 is not to be reached at {address}: {problem}") from problem
+                raise LinkLost(f"cannot reach rank 0 at {address}: {problem}") from problem
             time.sleep(0.05)
 
 
@@ -191,7 +189,7 @@ def _connected_tcp(where: str, seconds: float) -> socket.socket:
 
 
 def _notice_a_cut(connection: socket.socket) -> None:
-    """Let the system find out that a network carries nothing any more."""
+    """Let the system detect a cut network."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     third = max(NETWORK_SECONDS // 3, 1)
     for name, value in (

@@ -1,24 +1,24 @@
-"""Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the
-experts in common.
+"""Engines in lockstep: each has its own requests, scheduler and attention, and all share the
+experts.
 
-Rows go to the engine that holds their expert (`models/sharding/rank_exchange.py`), so no engine
-can compute a layer while another does nothing: a step of one is a **round** of all, and an engine
-without rows takes part with none. Rounds that follow each other are a **wave**. It begins when an
-engine that rests has work and rings the bell for the next wave, and ends with a round in which none
-had any: then all rest, and count it. A ring for a wave that has ended means nothing any more, so a
-bell that is heard late begins nothing twice. (vLLM's engines with data-parallel attention rest by
-such a counter too.)
+Rows are sent to the engine that holds their expert (`models/sharding/rank_exchange.py`), so no
+engine can compute a layer while another is idle. A step of one is a **round** of all, and engines
+without rows take part with none. Consecutive rounds form a **wave**. A wave begins when an idle
+engine has work and rings the bell for the next wave. The wave ends with a round in which no engine
+had work: then all are idle, and count the wave. A ring for an ended wave is ignored, so a bell that
+is heard late has no effect. (vLLM's engines with data-parallel attention use a similar counter.)
 
-At the start of a round everybody says what it brings. From that follows, the same for all:
+At the start of a round, every engine reports its state. The reports determine, equally on all
+engines:
 
 - which weight sets are computed, one after the other;
 - whether the wave ends;
-- which weight update is applied by all before the next round: the one that everybody has received,
-  checked, and could apply. So no row meets experts of another version, and rows of one version see
-  experts of that version.
-- whether the weights may be put aside: once all engines want that, as each needs the experts of
-  all. An engine whose weights are to sleep stops, says so in the next round, and serves the others
-  until all have said it. Then none computes until a round in which all have their weights again.
+- which weight update all apply before the next round: an update that all have received, checked,
+  and can apply. So rows never meet experts of another version.
+- whether the weights may sleep: only if all engines want it, as each needs the experts of all. An
+  engine whose weights are to sleep stops, reports it in the next round, and serves the others
+  until all have reported it. Then none computes until a round in which all have their weights
+  again.
 """
 
 import math
@@ -40,32 +40,31 @@ from nano_inference.parallel.process_group import ProcessGroup
 
 dist: Any = torch.distributed
 
-SETS = (POLICY, REFERENCE)  # that all engines have, in the order in which they are computed
+SETS = (POLICY, REFERENCE)  # weight sets of all engines, in the order of computation
 NOTHING = -1
-SLEEP_SECONDS = 60.0  # for all engines to be asked to let their weights sleep
-WAKE_SECONDS = 600.0  # for all of them to read theirs back
-LOOK = 0.005  # seconds between two looks at what the others have said
-LISTENING = 1.0  # seconds until a bell looks whether it was closed
-KEPT = 8  # waves whose keys a store holds; who listens is never so far behind
+SLEEP_SECONDS = 60.0  # timeout until all engines are asked to sleep
+WAKE_SECONDS = 600.0  # timeout until all engines have read their weights back
+LOOK = 0.005  # seconds between two checks of the others' reports
+LISTENING = 1.0  # seconds between two checks whether a bell was closed
+KEPT = 8  # waves whose keys a store holds; no listener is that late
 
 
 class StoreBell:
-    """How an engine that has work wakes those that rest: a store of `torch.distributed` that all
-    of them reach has a key for each wave.
+    """Wake-up signal to idle engines: a common `torch.distributed` store with a key for each wave.
 
     Args:
-        store: of the lockstep alone.
+        store: Store of this lockstep only.
     """
 
     def __init__(self, store: Any) -> None:
-        self._store, self._waiting = store, store.clone()  # a wait keeps a connection to itself
+        self._store, self._waiting = store, store.clone()  # a wait occupies its connection
         self._lock = threading.Lock()
         self._wave: float = NOTHING
         self._closed = self._gone = False
         self._wake: Callable[[], None] = lambda: None
 
     def ring(self, wave: int) -> None:
-        """Let wave `wave` begin, if it has not. Raises `RankLost` where the store is gone."""
+        """Begin wave `wave` unless it has begun. Raises `RankLost` if the store is gone."""
         if self._wave < wave and not self._gone:
             try:
                 self._store.set(f"wave/{wave}", "")
@@ -73,21 +72,19 @@ class StoreBell:
                 self._gone = True
             self._hear(wave)
         if self._gone:
-            raise RankLost(
-                "the store in which the engines in lockstep meet is gone, and an engine with it."
-            )
+            raise RankLost("the store of the engines in lockstep is gone: an engine has ended.")
 
     def heard(self) -> float:
-        """The last wave that an engine has rung for; -1: none yet."""
+        """Return the latest wave that an engine has rung for, or -1."""
         return self._wave
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever an engine rings; a thread of its own listens."""
+        """Call `wake` on a separate thread whenever an engine rings."""
         self._wake = wake
         threading.Thread(target=self._listen, name="bell of the lockstep", daemon=True).start()
 
     def close(self) -> None:
-        """Leave. The others see by the next wave that this engine is gone."""
+        """Leave the lockstep. The others notice by the next wave."""
         self._closed = True
         wave = self._wave
         if wave < math.inf:  # else the store is gone
@@ -105,7 +102,7 @@ class StoreBell:
                 if not self._comes(f"wave/{wave}"):
                     continue
             except RuntimeError:
-                self._gone, self._wave = True, math.inf  # a wave is due that cannot begin
+                self._gone, self._wave = True, math.inf  # lets `ring` report the loss
                 self._wake()
                 return
             self._hear(wave)
@@ -114,23 +111,23 @@ class StoreBell:
                 self._waiting.delete_key(f"wave/{wave - KEPT}")
 
     def _comes(self, key: str) -> bool:
-        """Wait for a key. Raises `RuntimeError` where the store is gone."""
+        """Wait for a key. Return False on a timeout. Raises `RuntimeError` if the store is gone."""
         try:
             self._waiting.wait([key], timedelta(seconds=LISTENING))
-        except RuntimeError:  # of either kind: not yet, or never
+        except RuntimeError:  # a timeout, or the store is gone
             return self._waiting.check([key])
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What an engine says of itself in a round.
+    """Report of an engine in a round.
 
     Attributes:
-        busy: it has requests to compute.
-        version: of the weights that it serves.
-        update: version of the update that it could apply now; None: there is none.
-        wants_sleep: its weights are asleep, or are to be as soon as all may sleep.
+        busy: True if it has requests to compute.
+        version: Version of its weights.
+        update: Version of the update that it can apply now, or None.
+        wants_sleep: True if its weights are asleep, or are to sleep as soon as all may.
     """
 
     busy: bool
@@ -141,19 +138,19 @@ class Member:
 
 @dataclass(frozen=True)
 class Lockstep:
-    """One engine's seat among the engines in lockstep, before the engine is built.
+    """Membership of an engine in a lockstep, before the engine is built.
 
     Attributes:
-        group: the engines, by number. Its experts are those of `shard_of(spec, engines=(group.rank,
-            group.size))`.
-        bell: that all of them hear.
+        group: Process group of the engines. This engine's experts are those of `shard_of(spec,
+            engines=(group.rank, group.size))`.
+        bell: Bell of all engines.
     """
 
     group: ProcessGroup
     bell: StoreBell
 
     def close(self) -> None:
-        """Leave; the others end too, since their experts are incomplete."""
+        """Leave. The others end too, since their experts are incomplete."""
         self.group.close()
         self.bell.close()
 
@@ -162,14 +159,14 @@ class LockstepGate(Gate):
     """One engine's side of the lockstep.
 
     Args:
-        seat: of this engine.
-        say: asked in every round.
-        wake: called when a round is wanted.
-        device: where messages lie as they travel.
+        seat: Membership of this engine.
+        say: Function that returns this engine's report, called in every round.
+        wake: Function to call when a round is due.
+        device: Device of exchanged reports.
 
     Attributes:
-        wave: how many waves have ended.
-        running: whether the next one has begun.
+        wave: Number of ended waves.
+        running: True if the next wave has begun.
     """
 
     alone = False
@@ -188,12 +185,12 @@ class LockstepGate(Gate):
         self.num_rounds = 0
         self._say, self._device, self._seat = say, device, seat
         self._agreed: int | None = None  # the update that all apply before the next round
-        self._told: int | None = None  # the update that the others know of
+        self._told: int | None = None  # the update in this engine's last report
         self._told_sleep = False
         self._bell.listen(wake)
 
     def is_due(self) -> bool:
-        """Whether this engine has to take part in a round."""
+        """Return True if this engine has to take part in a round."""
         if self.running or self._bell.heard() >= self.wave:
             return True
         mine = self._say()
@@ -204,21 +201,19 @@ class LockstepGate(Gate):
         )
 
     def allows(self, version: int | None) -> bool:
-        """Whether everybody applies the update of this version now."""
+        """Return True if all engines apply the update of this version now."""
         return version is not None and version == self._agreed
 
     def begin(self, weight_sets: Collection[str] = ()) -> list[str]:
-        """Begin a round; returns all weight sets that some engine computes, in order.
+        """Begin a round. Return all weight sets that some engine computes, in order.
 
         Args:
-            weight_sets: that this engine computes.
+            weight_sets: Weight sets that this engine computes.
 
-        Raises `RankLost` where an engine does not come, or serves another version.
+        Raises `RankLost` if an engine is missing or has another version.
         """
         if unknown := set(weight_sets) - set(SETS):
-            raise RuntimeError(
-                f"engines in lockstep have no weight set {min(unknown)!r} in common."
-            )
+            raise RuntimeError(f"engines in lockstep do not share the weight set {min(unknown)!r}.")
         if not self.running:
             self._bell.ring(self.wave)
             self.running = True
@@ -229,42 +224,42 @@ class LockstepGate(Gate):
             [mine.busy, mine.version, update, sets, mine.wants_sleep], device=self._device
         )
         try:
-            told = torch.stack(self.group.all_gather(said))
+            reports = torch.stack(self.group.all_gather(said))
         except RankLost as lost:
-            raise RankLost(f"the engines in lockstep cannot go on: {lost}") from lost
-        return self._take_in(told.tolist(), mine)
+            raise RankLost(f"the engines in lockstep cannot continue: {lost}") from lost
+        return self._take_in(reports.tolist(), mine)
 
     def await_sleep(self, engine: Stepping) -> None:
-        """See `Gate`. Serves the other engines meanwhile."""
+        """Serve the other engines until all may sleep. See `Gate`."""
         self._wait(lambda: self.asleep or not engine.life.wants_sleep, engine, SLEEP_SECONDS)
 
     def await_wake(self, engine: Stepping) -> None:
-        """See `Gate`. Ends early where this engine is to sleep again."""
+        """Wait until all engines are awake, or this one is to sleep again. See `Gate`."""
         if not self._wait(lambda: engine.life.wants_sleep or not self.asleep, engine, WAKE_SECONDS):
             raise NanoInferenceError(
-                "the weights of other engines in lockstep sleep on, and this one waits for them; "
-                "wake() them, and then this one again."
+                "the weights of other engines in lockstep are still asleep; wake() them, and then "
+                "this engine again."
             )
 
     def _wait(self, holds: Callable[[], bool], engine: Stepping, seconds: float) -> bool:
-        """Take part in rounds until it holds; False: not in so many seconds."""
+        """Take part in rounds until `holds()`. Return False on a timeout."""
         end = time.monotonic() + seconds
         while not holds():
             engine.require_alive()
             if time.monotonic() > end:
                 return False
-            if engine.has_work():  # else the others' rounds, or a thread that steps, are waited for
+            if engine.has_work():  # otherwise wait for the others, or for a stepping thread
                 engine.advance()
             else:
                 time.sleep(LOOK)
         return True
 
     def close(self) -> None:
-        """See `Gate`."""
+        """Leave the lockstep. See `Gate`."""
         self._seat.close()
 
-    def _take_in(self, told: list[list[int]], mine: Member) -> list[str]:
-        busy, versions, updates, sets, sleepers = zip(*told, strict=True)
+    def _take_in(self, reports: list[list[int]], mine: Member) -> list[str]:
+        busy, versions, updates, sets, sleepers = zip(*reports, strict=True)
         if len(set(versions)) > 1:
             raise RankLost(
                 "the engines in lockstep serve different weight versions: "
@@ -280,24 +275,23 @@ class LockstepGate(Gate):
 
 
 def not_together() -> NanoInferenceError:
-    """Why the weights of an engine in lockstep may not sleep."""
+    """Return the error for weights of an engine in lockstep that may not sleep."""
     return NanoInferenceError(
-        "the weights of engines in lockstep sleep together, and not all of these were asked to "
-        f"sleep within {SLEEP_SECONDS:g} s, or some were woken; ask all of them at once."
+        "the weights of engines in lockstep can only sleep together; not all engines were asked to "
+        f"sleep within {SLEEP_SECONDS:g} s, or some were woken. Call sleep() on all of them."
     )
 
 
 def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device) -> Lockstep:
-    """The lockstep of an engine that has a process to itself.
+    """Return the lockstep of an engine in its own process.
 
     Args:
-        meeting: path of a file that all engines of this machine see, and that was not used
-            before.
-        rank: this engine's number.
-        size: how many there are.
-        device: that it computes on.
+        meeting: Path of an unused file that all engines of this machine can access.
+        rank: Index of this engine.
+        size: Number of engines.
+        device: Device of this engine.
 
-    Raises `RankLost` if the others do not come in time.
+    Raises `RankLost` if the others do not connect in time.
     """
     store = dist.FileStore(meeting, -1)
     group = ProcessGroup.meet(dist.PrefixStore("group", store), rank, size, device)

@@ -1,4 +1,4 @@
-"""What rank 0 and the others tell each other: msgspec structs, in one ordered stream each way."""
+"""Messages between rank 0 and the workers: msgspec structs, in one ordered stream each way."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from nano_inference.ranks.samples import Samples
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a worker must know to find rank 0 and to prove that it is meant. A launcher brings it to
-    its process.
+    """Data that a worker needs to find rank 0 and prove its identity. A launcher passes it to the
+    process.
 
     Attributes:
-        rank, world_size: whose it is.
-        address: where rank 0 listens, as `Listener` says it.
-        token: the engine's secret; it must not stand on a command line, in an environment or in a
-            log.
-        log_level: of the package's logger.
-        parent: process id of rank 0 if it starts this one itself: it ends with it. 0: another
-            program does.
-        local_rank: which of the cards of its machine is its own.
-        host: the address of its machine that the others reach; empty: all are on one.
+        rank, world_size: Rank of the worker, and number of ranks.
+        address: Address of rank 0, in the notation of `Listener`.
+        token: Secret of the engine, which must not appear on a command line, in an environment or
+            in a log.
+        log_level: Level of the package's logger.
+        parent: Process id of rank 0 if it starts the worker itself. The worker then ends with it. 0
+            means that another program starts the worker.
+        local_rank: Index of the worker's GPU on its machine.
+        host: Address of the worker's machine for other ranks. Empty if all ranks share a machine.
     """
 
     rank: int
@@ -41,22 +41,23 @@ class Begin(msgspec.Struct, frozen=True):
 # -- from rank 0 -----------------------------------------------------------------------------------
 
 
-# What `Build` is answered with, in turn: the rank has found the model and goes to meet the others;
-# how large its KV cache can be (and then it is told how large it is); steps can come. Or, at any
-# time, why it cannot be built.
+# Answers to `Build`, in this order: the rank has found the model and connects to the others; the
+# possible size of its KV cache, after which it receives the actual size; it is ready for steps. Or,
+# at any time, the reason why it cannot be built.
 PLANNED, SIZED, BUILT, REFUSED = -1, -2, -3, -4
 
 
 class Build(msgspec.Struct, tag="build", frozen=True):
-    """Build your part of the model. Answered by `PLANNED`, `SIZED` and `BUILT`, or by `REFUSED`.
+    """Request to build a part of the model. Answered by `PLANNED`, `SIZED`, `BUILT`, or by
+    `REFUSED`.
 
     Attributes:
-        config: of the engine.
-        model: digest of what the models' configurations say on rank 0.
-        numerics: its fingerprint: every rank's must be the same.
-        meeting: where the process group meets: "file:PATH" or "tcp:HOST:PORT".
-        ranks_here: ranks of this engine that share a machine, which share its memory and cores.
-        timeout: seconds that a rank waits for another one.
+        config: Config of the engine.
+        model: Digest of the models' configurations on rank 0.
+        numerics: Numerics fingerprint, which must be equal on all ranks.
+        meeting: Meeting point of process groups: "file:PATH" or "tcp:HOST:PORT".
+        ranks_here: Number of ranks that share a machine, its memory and cores.
+        timeout: Timeout of a wait for another rank in seconds.
     """
 
     config: EngineConfig
@@ -68,7 +69,7 @@ class Build(msgspec.Struct, tag="build", frozen=True):
 
 
 class Size(msgspec.Struct, tag="size", frozen=True):
-    """How large the KV cache is on every rank."""
+    """Size of the KV cache on every rank."""
 
     num_blocks: int
     num_units: int
@@ -76,7 +77,7 @@ class Size(msgspec.Struct, tag="size", frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
-    """Do this, between two steps. `call_id` 0: no answer is awaited."""
+    """Request to call a function between two steps. With `call_id` 0, no answer is expected."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -84,15 +85,15 @@ class Call(msgspec.Struct, tag="call", frozen=True):
 
 
 class Piece(msgspec.Struct, tag="piece", frozen=True):
-    """Bytes of a tensor of a weight update, from place `offset` on; the first one makes memory for
-    all of it.
+    """Bytes of a tensor of a weight update, from byte `offset` on. The first piece allocates the
+    tensor.
 
     Attributes:
-        update: number of the update.
-        name: checkpoint name.
-        dtype, shape: of the part of it that is this rank's.
-        patch: it is no tensor but numbers of one: int64 places in the part that is this rank's, and
-            then values.
+        update: Number of the update.
+        name: Checkpoint name.
+        dtype, shape: Dtype and shape of this rank's part.
+        patch: True if the bytes are single numbers of the tensor: int64 indices into this rank's
+            part, followed by values.
     """
 
     update: int
@@ -105,7 +106,7 @@ class Piece(msgspec.Struct, tag="piece", frozen=True):
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """End."""
+    """Request to end."""
 
 
 ToWorker = Forward | Draw | Build | Size | Call | Piece | Stop
@@ -115,14 +116,14 @@ ToWorker = Forward | Draw | Build | Size | Call | Piece | Stop
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Which process this is, for errors and for those who watch it."""
+    """Identification of a worker's process, for errors and monitoring."""
 
     pid: int
     host: str
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """This process lives, and has handled so many messages; nanoseconds of `RankClock`."""
+    """Heartbeat with the number of handled messages, and nanoseconds of `RankClock`."""
 
     handled: int
     busy: int = 0
@@ -130,9 +131,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """To a call: what came of it, or the class (of `nano_inference.errors`) and the text of what it
-    raised.
-    """
+    """Answer to a call: its result, or class (of `nano_inference.errors`) and text of its error."""
 
     call_id: int
     value: Any = None
@@ -141,7 +140,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """A step failed here, and this process ends."""
+    """Report of a failed step, after which the process ends."""
 
     text: str
 
@@ -154,8 +153,9 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 def as_error(name: str, text: str) -> Exception:
-    """What another process raised, by the name of its class: one of ours, out of memory, or
-    `NanoInferenceError`.
+    """Return an error of another process, given the name of its class.
+
+    The class is one of this package, out of memory, or else `NanoInferenceError`.
     """
     if name == torch.OutOfMemoryError.__name__:
         return torch.OutOfMemoryError(text)

@@ -1,4 +1,4 @@
-"""From the plan of an engine to its parts: models by weight set, KV tensors, cache, runner."""
+"""Construction of an engine's parts from its plan: models, KV tensors, cache, runner."""
 
 import logging
 from collections.abc import Mapping
@@ -52,22 +52,22 @@ from nano_inference.ranks.build import EnginePlan, Rank, memory_of, plan_engine
 
 logger = logging.getLogger("nano_inference")
 
-DRAFTING_SEQS = 16  # that may have drafts beyond their last block at once
+DRAFTING_SEQS = 16  # maximum sequences with drafts beyond their last block
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of."""
+    """Parts of an engine."""
 
-    config: EngineConfig  # with `quantization` as it is settled
-    folder: Path  # of the policy
-    # with the models, and the KV tensors, by weight set; sets of one shape share
+    config: EngineConfig  # with `quantization` resolved
+    folder: Path  # folder of the policy
+    # holds the models and KV tensors by weight set; sets of equal shape share KV tensors
     runner: ModelRunner
     cache: KVCache
     memory_budget: MemoryBudget
     numerics: Numerics
-    heads: HeadWeights | None = None  # that draft
-    kept_files: KeptFiles | None = None  # of blocks that a request asked to keep
+    heads: HeadWeights | None = None  # drafting heads
+    kept_files: KeptFiles | None = None  # files of evicted kept blocks
 
 
 def assemble(
@@ -76,19 +76,19 @@ def assemble(
     graph_memory: GraphMemory | None = None,
     rank: Rank | None = None,
 ) -> Parts:
-    """Load everything that a config names.
+    """Load everything that a config specifies.
 
     Args:
-        config: of the engine.
-        memory: of the card, as in `plan_engine`.
-        graph_memory: measures what CUDA graphs take (`measure`); None: by capturing them, where
-            there are any.
-        rank: whose parts these are, where several share the models; None: there is one.
+        config: Config of the engine.
+        memory: Memory of the card, as in `plan_engine`.
+        graph_memory: Function that measures the memory of CUDA graphs (`measure`). None means to
+            capture them, if there are any.
+        rank: Rank to assemble if several share the models. None means a single rank.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
     device = choose_device(config.device)
-    # kernels of Triton go to the current
+    # Triton launches kernels on the current device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return _assemble(config, memory, graph_memory, rank)
 
@@ -130,7 +130,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         *(budget.num_blocks, config.block_size),
         layout=budget.layout,
         num_units=budget.num_units,
-        evicted=lambda: kept_files,  # which need the runner, and so the cache
+        evicted=lambda: kept_files,  # lazy: they need the runner, which needs the cache
     )
     storages = _storages(plan, cache)
     record, moe, kept = None, plan.parts[POLICY].spec.moe, storages[POLICY]
@@ -158,11 +158,11 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
 
 
 def _storages(plan: EnginePlan, cache: KVCache) -> dict[str, KVStorage]:
-    """Return the KV tensors by weight set; sets of one shape share them. Raises `ConfigError`."""
+    """Return the KV tensors by weight set. Sets of equal shape share them. Raises `ConfigError`."""
     config, budget, device = plan.config, plan.memory_budget, plan.device
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
-    # whose KV tensors drafts are written into; blocks of units have no scratch
+    # weight set whose KV tensors receive drafts; layouts with units have no scratch blocks
     drafting = DRAFT if DRAFT in specs else POLICY if config.draft_model == SELF else None
     drafting = None if units is not None else drafting
     try:
@@ -185,10 +185,9 @@ def _storages(plan: EnginePlan, cache: KVCache) -> dict[str, KVStorage]:
             what = f"the KV cache of {gibibytes(budget.kv_cache)}"
             raise no_memory_for(what, device, "give a smaller kv_cache_memory") from None
         raise ConfigError(
-            f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: "
-            "another program has taken "
-            f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, "
-            "or start again."
+            f"the KV cache of {gibibytes(budget.kv_cache)} no longer fits on {device}: another "
+            "program has taken memory meanwhile; lower "
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g}, or start again."
         ) from None
     return {name: by_key[storage_key(spec, budget.layout, name)] for name, spec in specs.items()}
 
@@ -208,7 +207,7 @@ def _kept_files(plan: EnginePlan, runner: ModelRunner, cache: KVCache) -> KeptFi
 
 
 def _self_draft(config: EngineConfig, policy: Decoder) -> Decoder:
-    """The policy with some of its layers, or with copies of its matrices as codes, or both."""
+    """Return the policy with fewer layers, with its matrices as codes, or both."""
     layers = params = None
     if config.draft_layers is not None:
         layers = spread_layers(policy.spec.num_layers, config.draft_layers)
@@ -229,19 +228,19 @@ def _load_heads(plan: EnginePlan) -> HeadWeights | None:
 
 
 def _load(plan: EnginePlan) -> dict[str, Decoder]:
-    """The models, by weight set. Raises `ConfigError` where they do not fit."""
+    """Return the models by weight set. Raise `ConfigError` if they do not fit."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     budget = plan.memory_budget
     positions = longest if budget.estimated else budget.max_model_len
     params: dict[str, dict[str, Any]] = {}
     try:
-        for name, each in plan.folders.items():
-            frozen_copy = name == REFERENCE and each == plan.folders[POLICY]
+        for name, folder in plan.folders.items():
+            frozen_copy = name == REFERENCE and folder == plan.folders[POLICY]
             params[name] = (
                 {key: param.clone() for key, param in params[POLICY].items()}
                 if frozen_copy
                 else load_params(
-                    each,
+                    folder,
                     plan.specs[name],
                     plan.dtype,
                     plan.device,
@@ -272,14 +271,13 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
                 Claims(weights, others=reading.used, total=reading.total), plan.device
             )
         raise ConfigError(
-            f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a "
-            "smaller model, "
-            "or a card that no other program uses."
+            f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a smaller "
+            "model, or a card that no other program uses."
         ) from None
 
 
 def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
-    """Bytes of the models' weights, in the formats that they have."""
+    """Return the bytes of the models' weights in their actual formats."""
     tables = {name: param_table(part.whole, part) for name, part in plan.parts.items()}
     return sum(
         num_bytes(tables[name], plan.dtype, formats_of(model.params))
@@ -288,7 +286,7 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
 
 
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
-    """Of each model that is stored as codes: what becomes of it, and the memory that it takes."""
+    """Return a log line on the conversion and memory of each quantised model."""
     dtype = str(plan.dtype).removeprefix("torch.")
     config, codes = plan.config, plan.config.codes
     names = {
@@ -315,15 +313,13 @@ def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
             budget.max_model_len,
             _would_hold(plan, memory),
         )
-    # a log line each: those that servers write hold no line ends
+    # one log record per line, because records of servers must not contain line ends
     for line in str(budget).splitlines():
         logger.info("%s", line)
 
 
 def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
-    """Which share of the card would hold the longest sequence, where the KV cache is what limits
-    it.
-    """
+    """Return the card's share that holds the longest sequence, if the KV cache limits it."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     if (
         memory is None
@@ -333,12 +329,12 @@ def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
         return ""
     share = share_for(plan.memory_budget, longest, memory.read().total)
     if share > 1:
-        return " No more fits on this card."
+        return " The card has no room for more."
     return f" gpu_memory_utilization of at least {share:.2f} would hold {longest} tokens."
 
 
 def _num_scratch(config: EngineConfig) -> int:
-    """Blocks behind all others, for drafts that have no room in a sequence's own."""
+    """Return the number of additional blocks for drafts that exceed a sequence's own blocks."""
     if config.draft_model is None:
         return 0
     return DRAFTING_SEQS * -(-config.max_drafts // config.block_size)
@@ -361,7 +357,7 @@ def _runner(
 
 
 def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
-    """How to find out what CUDA graphs take; None: there are none."""
+    """Return a function that measures the memory of CUDA graphs, or None without graphs."""
     if plan.ops.name != "cuda" or plan.device.type != "cuda" or not captures_graphs(plan.config):
         return None
     from nano_inference.device.cuda_runner import graph_memory  # brings in Triton
@@ -373,7 +369,5 @@ def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
 
 
 def require_one_rank(runner: ModelRunner, what: str) -> None:
-    """Raise `InvalidRequest` where several ranks share the model; `what` needs all of it in one
-    process.
-    """
+    """Raise `InvalidRequest` if several ranks share the model. `what` needs it in one process."""
     require(CALL_LIMITS, Setting(whole_model=what, shared=runner.shares is not None))

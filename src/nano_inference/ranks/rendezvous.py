@@ -1,8 +1,7 @@
-"""The rendezvous of an engine's ranks: rank 0 listens, greets each connection, and takes in the
-workers that prove to be its own.
+"""Rendezvous of an engine's ranks: rank 0 listens, greets each connection, and accepts workers that
+authenticate.
 
-A worker proves that it knows the engine's token, and so does rank 0; the token itself never
-travels.
+Workers and rank 0 prove to each other that they know the engine's token, which is never sent.
 """
 
 import hmac
@@ -28,11 +27,11 @@ from nano_inference.ranks.messages import Begin
 
 logger = logging.getLogger("nano_inference")
 
-PROTOCOL = 2  # counted up whenever messages between ranks change
-GREETING_BYTES = 4096  # of a frame before the other end is known
-ACCEPT_SECONDS = 10.0  # for one stranger to say all of who it is
-MOST_STRANGERS = 64  # that are greeted at once; one more, and the oldest has to go
-MOST_REASONS = 3  # why a connection was turned away, in an error
+PROTOCOL = 2  # increased whenever messages between ranks change
+GREETING_BYTES = 4096  # maximum of a frame before authentication
+ACCEPT_SECONDS = 10.0  # timeout of a greeting
+MOST_STRANGERS = 64  # concurrent greetings, beyond which the oldest is closed
+MOST_REASONS = 3  # rejection reasons in an error
 PREFIX = "nano-inference-ranks-"
 
 _LENGTH = struct.Struct(">I")
@@ -40,19 +39,19 @@ _MAGIC = b"nano-inference rank\0"
 
 
 class NotOurs(NanoInferenceError):
-    """The other end is not part of this engine, or of another version of it."""
+    """Other end that is not part of this engine, or runs another version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who one end is, and what both must agree on.
+    """Identity of one end, and properties that both ends must share.
 
     Attributes:
-        token: the engine's secret.
-        version: of the package.
-        world_size: of the engine.
-        rank: of a worker; rank 0 meets all of them.
-        protocol: that it speaks.
+        token: Secret of the engine.
+        version: Version of the package.
+        world_size: Number of ranks of the engine.
+        rank: Rank of a worker, or 0.
+        protocol: Version of the protocol.
     """
 
     token: bytes
@@ -62,24 +61,24 @@ class Identity:
     protocol: int = PROTOCOL
 
     def proof(self, who: bytes, *parts: bytes) -> bytes:
-        """That the end which says these parts knows the token."""
+        """Return a proof that the sender of `parts` knows the token."""
         said = b"".join(_LENGTH.pack(len(part)) + part for part in (_MAGIC, who, *parts))
         return hmac.new(self.token, said, "sha256").digest()
 
 
-# A greeting: rank 0 says a nonce; the worker a nonce, who it is and a proof; rank 0 its proof, or
-# why not. An end without a proof is told nothing but that.
+# A greeting: rank 0 sends a nonce. The worker sends a nonce, its identity and a proof. Rank 0 sends
+# its proof, or a reason for rejection. A worker without a valid proof learns only that it failed.
 
 
 class Challenge(msgspec.Struct, array_like=True):
-    """Of rank 0."""
+    """First message of rank 0."""
 
     magic: bytes
     nonce: bytes
 
 
 class Introduction(msgspec.Struct, array_like=True):
-    """Of a worker. `said`: protocol, version, rank and world size."""
+    """Message of a worker. `said` encodes protocol, version, rank and world size."""
 
     magic: bytes
     nonce: bytes
@@ -88,7 +87,7 @@ class Introduction(msgspec.Struct, array_like=True):
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """Of rank 0. `reason`: why the worker is not taken; empty: it is."""
+    """Second message of rank 0. `reason` explains a rejection, and is empty on acceptance."""
 
     magic: bytes
     proof: bytes
@@ -96,14 +95,14 @@ class Verdict(msgspec.Struct, array_like=True):
 
 
 def greet_rank_0(link: Link, me: Identity, seconds: float) -> None:
-    """Prove to rank 0 who this is, and be sure who that is. Raises `NotOurs` or `LinkLost`."""
+    """Authenticate to rank 0, and verify it. Raises `NotOurs` or `LinkLost`."""
     link.set_deadline(seconds)
-    hello = _heard(link, Challenge, "what listens there is no engine of nano-inference.")
+    hello = _heard(link, Challenge, "the listener is not a nano-inference engine.")
     mine = secrets.token_bytes(32)
     said = msgspec.msgpack.encode((me.protocol, me.version, me.rank, me.world_size))
     proof = me.proof(b"worker", hello.nonce, mine, said)
     link.send(msgspec.msgpack.encode(Introduction(_MAGIC, mine, said, proof)))
-    answer = _heard(link, Verdict, "what listens there is no engine of nano-inference.")
+    answer = _heard(link, Verdict, "the listener is not a nano-inference engine.")
     expected = me.proof(b"rank 0", mine, hello.nonce, answer.reason.encode())
     if not hmac.compare_digest(answer.proof, expected):
         raise NotOurs("rank 0 has another token: it belongs to another engine.")
@@ -115,24 +114,23 @@ def greet_rank_0(link: Link, me: Identity, seconds: float) -> None:
 def greet_worker(
     link: Link, me: Identity, claim: Callable[[int], bool], seconds: float = ACCEPT_SECONDS
 ) -> int:
-    """Find out which rank has connected, and prove who this is; returns it. Raises `NotOurs` or
-    `LinkLost`.
+    """Verify the rank of a new connection and authenticate to it. Return the rank.
 
-    A worker of ours that cannot be taken is told why.
+    A verified worker that is rejected receives the reason. Raises `NotOurs` or `LinkLost`.
 
     Args:
-        link: to it.
-        me: rank 0.
-        claim: whether that rank is still missing; called once all else is in order.
-        seconds: for all of the greeting.
+        link: Link to the connection.
+        me: Identity of rank 0.
+        claim: Function that returns True if a rank is still missing, called after all other checks.
+        seconds: Timeout of the whole greeting.
     """
     link.set_deadline(seconds)
     mine = secrets.token_bytes(32)
     link.send(msgspec.msgpack.encode(Challenge(_MAGIC, mine)))
-    theirs = _heard(link, Introduction, "a stranger connected: it does not speak as a rank does.")
+    theirs = _heard(link, Introduction, "a connection used an unknown protocol.")
     if not hmac.compare_digest(theirs.proof, me.proof(b"worker", mine, theirs.nonce, theirs.said)):
         link.send(msgspec.msgpack.encode(Verdict(_MAGIC, bytes(32))))
-        raise NotOurs("a stranger connected: it does not know this engine's token.")
+        raise NotOurs("a connection used another engine's token.")
     spoken, version, rank, world_size = msgspec.msgpack.decode(
         theirs.said, type=tuple[int, str, int, int]
     )
@@ -144,15 +142,15 @@ def greet_worker(
         )
     elif world_size != me.world_size:
         reason = (
-            f"{who} was started as one of {world_size} ranks, rank 0 as one of {me.world_size}."
+            f"{who} was started as one of {world_size} ranks, but rank 0 as one of {me.world_size}."
         )
     elif not 1 <= rank < me.world_size:
         reason = (
-            f"{who} is no rank of an engine of {me.world_size}: those of workers are 1 to "
+            f"{who} does not exist in an engine of {me.world_size}; workers have ranks 1 to "
             f"{me.world_size - 1}."
         )
     elif not claim(rank):
-        reason = f"{who} is here already; a second process of that rank was refused."
+        reason = f"{who} is already connected; a second process of that rank was rejected."
     proof = me.proof(b"rank 0", theirs.nonce, mine, reason.encode())
     link.send(msgspec.msgpack.encode(Verdict(_MAGIC, proof, reason)))
     if reason:
@@ -162,7 +160,7 @@ def greet_worker(
 
 
 def _heard(link: Link, kind: Any, otherwise: str) -> Any:
-    """What the other end says next. Raises `NotOurs` where they are not those of a rank."""
+    """Return the next message of the other end. Raise `NotOurs` if it is not a greeting."""
     try:
         said = msgspec.msgpack.decode(link.receive(GREETING_BYTES), type=kind)
     except msgspec.MsgspecError:
@@ -173,9 +171,9 @@ def _heard(link: Link, kind: Any, otherwise: str) -> Any:
 
 
 class Rendezvous:
-    """Where ranks meet, for as long as they are being collected.
+    """Meeting point of ranks while they connect.
 
-    Raises `ConfigError` where rank 0 cannot listen.
+    Raises `ConfigError` if rank 0 cannot listen.
     """
 
     def __init__(self, launcher: Launcher, world_size: int, version: str) -> None:
@@ -185,9 +183,9 @@ class Rendezvous:
         self._identity = Identity(self.token, version, world_size)
         self._changed = threading.Condition()
         self._missing = set(range(1, world_size))
-        self._links: dict[int, Link] = {}  # to the ranks that are here
-        self._is_open = False  # ranks are being collected
-        self._strangers: dict[Link, None] = {}  # that have not said who they are; the oldest first
+        self._links: dict[int, Link] = {}  # connected ranks
+        self._is_open = False  # True while ranks are collected
+        self._strangers: dict[Link, None] = {}  # unauthenticated connections, the oldest first
         self._refused: deque[str] = deque(maxlen=MOST_REASONS)
         try:
             if launcher.host is None:
@@ -203,7 +201,7 @@ class Rendezvous:
             ) from problem
 
     def begins(self) -> list[Begin]:
-        """What each of the others must know."""
+        """Return the `Begin` of each other rank."""
         level = logger.getEffectiveLevel()
         address = self._listener.address
         return [
@@ -212,10 +210,10 @@ class Rendezvous:
         ]
 
     def collect(self, handles: Sequence[Handle], seconds: float) -> dict[int, Link]:
-        """The links to all ranks, by rank. `handles` are of rank 1 and on.
+        """Return the links to all ranks, by rank. `handles` begin with rank 1.
 
-        Raises `ConfigError` if not all are here in time, or one has ended. All others that connect
-        are turned away.
+        Raises `ConfigError` if a rank has ended or does not connect in time. Other connections are
+        rejected.
         """
         end = time.monotonic() + seconds
         stop = threading.Event()
@@ -230,7 +228,7 @@ class Rendezvous:
                 if time.monotonic() > end:
                     absent = ", ".join(map(str, sorted(set(self._ranks()) - self._links.keys())))
                     raise ConfigError(
-                        f"rank {absent} of {self.world_size} did not come within {seconds:g} "
+                        f"rank {absent} of {self.world_size} did not connect within {seconds:g} "
                         f"s{self._others()}."
                     )
         except BaseException:
@@ -242,7 +240,7 @@ class Rendezvous:
         return self._links
 
     def close(self) -> None:
-        """Listen no more; the folder goes."""
+        """Stop listening, and remove the folder."""
         if hasattr(self, "_listener"):
             self._listener.close()
         if self.folder is not None:
@@ -252,7 +250,7 @@ class Rendezvous:
         return range(1, self.world_size)
 
     def _all_here(self, seconds: float) -> bool:
-        """Wait for so long at most."""
+        """Wait for at most `seconds`. Return True if all ranks are connected."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._links) == len(self._ranks()), seconds)
 
@@ -261,13 +259,11 @@ class Rendezvous:
             if rank not in self._links and not handle.alive():
                 raise ConfigError(
                     f"rank {rank} of {self.world_size} {handle.ended()} before it "
-                    f"came{self._others()}."
+                    f"connected{self._others()}."
                 )
 
     def _give_up(self) -> None:
-        """Hang up on all who came, and on who is being greeted: they would wait for an engine that
-        will not be.
-        """
+        """Close all connections and greetings, so that no worker waits in vain."""
         with self._changed:
             self._is_open = False
         for link in self._links.values():
@@ -277,7 +273,7 @@ class Rendezvous:
         return "".join(f"; {reason.rstrip('.')}" for reason in tuple(self._refused))
 
     def _accept(self, stop: threading.Event) -> None:
-        """Greet each who connects on a thread of its own: a silent one holds up no other."""
+        """Greet each connection on a separate thread, so that a silent one blocks no other."""
         while not stop.is_set():
             try:
                 link = self._listener.accept(0.1)
@@ -286,13 +282,13 @@ class Rendezvous:
             if link is None:
                 continue
             with self._changed:
-                # a rank of ours says who it is at once; it is not to wait behind the oldest
+                # genuine ranks authenticate immediately, so close the oldest stranger
                 oldest = list(self._strangers)[:1] if len(self._strangers) >= MOST_STRANGERS else []
-                for each in oldest:
-                    del self._strangers[each]
+                for stranger in oldest:
+                    del self._strangers[stranger]
                 self._strangers[link] = None
-            for each in oldest:
-                each.close()
+            for stranger in oldest:
+                stranger.close()
             threading.Thread(
                 target=self._greet, args=(link,), name="greet a rank", daemon=True
             ).start()
@@ -307,7 +303,7 @@ class Rendezvous:
                 else:
                     link.close()
         except (NotOurs, LinkLost, ValueError, msgspec.MsgspecError) as problem:
-            logger.warning("rank 0 turned a connection away: %s", problem)
+            logger.warning("rank 0 rejected a connection: %s", problem)
             self._refused.append(str(problem))
             link.close()
         finally:
@@ -325,7 +321,7 @@ class Rendezvous:
 
 def _private_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
-    if len(str(folder)) > 90:  # the system's limit for a socket's path is a little more than 100
+    if len(str(folder)) > 90:  # the system limits a socket's path to little more than 100
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
     return folder

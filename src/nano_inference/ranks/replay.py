@@ -1,8 +1,8 @@
-"""Workers replay decisions: rank 0 tells what the scheduler decided and what the workers cannot
-know, and each worker builds its own batches of that, by the same `BatchBuilder`.
+"""Replay of steps by workers: rank 0 sends the scheduler's decision and other unknown data, and
+each worker builds its own batches from them with the same `BatchBuilder`.
 
-A worker keeps a `Sequence` for each of rank 0's. A new sequence travels once; from then on only the
-tokens that became known since and the blocks that its table got.
+A worker keeps a `Sequence` for each of rank 0's. A new sequence is sent once. Afterwards, only its
+new tokens and new blocks are sent.
 """
 
 from collections.abc import Iterable
@@ -24,13 +24,11 @@ from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
-_FORGET = 64  # sequences that may have ended before a step says so
+_FORGET = 64  # ended sequences that may accumulate before a step reports them
 
 
 class NewSequence(msgspec.Struct, array_like=True, frozen=True):
-    """What a batch reads of a sequence and does not change; see `Sequence` and
-    `CheckedRequest`.
-    """
+    """Constant data of a sequence that batches need. See `Sequence` and `CheckedRequest`."""
 
     seq_id: int
     sample_index: int
@@ -44,19 +42,19 @@ class NewSequence(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Forward(msgspec.Struct, tag="forward", frozen=True):
-    """A decision that rank 0 has applied.
+    """Decision that rank 0 has applied.
 
     Attributes:
-        decision: of the scheduler.
-        new: sequences that were in no step before.
-        ended: ids of sequences that will be in none any more.
-        counts: of each chunk's sequence, how many tokens became known; empty: none of any.
-        token_ids: all these.
-        tables: sequence id, place of the first block that changed, and the blocks from there on.
-        scores: (sequence id, known scores) of those whose rows are scored.
-        forks: ids of the sequences that are born in this step, in order.
-        copies: blocks (source, target) to copy before.
-        units: blocks whose units changed and, below, these units: int64 [1 + U, B].
+        decision: Decision of the scheduler.
+        new: Sequences of this step that are new to the workers.
+        ended: Ids of ended sequences.
+        counts: Number of new tokens of each chunk's sequence. Empty if there are none.
+        token_ids: All new tokens.
+        tables: Sequence id, index of the first changed block, and the blocks from there on.
+        scores: (sequence id, number of known scores) of sequences whose rows are scored.
+        forks: Ids of the sequences that are created in this step, in order.
+        copies: Blocks (source, target) to copy first.
+        units: Blocks with changed units, followed by these units: int64 [1 + U, B].
     """
 
     decision: SchedulerOutput
@@ -72,12 +70,12 @@ class Forward(msgspec.Struct, tag="forward", frozen=True):
 
 
 class Draw(msgspec.Struct, tag="draw", frozen=True):
-    """The draw of a step.
+    """Draw of a step.
 
     Attributes:
-        places: which of the step's samples are drawn; None: all.
-        counts, token_ids: as in `Forward`, of these samples, where penalties count their tokens.
-        masks: place among these samples, and its mask: of those that have a grammar.
+        places: Indices of the drawn samples, or None for all.
+        counts, token_ids: New tokens as in `Forward`, if penalties count tokens.
+        masks: (index, mask) of the drawn samples with a grammar.
     """
 
     places: list[int] | None
@@ -90,20 +88,20 @@ class StepSender:
     """Rank 0's end.
 
     Args:
-        block_size: of the block tables.
-        units: what stands behind blocks, where that is not the blocks themselves.
+        block_size: Tokens per block.
+        units: Units of blocks, or None if a block is its unit.
     """
 
     def __init__(self, block_size: int, units: UnitPool | None = None) -> None:
         self._block_size, self._units = block_size, units
-        self._known: dict[int, int] = {}  # tokens of each sequence that the workers know
+        self._known: dict[int, int] = {}  # number of tokens known to the workers, by sequence
         self._alive: list[Sequence] = []  # the same sequences
-        self._penalizes = False  # whether some of them may need the newest tokens for a draw
+        self._penalizes = False  # True if a sequence may need the latest tokens for a draw
         self._most = _FORGET
         self._sampled: Listed[Sequence] = ()
 
     def forward(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> Forward:
-        """The message of a step."""
+        """Return the message of a step."""
         ended = self._ended() if len(self._alive) > self._most else []
         live = sequences.by_id
         seqs = [live[seq_id] for seq_id in decision.seq_ids]
@@ -129,7 +127,7 @@ class StepSender:
         )
 
     def draw(self, chunks: Chunks, masks: Masks) -> Draw:
-        """The message of a draw of these samples of the step."""
+        """Return the message of a draw of these samples of the step."""
         places = None
         if len(chunks.sampled) < len(self._sampled):
             wanted = {seq.seq_id for seq in chunks.sampled}
@@ -138,7 +136,10 @@ class StepSender:
         return Draw(places, *new, [(place, words.tobytes()) for place, words in masks])
 
     def _enter(self, seqs: Iterable[Sequence], whole: bool) -> list[Sequence]:
-        """Those that the workers do not know yet; from now on they do. `whole`: all tokens too."""
+        """Register and return the sequences that are new to the workers.
+
+        With `whole`, all their tokens are considered known.
+        """
         known = self._known
         new = [seq for seq in seqs if seq.seq_id not in known]
         for seq in new:
@@ -148,7 +149,7 @@ class StepSender:
         return new
 
     def _new_tokens(self, seqs: Iterable[Sequence]) -> tuple[list[int], list[int]]:
-        """How many tokens of each are new to the workers, and all these."""
+        """Return how many tokens of each sequence are new to the workers, and all new tokens."""
         known, counts, token_ids = self._known, list[int](), list[int]()
         for seq in seqs:
             before, now = known[seq.seq_id], len(seq.token_ids)
@@ -170,7 +171,7 @@ class StepSender:
         ]
 
     def _ended(self) -> list[int]:
-        """Forget sequences that ended. Looked for only once there may be as many as live ones."""
+        """Remove and return ended sequences. Called only if they may outnumber live ones."""
         ended = [seq.seq_id for seq in self._alive if seq.status is SequenceStatus.FINISHED]
         for seq_id in ended:
             del self._known[seq_id]
@@ -181,20 +182,20 @@ class StepSender:
 
 
 class StepReplay:
-    """A worker's end: the sequences as far as batches read them, and the batches of the step."""
+    """Worker's end: the sequences as batches need them, and the batches of a step."""
 
     def __init__(self, block_size: int, units: UnitPool | None = None) -> None:
         self._block_size, self._units = block_size, units
         self._sequences = Sequences()
         self._builder = BatchBuilder(block_size, TORCH)
         self._chunks: Chunks | None = None
-        # sequence id -> place in the samples of the newest draw
+        # sequence id -> index in the samples of the latest draw
         self._newest: dict[int, int] = {}
 
     def forward(
         self, message: Forward
     ) -> tuple[tuple[ForwardBatch, ...], tuple[tuple[int, int], ...]]:
-        """The batches, and copies of blocks."""
+        """Return the batches of a step, and the blocks to copy."""
         live, decision = self._sequences.by_id, message.decision
         for seq_id in message.ended:
             del live[seq_id]
@@ -214,7 +215,7 @@ class StepReplay:
         return self._builder.forward_batches(self._chunks, self._newest), message.copies
 
     def draw(self, message: Draw) -> SamplingBatch:
-        """The batch of a draw."""
+        """Return the batch of a draw."""
         assert self._chunks is not None
         chunks = self._chunks
         if message.places is not None:
@@ -228,7 +229,7 @@ class StepReplay:
     def _sampled(
         self, decision: SchedulerOutput, seqs: Listed[Sequence], forks: Listed[int]
     ) -> list[Sequence]:
-        """Who gets a token, in the order of the samples; new samples of a group are born."""
+        """Return the sequence of each sample in order, creating forks of a group."""
         ids, sampled = iter(forks), list[Sequence]()
         columns = zip(seqs, decision.samples, decision.drafts, strict=True)
         for seq, count, drafts in columns:
@@ -251,13 +252,13 @@ def _add_tokens(seqs: Iterable[Sequence], counts: Listed[int], token_ids: Listed
 def _told(seq: Sequence) -> NewSequence:
     request = seq.request
     params = request.params
-    # integers and numpy's numbers, which msgspec cannot write as they are
+    # convert integers and numpy numbers, which msgspec cannot encode as floats
     if any(type(getattr(params, name)) is not float for name in _REALS):
         reals: Any = {name: float(getattr(params, name)) for name in _REALS}
         params = replace(params, **reals)
-    if params.stop or params.cache_salt is not None:  # text that no worker reads
+    if params.stop or params.cache_salt is not None:  # workers do not need these texts
         params = replace(params, stop=(), cache_salt=None)
-    if params.keep_cache_seconds:  # the cache is rank 0's
+    if params.keep_cache_seconds:  # only rank 0 has the cache
         params = replace(params, keep_cache_seconds=0.0, cache_priority=0)
     return NewSequence(
         seq.seq_id,
@@ -287,7 +288,7 @@ def _sequence(new: NewSequence) -> Sequence:
 
 
 def _changed_units(pool: UnitPool) -> bytes:
-    # `changed` is not cleared here: rank 0's own mirror on a device does that
+    # `changed` is not cleared here: rank 0's device mirror does that
     blocks = np.fromiter(pool.changed, dtype=np.int64, count=len(pool.changed))
     return np.concatenate((blocks[None], _units(pool)[:, blocks])).tobytes()
 

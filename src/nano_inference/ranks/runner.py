@@ -1,5 +1,6 @@
-"""`RankedRunner`: what the loop drives where several ranks share the models. It tells the others
-each step, then runs rank 0's own part of it.
+"""`RankedRunner`: runner of an engine whose models are shared by several ranks.
+
+Each step is announced to the other ranks before rank 0 runs its own part.
 """
 
 import weakref
@@ -34,57 +35,57 @@ class RankedRunner(ModelRunner):
     """All ranks as one runner.
 
     Args:
-        own: rank 0's.
-        worker_group: the other ranks.
-        groups: that rank 0 is in.
-        block_size: of the cache.
-        units: what stands behind blocks, where that is not the blocks themselves.
+        local: Runner of rank 0.
+        worker_group: Other ranks.
+        groups: Process groups that include rank 0.
+        block_size: Tokens per block.
+        units: Units of blocks, or None if a block is its unit.
     """
 
     def __init__(
         self,
-        own: ModelRunner,
+        local: ModelRunner,
         worker_group: WorkerGroup,
         groups: list[ProcessGroup],
         block_size: int,
         units: UnitPool | None,
     ) -> None:
-        self.own, self.worker_group = own, worker_group
-        self.models, self.storages, self.device = own.models, own.storages, own.device
-        self.shares = self._sent = SentUpdates(worker_group, own.models[POLICY])
+        self.own, self.worker_group = local, worker_group
+        self.models, self.storages, self.device = local.models, local.storages, local.device
+        self.shares = self._sent = SentUpdates(worker_group, local.models[POLICY])
         self._steps = StepSender(block_size, units)
         self._groups, self._units = groups, units
-        # what waits for a rank that hangs goes on, and fails
+        # kill the others, so that waits for a hanging rank fail
         worker_group.watch(lambda _: worker_group.kill())
-        weakref.finalize(self, worker_group.kill)  # an engine that was not shut down
+        weakref.finalize(self, worker_group.kill)  # in case the engine is not shut down
 
     @property
     def tokens_computed(self) -> int:  # pyright: ignore
-        """Counted by rank 0."""
+        """Number of computed tokens, counted by rank 0."""
         return self.own.tokens_computed
 
     @property
     def prompt_tokens_computed(self) -> int:  # pyright: ignore
-        """Counted by rank 0."""
+        """Number of computed prompt tokens, counted by rank 0."""
         return self.own.prompt_tokens_computed
 
     def restart_counters(self) -> None:
-        """See `ModelRunner`."""
         self.own.restart_counters()
 
     def rank_times(self) -> list[tuple[int, int]]:
-        """See `ModelRunner`. The others' are those of their last beat."""
+        """Return the times of all ranks.
+
+        Those of the other ranks are from their latest heartbeat.
+        """
         return [*self.own.rank_times(), *(worker.times for worker in self.worker_group.workers)]
 
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
-        """See `ModelRunner`."""
         self.worker_group.tell(self._steps.forward(decision, applied, sequences))
-        # else rank 0's own mirror does it
+        # on a GPU, rank 0's mirror clears it
         if self._units is not None and self.device.type == "cpu":
             self._units.changed.clear()
 
     def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
-        """See `ModelRunner`."""
         self.worker_group.tell(self._steps.draw(chunks, masks))
 
     def forward(
@@ -93,14 +94,14 @@ class RankedRunner(ModelRunner):
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> Any:
-        """See `ModelRunner`."""
         return self._together(lambda: self.own.forward(batches, block_copies, previous))
 
     def sample(self, result: Any, batch: SamplingBatch) -> Any:
-        """See `ModelRunner`. What it raises is never one sample's: the others have drawn
-        already.
+        """Draw the samples of a step.
+
+        Errors concern the whole engine, because the other ranks have already drawn.
         """
-        if not self.own.models[POLICY].part.place.is_last_stage:
+        if not self.own.models[POLICY].part.position.is_last_stage:
             return self.worker_group.samples.expect()
         try:
             return self._together(lambda: self.own.sample(result, batch))
@@ -112,7 +113,7 @@ class RankedRunner(ModelRunner):
             ) from problem
 
     def set_aside_for(self, update: WeightUpdate) -> None:
-        """See `ModelRunner`. On all ranks or, as far as it is new, on none."""
+        """Preserve the policy on all ranks. On failure, no rank keeps a new copy."""
         is_new = PREVIOUS not in self.models
         asked = self.worker_group.ask(
             "set_aside", weight_set=POLICY, name=PREVIOUS, update=self._sent.number(update)
@@ -132,22 +133,19 @@ class RankedRunner(ModelRunner):
             raise MemoryError(str(problem)) from problem
 
     def drop(self, weight_set: str) -> None:
-        """See `ModelRunner`."""
         self.worker_group.tell(Call("drop", {"weight_set": weight_set}))
         self.own.drop(weight_set)
 
     def give_back(self, memory: Memory) -> "RankedSleep":
-        """See `ModelRunner`. Of all ranks."""
+        """Release the memory of all ranks."""
         return RankedSleep(self.worker_group, memory, lambda: self.own.give_back(memory))
 
     def block_shapes(self) -> list[tuple[int, ...]]:
-        """See `ModelRunner`. Raises `InvalidRequest` where blocks are not their own memory on every
-        rank.
-        """
-        # what stands behind blocks travels with steps, and these have none
+        """Return the block shapes of all ranks. Raise `InvalidRequest` if blocks have units."""
+        # unit tables are sent with steps, and block exchanges are not steps
         if self._units is not None:
             raise InvalidRequest(
-                "blocks of layers with a window are not exchanged by engines of several ranks."
+                "engines of several ranks cannot exchange blocks of layers with a window."
             )
         return [
             *self.own.block_shapes(),
@@ -155,49 +153,44 @@ class RankedRunner(ModelRunner):
         ]
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
-        """See `ModelRunner`."""
         asked = self.worker_group.ask("read_blocks", block_ids=list(block_ids))
-        own = self.own.read_blocks(block_ids)
+        local = self.own.read_blocks(block_ids)
         others = [
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for data in self.worker_group.answers(asked)
         ]
-        return [*own, *(data.view(len(block_ids), -1) for data in others)]
+        return [*local, *(data.view(len(block_ids), -1) for data in others)]
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """See `ModelRunner`."""
-        own, *others = parts
+        local, *others = parts
         for worker, part in zip(self.worker_group.workers, others, strict=True):
             arguments = {"block_ids": list(block_ids), "data": part.contiguous().numpy().tobytes()}
             self.worker_group.tell_one(worker.rank, Call("write_blocks", arguments))
-        self.own.write_blocks(block_ids, [own])
+        self.own.write_blocks(block_ids, [local])
 
     def watch(self, lose: Callable[[RankLost], None]) -> None:
-        """See `ModelRunner`."""
+        """Call `lose` when a rank is lost, without keeping its object alive."""
         method, worker_group = weakref.WeakMethod(lose), self.worker_group
 
         def lost(problem: RankLost) -> None:
-            worker_group.kill()  # what waits for a rank that hangs goes on, and fails
-            if (found := method()) is not None:
-                found(problem)
+            worker_group.kill()  # so that waits for a hanging rank fail
+            if (alive := method()) is not None:
+                alive(problem)
 
         worker_group.watch(lost)
 
     def end(self) -> None:
-        """See `ModelRunner`."""
         self.worker_group.kill()
 
     def close(self) -> None:
-        """End the other ranks, and let go of weights and KV tensors."""
+        """End the other ranks, and release weights and KV tensors."""
         self.worker_group.close()
         for group in self._groups:
             group.close()
         self.own.close()
 
     def _together(self, run: Callable[[], Any]) -> Any:
-        """What a part of a step gives, that waits for the other ranks. Raises `RankLost`, which
-        says for which.
-        """
+        """Run a part of a step that waits for other ranks. Raise `RankLost` with the lost rank."""
         try:
             return run()
         except RankLost as problem:
@@ -208,7 +201,7 @@ class RankedRunner(ModelRunner):
 
 
 class RankedSleep(Sleep):
-    """The memory of all ranks that was given back. Raises like `Sleep`, with nothing given back."""
+    """Released memory of all ranks. Raises like `Sleep`, with nothing released."""
 
     def __init__(
         self, worker_group: WorkerGroup, memory: Memory, give_back: Callable[[], Sleep]
@@ -225,13 +218,11 @@ class RankedSleep(Sleep):
             raise OSError(str(problem)) from problem
 
     def end(self) -> None:
-        """See `Sleep`."""
         self._worker_group.call("wake", slow=True, memory=self._memory)
         if self._own is not None:
             self._own.end()
             self._own = None
 
     def forget(self) -> None:
-        """See `Sleep`."""
         if self._own is not None:
-            self._own.forget()  # the others' files go with them
+            self._own.forget()  # the other ranks' files disappear with their processes

@@ -1,6 +1,4 @@
-"""A step's samples on their way back: the last stage of a pipeline draws them, rank 0 waits for
-them.
-"""
+"""Transfer of a step's samples from the last pipeline stage, which draws them, to rank 0."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,11 +12,11 @@ from nano_inference.errors import RankLost
 
 
 class Samples(msgspec.Struct, tag="samples", frozen=True):
-    """The samples of the next step that was drawn. A float32 is a float64, bit for bit.
+    """Samples of the next drawn step. Floats are float32 values stored as float64, bit for bit.
 
     Attributes:
-        tokens: all but the masks.
-        masks: see `PackedRow`.
+        tokens: Samples without their masks.
+        masks: Packed masks; see `PackedRow`.
     """
 
     tokens: SampledTokens
@@ -26,7 +24,7 @@ class Samples(msgspec.Struct, tag="samples", frozen=True):
 
 
 def to_message(tokens: SampledTokens) -> Samples:
-    """Samples as they travel."""
+    """Return the message for samples."""
     plain = replace(
         tokens,
         masks=None,
@@ -37,19 +35,18 @@ def to_message(tokens: SampledTokens) -> Samples:
 
 
 def from_message(message: Samples) -> SampledTokens:
-    """Samples as the loop takes them in."""
+    """Return the samples of a message."""
     masks = None if message.masks is None else unpacked(message.masks)
     return replace(message.tokens, masks=masks)
 
 
 class SampleQueue:
-    """Samples on their way to rank 0. The thread that listens to the last stage puts them here, in
-    order.
+    """Queue of samples at rank 0, filled in order by the thread that listens to the last stage.
 
     Args:
-        timeout: seconds that a step may take, from when rank 0 begins to wait for it.
-        why_lost: why nothing will come any more; None: all ranks are here.
-        explain: makes of a failed wait the error that names the rank.
+        timeout: Timeout in seconds of a wait for a step.
+        why_lost: Function that returns the reason why no samples can arrive, or None.
+        explain: Function that converts a failed wait to an error with the lost rank.
     """
 
     def __init__(
@@ -60,28 +57,28 @@ class SampleQueue:
     ) -> None:
         self._timeout, self._why_lost, self._explain = timeout, why_lost, explain
         self._changed = threading.Condition()
-        self._come: dict[int, Samples] = {}  # by number of the draw
+        self._come: dict[int, Samples] = {}  # received samples by number of the draw
         self._num_come = self._num_expected = 0
 
     def put(self, message: Samples) -> None:
-        """The next step's samples have come."""
+        """Add the samples of the next step."""
         with self._changed:
             self._come[self._num_come] = message
             self._num_come += 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """A rank was lost: threads that wait look again."""
+        """Let waiting threads notice a lost rank."""
         with self._changed:
             self._changed.notify_all()
 
     def expect(self) -> "OnTheirWay":
-        """The samples of a step that was just told to draw."""
+        """Return the pending samples of a step that has just been announced."""
         self._num_expected += 1
         return OnTheirWay(self, self._num_expected - 1)
 
     def take(self, index: int) -> SampledTokens:
-        """Wait for the samples of the step that was the `index`-th to draw. Raises `RankLost`."""
+        """Wait for the samples of draw number `index`. Raises `RankLost`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: index in self._come or self._why_lost() is not None, self._timeout
@@ -90,19 +87,19 @@ class SampleQueue:
         if message is not None:
             return from_message(message)
         lost = self._why_lost() or RankLost(
-            f"the last stage brought no samples within {self._timeout:g} s."
+            f"the last stage sent no samples within {self._timeout:g} s."
         )
         raise self._explain(lost) from lost
 
 
 class OnTheirWay:
-    """A `Pending` of the loop."""
+    """Pending samples for the loop (`Pending`)."""
 
     def __init__(self, samples: SampleQueue, index: int) -> None:
         self._samples, self._index = samples, index
 
     def wait(self) -> SampledTokens:
-        """The samples. Raises `RankLost`."""
+        """Return the samples. Raises `RankLost`."""
         return self._samples.take(self._index)
 
 

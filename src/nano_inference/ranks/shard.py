@@ -1,6 +1,4 @@
-"""What one worker runs: its part of the models on its device, driven by messages instead of a
-scheduler.
-"""
+"""Worker's part of an engine: its shard of the models, driven by messages."""
 
 from collections import deque
 from collections.abc import Callable
@@ -25,8 +23,9 @@ from nano_inference.ranks.sharing import PIECE_BYTES, StagedUpdates
 
 
 class Shard:
-    """One rank's part of an engine. Complete at birth: it has met the others, and agreed on the KV
-    cache.
+    """One rank's part of an engine.
+
+    The constructor connects to the other ranks and agrees on the KV cache.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
@@ -39,13 +38,12 @@ class Shard:
         plan = plan_engine(config)
         if digest_of(plan) != build.model:
             raise ConfigError(
-                f"config.json of model_path={config.model_path!r} differs here from rank 0's."
+                f"config.json of model_path={config.model_path!r} differs from rank 0's."
             )
         if plan.numerics.fingerprint != build.numerics:
             raise ConfigError(
-                f"the numerics are {plan.numerics.fingerprint} here and {build.numerics} on rank "
-                "0; all ranks need the "
-                "same backend, device and torch."
+                f"the numerics are {plan.numerics.fingerprint}, but {build.numerics} on rank 0; "
+                "use the same backend, device and torch on all ranks."
             )
         planned()
         make, self._groups = process_groups(
@@ -54,10 +52,10 @@ class Shard:
         rank = rank_of(config, begin.rank, build.ranks_here, make, agree)
         parts = assemble(config, rank=rank)
         self.runner = parts.runner
-        self.place = rank.place
+        self.place = rank.mesh_place
         self._steps = StepReplay(config.block_size, parts.cache.units)
         self._result: Any = None
-        self._drawn: deque[Any] = deque()  # of the last steps, the newest last
+        self._drawn: deque[Any] = deque()  # samples of the latest steps, the newest last
         self._asleep: dict[str, Sleep] = {}
         self._slots = named_slots(
             param_table(self.runner.models[POLICY].part.whole, self.runner.models[POLICY].part)
@@ -65,41 +63,41 @@ class Shard:
         self.updates = StagedUpdates(self.runner.models[POLICY], self._slots)
 
     def forward(self, message: Forward) -> None:
-        """The forward of a step."""
+        """Run the forward of a step."""
         batches, copies = self._steps.forward(message)
         self._result = self.runner.forward(
             batches, copies, self._drawn[-1] if self._drawn else None
         )
 
     def draw(self, message: Draw) -> Samples | None:
-        """The draw of a step. Where rank 0 is in another stage, one rank of the last one has
-        samples for it.
+        """Run the draw of a step.
+
+        Returns the samples if rank 0 is in another stage and this is the reporting rank of the last
+        stage.
         """
         batch = self._steps.draw(message)
         if not self.place.is_last_stage:
             return None
         drawn = self.runner.sample(self._result, batch)
-        # nothing is handed on to the next step: who waits for a token is in none
+        # the next step needs no tokens from here: sequences in flight are not scheduled
         if self.place.mesh.pipeline > 1:
             return to_message(drawn.wait()) if self.place == self.place.teller else None
         self._drawn.append(drawn)
-        if len(self._drawn) > 1:  # the newest is what the next step may take its tokens from
+        if len(self._drawn) > 1:  # the next step may need the tokens of the newest draw
             self._drawn.popleft().wait()
         return None
 
     @property
     def times(self) -> tuple[int, int]:
-        """Nanoseconds that this rank was busy in steps, and that it waited in them for another
-        stage.
-        """
+        """Nanoseconds busy in steps, and waiting in steps for another stage."""
         return self.runner.rank_times()[0]
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Do what rank 0 asks for by name."""
+        """Run a call of rank 0 by its name."""
         return getattr(self, f"_on_{name}")(**arguments)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         for asleep in self._asleep.values():
             asleep.forget()
         for group in self._groups:
@@ -144,11 +142,12 @@ class Shard:
 
     @torch.no_grad()
     def _on_read(self, name: str, start: int) -> bytes:
-        """Some bytes of this rank's part of a checkpoint tensor, from place `start` on; none where
-        it has none.
+        """Return some bytes of this rank's part of a checkpoint tensor from offset `start` on.
+
+        Returns no bytes if the rank holds none of the tensor.
         """
         slot = self._slots.get(name)
         if slot is None:
             return b""
-        own = read(self.runner.models[POLICY].params, slot).detach().cpu().contiguous()
-        return own.view(-1).view(torch.uint8)[start : start + PIECE_BYTES].numpy().tobytes()
+        values = read(self.runner.models[POLICY].params, slot).detach().cpu().contiguous()
+        return values.view(-1).view(torch.uint8)[start : start + PIECE_BYTES].numpy().tobytes()

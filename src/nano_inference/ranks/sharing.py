@@ -1,5 +1,7 @@
-"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; no rank gathers
-the whole. A worker puts its part aside until all ranks have theirs; then all write it, or none.
+"""Weight updates from rank 0 to the other ranks.
+
+Each rank receives its slices, bucket by bucket, and no rank gathers the whole. A worker stages its
+part until all ranks have theirs. Then all ranks write it, or none.
 """
 
 import itertools
@@ -23,16 +25,17 @@ from nano_inference.ranks.messages import Call, Piece
 from nano_inference.ranks.worker_group import WorkerGroup
 from nano_inference.weights.update import Change, StagedChanges, WeightUpdate
 
-PIECE_BYTES = 2**23  # of a tensor in one message: steps go between them
+PIECE_BYTES = 2**23  # bytes of a tensor per message, so that steps can run between messages
 
 
 class SentUpdates:
-    """The other ranks' parts of updates of the policy: what is given is sent on, and written on all
-    ranks or on none. Raises `WeightUpdateError` or `RankLost`.
+    """Other ranks' parts of policy updates, which are written on all ranks or on none.
+
+    Raises `WeightUpdateError` or `RankLost`.
     """
 
     def __init__(self, worker_group: WorkerGroup, model: Decoder) -> None:
-        spec, mesh = model.part.whole, model.part.place.mesh
+        spec, mesh = model.part.whole, model.part.position.mesh
         self._worker_group, self._model = worker_group, model
         tables = [
             param_table(spec, shard_of(spec, Place(mesh, rank))) for rank in range(mesh.world_size)
@@ -50,13 +53,13 @@ class SentUpdates:
 
     def give(self, update: WeightUpdate, name: str, values: Tensor, indices: Tensor | None) -> None:
         """Send all other ranks their parts of a checked tensor, or of single numbers of one."""
-        if update.done():  # given up by another thread, as who brings it is about to see
+        if update.done():  # cancelled by another thread, which the sender will notice
             return
         number = self.number(update)
         try:
             self._give(number, name, values, indices)
         finally:
-            if update.done():  # since then: what was sent after `discard` is forgotten too
+            if update.done():  # cancelled meanwhile: discard tensors sent after `discard`, too
                 self._numbers.pop(update, None)
                 self._forget(number)
 
@@ -81,7 +84,7 @@ class SentUpdates:
                 self._send(rank, number, name, data, dtype, places.shape, patch=True)
 
     def settle(self, update: WeightUpdate) -> None:
-        """All was given. Returns when every rank has its part and can write it."""
+        """Wait until every rank has its complete part and can write it."""
         try:
             self._worker_group.call("settle", slow=True, update=self.number(update))
         except RankLost as problem:
@@ -92,39 +95,41 @@ class SentUpdates:
             raise WeightUpdateError(f"not every rank can take the update: {problem}") from problem
 
     def apply(self, update: WeightUpdate) -> None:
-        """Let all ranks write it, at this place between steps."""
+        """Let all ranks write an update between steps."""
         self._worker_group.tell(Call("apply", {"update": self._numbers.pop(update)}))
 
     def discard(self, update: WeightUpdate) -> None:
-        """Let all ranks forget it. Raises nothing."""
+        """Let all ranks discard an update. Never raises."""
         number = self._numbers.pop(update, None)
         if number is not None:
             self._forget(number)
 
     def whole(self, name: str) -> Tensor:
-        """A checkpoint tensor as all ranks together hold it."""
+        """Return a checkpoint tensor assembled from all ranks."""
         shape = next(table[name].shape for table in self._slots if name in table)
-        found = torch.empty(shape, dtype=self._dtypes[name])
+        result = torch.empty(shape, dtype=self._dtypes[name])
         for rank, part in enumerate(self._parts(name)):
             if part is not None:
-                self._slots[rank][name].put(found, part)
-        return found
+                self._slots[rank][name].put(result, part)
+        return result
 
     def number(self, update: WeightUpdate) -> int:
-        """What the others call an update."""
+        """Return the number of an update in messages."""
         with self._lock:
             if update not in self._numbers:
                 self._numbers[update] = next(self._count)
             return self._numbers[update]
 
     def _forget(self, number: int) -> None:
-        with suppress(RankLost):  # then there is no engine any more
+        with suppress(RankLost):  # then the engine has ended
             self._worker_group.tell(Call("discard", {"update": number}))
 
     def _parts(self, name: str) -> list[Tensor | None]:
-        """What each rank holds of a checkpoint tensor."""
-        own = self._slots[0].get(name)
-        found: list[Tensor | None] = [None if own is None else read(self._model.params, own).cpu()]
+        """Return each rank's part of a checkpoint tensor."""
+        local = self._slots[0].get(name)
+        parts: list[Tensor | None] = [
+            None if local is None else read(self._model.params, local).cpu()
+        ]
         data = [bytearray() for _ in self._worker_group.workers]
         sizes = (_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:])
         for start in range(0, max(sizes, default=0), PIECE_BYTES):
@@ -133,10 +138,10 @@ class SentUpdates:
                 mine.extend(answer)
         for table, mine in zip(self._slots[1:], data, strict=True):
             slot, whole = table.get(name), torch.empty(0, dtype=self._dtypes[name])
-            if mine:  # of an expert it may have nothing
+            if mine:  # empty for an expert of another rank
                 whole = torch.frombuffer(mine, dtype=self._dtypes[name])
-            found.append(None if slot is None else whole.view(slot.local_shape))
-        return found
+            parts.append(None if slot is None else whole.view(slot.local_shape))
+        return parts
 
     def _send(
         self,
@@ -164,18 +169,16 @@ class SentUpdates:
 
 @dataclass
 class _Staged:
-    """One update."""
+    """Staged part of one update."""
 
     changes: StagedChanges = field(default_factory=StagedChanges)
-    filling: Tensor | None = None  # bytes that are still coming
+    filling: Tensor | None = None  # bytes of an incomplete tensor
     filled: int = 0
     problem: str | None = None
 
 
 class StagedUpdates:
-    """A worker's end: what was received and is not written yet, by number of the update; settled
-    ones in order.
-    """
+    """Worker's end: staged updates by number, and settled updates in order."""
 
     def __init__(self, model: Decoder, slots: Mapping[str, Slot]) -> None:
         self._model, self._slots = model, slots
@@ -183,7 +186,7 @@ class StagedUpdates:
         self._settled: list[int] = []
 
     def take(self, piece: Piece) -> None:
-        """Put a piece aside. Errors are told when the update is settled."""
+        """Stage a piece. Errors are reported when the update is settled."""
         staged = self._staged.setdefault(piece.update, _Staged())
         if staged.problem is not None:
             return
@@ -191,35 +194,35 @@ class StagedUpdates:
             self._take(staged, piece)
         except (MemoryError, RuntimeError, ValueError, KeyError) as problem:
             staged.problem = (
-                f"{piece.name!r} could not be put aside: {type(problem).__name__}: {problem}"
+                f"{piece.name!r} could not be staged: {type(problem).__name__}: {problem}"
             )
             staged.changes, staged.filling = StagedChanges(), None
 
     def params_of(self, update: int) -> Collection[str]:
-        """The decoder's names of the parameters that it changes here."""
+        """Return the names of the decoder's parameters that an update changes on this rank."""
         staged = self._staged.get(update)
         return frozenset() if staged is None else staged.changes.params
 
     def settle(self, update: int) -> None:
-        """All of it was sent. Raises `WeightUpdateError` if it cannot be written as it is."""
+        """Finish staging an update. Raise `WeightUpdateError` if it cannot be written."""
         staged = self._staged.setdefault(update, _Staged())
         if staged.problem is not None:
             raise WeightUpdateError(staged.problem)
         if staged.filling is not None:
-            raise WeightUpdateError("a tensor did not arrive whole.")
+            raise WeightUpdateError("a tensor arrived incomplete.")
         before = [self._staged[each].changes for each in self._settled]
         staged.changes.require_tied(self._model.params, before)
         self._settled.append(update)
 
     @torch.no_grad()
     def apply(self, update: int) -> None:
-        """Write it. A failure now is the device's."""
+        """Write an update. A failure at this point is a failure of the device."""
         staged = self._staged.pop(update)
         self._settled.remove(update)
         staged.changes.write(self._model.params)
 
     def discard(self, update: int) -> None:
-        """Forget it."""
+        """Discard an update."""
         self._staged.pop(update, None)
         if update in self._settled:
             self._settled.remove(update)
@@ -231,7 +234,7 @@ class StagedUpdates:
         num_bytes = count * (dtype.itemsize + (8 if piece.patch else 0))
         if piece.offset == 0:
             if staged.filling is not None:
-                raise ValueError("it came before another one was whole")
+                raise ValueError("received before the previous tensor was complete")
             staged.filling, staged.filled = torch.empty(num_bytes, dtype=torch.uint8), 0
         filling = staged.filling
         if (
@@ -239,7 +242,7 @@ class StagedUpdates:
             or piece.offset != staged.filled
             or staged.filled + len(piece.data) > len(filling)
         ):
-            raise ValueError("its pieces do not fit together")
+            raise ValueError("the pieces do not fit together")
         if piece.data:
             filling[piece.offset : piece.offset + len(piece.data)] = torch.frombuffer(
                 bytearray(piece.data), dtype=torch.uint8
@@ -254,16 +257,16 @@ class StagedUpdates:
     ) -> Change:
         if not piece.patch:
             if tuple(piece.shape) != slot.local_shape:
-                raise ValueError(f"it has shape {piece.shape} here, expected {slot.local_shape}")
+                raise ValueError(f"shape {piece.shape} on this rank, expected {slot.local_shape}")
             return Change(slot, self._there(data.view(dtype).view(piece.shape)))
         places, values = data[: 8 * count].view(torch.int64), data[8 * count :].view(dtype)
         size = torch.Size(slot.local_shape).numel()
         if count and not 0 <= int(places.min()) <= int(places.max()) < size:
-            raise ValueError(f"a place is outside of its {size} numbers")
+            raise ValueError(f"an index is outside of the {size} numbers on this rank")
         return Change(slot, self._there(values), self._there(places))
 
     def _there(self, tensor: Tensor) -> Tensor:
-        """On the device, if it has room."""
+        """Move a tensor to the device if it has room."""
         try:
             return tensor.to(self._model.device)
         except torch.OutOfMemoryError:

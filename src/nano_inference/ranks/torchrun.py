@@ -9,9 +9,9 @@
     else:
         serve_rank()
 
-They find each other through torchrun's own store, which brings each its `Begin`. What reaches
-that store can read the engine's token there, as they could join a group of `torch.distributed`: its
-network must be one's own.
+The ranks find each other through torchrun's store, which holds each rank's `Begin`. Any process
+with access to that store can read the engine's token, just as it could join a `torch.distributed`
+group. Use a private network.
 """
 
 import os
@@ -30,14 +30,15 @@ from nano_inference.ranks.worker import run_worker
 dist: Any = torch.distributed
 
 ROOM = "nano-inference/ranks"
-WAIT_SECONDS = 120.0  # for the others to come
-_engines_served = 0  # by this process
+WAIT_SECONDS = 120.0  # timeout of waits for the other ranks
+_engines_served = 0  # engines that this process has served
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchrunLauncher:
-    """For rank 0: the other processes are there already. One engine at a time, of as many ranks as
-    torchrun started.
+    """Launcher for rank 0, for processes that torchrun has already started.
+
+    Supports one engine at a time, with as many ranks as torchrun has started.
 
     Raises `ConfigError` outside of torchrun.
     """
@@ -56,16 +57,15 @@ class TorchrunLauncher:
         self._store: Any = None
 
     def ranks_here(self, world_size: int) -> int:
-        """As many as torchrun has started on this machine."""
+        """Return how many ranks torchrun has started on this machine."""
         started = int(self._environment["WORLD_SIZE"])
         if started != world_size:
             raise ConfigError(
-                f"torchrun has started {started} processes, and the config has {world_size} ranks."
+                f"torchrun has started {started} processes, but the config has {world_size} ranks."
             )
         return int(self._environment["LOCAL_WORLD_SIZE"])
 
     def start(self, begins: Sequence[Begin]) -> list["TorchrunHandle"]:
-        """See `Launcher`."""
         self._store = self._store or _store()
         round_ = self._store.add(f"{ROOM}/engines", 1)
         for begin in begins:
@@ -74,32 +74,30 @@ class TorchrunLauncher:
 
 
 class TorchrunHandle:
-    """A process that torchrun looks after. It ends when its link does."""
+    """Process managed by torchrun, which ends when its link is closed."""
 
     def alive(self) -> bool:
-        """See `Handle`."""
         return True
 
     def ended(self) -> str:
-        """See `Handle`."""
-        return "may run"
+        return "may be running"
 
     def kill(self) -> None:
-        """See `Handle`. That is torchrun's business; without rank 0 it ends by itself."""
+        """Do nothing: torchrun manages the process, which ends by itself without rank 0."""
 
 
 def serve_rank() -> None:
-    """Be one rank of the engine that rank 0 builds; returns when that is shut down.
+    """Serve as one rank of the engine that rank 0 builds. Return when the engine is shut down.
 
-    When rank 0 is lost amid a step this process ends. Raises `ConfigError` where it cannot be part
-    of the engine.
+    If rank 0 is lost during a step, this process ends. Raises `ConfigError` if the process cannot
+    be part of the engine.
     """
     global _engines_served
-    told = environment()
-    rank = told["RANK"]
+    variables = environment()
+    rank = variables["RANK"]
     if rank == "0":
         raise ConfigError(
-            "rank 0 builds the engine, with TorchrunLauncher(); serve_rank() is for the others."
+            "rank 0 must build the engine, with TorchrunLauncher(); other ranks call serve_rank()."
         )
     store = _store()
     round_ = _engines_served + 1
@@ -108,31 +106,31 @@ def serve_rank() -> None:
     except RuntimeError as problem:
         raise ConfigError(f"rank 0 has built no engine within {WAIT_SECONDS:g} s.") from problem
     _engines_served += 1
-    alone = told["LOCAL_WORLD_SIZE"] == told["WORLD_SIZE"]
-    host = "" if alone else _own_address(told["MASTER_ADDR"])
-    run_worker(msgspec.structs.replace(begin, local_rank=int(told["LOCAL_RANK"]), host=host))
+    alone = variables["LOCAL_WORLD_SIZE"] == variables["WORLD_SIZE"]
+    host = "" if alone else _own_address(variables["MASTER_ADDR"])
+    run_worker(msgspec.structs.replace(begin, local_rank=int(variables["LOCAL_RANK"]), host=host))
 
 
 def environment(read: Callable[[str], str | None] = os.environ.get) -> dict[str, str]:
-    """What torchrun has set. Raises `ConfigError` where it has not."""
-    found = {name: read(name) for name in NEEDED}
-    missing = [name for name, value in found.items() if value is None]
+    """Return torchrun's environment variables. Raise `ConfigError` if some are missing."""
+    variables = {name: read(name) for name in NEEDED}
+    missing = [name for name, value in variables.items() if value is None]
     if missing:
         raise ConfigError(
             f"torchrun has not set {', '.join(missing)}: start the script with torchrun."
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _store() -> Any:
-    """That of torchrun, or the one that its rank 0 serves."""
+    """Return torchrun's store, or the store that its rank 0 serves."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=WAIT_SECONDS)))
     store.set_timeout(timedelta(seconds=WAIT_SECONDS))
     return store
 
 
 def _own_address(towards: str) -> str:
-    """The address of this machine on the way to another one. Nothing is sent."""
+    """Return this machine's address on the route to another machine. Nothing is sent."""
     family, _, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as one:
         one.connect(where)

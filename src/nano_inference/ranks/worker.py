@@ -1,8 +1,8 @@
-"""A worker: `python -m nano_inference.ranks.worker`, started by `LocalLauncher`; or
+"""Worker process: `python -m nano_inference.ranks.worker`, started by `LocalLauncher`, or
 `run_worker` in any process.
 
-It builds its part of the model, then does what rank 0 says, message by message, until it is told to
-stop. It ends with rank 0, however that ends, and with the process that started it.
+The process builds its part of the model, then handles rank 0's messages until it is stopped,
+or rank 0 or its parent process ends.
 """
 
 import logging
@@ -44,12 +44,12 @@ logger = logging.getLogger("nano_inference")
 CONNECT_SECONDS = 60.0
 GREETING_SECONDS = 20.0
 BEAT = 1.0  # seconds between two beats
-LAST_WORDS = 1.0  # seconds for the last message to leave, before the process ends
+LAST_WORDS = 1.0  # seconds to deliver the last message before the process ends
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 def main() -> None:
-    """Run until the end; never returns."""
+    """Run a worker until the end. Never returns."""
     begin = be_child(Begin, _leave)
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {begin.rank} %(name)s %(message)s")
     logging.getLogger("nano_inference").setLevel(begin.log_level)
@@ -62,15 +62,16 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """At once: threads may be in a call that does not return."""
+    """Exit immediately, because other threads may be in a call that does not return."""
     logging.shutdown()
     os._exit(code)
 
 
 def run_worker(begin: Begin, end: Callable[[int], object] = _end) -> None:
-    """Be one rank of an engine until rank 0 ends it. Raises `ConfigError` where it does not take
-    this process, and `RankLost` when it is gone; amid a step, where nothing can be raised, it calls
-    `end` with an exit code.
+    """Serve as one rank of an engine until rank 0 ends it.
+
+    Raises `ConfigError` if rank 0 rejects this process, and `RankLost` if rank 0 is lost. If rank 0
+    is lost during a step, `end` is called with an exit code, because nothing can be raised.
     """
     identity = Identity(begin.token, __version__, begin.world_size, begin.rank)
     link: Link | None = None
@@ -80,9 +81,7 @@ def run_worker(begin: Begin, end: Callable[[int], object] = _end) -> None:
     except (LinkLost, NotOurs) as problem:
         if link is not None:
             link.close()
-        raise ConfigError(
-            f"rank {begin.rank} was not taken into the engine: {problem}"
-        ) from problem
+        raise ConfigError(f"rank {begin.rank} cannot join the engine: {problem}") from problem
     link.settle(CONNECT_SECONDS)
     ours = WorkerProcess(link, begin, end)
     try:
@@ -92,7 +91,7 @@ def run_worker(begin: Begin, end: Callable[[int], object] = _end) -> None:
 
 
 class WorkerProcess:
-    """A rank at work."""
+    """Rank that handles messages of rank 0."""
 
     def __init__(self, link: Link, begin: Begin, end: Callable[[int], object]) -> None:
         self._link, self._begin, self._end = link, begin, end
@@ -101,7 +100,7 @@ class WorkerProcess:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Build, and do what comes, until the end. Raises `RankLost`."""
+        """Build the rank's part, and handle messages until the end. Raises `RankLost`."""
         self._tell(Hello(os.getpid(), socket.gethostname()))
         for target in (self._beat, self._watch):
             threading.Thread(target=target, name="rank", daemon=True).start()
@@ -109,19 +108,19 @@ class WorkerProcess:
         if isinstance(message, Stop):
             return
         if not isinstance(message, Build):
-            raise RankLost(f"rank 0 began with {type(message).__name__}.")
+            raise RankLost(f"rank 0 sent {type(message).__name__} instead of Build.")
         part = self._built(message)
         if part is not None:
             self._serve(part)
 
     def close(self) -> None:
-        """Let go of rank 0."""
+        """Close the link to rank 0."""
         self._ended.set()
         self._link.close()
 
     def _built(self, message: Build) -> Any:
-        """This rank's part; None: it cannot be built, and rank 0 knows why."""
-        # seconds, for torch; rank 0 may end meanwhile
+        """Return this rank's part, or None if it cannot be built, which is reported to rank 0."""
+        # imported late, because torch takes seconds, during which rank 0 may end
         from nano_inference.ranks.shard import Shard
 
         try:
@@ -142,7 +141,7 @@ class WorkerProcess:
         self._tell(Answer(SIZED, size))
         answer = self._next()
         if not isinstance(answer, Size):
-            raise RankLost("rank 0 has given up building the engine.")
+            raise RankLost("rank 0 has stopped building the engine.")
         return answer
 
     def _serve(self, part: Any) -> None:
@@ -164,7 +163,7 @@ class WorkerProcess:
                     case Stop():
                         return
                     case _:
-                        raise RankLost(f"rank 0 said {type(message).__name__} out of turn.")
+                        raise RankLost(f"rank 0 sent an unexpected {type(message).__name__}.")
                 self._handled += 1
         except RankLost:
             raise
@@ -201,14 +200,14 @@ class WorkerProcess:
             raise RankLost(f"rank 0 is gone: {problem}.") from problem
 
     def _linger(self) -> None:
-        """Let rank 0 read the last message and hang up."""
+        """Give rank 0 time to read the last message and close the link."""
         self._ended.wait(LAST_WORDS)
 
     def _beat(self) -> None:
-        """Tell rank 0 that this process lives, also amid a step."""
+        """Send heartbeats to rank 0, also during a step."""
         parent = self._begin.parent
         while not self._ended.wait(BEAT):
-            # the other end of stdin is open only in a fork of it
+            # a fork of the parent may keep stdin open
             if parent and os.getppid() != parent:
                 self._end(1)
             try:
@@ -217,7 +216,7 @@ class WorkerProcess:
                 return
 
     def _watch(self) -> None:
-        """End with rank 0, also amid a step: what it waits for there will not come."""
+        """End this process with rank 0, also during a step, which would otherwise wait in vain."""
         poll = select.poll()
         poll.register(self._link.fileno(), _HUNG_UP & ~select.POLLIN)
         while not self._ended.is_set():
@@ -226,14 +225,14 @@ class WorkerProcess:
                     break
             except (OSError, ValueError):
                 break
-        if not self._ended.wait(LAST_WORDS):  # else the end was in order
+        if not self._ended.wait(LAST_WORDS):  # set on a regular end
             self._end(1)
 
 
 def _leave(begin: Begin) -> None:
-    """The process that started this one has gone."""
+    """Exit after the parent process has ended."""
     kind, _, path = begin.address.partition(":")
-    if kind == "unix":  # where the ranks met: rank 0 has left it if it was killed meanwhile
+    if kind == "unix":  # a killed rank 0 has not removed the folder of its socket
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
     _end(1)
 

@@ -1,6 +1,4 @@
-"""Rank 0's view of the others: tells them what to do, waits for answers, and notices when one is
-gone.
-"""
+"""Rank 0's view of the other ranks: sends messages, waits for answers, and detects lost ranks."""
 
 import logging
 import threading
@@ -36,15 +34,15 @@ from nano_inference.ranks.samples import SampleQueue, Samples
 logger = logging.getLogger("nano_inference")
 
 BEAT = 1.0  # seconds between two beats of a worker
-SILENCE = 5.0  # seconds without one after which a rank is named as the one that hangs
-BUILD_SECONDS = 3600.0  # for a model to be read
+SILENCE = 5.0  # seconds without a beat after which a rank is considered to hang
+BUILD_SECONDS = 3600.0  # timeout of loading a model
 STOP_PATIENCE = 5.0  # seconds that workers get to end by themselves
 ENDED = "the engine has ended, and its ranks with it"
-LAST_WORDS = 0.5  # seconds for a rank's end to be seen, once another one could not reach it
+LAST_WORDS = 0.5  # seconds to detect a rank's end after another rank could not reach it
 
 
 class Worker:
-    """One other rank."""
+    """One of the other ranks."""
 
     def __init__(self, rank: int, link: Link, handle: Handle) -> None:
         self.rank, self.link, self.handle = rank, link, handle
@@ -57,16 +55,16 @@ class Worker:
 
 
 class WorkerGroup:
-    """The other ranks.
+    """All other ranks.
 
     Args:
-        links: to them, by rank.
-        handles: their processes, from rank 1 on.
-        timeout: seconds that a rank may take for what others wait for.
+        links: Links to the ranks, by rank.
+        handles: Their processes, beginning with rank 1.
+        timeout: Maximum seconds that a rank may take while others wait.
 
     Attributes:
-        lost: why the engine cannot go on; None: all are here.
-        samples: of steps, where another rank draws them.
+        lost: Reason why the engine cannot continue, or None.
+        samples: Queue of samples, if another rank draws them.
     """
 
     def __init__(
@@ -90,8 +88,10 @@ class WorkerGroup:
             ).start()
 
     def watch(self, lost: Callable[[RankLost], None]) -> None:
-        """Call `lost` once, when a rank is lost, on whatever thread notices; at once where one is
-        lost already. The watcher before hears nothing more.
+        """Call `lost` once when a rank is lost, on any thread, or immediately if one is already
+        lost.
+
+        Replaces the previous watcher.
         """
         with self._changed:
             self._watcher, problem = lost, self.lost
@@ -101,25 +101,25 @@ class WorkerGroup:
     # -- telling -----------------------------------------------------------------------------------
 
     def tell(self, message: Any) -> None:
-        """Tell all. Raises `RankLost`."""
+        """Send a message to all ranks. Raises `RankLost`."""
         frame = encode(message)
         for worker in self.workers:
             self._send(worker, frame)
 
     def tell_one(self, rank: int, message: Any) -> None:
-        """Tell one. Raises `RankLost`."""
+        """Send a message to one rank. Raises `RankLost`."""
         self._send(self.workers[rank - 1], encode(message))
 
     def call(self, name: str, /, *, slow: bool = False, **arguments: Any) -> list[Any]:
-        """Let all do something, and wait for it; what came of it, by rank. Raises `RankLost`, or
-        what one raised.
+        """Run a function on all other ranks, and return their results by rank.
 
-        What is `slow` may take as long as it wants, while the worker that does it lives.
+        Raises `RankLost`, or an error of the function. A `slow` call may take an hour while its
+        workers send heartbeats.
         """
         return self.answers(self.ask(name, **arguments), slow=slow)
 
     def ask(self, name: str, /, **arguments: Any) -> int:
-        """Let all do something; give what this returns to `answers`."""
+        """Start a function on all other ranks. Pass the result to `answers`."""
         with self._changed:
             self._num_calls += 1
             call_id = self._num_calls
@@ -127,45 +127,53 @@ class WorkerGroup:
         return call_id
 
     def answers(self, call_id: int, *, slow: bool = False) -> list[Any]:
-        """What came of a call, by rank. Raises `RankLost`, or the first error that there was once
-        all have answered.
+        """Return the results of a call, by rank.
+
+        Raises `RankLost`, or the first error after all ranks have answered.
         """
         seconds = BUILD_SECONDS if slow else self.timeout
         self._wait(lambda worker: call_id in worker.answers, seconds, "an answer", beats=slow)
         with self._changed:
-            found = [(worker, worker.answers.pop(call_id)) for worker in self.workers]
-        for worker, answer in found:
+            received = [(worker, worker.answers.pop(call_id)) for worker in self.workers]
+        for worker, answer in received:
             _raise_error(worker, answer)
-        return [answer.value for _, answer in found]
+        return [answer.value for _, answer in received]
 
     # -- the beginning -----------------------------------------------------------------------------
 
     def begin(self, build: Build) -> None:
-        """Let all build their parts; returns when they are about to meet. Raises what keeps one
-        from that.
+        """Let all ranks build their parts. Return when they are about to connect to each other.
+
+        Raises the error of a rank that cannot be built.
         """
         self.tell(build)
         self._reached(PLANNED)
 
     def sizes(self) -> list[Size]:
-        """How large each rank's KV cache can be. Raises what kept one from being built."""
+        """Return the possible size of each rank's KV cache.
+
+        Raise the error of a rank that cannot be built.
+        """
         return [msgspec.convert(size, Size) for size in self._reached(SIZED)]
 
     def require_built(self) -> None:
-        """Return when all are ready for steps. Raises what kept one from being built."""
+        """Wait until all ranks are ready for steps.
+
+        Raise the error of a rank that cannot be built.
+        """
         self._reached(BUILT)
 
     def require_no_refusal(self) -> None:
-        """Raise what keeps a rank from being built, if one has said so or is about to."""
+        """Raise the error of a rank that cannot be built, if it has reported one or is about to."""
         with self._changed:
-            if self.lost is not None:  # one that refuses ends, and so do those that waited for it
+            if self.lost is not None:  # a refusing rank ends, and then the ranks that wait for it
                 self._changed.wait_for(lambda: any(map(_has_refused, self.workers)), LAST_WORDS)
             refused = [worker for worker in self.workers if _has_refused(worker)]
         for worker in refused:
             _raise_error(worker, worker.answers[REFUSED])
 
     def _reached(self, stage: int) -> list[Any]:
-        """Wait for a stage of building; what each rank says with it."""
+        """Wait for a stage of building. Return each rank's answer."""
         try:
             self._wait(
                 lambda worker: stage in worker.answers or _has_refused(worker),
@@ -182,28 +190,28 @@ class WorkerGroup:
     # -- the end -----------------------------------------------------------------------------------
 
     def explain(self, problem: BaseException) -> RankLost:
-        """Why a wait for the others failed, as soon as it can be known: which rank it was."""
+        """Return the reason of a failed wait, with the lost rank as soon as it is known."""
         with self._changed:
             if self._ending:
                 return self.lost or RankLost(ENDED)
             self._changed.wait_for(lambda: self.lost is not None, LAST_WORDS)
         if self.lost is None:
-            self._lose(self._slowest(), f"does not go on ({problem})")
+            self._lose(self._slowest(), f"makes no progress ({problem})")
         return self.lost or RankLost(str(problem))
 
     def close(self) -> None:
-        """End all, in order if that works."""
+        """End all ranks, gracefully if possible."""
         self._end_waiting()
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
         if self.lost is None:
             self._wait_for_ends(lambda worker: worker.has_hung_up, STOP_PATIENCE)
-            self._wait_for_ends(lambda _: False, LAST_WORDS)  # of those that can be seen
+            self._wait_for_ends(lambda _: False, LAST_WORDS)  # visible processes only
         self.kill()
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all ranks immediately."""
         self._end_waiting()
         for worker in self.workers:
             worker.link.close()
@@ -213,7 +221,7 @@ class WorkerGroup:
     # -- inside ------------------------------------------------------------------------------------
 
     def _end_waiting(self) -> None:
-        """Let threads that wait for an answer get none."""
+        """Wake threads that wait for an answer, without one."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -236,8 +244,9 @@ class WorkerGroup:
     def _wait(
         self, done: Callable[[Worker], bool], seconds: float, what: str, beats: bool = False
     ) -> None:
-        """Until it is so of all workers. With `beats` a worker that is silent for `timeout` is lost
-        before that.
+        """Wait until `done` is true of all workers.
+
+        With `beats`, a silent worker is lost after `timeout`.
         """
         end = time.monotonic() + seconds
         while True:
@@ -261,18 +270,18 @@ class WorkerGroup:
                     )
 
     def _slowest(self) -> Worker:
-        """Whom all the others wait for: who says nothing any more, else who has done least."""
+        """Return the worker that blocks the others: silent, or with the least progress."""
         return self._silent() or min(self.workers, key=lambda worker: worker.handled)
 
     def _silent(self) -> Worker | None:
-        """The worker that says nothing any more, if any."""
+        """Return the worker that has stopped sending beats, if any."""
         silent = min(self.workers, key=lambda worker: worker.last_beat)
         return (
             silent if time.monotonic() - silent.last_beat > min(SILENCE, self.timeout / 2) else None
         )
 
     def _listen(self, worker: Worker) -> None:
-        """The thread that takes in what one worker says."""
+        """Receive the messages of one worker. Runs on a separate thread."""
         try:
             while True:
                 message = decode_from_worker(worker.link.receive())
@@ -297,10 +306,10 @@ class WorkerGroup:
             how, silent = self._how_it_ended(worker, str(problem)), self._silent()
             if silent is None or silent is worker or "signal" in how:
                 self._lose(worker, how)
-            else:  # it waited for that one in vain, and ended
-                self._lose(silent, f"does not go on ({worker.who} {how})")
+            else:  # the worker ended because it waited in vain for the silent one
+                self._lose(silent, f"makes no progress ({worker.who} {how})")
         except Exception as problem:
-            self._lose(worker, f"sent what is not understood: {problem}")
+            self._lose(worker, f"sent an invalid message: {problem}")
 
     def _how_it_ended(self, worker: Worker, otherwise: str) -> str:
         if self._ending:
@@ -311,7 +320,7 @@ class WorkerGroup:
         return f"is lost: {otherwise}" if worker.handle.alive() else worker.handle.ended()
 
     def _lose(self, worker: Worker, how: str) -> None:
-        """A rank is lost, and the engine with it. The first reason stays."""
+        """Record a lost rank, which ends the engine. The first reason is kept."""
         with self._changed:
             if self.lost is not None or self._ending:
                 self._changed.notify_all()
@@ -329,6 +338,6 @@ def _has_refused(worker: Worker) -> bool:
 
 
 def _raise_error(worker: Worker, answer: Answer) -> None:
-    """Raise what a call has raised there, if it did."""
+    """Raise the error of a call on another rank, if any."""
     if answer.error:
         raise as_error(answer.error, f"{worker.who}: {answer.text}")

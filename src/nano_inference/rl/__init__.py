@@ -1,5 +1,4 @@
-"""The trainer's side: logprobs that are the engine's to the bit, gradients, replays, reports on
-other trainers.
+"""Training: the engine's logprobs bit for bit, gradients, replays, and reports on other trainers.
 
 Imports only from: checkpoints, core, data, device, drafts, engine, models, ops, ranks, sampling,
 structured, weights.

@@ -1,4 +1,4 @@
-"""Saving parameters as a Hugging Face checkpoint."""
+"""Saving of parameters as a Hugging Face checkpoint."""
 
 import json
 import shutil
@@ -29,49 +29,52 @@ COPIED = (
     "additional_chat_templates/*.jinja",
 )
 WEIGHTS = "model.safetensors"
-MASTERS = "masters"  # a subfolder: readers of checkpoints may take every file beside the weights
+MASTERS = "masters"  # a subfolder, because some readers load every file next to the weights
 
 
 def require_savable(source: Path, spec: ModelSpec) -> None:
-    """Raise `ConfigError` where a checkpoint of this model would not be one that others read."""
+    """Raise `ConfigError` if other programs could not load a checkpoint of this model."""
     if not (source / "config.json").is_file():
         raise ConfigError(
-            f"{source} has no config.json to save beside the weights; save state_dict() yourself."
+            f"{source} has no config.json to save with the weights; save state_dict() yourself."
         )
     if spec.is_text_part:
         raise ConfigError(
-            f"checkpoints of {spec.architecture} hold more than the text's tensors, which are all "
-            "that is here; save state_dict() yourself."
+            f"checkpoints of {spec.architecture} hold other tensors in addition to the text "
+            "model's, which are not loaded here; save state_dict() yourself."
         )
 
 
 def as_stored(
     weights: Mapping[str, Tensor], spec: ModelSpec, table: tuple[ParamSpec, ...]
 ) -> dict[str, Tensor]:
-    """Weights by the names of the model's checkpoints: all experts of a layer in one tensor, where
-    these hold them so.
+    """Return weights under the names of the model's checkpoints.
+
+    If those checkpoints hold all experts of a layer in one tensor, so does the result.
     """
-    found = dict(weights)
+    stored = dict(weights)
     if spec.moe is None or not spec.moe.stacked:
-        return found
+        return stored
     fused = fused_tensors(table)
     for param in table:
         if param.fused and len(param.sources) > 1:
             name = param.fused[0].name
-            found[name] = fused[name].join([found.pop(each.name) for each in param.sources])
-    return found
+            stored[name] = fused[name].join([stored.pop(each.name) for each in param.sources])
+    return stored
 
 
 def checkpoint_of(model_path: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """The folder of a model as transformers loads it: the model's own, or, of a model that a
-    `.gguf` file holds, a checkpoint that is saved into `folder`.
+    """Return the folder of a model that transformers can load.
+
+    It is the model's own folder. For a `.gguf` file, save a checkpoint into `folder` and return
+    that.
 
     Args:
-        model_path: as `EngineConfig.model_path`.
-        folder: a new one.
-        dtype: of the tensors that are saved; float32 keeps all digits of the file.
+        model_path: As `EngineConfig.model_path`.
+        folder: New folder.
+        dtype: Dtype of the saved tensors. float32 keeps all digits of the file.
 
-    Raises `ModelLoadError`, and `ConfigError` as `save_checkpoint`.
+    Raises `ModelLoadError`, and `ConfigError` as `save_checkpoint` does.
     """
     source = resolve_model(model_path)
     if described_by(source) is None:
@@ -86,22 +89,19 @@ def checkpoint_of(model_path: str, folder: Path, dtype: torch.dtype = torch.floa
 def save_checkpoint(
     folder: Path, source: Path, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
-    """Write weights, and the configuration and tokenizer of the model folder `source`, into a new
-    folder.
+    """Write weights into a new folder, with configuration and tokenizer of the folder `source`.
 
-    `dtype` is what the configuration will say.
-
-    The weights come last, under their name only when they are whole. Raises `ConfigError` where the
-    folder holds a model already.
+    `dtype` is recorded in the configuration. The weights come last and get their final name only
+    when complete. Raises `ConfigError` if the folder already holds a model.
     """
     if any(folder.glob("*.safetensors")) or (folder / f"{WEIGHTS}.index.json").exists():
-        raise ConfigError(f"{folder} holds a model already; name a new folder.")
+        raise ConfigError(f"{folder} already holds a model; choose a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for fields in (config, config.get("text_config")):
         for name in KEYS if isinstance(fields, dict) else ():
-            fields.pop(name, None)  # what is saved is numbers, whatever it was loaded from
-    config.pop(CONVERTED, None)  # and its dtype is theirs
+            fields.pop(name, None)  # the saved weights are not quantised
+    config.pop(CONVERTED, None)  # the dtype below is that of the saved weights
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -117,19 +117,20 @@ def save_checkpoint(
 
 
 def save_masters(folder: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write a trainer's parameters, each in its own dtype, below a checkpoint's folder."""
+    """Write a trainer's parameters, each in its own dtype, into a checkpoint's subfolder."""
     (folder / MASTERS).mkdir()
     _save_whole(folder / MASTERS, {name: param.detach() for name, param in parameters.items()})
 
 
 def load_masters(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read what `save_masters` wrote, for parameters like these. Raises `ConfigError` or
-    `ModelLoadError`.
+    """Read parameters from `save_masters`. Raises `ConfigError` or `ModelLoadError`.
+
+    Names, shapes and dtypes must be those of `like`.
     """
     path = folder / MASTERS / WEIGHTS
     if not path.is_file():
         raise ConfigError(
-            f"{folder} holds no master weights; save_pretrained(folder, masters=True) writes them."
+            f"{folder} has no master weights; save_pretrained(folder, masters=True) writes them."
         )
     saved = dict(read_tensors(path))
     for name in sorted(saved.keys() ^ like.keys()):
@@ -138,7 +139,7 @@ def load_masters(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, param in like.items():
         if (saved[name].shape, saved[name].dtype) != (param.shape, param.dtype):
             raise ConfigError(
-                f"{path} has {name!r} as {saved[name].dtype} {tuple(saved[name].shape)}, and the "
+                f"{path} has {name!r} as {saved[name].dtype} {tuple(saved[name].shape)}, but the "
                 f"parameter is {param.dtype} {tuple(param.shape)}; load it into the model that "
                 "saved it."
             )
@@ -146,7 +147,7 @@ def load_masters(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save_whole(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a file that has its name only when it is whole."""
+    """Write a file that gets its final name only when it is complete."""
     unfinished = folder / f"{WEIGHTS}.part"
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights.items()}
     save_file(tensors, unfinished, metadata={"format": "pt"})

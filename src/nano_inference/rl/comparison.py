@@ -1,4 +1,4 @@
-"""Where a sample and its replay differ, bit by bit."""
+"""Bitwise differences between a sample and its replay."""
 
 import itertools
 import reprlib
@@ -22,14 +22,14 @@ _OF_ALL = ("weight_versions", "weight_version", "finish_reason", "stop_reason")
 
 
 class Difference(NamedTuple):
-    """The first place where one field differs.
+    """The first difference in one field.
 
     Attributes:
-        field: of `TrainingSample`.
-        token: index in the completion (in the prompt for fields of the prompt); None for one of the
-            whole sample.
-        recorded: what the sample says there; None where it ends before.
-        replayed: what the replay gave.
+        field: Field of `TrainingSample`.
+        token: Index in the completion, or in the prompt for fields of the prompt. None: the field
+            describes the whole sample.
+        recorded: The sample's value there. None: the sample ends earlier.
+        replayed: The replay's value.
     """
 
     field: str
@@ -48,28 +48,29 @@ class Difference(NamedTuple):
 
 
 def differences(sample: TrainingSample, replayed: TrainingSample) -> tuple[Difference, ...]:
-    """Every field that differs, at its first token; ordered by token, so that the first one is
-    where it began.
+    """Return the first difference in every differing field, ordered by token.
 
-    Floats are compared by their bits; nan equals nan. Compared is what follows from the arithmetic:
-    tokens, all that is said of their draws, prompt and reference logprobs, weight versions, and why
-    the sample ended.
+    Floats are compared by their bits, and nan equals nan. Only results of the computation are
+    compared: tokens and their draws, prompt and reference logprobs, weight versions, and the finish
+    reason.
     """
-    found = [_of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in OF_PROMPT]
+    differing = [
+        _of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in OF_PROMPT
+    ]
     columns = [
         _of_tokens(name, getattr(sample, name), getattr(replayed, name)) for name in _PER_TOKEN
     ]
     columns.append(
         _of_tokens("sampling_mask", _rows(sample.sampling_mask), _rows(replayed.sampling_mask))
     )
-    found += sorted(
+    differing += sorted(
         (each for each in columns if each is not None), key=lambda each: each.token or 0
     )
     for name in _OF_ALL:
         mine, other = getattr(sample, name), getattr(replayed, name)
         if mine != other:
-            found.append(Difference(name, None, mine, other))
-    return tuple(each for each in found if each is not None)
+            differing.append(Difference(name, None, mine, other))
+    return tuple(each for each in differing if each is not None)
 
 
 def _of_tokens(

@@ -1,7 +1,7 @@
-"""Heads that draft in plain, differentiable torch: what `drafts/medusa.py` and `drafts/eagle.py`
-compute, over whole sequences.
+"""Draft heads in plain, differentiable torch, over whole sequences.
 
-Parameters are float32, by the names of `drafts/heads.py`.
+They compute the same as `drafts/medusa.py` and `drafts/eagle.py`. Parameters are float32, by the
+names of `drafts/heads.py`.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ Params = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PolicyRows:
-    """What the policy computed of a sample: T tokens.
+    """The policy's rows of a sample of T tokens.
 
     Attributes:
-        token_ids: int64 [T], the prompt's too.
+        token_ids: int64 [T], including the prompt.
         hidden: float32 [T, H], after the last norm.
-        taps: float32 [T, 3 * H], before three layers; [T, 0] where they are not read.
-        embedded: float32 [T, E], of the tokens.
-        first: the first token that was sampled.
+        taps: float32 [T, 3 * H], before three layers; [T, 0] if not needed.
+        embedded: float32 [T, E], embeddings of the tokens.
+        first: Index of the first sampled token.
     """
 
     token_ids: Tensor
@@ -35,18 +35,20 @@ class PolicyRows:
     embedded: Tensor
     first: int
 
-    def targets(self, place: int) -> tuple[int, int]:
-        """Rows [start, stop) whose next token the draft at a place guesses, of all bases that have
-        one: base t guesses what row t + 1 + place draws.
+    def targets(self, depth: int) -> tuple[int, int]:
+        """Return the rows [start, stop) whose next token is drafted at this depth, from 0.
+
+        Base row t drafts the token after row t + 1 + depth.
         """
-        return max(self.first - 1, place + 1), len(self.token_ids) - 1
+        return max(self.first - 1, depth + 1), len(self.token_ids) - 1
 
 
 def medusa_rows(spec: MedusaSpec, params: Params, rows: PolicyRows, places: int) -> list[Tensor]:
-    """What the projections of heads read, by place: [stop - start, H] each, for
-    `PolicyRows.targets`.
+    """Return the inputs of the heads' projections by depth, [stop - start, H] each.
+
+    The bounds are those of `PolicyRows.targets`.
     """
-    found: list[Tensor] = []
+    by_depth: list[Tensor] = []
     for head in range(min(places, spec.num_heads)):
         start, stop = rows.targets(head)
         hidden = rows.hidden[start - 1 - head : max(stop - 1 - head, 0)]
@@ -54,31 +56,33 @@ def medusa_rows(spec: MedusaSpec, params: Params, rows: PolicyRows, places: int)
             name = f"blocks.{head}.layers.{block}"
             added = functional.linear(hidden, params[f"{name}.weight"], params.get(f"{name}.bias"))
             hidden = hidden + functional.silu(added)
-        found.append(hidden)
-    return found
+        by_depth.append(hidden)
+    return by_depth
 
 
 def eagle_rows(spec: EagleSpec, params: Params, rows: PolicyRows, places: int) -> list[Tensor]:
-    """The same of an EAGLE-3 head. The draft at a place follows the head's own rows of the places
-    before it, as when it drafts (the paper's training-time test); the tokens between are right.
+    """Return the same for an EAGLE-3 head.
+
+    At each depth, the head reads its own rows of the previous depths, as when it drafts (the
+    paper's training-time test). The tokens in between are the correct ones.
     """
     count = len(rows.token_ids) - 1  # rows whose next token is known
     hidden = _combined(spec, params, rows.taps[:count])
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    found: list[Tensor] = []
-    for place in range(places):
-        left = count - place
+    by_depth: list[Tensor] = []
+    for depth in range(places):
+        left = count - depth
         if left <= 0:
             break
         hidden = hidden[:left]
-        embedded = rows.embedded[1 + place : 1 + place + left]
-        out = _layer(spec, params, hidden, embedded, place, keys, values)
+        embedded = rows.embedded[1 + depth : 1 + depth + left]
+        out = _layer(spec, params, hidden, embedded, depth, keys, values)
         normed = _norm(spec, params, "norm.weight", out)
-        start, stop = rows.targets(place)
-        found.append(normed[start - 1 - place : max(stop - 1 - place, 0)])
+        start, stop = rows.targets(depth)
+        by_depth.append(normed[start - 1 - depth : max(stop - 1 - depth, 0)])
         hidden = normed if spec.norm_output else out
-    return found
+    return by_depth
 
 
 def _combined(spec: EagleSpec, params: Params, taps: Tensor) -> Tensor:
@@ -96,31 +100,34 @@ def _layer(
     params: Params,
     hidden: Tensor,
     embedded: Tensor,
-    place: int,
+    depth: int,
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """Rows [N, H] of the bases, `place` positions behind them. The keys and values of the places
-    before stand in the lists, which these join.
+    """Compute rows [N, H], `depth` positions after their bases.
+
+    The lists hold keys and values of the previous depths and receive those of this one.
     """
     layer = spec.layer
     normed = _norm(spec, params, "layers.0.hidden_norm.weight", hidden)
     residual = normed if spec.norm_before_residual else hidden
     x = torch.cat([_norm(spec, params, "layers.0.input_layernorm.weight", embedded), normed], dim=1)
     count = len(x)
-    q, k, v = (_heads(spec, params, x, each, place) for each in "qkv")
+    q, k, v = (_heads(spec, params, x, each, depth) for each in "qkv")
     keys.append(k)
     values.append(v)
     groups = layer.num_heads // layer.num_kv_heads
     scale = layer.attention_scale
-    # every base before, and its own places since
+    # all earlier bases, and this row's previous depths
     base = q @ keys[0][:, :count].repeat_interleave(groups, 0).transpose(1, 2) * scale
     base = base.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-    own = [(q * each[:, :count].repeat_interleave(groups, 0)).sum(-1) * scale for each in keys[1:]]
-    weights = torch.cat([base, *(each[..., None] for each in own)], dim=-1).softmax(-1)
+    drafted = [
+        (q * each[:, :count].repeat_interleave(groups, 0)).sum(-1) * scale for each in keys[1:]
+    ]
+    weights = torch.cat([base, *(each[..., None] for each in drafted)], dim=-1).softmax(-1)
     out = weights[..., :count] @ values[0][:, :count].repeat_interleave(groups, 0)
-    for i, each in enumerate(values[1:]):
-        own_values = each[:, :count].repeat_interleave(groups, 0)
+    for i, previous in enumerate(values[1:]):
+        own_values = previous[:, :count].repeat_interleave(groups, 0)
         out = out + weights[..., count + i, None] * own_values
     attended = out.transpose(0, 1).flatten(1)
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"
@@ -133,8 +140,8 @@ def _layer(
     return row + functional.linear(gated * up, params[f"{mlp}.down_proj.weight"])
 
 
-def _heads(spec: EagleSpec, params: Params, x: Tensor, which: str, place: int) -> Tensor:
-    """Queries, keys or values, rotated where they are: [heads, N, D]."""
+def _heads(spec: EagleSpec, params: Params, x: Tensor, which: str, depth: int) -> Tensor:
+    """Return queries, keys or values, rotated (except values): [heads, N, D]."""
     layer, name = spec.layer, f"layers.0.self_attn.{which}_proj"
     rows = functional.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
     rows = rows.view(len(x), -1, layer.head_dim).transpose(0, 1)
@@ -142,9 +149,9 @@ def _heads(spec: EagleSpec, params: Params, x: Tensor, which: str, place: int) -
         return rows
     if layer.qk_norm:
         rows = _norm(spec, params, f"layers.0.self_attn.{which}_norm.weight", rows)
-    cos, sin = rope_table(layer.ropes[0], layer.head_dim, len(x) + place, x.device)
+    cos, sin = rope_table(layer.ropes[0], layer.head_dim, len(x) + depth, x.device)
     one, other = rows.chunk(2, dim=-1)
-    cos, sin = cos[place:].float(), sin[place:].float()
+    cos, sin = cos[depth:].float(), sin[depth:].float()
     return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
 
 

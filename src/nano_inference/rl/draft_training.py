@@ -1,5 +1,5 @@
-"""`DraftTrainer`: heads that draft, trained on the policy's own samples, in the formats that others
-read too.
+"""`DraftTrainer`: draft heads trained on the policy's own samples, saved in formats of other
+engines.
 """
 
 import json
@@ -42,21 +42,21 @@ from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
 
 Kind = Literal["medusa", "eagle"]
-DECAY = 0.8  # of a place's loss, for each place before it
+DECAY = 0.8  # factor of the loss at each further depth
 INITIAL = 0.02  # standard deviation of new matrices
-MOST_ROWS = 256  # of one sample that agreement is counted at
+MOST_ROWS = 256  # tokens of a sample at which agreement is measured
 BLOCK = 16
 WEIGHTS = "model.safetensors"
 
 
 class Heads(NamedTuple):
-    """Heads that are trained.
+    """Heads to train.
 
     Attributes:
-        spec: of them.
-        known: the policy's ids that they know, int64.
-        tensors: by their one name.
-        config: config.json of the saved heads.
+        spec: Description of the heads.
+        known: Token ids of the policy that the heads know, int64.
+        tensors: Parameters by name.
+        config: Contents of config.json when the heads are saved.
     """
 
     spec: HeadsSpec
@@ -66,17 +66,19 @@ class Heads(NamedTuple):
 
 
 class DraftTrainer:
-    """Heads and their optimiser. The policy is frozen: what it computed of each sample is computed
-    again by its engine, under the weights that it serves then.
+    """Draft heads and their optimizer. The policy is frozen.
+
+    The engine recomputes the policy's rows of each sample with its current weights.
 
     Args:
-        engine: of the policy, on one rank.
+        engine: Engine of the policy, on one rank.
         kind: `"medusa"`, or `"eagle"` for an EAGLE-3 head.
-        places: how many tokens ahead it learns to guess: of Medusa, its heads.
-        known_tokens: the policy's ids that the heads know; None: all. Fewer make drafts cheaper.
-        learning_rate: of AdamW.
-        seed: of new matrices, and of the order of samples.
-        heads: to train further, instead of new ones of this kind.
+        places: Number of tokens ahead to draft. For Medusa: the number of heads.
+        known_tokens: Token ids of the policy that the heads know. None: all. Fewer make drafts
+            cheaper.
+        learning_rate: Learning rate of AdamW.
+        seed: Seed of new matrices and of the order of samples.
+        heads: Existing heads to continue training, instead of new ones of this kind.
 
     Raises `ConfigError`.
     """
@@ -97,20 +99,22 @@ class DraftTrainer:
         require_one_rank(engine.runner, "DraftTrainer")
         if engine.spec.state is not None:
             raise ConfigError(
-                f"DraftTrainer computes no layers with a state, and {engine.spec.architecture} has "
-                "some."
+                f"DraftTrainer does not support {engine.spec.architecture}: some of its layers "
+                "carry a state."
             )
         if engine.spec.kinds:
             raise ConfigError(
-                f"DraftTrainer computes no layers of several kinds, and {engine.spec.architecture} "
-                "has such."
+                f"DraftTrainer does not support {engine.spec.architecture}: its layers are of "
+                "several kinds."
             )
         self._generator = torch.Generator().manual_seed(seed)
         if heads is None:
             heads = _new_heads(engine, kind, places, known_tokens, self._generator)
         spec, self.known, tensors, self._config = heads
         if isinstance(spec, MedusaSpec) and not spec.projections:
-            raise ConfigError("heads that use the policy's own projection are not trained here.")
+            raise ConfigError(
+                "cannot train heads that use the policy's projection; they need their own."
+            )
         self.engine, self.spec = engine, spec
         self.places = spec.num_heads if isinstance(spec, MedusaSpec) else places
         self.params = {
@@ -118,7 +122,7 @@ class DraftTrainer:
             for name, tensor in tensors.items()
             if name != "embed_tokens.weight"
         }
-        self._embedding = tensors.get("embed_tokens.weight")  # which stays as it is
+        self._embedding = tensors.get("embed_tokens.weight")  # frozen
         self.optimizer = torch.optim.AdamW(
             self.params.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95)
         )
@@ -133,7 +137,7 @@ class DraftTrainer:
         learning_rate: float = 1e-3,
         seed: int = 0,
     ) -> "DraftTrainer":
-        """Train heads of a folder further, such as those that the engine drafts with."""
+        """Continue training heads from a folder, such as those that the engine drafts with."""
         heads = _heads_of(engine, Path(folder))
         return cls(engine, places=places, learning_rate=learning_rate, seed=seed, heads=heads)
 
@@ -142,13 +146,14 @@ class DraftTrainer:
     def train(
         self, samples: Iterable[TrainingSample], *, epochs: int = 1, batch_size: int = 4
     ) -> float:
-        """Learn what the policy would draw in these samples; returns the mean loss of the last
-        epoch: cross entropy to the policy's own distribution over the known tokens, in nats.
+        """Train on the policy's samples and return the mean loss of the last epoch.
+
+        The loss is the cross entropy to the policy's distribution over the known tokens, in nats.
 
         Args:
-            samples: of the policy; what is in their prompts is not learned.
-            epochs: how often each is seen.
-            batch_size: samples of one step of the optimiser.
+            samples: Samples of the policy. Their prompts are not learned.
+            epochs: Number of passes over the samples.
+            batch_size: Samples in each step of the optimizer.
         """
         every = self._rows(samples)
         head = _matrix(self.engine.model.head)[self.known]
@@ -159,8 +164,8 @@ class DraftTrainer:
             for begin in range(0, len(order), batch_size):
                 chosen = order[begin : begin + batch_size]
                 self.optimizer.zero_grad(set_to_none=True)
-                for place in chosen:
-                    loss = self._loss(every[place], head)
+                for index in chosen:
+                    loss = self._loss(every[index], head)
                     (loss / len(chosen)).backward()
                     losses.append(float(loss.detach()))
                 torch.nn.utils.clip_grad_norm_(self.params.values(), 1.0)
@@ -169,15 +174,17 @@ class DraftTrainer:
         return mean
 
     def refresh(self, samples: Iterable[TrainingSample], *, epochs: int = 1) -> float:
-        """Train on new samples and hand the heads to the engine, which drafts with them."""
+        """Train on new samples and update the engine's draft heads."""
         loss = self.train(samples, epochs=epochs)
         self.engine.update_draft(self.weights())
         return loss
 
     @torch.no_grad()
     def agreement(self, samples: Iterable[TrainingSample]) -> list[float]:
-        """By place: how often the draft there, and all before it, is what the policy draws with the
-        same noise, at temperature 1 without filters. Of at most 256 tokens of each sample.
+        """Return, for each depth, how often the drafts up to it equal the policy's draws.
+
+        Drafts and draws share the noise, at temperature 1 without filters. Measures at most 256
+        tokens of each sample.
         """
         head = _matrix(self.engine.model.head)
         right, seen = [0] * self.places, [0] * self.places
@@ -204,30 +211,30 @@ class DraftTrainer:
         noise = -(-uniform.clamp_min(1e-20).log()).log()
         chosen = (logits.log_softmax(-1) + noise).argmax(-1)
         so_far: Tensor | None = None
-        for place, hidden in enumerate(self._draft_rows(rows)):
-            begin, _ = rows.targets(place)
-            drafts = self._draft_logits(place, hidden).log_softmax(-1)
-            own = noise[begin - first :][:, self.known]
-            equal = self.known[(drafts + own).argmax(-1)] == chosen[begin - first :]
-            # of the bases that the first place has too
-            equal = equal[first - begin + place :]
+        for depth, hidden in enumerate(self._draft_rows(rows)):
+            begin, _ = rows.targets(depth)
+            drafts = self._draft_logits(depth, hidden).log_softmax(-1)
+            known_noise = noise[begin - first :][:, self.known]
+            equal = self.known[(drafts + known_noise).argmax(-1)] == chosen[begin - first :]
+            # only bases that the first depth has too
+            equal = equal[first - begin + depth :]
             so_far = equal if so_far is None else so_far[: len(equal)] & equal
-            right[place] += int(so_far.sum())
-            seen[place] += len(so_far)
+            right[depth] += int(so_far.sum())
+            seen[depth] += len(so_far)
 
     def _loss(self, rows: PolicyRows, head: Tensor) -> Tensor:
         total, weight = torch.zeros(()), 0.0
-        for place, hidden in enumerate(self._draft_rows(rows)):
+        for depth, hidden in enumerate(self._draft_rows(rows)):
             if not len(hidden):
                 break
-            start, stop = rows.targets(place)
+            start, stop = rows.targets(depth)
             wanted = self._policy_logits(rows.hidden[start:stop], head).softmax(-1)
-            logprobs = self._draft_logits(place, hidden).log_softmax(-1)
-            total = total - DECAY**place * (wanted * logprobs).sum(-1).mean()
-            weight += DECAY**place
+            logprobs = self._draft_logits(depth, hidden).log_softmax(-1)
+            total = total - DECAY**depth * (wanted * logprobs).sum(-1).mean()
+            weight += DECAY**depth
         if weight:
             return total / weight
-        # of a sample too short for any draft there is nothing to learn
+        # a sample too short for any draft has no loss
         return sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore
 
     def _policy_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
@@ -238,33 +245,35 @@ class DraftTrainer:
             return medusa_rows(self.spec, self.params, rows, self.places)
         return eagle_rows(self.spec, self.params, rows, self.places)
 
-    def _draft_logits(self, place: int, hidden: Tensor) -> Tensor:
+    def _draft_logits(self, depth: int, hidden: Tensor) -> Tensor:
         if isinstance(self.spec, EagleSpec):
             return functional.linear(hidden, self.params["lm_head.weight"])
-        head = min(place, self.spec.projections - 1)
+        head = min(depth, self.spec.projections - 1)
         return functional.linear(hidden, self.params[f"lm_heads.{head}.weight"])
 
-    # -- what the policy computes ------------------------------------------------------------------
+    # -- rows of the policy ------------------------------------------------------------------------
 
     def _rows(self, samples: Iterable[TrainingSample]) -> list[PolicyRows]:
-        """What the policy computes of the samples, under the weights that serve now."""
-        given = [each for each in samples if each.completion_tokens]
-        if not given:
-            raise InvalidRequest("there are no samples with a completion to train heads on.")
-        # here: what does not fit a step would end the engine
+        """Compute the policy's rows of the samples, under the weights currently served."""
+        usable = [each for each in samples if each.completion_tokens]
+        if not usable:
+            raise InvalidRequest(
+                "no samples with a completion to train heads on; pass at least one."
+            )
+        # check now, because a sequence that is too long for a step would stop the engine
         most = len(self.engine.model.ropes[0].cos)
-        for each in given:
+        for sample in usable:
             tokens = checked_ids(
-                (*each.prompt_tokens, *each.completion_tokens), self.engine.spec.vocab_size
+                (*sample.prompt_tokens, *sample.completion_tokens), self.engine.spec.vocab_size
             )
             if len(tokens) > most:
                 raise InvalidRequest(
-                    f"a sample has {len(tokens)} tokens, and this engine computes at most {most}."
+                    f"a sample has {len(tokens)} tokens; this engine computes at most {most}."
                 )
-        found: list[PolicyRows] = []
-        # nothing else is computed meanwhile, and no weights change
-        self.engine.shared.between_steps(POLICY, lambda: found.extend(self._computed(given)))
-        return found
+        rows: list[PolicyRows] = []
+        # between steps: no other computation and no weight update at the same time
+        self.engine.shared.between_steps(POLICY, lambda: rows.extend(self._computed(usable)))
+        return rows
 
     @torch.no_grad()
     def _computed(self, samples: Sequence[TrainingSample]) -> list[PolicyRows]:
@@ -279,13 +288,13 @@ class DraftTrainer:
         lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
         blocks = -(-max(lengths) // BLOCK)
         storage = KVStorage(policy.spec, blocks, BLOCK, policy.dtype, policy.device)
-        found: list[PolicyRows] = []
+        computed: list[PolicyRows] = []
         for sample, length in zip(samples, lengths, strict=True):
             ids = [*sample.prompt_tokens, *sample.completion_tokens]
-            rows = Rows(ids, 0, range(blocks))
-            batch = batch_of_rows([rows], BLOCK, draws=range(length))
+            sample_rows = Rows(ids, 0, range(blocks))
+            batch = batch_of_rows([sample_rows], BLOCK, draws=range(length))
             hidden = model.forward(batch, storage).hidden
-            found.append(
+            computed.append(
                 PolicyRows(
                     token_ids=torch.tensor(ids),
                     hidden=hidden.float().clone(),
@@ -296,12 +305,12 @@ class DraftTrainer:
                     first=max(len(sample.prompt_tokens), 1),
                 )
             )
-        return found
+        return computed
 
     # -- weights -----------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors by their public names, in the policy's dtype."""
+        """Return the tensors by their public names, in the policy's dtype."""
         dtype = self.engine.model.dtype
         return {
             re.sub(r"^layers\.0\.", self._layer_name, name): param.detach().to(dtype)
@@ -309,13 +318,15 @@ class DraftTrainer:
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write config.json and the tensors: Medusa as vLLM reads it, a new EAGLE-3 head as its
-        authors name it, one of a folder as it was. Raises `ConfigError` for a folder that holds a
-        model.
+        """Write config.json and the tensors.
+
+        Medusa heads are in vLLM's format, a new EAGLE-3 head in its authors' format, and heads
+        from a folder in the format of that folder. Raises `ConfigError` if the folder already
+        holds a model.
         """
         folder = Path(folder)
         if (folder / WEIGHTS).exists() or (folder / "config.json").exists():
-            raise ConfigError(f"{folder} holds a model already; name a new folder.")
+            raise ConfigError(f"{folder} already holds a model; choose a new folder.")
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: each.contiguous() for name, each in self.weights().items()}
         if self._embedding is not None:
@@ -329,7 +340,7 @@ class DraftTrainer:
 
     @property
     def _layer_name(self) -> str:
-        """What EAGLE-3's layer is called where its folder comes from."""
+        """Prefix of EAGLE-3's layer in the format of its folder."""
         return "layers.0." if "transformer_layer_config" in self._config else "midlayer."
 
     def _map(self) -> dict[str, Tensor]:
@@ -343,7 +354,7 @@ class DraftTrainer:
 
 
 def frequent_tokens(samples: Iterable[TrainingSample], count: int, vocab_size: int) -> list[int]:
-    """The ids that completions have most often, so many of them; of equals the lower ones."""
+    """Return the `count` most frequent ids of completions; among equals, the lower ones."""
     counts = Counter(token for each in samples for token in each.completion_tokens)
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return sorted(ranked[:count])
@@ -358,11 +369,11 @@ def _new_heads(
 ) -> Heads:
     """Return new heads. Raises `ConfigError`."""
     if kind not in ("medusa", "eagle"):
-        raise ConfigError(f"kind={kind!r} is no kind of heads; 'medusa' and 'eagle' are.")
+        raise ConfigError(f"kind must be one of 'medusa', 'eagle'; got {kind!r}.")
     vocab_size = engine.spec.vocab_size
     known = sorted(set(known_tokens)) if known_tokens is not None else []
     if known and not 0 <= known[0] <= known[-1] < vocab_size:
-        raise ConfigError(f"known_tokens names ids that are not among the {vocab_size}.")
+        raise ConfigError(f"known_tokens must be ids from 0 to {vocab_size - 1}.")
     spec = _new_spec(engine.spec, kind, places, len(known) or vocab_size)
     known_ids = torch.tensor(known) if known else torch.arange(vocab_size)
     tensors = _initial(engine.model, spec, known_ids, generator)
@@ -370,10 +381,10 @@ def _new_heads(
 
 
 def _heads_of(engine: InferenceEngine, folder: Path) -> Heads:
-    """Return the heads of a folder. Raises `ConfigError`."""
+    """Load the heads of a folder. Raises `ConfigError`."""
     spec = read_heads(folder, engine.spec)
     if spec is None:
-        raise ConfigError(f"{folder} holds no Medusa heads and no EAGLE-3 head.")
+        raise ConfigError(f"{folder} does not hold Medusa heads or an EAGLE-3 head.")
     tensors = read_named(folder, spec)
     stored = tensors.pop("map", None)
     known = torch.arange(engine.spec.vocab_size) if stored is None else mapped_ids(spec, stored)
@@ -400,7 +411,7 @@ def _new_spec(policy: ModelSpec, kind: Kind, places: int, known: int) -> HeadsSp
 
 
 def _layer_config(policy: ModelSpec) -> dict[str, Any]:
-    """A plain layer with the sizes of the policy's."""
+    """Return the config of a plain layer with the policy's sizes."""
     return {
         "model_type": "llama",
         "hidden_size": policy.hidden_size,
@@ -422,26 +433,28 @@ def _layer_config(policy: ModelSpec) -> dict[str, Any]:
 def _initial(
     policy: Decoder, spec: HeadsSpec, known: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """New parameters by name. Projections begin as the policy's; Medusa's blocks begin as nothing
-    added, and what EAGLE-3's layer reads as mostly the upmost of the three.
+    """Return new parameters by name.
+
+    Projections start as copies of the policy's. Medusa's blocks start by adding nothing. The input
+    of EAGLE-3's layer starts as mostly the last of the three taps.
     """
     head = _matrix(policy.head)[known]
-    found: dict[str, Tensor] = {}
+    params: dict[str, Tensor] = {}
     for source in (source for param in table_of(spec) for source in param.sources):
         if "lm_head" in source.name:
-            found[source.name] = head.clone()
+            params[source.name] = head.clone()
         elif source.name.startswith("blocks."):
-            found[source.name] = torch.zeros(source.shape)
+            params[source.name] = torch.zeros(source.shape)
         elif len(source.shape) == 1:
-            found[source.name] = torch.ones(source.shape)
+            params[source.name] = torch.ones(source.shape)
         else:
-            found[source.name] = torch.randn(source.shape, generator=generator) * INITIAL
+            params[source.name] = torch.randn(source.shape, generator=generator) * INITIAL
     if isinstance(spec, EagleSpec):
         hidden = spec.layer.hidden_size
-        found["fc.weight"][:, -hidden:] += torch.eye(hidden)
+        params["fc.weight"][:, -hidden:] += torch.eye(hidden)
         norm = policy.params["norm"].float()
-        found["norm.weight"] = norm + policy.spec.norm_offset
-    return found
+        params["norm.weight"] = norm + policy.spec.norm_offset
+    return params
 
 
 def _config_of(spec: HeadsSpec, policy: ModelSpec, known: int) -> dict[str, Any]:
@@ -467,5 +480,5 @@ def _config_of(spec: HeadsSpec, policy: ModelSpec, known: int) -> dict[str, Any]
 
 
 def _matrix(param: Any) -> Tensor:
-    """A weight as plain numbers, float32."""
+    """Return a weight as a plain float32 tensor."""
     return (param if isinstance(param, Tensor) else param.read()).float()

@@ -1,4 +1,4 @@
-"""The gradients of logprobs by the head and by the rows that it reads."""
+"""Gradients of logprobs with respect to the head and the rows that it reads."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from nano_inference.ops.reference.backend import scaled
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
 
-HEAD_ROWS = 256  # rows whose logits are in memory at once
+HEAD_ROWS = 256  # rows whose logits are in memory simultaneously
 
 
 def head_gradients(
@@ -21,12 +21,13 @@ def head_gradients(
     temperature: float,
     wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden rows [N, H], in their dtype, and of the head, float32 [V, H];
-    those of the head are empty unless they are `wanted`.
+    """Return the gradients of hidden rows [N, H], in their dtype, and of the head, float32 [V, H].
 
-    With z = hidden @ weight.T, scaled, -inf where masks cut, it is (one-hot - softmax(z /
-    temperature)) / temperature by z. The logits are float32 whatever the dtype: rounded ones
-    would be other probabilities.
+    The gradient of the head is empty unless it is `wanted`.
+
+    With z = hidden @ weight.T, scaled, and -inf for masked tokens, the gradient with respect to z
+    is (one-hot - softmax(z / temperature)) / temperature. The logits are always float32, because
+    rounded ones would be other probabilities.
     """
     d_hidden = torch.zeros_like(hidden)
     d_head = torch.zeros_like(weight32) if wanted else torch.empty(0)
@@ -37,9 +38,9 @@ def head_gradients(
     )
     for first in range(0, len(batch.scored_rows), HEAD_ROWS):
         rows = batch.scored_rows[first : first + HEAD_ROWS]
-        own = hidden[rows]
-        logits = functional.linear(own.float(), weight32)
-        # a cap's slope is 1 - (z / cap)^2
+        inputs = hidden[rows]
+        logits = functional.linear(inputs.float(), weight32)
+        # the slope of a cap is 1 - (z / cap)^2
         slope = 1 - (scaled(logits, scale) / cap).square() if cap else None
         logits = scaled(logits, scale).div_(temperature) if cap else logits.div_(divisor)
         if len(batch.mask_words):
@@ -52,7 +53,7 @@ def head_gradients(
         d_logits[batch.owners[here] - first, batch.targets[here]] += batch.gradients[here]
         d_logits = d_logits.div_(divisor)
         d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(hidden.dtype)
-        d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may stand under several masks
+        d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may occur under several masks
         if wanted:
-            d_head += d_logits.T @ own
+            d_head += d_logits.T @ inputs
     return d_hidden, d_head

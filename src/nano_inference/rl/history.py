@@ -1,5 +1,5 @@
-"""What a sample says of its own making: which tokens were drawn, and which weights computed what
-they attended to.
+"""A sample's own record of its computation: the sampled tokens, and the weight versions of their
+contexts.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from nano_inference.types import ContextVersions, TrainingSample, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Completion tokens [start, end), and the version that computed each row of their context: [P +
-    end - 1].
+    """Completion tokens [start, end), and the weight version of each row of their context.
+
+    There are P + end - 1 rows, with P prompt tokens.
     """
 
     start: int
@@ -21,40 +22,45 @@ class Stretch:
 
 
 def was_sampled(sample: TrainingSample) -> tuple[bool, ...]:
-    """For each completion token whether it was sampled rather than appended."""
+    """Return, for each completion token, True if it was sampled rather than appended."""
     return sample.loss_mask or (True,) * len(sample.completion_tokens)
 
 
 def stretches(sample: TrainingSample) -> list[Stretch]:
-    """The sample's `kv_versions` row by row; checked. Raises `InvalidRequest`.
+    """Return the sample's `kv_versions` row by row, checked. Raises `InvalidRequest`.
 
-    A sample that has none, but one weight version, was computed by that one.
+    A sample without `kv_versions` must have a single weight version, which then applies to all.
     """
     length, sampled = len(sample.completion_tokens), was_sampled(sample)
     if len(sampled) != length:
         raise InvalidRequest(
-            f"the sample has {len(sampled)} loss_mask for {length} completion tokens."
+            f"loss_mask has {len(sampled)} entries for {length} completion tokens; it must have "
+            "one for each."
         )
-    found: list[Stretch] = []
+    checked: list[Stretch] = []
     covered = [False] * length
     for entry in sample.kv_versions or _of_one_version(sample):
         start, end = entry.token_start, entry.token_end
-        if not (found[-1].end if found else 0) <= start < end <= length:
+        if not (checked[-1].end if checked else 0) <= start < end <= length:
             raise InvalidRequest(
-                f"kv_versions: tokens [{start}, {end}) do not follow those before them in {length}."
+                f"kv_versions must be in order and within the {length} completion tokens; tokens "
+                f"[{start}, {end}) are not."
             )
-        found.append(Stretch(start, end, tuple(_rows(entry, len(sample.prompt_tokens) + end - 1))))
+        checked.append(
+            Stretch(start, end, tuple(_rows(entry, len(sample.prompt_tokens) + end - 1)))
+        )
         covered[start:end] = [True] * (end - start)
     for index in range(length):
         if sampled[index] and not covered[index]:
             raise InvalidRequest(
-                f"kv_versions do not say which weights computed what completion token {index} saw."
+                f"kv_versions do not cover completion token {index}; every sampled token needs "
+                "the weight versions of its context."
             )
-    return found
+    return checked
 
 
 def versions_of(sample: TrainingSample) -> set[int]:
-    """The weight versions that a replay needs. Raises `InvalidRequest`."""
+    """Return the weight versions that a replay needs. Raises `InvalidRequest`."""
     return {version for stretch in stretches(sample) for version in stretch.row_versions}
 
 
@@ -63,9 +69,8 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
     versions = {span.version for span in sample.weight_versions} or {sample.weight_version}
     if len(versions) > 1:
         raise InvalidRequest(
-            f"the sample is of weight versions {', '.join(map(str, sorted(versions)))} and has no "
-            "kv_versions, so "
-            "it is not known which of them computed the context of its tokens."
+            f"the sample has weight versions {', '.join(map(str, sorted(versions)))} but no "
+            "kv_versions; without them, the version of each row of its context is unknown."
         )
     if not length:
         return []
@@ -76,13 +81,13 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
 def _rows(entry: ContextVersions, num_rows: int) -> Iterator[int]:
     at = 0
     for span in entry.versions:
-        if span.start != at or not at < span.end <= num_rows:  # before there is a row of each
+        if span.start != at or not at < span.end <= num_rows:  # before rows are allocated
             break
         yield from [span.version] * (span.end - span.start)
         at = span.end
     if at != num_rows or (entry.versions and entry.versions[-1].end != num_rows):
         raise InvalidRequest(
             f"kv_versions of tokens [{entry.token_start}, {entry.token_end}) must tile the "
-            f"{num_rows} rows of their "
-            f"context in order, not {[(span.start, span.end) for span in entry.versions]}."
+            f"{num_rows} rows of their context in order; got "
+            f"{[(span.start, span.end) for span in entry.versions]}."
         )

@@ -1,5 +1,5 @@
-"""`LoraPolicy`: the trainer's adapter, whose logprobs are the engine's to the bit; the weights that
-it adapts are the engine's own.
+"""`LoraPolicy`: the trainer's adapter on the engine's own weights, with the engine's
+logprobs bit for bit.
 """
 
 import itertools
@@ -51,23 +51,24 @@ _A, _B = "lora_A.weight", "lora_B.weight"
 
 
 class LoraPolicy(ScoringModule):
-    """An adapter of low rank as parameters under PEFT's names, and its logprobs by the engine's own
-    operations.
+    """A LoRA adapter as parameters under PEFT's names, with logprobs from the engine's operations.
 
-    Forward: the engine scores the sequences with a copy of the matrices, on top of its own weights:
-    the bits of samples that it draws with the same adapter. Backward: a forward in plain torch at
-    the same weights is differentiated by the matrices alone, sequence by sequence in a fixed order.
+    Forward: the engine scores the sequences with a copy of the matrices on top of its own weights.
+    The bits equal those of samples that it draws with the same adapter. Backward: a forward pass in
+    plain torch at the same weights is differentiated with respect to the matrices only, sequence by
+    sequence in a fixed order.
 
-    A starts with uniform numbers (Kaiming, as PEFT's), B with zeros: a new adapter changes nothing.
+    A starts with uniform numbers (Kaiming, as in PEFT), B with zeros: a new adapter changes
+    nothing.
 
     Args:
-        engine: one that takes adapters (`max_loras`), or the configuration to build one from.
-        settings: rank, alpha, targets and seed; None: the defaults.
-        name: under which `publish` serves it.
-        micro_batch_tokens: as of `PolicyModel`.
-        num_workers: as there.
-        gradient_dtype: of the products of a backward pass with the frozen weights; as there. What
-            the adapter adds is float32.
+        engine: Engine that accepts adapters (`max_loras`), or a configuration to build one from.
+        settings: Rank, alpha, targets and seed. None: the defaults.
+        name: Name under which `publish` serves the adapter.
+        micro_batch_tokens: As in `PolicyModel`.
+        num_workers: As in `PolicyModel`.
+        gradient_dtype: Dtype of a backward pass's products with the frozen weights, as in
+            `PolicyModel`. The adapter's products are float32.
     """
 
     def __init__(
@@ -82,20 +83,21 @@ class LoraPolicy(ScoringModule):
     ) -> None:
         super().__init__(engine, micro_batch_tokens, num_workers)
         settings = settings or LoraSettings()
-        spec, own = self.engine.spec, self.engine.model
+        spec, model = self.engine.spec, self.engine.model
         if spec.state is not None or spec.moe is not None:
             kind = "experts" if spec.moe is not None else "layers that carry a state"
             raise ConfigError(
-                f"LoraPolicy has no gradients for {spec.architecture}: it has {kind}."
+                f"LoraPolicy has no gradients for {spec.architecture}, because it has {kind}; "
+                "choose another model."
             )
-        if not own.ops.has_adapters or own.device.type != "cpu":
+        if not model.ops.has_adapters or model.device.type != "cpu":
             raise ConfigError(
-                f"the operations of {own.ops.name!r} on {own.device} compute no adapters; take "
+                f"backend {model.ops.name!r} on {model.device} does not support adapters; use "
                 'backend="cpu" or "reference" on a CPU.'
             )
         most = self.engine.config.max_lora_rank
         if settings.rank > most:
-            raise AdapterError(f"rank={settings.rank} is above max_lora_rank={most}.")
+            raise AdapterError(f"rank={settings.rank} exceeds max_lora_rank={most}.")
         self.settings, self.name = settings, name
         self._targets = chosen(spec, settings.targets)
         generator = torch.Generator().manual_seed(settings.seed)
@@ -106,12 +108,12 @@ class LoraPolicy(ScoringModule):
             place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
-        # where the parameters stand, whatever stands there by then
+        # modules that hold the parameters, so that replaced parameters are seen
         self._owners: list[tuple[str, Any, Any]] = [
-            (place, self._owner(target, "lora_A"), self._owner(target, "lora_B"))
-            for place, target in self._by_place()
+            (key, self._owner(target, "lora_A"), self._owner(target, "lora_B"))
+            for key, target in self._by_key()
         ]
-        self._memory = AdapterMemory(spec, own.device, own.ops.placed)
+        self._memory = AdapterMemory(spec, model.device, model.ops.placed)
         self._decoder = self._torch_decoder(gradient_dtype)
         self._frozen = _Frozen(self.engine, self._decoder.dtype)
         self._lock = threading.Lock()
@@ -124,20 +126,21 @@ class LoraPolicy(ScoringModule):
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
     ) -> AdapterInfo:
-        """Serve the adapter as it is now as a new version of `name` (None: its own); options are
-        those of `engine.load_adapter`.
+        """Serve the current adapter as a new version of `name` (None: its own name).
+
+        Options are those of `engine.load_adapter`.
         """
         served = self.engine.adapter_table
         return served.take(name or self.name, self._pairs(), version, kv_policy)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a folder that PEFT, and `engine.load_adapter`, read.
+        """Write a folder that PEFT and `engine.load_adapter` can read.
 
-        Raises `ConfigError` for a folder that holds an adapter already.
+        Raises `ConfigError` if the folder already holds an adapter.
         """
         path = Path(folder)
         if (path / WEIGHTS).exists():
-            raise ConfigError(f"{path} holds an adapter already; name a new folder.")
+            raise ConfigError(f"{path} already holds an adapter; choose a new folder.")
         path.mkdir(parents=True, exist_ok=True)
         config = {
             "peft_type": "LORA",
@@ -156,45 +159,50 @@ class LoraPolicy(ScoringModule):
         save_file(tensors, path / WEIGHTS)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take the numbers of a PEFT folder of the same rank, alpha and modules. Raises
-        `AdapterError`, with nothing changed.
+        """Load the values of a PEFT folder of the same rank, alpha and modules.
+
+        Raises `AdapterError`, with nothing changed.
         """
         tensors, config = read_folder(Path(folder))
         tensors, _ = split_head(tensors)
         spec, most = self.engine.spec, self.engine.config.max_lora_rank
         pairs = pairs_of(tensors, settings_of(config), spec, most)
-        own = self._pairs()
-        for place in {*pairs, *own}:
-            if place not in pairs or place not in own:
-                where = "is not in" if place in own else "is only in"
-                raise AdapterError(f"{place} {where} {folder}; its targets are others.")
-            if pairs[place].a.shape != own[place].a.shape or pairs[place].scale != own[place].scale:
-                raise AdapterError(f"{place} has another rank or scale in {folder}.")
-            if not all(bool(half.isfinite().all()) for half in pairs[place][:2]):
-                raise AdapterError(f"{place} is not finite in {folder}.")
+        current = self._pairs()
+        for key in {*pairs, *current}:
+            if key not in pairs or key not in current:
+                problem = "is not in" if key in current else "is only in"
+                raise AdapterError(
+                    f"{key} {problem} {folder}; its targets must be those of this adapter."
+                )
+            if pairs[key].a.shape != current[key].a.shape or pairs[key].scale != current[key].scale:
+                raise AdapterError(
+                    f"{key} has another rank or scale in {folder}; both must equal this adapter's."
+                )
+            if not all(bool(half.isfinite().all()) for half in pairs[key][:2]):
+                raise AdapterError(f"{key} has non-finite values in {folder}.")
         with torch.no_grad():
-            for place, pair in pairs.items():
-                own[place].a.copy_(pair.a)
-                own[place].b.copy_(pair.b)
+            for key, pair in pairs.items():
+                current[key].a.copy_(pair.a)
+                current[key].b.copy_(pair.b)
 
     def _pairs(self) -> dict[str, Pair]:
-        """The parameters by the names of `targets_of`."""
+        """Return the parameters by the names of `targets_of`."""
         scale = self.settings.scale(self.settings.rank)
-        return {place: Pair(a["weight"], b["weight"], scale) for place, a, b in self._owners}
+        return {key: Pair(a["weight"], b["weight"], scale) for key, a, b in self._owners}
 
     def _owner(self, target: Target, half: str) -> Any:
         return self.get_submodule(f"{PREFIX}{target.module}.{half}")._parameters
 
-    def _by_place(self) -> Iterator[tuple[str, Target]]:
+    def _by_key(self) -> Iterator[tuple[str, Target]]:
         for target in self._targets:
             yield within(target.module) or target.module, target
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
-        """The scores, and the states of the parameters that they were computed from."""
+        """Return the scores, and the parameters' states from which they were computed."""
         with self._lock:
             now = states([*self.parameters()])
             if self._scoring is None or self._scoring[0] != now:
-                # a name that none is served under, and a number that no other policy has had
+                # a name that is not served, and a number that no other policy has used
                 name, number = f"{self.name}\n", next(_NUMBERS)
                 self._scoring = now, self._memory.make(name, number, self._pairs()).adapter
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
@@ -213,11 +221,11 @@ class LoraPolicy(ScoringModule):
                 leaves = {name: v.detach().float().requires_grad_() for name, v in values.items()}
                 params, head = self._with_adapter(leaves)
                 inner = {n: v for n, v in leaves.items() if not n.startswith(f"{PREFIX}lm_head.")}
-                found = self._decoder.adapter_gradients(
+                gradients = self._decoder.adapter_gradients(
                     params, [*inner.values()], head, part.to(device), temperature
                 )
             outer = [name for name in leaves if name not in inner]
-            return dict(zip([*inner, *outer], found, strict=True))
+            return dict(zip([*inner, *outer], gradients, strict=True))
 
         parts = micro_batches(scored, self.micro_batch_tokens)
         totals = sum_of_parts(parts, compute, device, self.num_workers)
@@ -229,9 +237,7 @@ class LoraPolicy(ScoringModule):
     def _with_adapter(
         self, leaves: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Any], tuple[Tensor, Tensor, float] | None]:
-        """The decoder's parameters with what the adapter adds in layers, and its matrices of the
-        head.
-        """
+        """Return the decoder's parameters with the adapter's, and the adapter's head matrices."""
         scale, head = self.settings.scale(self.settings.rank), None
         added: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
         for target in self._targets:
@@ -246,8 +252,9 @@ class LoraPolicy(ScoringModule):
 
 
 class _Frozen(Mapping[str, Tensor]):
-    """The engine's weights as a backward pass reads them, one at a time: there is no second copy of
-    the model.
+    """The engine's weights, converted for a backward pass one at a time.
+
+    There is no second copy of the model.
     """
 
     def __init__(self, engine: InferenceEngine, dtype: torch.dtype) -> None:

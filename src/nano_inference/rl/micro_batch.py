@@ -1,6 +1,4 @@
-"""Sequences cut into fixed micro-batches of rows, in which a beginning that sequences have in
-common stands once.
-"""
+"""Sequences divided into fixed micro-batches of rows, with common prefixes stored once."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,21 +14,22 @@ from nano_inference.sampling.tensors import TORCH
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before
-    position 1; and the mask of each of them, int32 [W], where there are masks. `targets`, as many
-    in each place, have the logprobs in the place of its tokens; empty: the tokens themselves.
+    """A sequence with the loss's gradient of each logprob from `start` on, at least 1.
+
+    `masks`, if any, has the mask of each of those tokens, int32 [W]. `targets`, equally many at
+    each position, have the logprobs instead of the sequence's tokens. Empty: the tokens themselves.
     """
 
     token_ids: list[int]
     start: int
     gradients: list[float]
-    # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
+    # int16 [rows, expert layers, K]: experts of at least the rows with gradients
     routes: Tensor | None = None
     masks: Sequence[np.ndarray] = ()
     targets: Sequence[Sequence[int]] = ()
 
     def wanted(self) -> list[tuple[int, int, float]]:
-        """Each row that a gradient comes from, with its target and the gradient."""
+        """Return each row with a nonzero gradient, its target and the gradient."""
         targets = self.targets or [[token] for token in self.token_ids[self.start :]]
         pairs = ((row, target) for row, own in enumerate(targets, self.start - 1) for target in own)
         return [
@@ -42,35 +41,34 @@ class ScoredSequence:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring rows [start, end) of one sequence, and where its rows from the first to the last
-    of them stand.
-    """
+    """Consecutive rows [start, end) of one sequence, and the batch rows of its whole prefix."""
 
     start: int
     end: int
-    path: Tensor  # int64 [L]
+    path: Tensor  # int64 [L], from the sequence's first row to row end - 1
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows whose gradients are computed together. N rows, U of them with targets, P targets;
-    integers are int64.
+    """Rows whose gradients are computed together: N rows, U of them with targets, P targets.
+
+    Integer tensors are int64.
     """
 
     token_ids: Tensor  # [N]
     positions: Tensor  # [N]
     segments: tuple[Segment, ...]  # in the order of the rows
-    scored_rows: Tensor  # [U] rows that have targets; one a mask
+    scored_rows: Tensor  # [U] rows that have targets, once for each mask
     mask_rows: Tensor  # [U] row of `mask_words`, -1: the targets have no mask
     mask_words: Tensor  # int32 [M, W]
-    owners: Tensor  # [P] place of the target's row in `scored_rows`
-    targets: Tensor  # [P] a token that is scored after that row; no place has one twice
+    owners: Tensor  # [P] index of the target's row in `scored_rows`
+    targets: Tensor  # [P] a token that is scored after that row, unique for each index
     gradients: Tensor  # float32 [P] of its logprob
-    # [N, layers of experts, K]: the experts that each row goes through
+    # [N, expert layers, K]: experts of each row
     routes: Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on another device."""
+        """Return the batch with its tensors on another device."""
         if device.type == "cpu":
             return self
         moved = {name: value.to(device) for name, value in _tensors(self).items()}
@@ -79,14 +77,13 @@ class MicroBatch:
 
 
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
-    """Cut sequences, in their order, into micro-batches of at most `max_rows` rows; a longer
-    sequence stands alone.
+    """Divide sequences, in order, into micro-batches of at most `max_rows` rows.
 
-    Where sequences have routes all of them have, and those of a row that they share agree; else
-    `RuntimeError`.
+    A longer sequence gets its own batch. Either all sequences have routes or none, and the routes
+    of a shared row must agree. Raises `RuntimeError` otherwise.
 
-    The cut depends on the arguments alone, as the order of additions in a gradient does. Rows that
-    no gradient comes from are left out, and so are whole sequences.
+    The division depends only on the arguments, and so does the order of additions in a gradient.
+    Rows without a gradient are left out, and so are sequences without any.
     """
     rows = _Rows()
     for sequence in sequences:
@@ -118,13 +115,13 @@ class _Rows:
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     segments: list[Segment] = field(default_factory=list[Segment])
-    # one entry a row
+    # one entry for each row
     routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))
-    # (row, address of its mask or 0) -> place among these
+    # (row, address of its mask or 0) -> index in this dict
     places: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    # (place, mask) of those that have one
+    # (index, mask) of those with a mask
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list[tuple[int, np.ndarray]])
-    # (place, token) -> grad
+    # (index, token) -> gradient
     targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     @property
@@ -132,7 +129,7 @@ class _Rows:
         return len(self.token_ids)
 
     def num_new(self, token_ids: list[int]) -> int:
-        """How many rows a sequence would add."""
+        """Return how many rows a sequence would add."""
         parent = -1
         for position, token_id in enumerate(token_ids):
             if (parent, token_id) not in self.children:
@@ -141,7 +138,7 @@ class _Rows:
         return 0
 
     def add(self, token_ids: list[int], routes: Tensor | None = None) -> list[int]:
-        """Add a sequence; returns the row of each of its tokens."""
+        """Add a sequence and return the row of each of its tokens."""
         path: list[int] = []
         first, parent = self.num_rows, -1
         for position, token_id in enumerate(token_ids):
@@ -158,7 +155,7 @@ class _Rows:
         return path
 
     def scored(self, row: int, mask: np.ndarray | None) -> int:
-        """The place of a row that has targets under this mask."""
+        """Return the index of a row that has targets under this mask."""
         key = (row, 0 if mask is None else id(mask))
         if key not in self.places:
             if mask is not None:
@@ -167,14 +164,12 @@ class _Rows:
         return self.places[key]
 
     def _add_routes(self, path: list[int], first: int, routes: Tensor) -> None:
-        """Note the experts of the rows from `first` on; the others of the path have theirs
-        already.
-        """
+        """Record the experts of the rows from `first` on, and check those of the earlier rows."""
         if len(routes) != len(path):
             raise RuntimeError(
-                f"the experts of {len(routes)} rows are known, of {len(path)} that need them."
+                f"the routes have {len(routes)} rows; {len(path)} rows need experts."
             )
-        shared = bisect_left(path, first)  # rows of a path rise
+        shared = bisect_left(path, first)  # rows of a path ascend
         here = torch.cat([self.routes, routes[shared:]]) if len(self.routes) else routes
         if not torch.equal(here[path], routes):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What tells whether parameters were written since: also through `.data`, numpy views and fused
+"""Detection of writes to parameters, including those through `.data`, numpy views and fused
 optimizers.
 """
 
@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 WORD = 8  # bytes
-GPU_ROWS = 256  # that are multiplied at once
-# words that are multiplied by the same factors as those of every other row; they stay in a core's
-# cache
+GPU_ROWS = 256  # rows that are multiplied simultaneously
+# words in a row; all rows have the same factors, which fit into a core's cache
 ROW = 2**14
 
 
 class State(NamedTuple):
-    """Of a parameter: where it lies, its version counter, and two hashes of its bits in their
-    order.
-    """
+    """Address, version counter, and two hashes of the bits of a parameter, in order."""
 
     pointer: int
     version: int
@@ -28,10 +25,10 @@ class State(NamedTuple):
 
 
 def states(params: Sequence[Tensor]) -> list[State]:
-    """The states of parameters as they are now.
+    """Return the current states of parameters.
 
-    Fused optimizers and what is written through `.data` or a numpy view leave the counter as it
-    was, not the bits.
+    Fused optimizers and writes through `.data` or a numpy view do not change the version counter,
+    but they do change the hashes.
     """
     hashes = torch.stack([_hashes(param.detach()) for param in params]).tolist() if params else []
     return [
@@ -41,14 +38,13 @@ def states(params: Sequence[Tensor]) -> list[State]:
 
 
 def _hashes(tensor: Tensor) -> Tensor:
-    """Two sums modulo 2^64, int64 [2]: of words times odd factors, and of their upper halves times
-    factors.
+    """Return two sums modulo 2^64, int64 [2]: of words times odd factors, and of their upper halves
+    times factors.
 
-    Factors differ from place to place. A single word of 8 bytes that has changed changes the first
-    sum for certain, since odd factors can be divided by. Where several have, such as rows that
-    changed places, both sums stay as they were with a chance of at most 2^-32: the second is for
-    changes of upper bits alone, whose products overflow. It is no defence against an attacker
-    who chooses the bits for that.
+    Factors differ between positions. A change of a single 8-byte word always changes the first sum,
+    because odd factors are invertible. If several words change, for example if rows swap, both sums
+    stay equal with a probability of at most 2^-32. The second sum detects changes of only upper
+    bits, whose products overflow. The hashes do not protect against an attacker who chooses bits.
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     row_bytes = ROW * WORD
@@ -58,10 +54,10 @@ def _hashes(tensor: Tensor) -> Tensor:
     )
     rest[: len(data) - whole] = data[whole:]
     rows = data[:whole].view(torch.int64).view(-1, ROW)
-    found = [_products(some) for some in (rows, rest.view(torch.int64)[None]) if some.numel()]
+    products = [_products(some) for some in (rows, rest.view(torch.int64)[None]) if some.numel()]
     sums = (
-        torch.cat(found, dim=1)
-        if found
+        torch.cat(products, dim=1)
+        if products
         else torch.zeros(2, 1, dtype=torch.int64, device=data.device)
     )
     size = 2 ** (sums.shape[1] - 1).bit_length()
@@ -69,9 +65,9 @@ def _hashes(tensor: Tensor) -> Tensor:
 
 
 def _products(rows: Tensor) -> Tensor:
-    """Both sums of each row [R, W]: [2, R]."""
+    """Return both sums of each row [R, W]: [2, R]."""
     words, halves = _factors("words", ROW, rows.device)[:, : rows.shape[1]]
-    if rows.device.type != "cpu":  # where integers have no products of matrices
+    if rows.device.type != "cpu":  # integer matrix products exist only on CPUs
         some = rows.split(GPU_ROWS)
         sums = (
             [(r * words).sum(dim=1) for r in some],
@@ -85,6 +81,6 @@ def _products(rows: Tensor) -> Tensor:
 
 @cache
 def _factors(which: str, count: int, device: torch.device) -> Tensor:
-    """Odd numbers int64 [2, count]."""
+    """Return odd numbers, int64 [2, count]."""
     generator = torch.Generator().manual_seed(2 * count + (which == "rows"))
     return (2 * torch.randint(-(2**62), 2**62, (2, count), generator=generator) + 1).to(device)

@@ -1,4 +1,4 @@
-"""`PolicyModel`: the trainer's copy of the policy, whose logprobs are the engine's to the bit."""
+"""`PolicyModel`: the trainer's copy of the policy, with the engine's logprobs bit for bit."""
 
 import itertools
 import os
@@ -42,34 +42,35 @@ WEIGHT_SET = "trainer"
 
 
 class PolicyModel(ScoringModule):
-    """Ordinary parameters under the checkpoint's names, and their logprobs by the engine's own
-    operations.
+    """Ordinary parameters under the checkpoint's names, with logprobs from the engine's operations.
 
     Forward: the parameters, cast to the engine's dtype, score the sequences in the engine, as a
-    weight set of their own (`"trainer"`). So logprobs equal to the bit what the engine reports
-    under the same weights, and are computed from the parameters as they are. Backward: a forward in
-    plain torch at the same cast weights is differentiated, sequence by sequence in a fixed order,
-    every row through the experts that the engine's forward chose for it; the cast passes gradients
-    as they are. Of quantised weights (`EngineConfig.quantization`) it is a forward at the numbers
-    that the codes stand for, with inputs that are not rounded to codes, and gradients pass the
-    rounding of weights as they are too. Keys and values are rounded as the engine keeps them
-    (`EngineConfig.kv_cache_dtype`), and gradients pass that too. Gradients have the same bits
-    whatever the number of threads and the engine's options are, on processors for which torch takes
-    the same kernels.
+    separate weight set (`"trainer"`). Logprobs therefore equal, bit for bit, those that the engine
+    reports under the same weights, and they always use the current parameters.
+
+    Backward: a forward pass in plain torch at the same cast weights is differentiated, sequence by
+    sequence in a fixed order. Every row passes through the experts that the engine's forward pass
+    chose for it. The cast passes gradients unchanged. Quantised weights
+    (`EngineConfig.quantization`) are used at their dequantised values, with inputs that are not
+    quantised. Keys and values are rounded as the engine stores them
+    (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
+
+    The bits of gradients do not depend on the number of threads or on the engine's options, on
+    processors for which torch selects the same kernels.
 
     Args:
-        engine: an engine, or the configuration to build one from (`model.engine`).
-        dtype: of the parameters. In float32 they start with the checkpoint's digits, as far as the
-            engine still serves the checkpoint.
-        micro_batch_tokens: rows whose gradients are computed together. It bounds the memory of a
-            backward pass, and it decides the order of additions: another number gives other last
-            bits.
-        num_workers: micro-batches in computation at once, each on one thread; no bit depends on it.
-            None: as many as torch has threads now.
-        gradient_dtype: of the products of a backward pass, at the same rounded weights: float32 or
-            bfloat16. None: as the engine's, but float32 on processors that do not multiply
-            bfloat16 natively, where torch's products of it take 8 to 50 times as long. Where they
-            do it takes half the time.
+        engine: Engine, or a configuration to build one from (`model.engine`).
+        dtype: Dtype of the parameters. In float32 they start with the checkpoint's digits, as far
+            as the engine still serves the checkpoint.
+        micro_batch_tokens: Number of rows whose gradients are computed together. It limits the
+            memory of a backward pass and decides the order of additions: another number changes
+            the last bits.
+        num_workers: Number of micro-batches computed simultaneously, each on one thread. It does
+            not affect any bit. None: the current number of torch's threads.
+        gradient_dtype: Dtype of a backward pass's products, at the same rounded weights: float32 or
+            bfloat16. None: the engine's dtype, but float32 on processors without native bfloat16
+            products, where torch's take 8 to 50 times as long. With native ones, bfloat16 takes
+            half the time.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class PolicyModel(ScoringModule):
         require_chosen_codes(self.engine, "PolicyModel")
         if self.engine.spec.state is not None:
             raise ConfigError(
-                f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
-                "carry a state; the engine itself serves and scores it."
+                f"PolicyModel has no gradients for {self.engine.spec.architecture}, because some "
+                "of its layers carry a state; the engine can serve and score it."
             )
         self._table = param_table(self.engine.spec)
         self._slots = slots(self._table)
@@ -100,8 +101,9 @@ class PolicyModel(ScoringModule):
         self._decoder = self._torch_decoder(gradient_dtype)
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
-        """Let the engine serve the parameters as a new version; options are those of
-        `engine.update_weights`.
+        """Serve the parameters in the engine as a new version.
+
+        Options are those of `engine.update_weights`.
         """
         with torch.no_grad():
             return self.engine.update_weights(
@@ -115,49 +117,53 @@ class PolicyModel(ScoringModule):
         dtype: torch.dtype | None = None,
         masters: bool = False,
     ) -> None:
-        """Save the parameters as a checkpoint that this engine and transformers load, with the
-        engine's tokenizer.
+        """Save the parameters as a checkpoint, with the engine's tokenizer.
+
+        The engine and transformers can load it.
 
         Args:
-            folder: a new one.
-            dtype: of the tensors; None: each as the engine holds it, so that an engine on the
+            folder: New folder.
+            dtype: Dtype of the tensors. None: the engine's dtype of each, so that an engine on the
                 checkpoint has the bits of `publish`.
-            masters: also save the parameters in their own dtype (float32, say), in the subfolder
-                `masters`. `load_masters` reads them, so that a run resumes without a rounding.
+            masters: Also save the parameters in their own dtype (for example float32), in the
+                subfolder `masters`. `load_masters` reads them, so that a run resumes without
+                rounding.
 
-        Raises `ConfigError` for a folder that holds a model, and for a model whose checkpoints hold
-        more than the text's tensors.
+        Raises `ConfigError` if the folder already holds a model, or if the model's checkpoints
+        hold more than the text model's tensors.
         """
         require_savable(self.engine.model_folder, self.engine.spec)
-        own = self.engine.model  # which may hold norms in float32
-        dtypes = {name: dtype or own.params[slot.param].dtype for name, slot in self._slots.items()}
+        model = self.engine.model  # may hold norms in float32
+        dtypes = {
+            name: dtype or model.params[slot.param].dtype for name, slot in self._slots.items()
+        }
         weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
         weights = as_stored(weights, self.engine.spec, self._table)
-        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or own.dtype)
+        save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or model.dtype)
         if masters:
             save_masters(Path(folder), dict(self.named_parameters()))
 
     def load_masters(self, folder: str | os.PathLike[str]) -> None:
-        """Set the parameters to those of `save_pretrained(folder, masters=True)`, bit for bit. The
-        engine serves them after `publish`.
+        """Set the parameters to those of `save_pretrained(folder, masters=True)`, bit for bit.
 
-        Raises `ConfigError` or `ModelLoadError`, with nothing changed, for a folder without master
-        weights, and for those of another model or dtype.
+        The engine serves them after `publish`. Raises `ConfigError` or `ModelLoadError`, with
+        nothing changed, if the folder has no master weights or those of another model or dtype.
         """
-        own = dict(self.named_parameters())
-        saved = load_masters(Path(folder), own)
+        params = dict(self.named_parameters())
+        saved = load_masters(Path(folder), params)
         with torch.no_grad():
-            for name, param in own.items():
+            for name, param in params.items():
                 param.copy_(saved[name])
 
     def close(self) -> None:
-        """Give the engine's memory back that logprobs are computed in. The parameters and `publish`
-        remain.
+        """Free the engine's memory for computing logprobs.
+
+        The parameters and `publish` remain usable.
         """
         self._trainer.close()
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
-        """The scores, and the states of the parameters that they were computed from."""
+        """Return the scores, and the parameters' states from which they were computed."""
         with self._trainer.lock:
             states = self._trainer.follow(dict(self.named_parameters()))
             scores = score_batch(self.engine, batch, self._trainer.name)
@@ -169,8 +175,9 @@ class PolicyModel(ScoringModule):
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
-        """Gradients of the parameters in `values` that want one, float32, given those of the
-        sequences' logprobs.
+        """Return gradients, float32, of the parameters in `values` that require one.
+
+        `scored` holds the gradients of the sequences' logprobs.
         """
         device = self.engine.model.device
         params = self._cast(values)
@@ -190,26 +197,27 @@ class PolicyModel(ScoringModule):
 
     def _part(self, totals: Mapping[str, Tensor], name: str) -> Tensor:
         slot = self._slots[name]
-        if slot.param not in totals:  # no logprob had a gradient
+        if slot.param not in totals:  # all gradients of logprobs were 0
             return torch.zeros(slot.shape, device=self.engine.model.device)
         return totals[slot.param].narrow(0, slot.start, slot.shape[0])
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The decoder's parameters as plain tensors, with the values that the engine computes
-        with; of codes what they stand for.
+        """Return the decoder's parameters as plain tensors with the engine's values.
+
+        Quantised ones are dequantised.
         """
-        own, products = self.engine.model, self._decoder.dtype
+        model, products = self.engine.model, self._decoder.dtype
         params: dict[str, Tensor] = {}
         for param in self._table:
             parts = {each.name: values[each.name].detach() for each in param.sources}
-            if form_of(own.params[param.name]) is not None:
+            if form_of(model.params[param.name]) is not None:
                 parts = {
-                    name: as_held(own.params, self._slots[name], part)
+                    name: as_held(model.params, self._slots[name], part)
                     for name, part in parts.items()
                 }
             whole = next(iter(parts.values())) if len(parts) == 1 else torch.cat([*parts.values()])
             params[param.name] = (
-                whole.float() if param.keep_float32 else whole.to(own.dtype).to(products)
+                whole.float() if param.keep_float32 else whole.to(model.dtype).to(products)
             )
         return params
 
@@ -221,13 +229,13 @@ class _TrainerWeights:
         self.engine = engine
         self.lock = threading.Lock()  # held while the set is written and scored under
         self._slots = slots(param_table(engine.spec))
-        self._packed: list[State] = []  # the states of the parameters that were written last
+        self._packed: list[State] = []  # states of the parameters when last written
         policy = engine.model
         params = allocate(
             *(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate),
             formats_of(policy.params),
         )
-        # the backward pass goes through the experts of the forward pass
+        # the backward pass uses the experts of the forward pass
         record, moe = None, policy.spec.moe
         if moe is not None:
             storage = engine.runner.storages[POLICY]
@@ -238,9 +246,9 @@ class _TrainerWeights:
         engine.shared.between_steps(POLICY, self._register)
 
     def follow(self, params: Mapping[str, Tensor]) -> list[State]:
-        """Write the parameters into the set if any has changed; returns their states."""
+        """Write the parameters into the set if any has changed, and return their states."""
         if self.closed:
-            raise InvalidRequest("the policy model was closed; make a new one.")
+            raise InvalidRequest("the policy model was closed; create a new one.")
         now = states([*params.values()])
         if now != self._packed:
             self._packed = []
@@ -259,7 +267,7 @@ class _TrainerWeights:
         versions[self.name] = 0
 
     def close(self) -> None:
-        """The engine forgets the set. Once more does nothing."""
+        """Remove the set from the engine, once."""
         with self.lock:
             if not self.closed:
                 self.closed = True
@@ -279,19 +287,20 @@ class _TrainerWeights:
 
 
 def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The engine's weights by the checkpoint's names; with the checkpoint's digits where those are
-    what it rounded.
+    """Return the engine's weights by checkpoint name.
+
+    Weights that the engine rounded from the checkpoint get the checkpoint's digits.
     """
-    spec, own = engine.spec, engine.model
-    found: dict[str, Tensor] = {}
+    spec, model = engine.spec, engine.model
+    initial: dict[str, Tensor] = {}
     checkpoint = load_params(engine.model_folder, spec, torch.float32, torch.device("cpu"))
 
     def take() -> None:
         for name, slot in slots(param_table(spec)).items():
-            serving = read(own.params, slot)
-            exact = read(checkpoint, slot).to(own.device)
-            same = torch.equal(as_held(own.params, slot, exact), serving)
-            found[name] = (exact if same else serving).to(dtype, copy=True)
+            serving = read(model.params, slot)
+            exact = read(checkpoint, slot).to(model.device)
+            same = torch.equal(as_held(model.params, slot, exact), serving)
+            initial[name] = (exact if same else serving).to(dtype, copy=True)
 
     engine.shared.between_steps(POLICY, take)
-    return found
+    return initial

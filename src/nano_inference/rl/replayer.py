@@ -1,10 +1,10 @@
-"""`replay`: a sample again, to the bit, from its prompt, its seed and the weights that made it.
+"""`replay`: compute a sample again, bit for bit, from its prompt, its seed and its weights.
 
-Bits do not depend on the schedule, so a replay needs no scheduler: it drives the decoder over KV
-tensors of its own. Nor does it need as many steps as the sample has tokens. The sample's tokens are
-put in as a draft, whole chunks of rows at once, and every one of them is drawn again from its row;
-as long as each draw equals the draft, the rows behind it saw the right tokens. From the first draw
-that differs the replay goes on with its own tokens, one row at a time.
+Bits do not depend on the schedule, so a replay needs no scheduler: it runs the decoder on its own
+KV tensors. It also needs fewer steps than the sample has tokens. The sample's tokens serve as a
+draft, in whole chunks of rows, and each of them is drawn again from its row. As long as the draws
+equal the draft, the later rows read the right tokens. After the first draw that differs, the replay
+continues with its own tokens, one row at a time.
 """
 
 import itertools
@@ -37,45 +37,43 @@ from nano_inference.types import (
     VersionSpan,
 )
 
-MOST_ROWS = 128  # of a forward: bounds the memory for logits
+MOST_ROWS = 128  # rows of a forward pass: limits the memory for logits
 
 
 def replay(
     engine: InferenceEngine, sample: TrainingSample, *, weights: Weights | None = None
 ) -> TrainingSample:
-    """Make a sample again from what decides its bits: prompt, sampling parameters, seed, sample
-    index, versions.
+    """Compute a sample again from its prompt, sampling parameters, seed, sample index and versions.
 
-    The engine's requests and cache are left alone; its loop stands still for as long as this takes.
-    Tokens that were appended (`loss_mask`) are taken from the sample. An aborted sample is made
-    again as far as it got, and one that a stop string ended as far as it went. `differences`
-    compares the two.
+    The engine's requests and cache are not affected, but its loop pauses meanwhile. Appended tokens
+    (`loss_mask`) are taken from the sample. The replay of an aborted sample, or of one that a stop
+    string ended, has the same length. Compare the two with `differences`.
 
     Args:
-        engine: of the same numerics as the one that made the sample.
-        sample: with `sampling_params`, as engines return it.
-        weights: for every version that the sample was computed with and the engine does not serve
-            now: a whole state dict, or a model's folder. A mapping by version, or a function of it.
-            What is given goes before what the engine serves. At most two versions are kept in
-            memory at once.
+        engine: Engine with the numerics of the one that made the sample.
+        sample: Sample with `sampling_params`, as engines return it.
+        weights: Weights of every version in the sample that the engine does not serve now, as a
+            mapping by version or a function of the version. Each is a whole state dict or a
+            model's folder. They take precedence over the engine's. At most two versions are in
+            memory simultaneously.
 
     Returns:
-        The sample with `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,
+        The sample with replayed `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,
         `sampling_mask`, `top_logprobs`, `prompt_logprobs`, `prompt_top_logprobs`,
-        `weight_versions`, `weight_version`, `finish_reason` and `stop_reason` as they follow;
-        `ref_logprobs` too if the engine has a reference model. The other fields are the sample's.
+        `weight_versions`, `weight_version`, `finish_reason` and `stop_reason`, and
+        `ref_logprobs` if the engine has a reference model. Other fields are copied.
 
     Raises:
-        InvalidRequest: other numerics, missing weight versions (named), a sample that does not say
-            enough, or weights that are asleep.
-        WeightUpdateError, ModelLoadError: weights that were given do not fit the model.
-        EngineDead: the engine was shut down.
+        InvalidRequest: Numerics differ, weight versions are missing (the message names them), the
+            sample lacks information, or the engine's weights are asleep.
+        WeightUpdateError, ModelLoadError: The passed weights do not fit the model.
+        EngineDead: The engine was shut down.
     """
     return Replayer(engine, weights).replay(sample)
 
 
 class Replayer:
-    """`replay` of many samples; weights and KV tensors are made once. See there."""
+    """`replay` for many samples, which share weights and KV tensors."""
 
     def __init__(self, engine: InferenceEngine, weights: Weights | None = None) -> None:
         require_one_rank(engine.runner, "replay")
@@ -85,36 +83,35 @@ class Replayer:
         self._storages: dict[int, KVStorage] = {}  # by the model's identity
 
     def check(self, sample: TrainingSample, *, versions: bool = True) -> SamplingParams:
-        """Raise `InvalidRequest` if this sample cannot be replayed; without `versions` whatever
-        weights it needs.
+        """Raise `InvalidRequest` if this sample cannot be replayed.
+
+        Ignores missing weights if `versions` is False.
         """
         engine, params = self.engine, sample.sampling_params
         if params is None:
             raise InvalidRequest(
-                "the sample has no sampling_params, so it is not known how its tokens were drawn."
+                "the sample has no sampling_params; a replay needs them to repeat its draws."
             )
         if params.adapter is not None:
             raise InvalidRequest(
-                f"the sample was drawn with the adapter {params.adapter!r}; a replay has the "
-                "weights alone; `score(adapter=...)` compares its logprobs."
+                f"the sample was drawn with the adapter {params.adapter!r}, which replay does not "
+                "support; compare its logprobs with `score(adapter=...)`."
             )
         if not engine.model.part.is_whole:
             raise InvalidRequest(
-                "this engine holds a part of its model; replay on an engine of its own, of one "
-                "rank."
+                "this engine holds only a part of its model; replay on an engine with one rank "
+                "that holds all of it."
             )
         fingerprint = engine.numerics.fingerprint
         if sample.numerics != fingerprint:
             raise InvalidRequest(
-                f"the sample was made with numerics {sample.numerics!r}, this engine's are "
-                f"{fingerprint!r}; only the "
-                "same ones give the same bits."
+                f"the sample's numerics are {sample.numerics!r}, this engine's are "
+                f"{fingerprint!r}; replay on an engine with the sample's numerics."
             )
         if not engine.numerics.schedule_invariant:
             raise InvalidRequest(
-                f"an engine of numerics {fingerprint!r} does not promise the same bits under "
-                "another schedule; replay "
-                "needs one that does."
+                f"numerics {fingerprint!r} do not guarantee the same bits under another schedule; "
+                "replay on an engine whose numerics do."
             )
         self._checks.token_ids(sample.prompt_tokens)
         self._checks.token_ids(sample.completion_tokens or (0,))
@@ -129,8 +126,9 @@ class Replayer:
         return params
 
     def draws(self, sample: TrainingSample, params: SamplingParams) -> "Draws":
-        """How a sample's tokens are drawn. Raises `InvalidRequest` where its grammar cannot be
-        compiled.
+        """Return the rules for a sample's draws.
+
+        Raises `InvalidRequest` if its grammar cannot be compiled.
         """
         stop_ids, grammar = self._checks.stop_ids(params), params.grammar
         if grammar is None:
@@ -138,17 +136,17 @@ class Replayer:
         first = GrammarState(grammar, allowed=params.allowed_token_ids)
         self.engine.intake.grammars.wait(first)
         prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
-        behind = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
-        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *behind]))
+        after = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
+        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *after]))
 
     @torch.inference_mode()
     def replay(self, sample: TrainingSample) -> TrainingSample:
-        """See `replay`."""
+        """Replay one sample, as the function `replay` does."""
         engine = self.engine
         engine.shared.require_alive()
         params = self.check(sample)
         draws = self.draws(sample, params)
-        # weights may change, and operations are shared with the engine's steps
+        # the lock keeps weights unchanged and operations free of the engine's steps
         with engine.shared.lock:
             engine.shared.require_weights()
             self.decoders.renew()
@@ -165,8 +163,9 @@ class Replayer:
         return again
 
     def storage(self, model: Decoder, num_rows: int) -> tuple[KVStorage, list[int]]:
-        """KV tensors for so many rows of a model, which no request of the engine can touch; and
-        their block table.
+        """Return KV tensors for `num_rows` rows of a model, and their block table.
+
+        Requests of the engine do not use these tensors.
         """
         size = self.engine.config.block_size
         num_blocks = -(-num_rows // size)
@@ -182,7 +181,7 @@ class Replayer:
                 kv_cache_dtype=self.engine.config.kv_cache_dtype,
             )
             self._storages[key] = held
-            self.decoders.renew()  # a decoder keeps a program for each storage that it has seen
+            self.decoders.renew()  # a decoder keeps recordings of each storage that it has used
         return held, list(range(num_blocks))
 
     def _reference_logprobs(self, sample: TrainingSample) -> tuple[float, ...]:
@@ -192,19 +191,19 @@ class Replayer:
             len(sample.prompt_tokens) - 1,
         )
         storage, table = self.storage(model, len(tokens) - 1)
-        found: list[float] = []
+        logprobs: list[float] = []
         for start in range(0, len(tokens) - 1, MOST_ROWS):
             end = min(start + MOST_ROWS, len(tokens) - 1)
             scores = [(row - start, tokens[row + 1]) for row in range(max(start, first), end)]
             batch = batch_of_rows(
                 [Rows(tokens[start:end], start, table)], storage.block_size, scores=scores
             )
-            found += model.forward(to_device(batch, model.device), storage).scores.tolist()
-        return tuple(found)
+            logprobs += model.forward(to_device(batch, model.device), storage).scores.tolist()
+        return tuple(logprobs)
 
 
 class Draws(NamedTuple):
-    """How a sample's tokens are drawn."""
+    """Rules for drawing a sample's tokens."""
 
     sample: TrainingSample
     params: SamplingParams
@@ -212,8 +211,9 @@ class Draws(NamedTuple):
     grammar: "DraftGrammar | None" = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
-        """The draw of the token at `position`, after those in `tokens` before it, from `row` of
-        some logits.
+        """Return the draw of the token at `position` from `row` of some logits.
+
+        It follows the tokens before `position` in `tokens`.
         """
         sample = self.sample
         return draw_request(
@@ -224,12 +224,12 @@ class Draws(NamedTuple):
 
 
 class DraftGrammar:
-    """The masks of a draft's tokens; they follow from the tokens before them.
+    """Masks of a draft's tokens, which follow from the previous tokens.
 
     Args:
-        begin: makes the grammar's state at the beginning of its text.
-        starts: positions where the grammar begins: behind the prompt, and anew behind each
-            appended token; rising.
+        begin: Function that returns the grammar's initial state.
+        starts: Positions, ascending, at which the grammar starts: after the prompt, and again
+            after each appended token.
     """
 
     def __init__(self, begin: Callable[[], GrammarState], starts: Sequence[int]) -> None:
@@ -237,14 +237,15 @@ class DraftGrammar:
         self._state, self._at = begin(), starts[0]
 
     def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
-        """Of the token at a position, int32 [W]. Tokens before the last position that was asked for
-        may be others only if this position is not behind it.
+        """Return the mask of the token at a position, int32 [W].
+
+        You may change tokens before the last requested position only if this position is earlier.
         """
         self._go(tokens, position)
         return self._state.words
 
     def ends_at(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether the text has ended with the tokens before a position."""
+        """Return True if the text ends with the tokens before a position."""
         self._go(tokens, position)
         return self._state.is_ended
 
@@ -260,7 +261,7 @@ class DraftGrammar:
 
 
 class _Drawn(NamedTuple):
-    """One token and what is known of its draw."""
+    """One token and the results of its draw."""
 
     token_id: int
     logprob: float
@@ -271,24 +272,22 @@ class _Drawn(NamedTuple):
 
 
 class _Run:
-    """One replay under way: its tokens, the version that computed each row that is stored, and what
-    was drawn.
-    """
+    """State of one replay: its tokens, the version of each stored row, and its draws."""
 
     def __init__(self, replayer: Replayer, draws: "Draws") -> None:
         self.how = draws
         sample, self.params, self.stop_ids, _ = draws
         self.sample = sample
         self.prompt_len = len(sample.prompt_tokens)
-        # a draft, until it is drawn again
+        # a draft until drawn again
         self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]
         self.sampled = was_sampled(sample)
-        self.context: tuple[int, ...] = ()  # version of each row that is stored
+        self.context: tuple[int, ...] = ()  # version of each stored row
         self.drawn: dict[int, _Drawn] = {}  # by index in the completion
         self.version_starts: list[tuple[int, int]] = []
         self.prompt_scores: list[float] = []
         self.prompt_best: list[TopLogprobs] = []
-        # what stands behind the newest draw is no draft of this replay any more
+        # the sample's tokens after the latest draw are no longer a valid draft
         self.diverged = False
         self.decoders = replayer.decoders
         self.storage, self.table = replayer.storage(
@@ -296,9 +295,7 @@ class _Run:
         )
 
     def go(self, stretch: Stretch) -> None:
-        """Draw the tokens of a stretch, after computing again what of the context other weights had
-        computed.
-        """
+        """Draw the tokens of a stretch, after recomputing context rows of other versions."""
         pairs = zip(self.context, stretch.row_versions, strict=False)
         same = next(
             (row for row, (mine, wanted) in enumerate(pairs) if mine != wanted), len(self.context)
@@ -309,7 +306,7 @@ class _Run:
             self.context = stretch.row_versions[:row]
 
     def _advance(self, start: int, stretch: Stretch) -> int:
-        """Compute rows from `start` on and draw from them; returns how many rows then are right."""
+        """Compute rows from `start` on and draw from them; return the number of valid rows."""
         versions = stretch.row_versions
         end = min(start + MOST_ROWS, len(versions))
         end = next((row for row in range(start, end) if versions[row] != versions[start]), end)
@@ -334,7 +331,7 @@ class _Run:
         return stretch.start <= index < stretch.end and self.sampled[index]
 
     def _compute(self, start: int, end: int, drawing: Sequence[int], version: int) -> list[_Drawn]:
-        """One forward over rows [start, end), and the draws from some of them."""
+        """Run one forward pass over rows [start, end), and draw from some of them."""
         model = self.decoders.get(version)
         to_score = range(0)
         if self.params.prompt_logprobs:
@@ -355,7 +352,7 @@ class _Run:
         if not drawing:
             return []
         requests = [
-            self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)
+            self.how.request(self.tokens, index, row + 1) for index, row in enumerate(drawing)
         ]
         sampled = Sampled(
             model.draw(result.hidden, to_device(sampling_batch(requests), model.device)),
@@ -375,18 +372,18 @@ class _Run:
         ]
 
     def result(self) -> TrainingSample:
-        """The sample as it came out. Values beside appended tokens are the given sample's."""
+        """Return the replayed sample. Values at appended tokens are copied from the sample."""
         sample, params, drawn = self.sample, self.params, self.drawn
         length = len(sample.completion_tokens)
         if not length:
             return sample
 
-        def column(field: str, given: Sequence[Any] | None) -> tuple[Any, ...]:
+        def column(field: str, recorded: Sequence[Any] | None) -> tuple[Any, ...]:
             return tuple(
                 getattr(drawn[i], field)
                 if i in drawn
-                else given[i]
-                if given and i < len(given)
+                else recorded[i]
+                if recorded and i < len(recorded)
                 else None
                 for i in range(length)
             )
@@ -418,8 +415,9 @@ class _Run:
         return self._finished(again)
 
     def _finished(self, sample: TrainingSample) -> TrainingSample:
-        """With the reason to end that follows. Aborts, stop strings and appended tokens came from
-        outside.
+        """Return the sample with its finish reason.
+
+        Aborts, stop strings and appended tokens came from outside and are kept.
         """
         length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
         if not all(self.sampled) or sample.finish_reason == "abort":

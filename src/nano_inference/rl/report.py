@@ -1,4 +1,4 @@
-"""`mismatch_report`: how far a trainer's logprobs are from the engine's, token by token."""
+"""`mismatch_report`: differences between a trainer's logprobs and the engine's, token by token."""
 
 import os
 from collections.abc import Sequence
@@ -14,30 +14,29 @@ from nano_inference.errors import ConfigError
 from nano_inference.rl.history import was_sampled
 from nano_inference.types import TrainingSample
 
-# of the ratio trainer / engine; importance sampling clips outside of some such band
+# bounds of the ratio trainer / engine; importance sampling clips outside a band like this
 BAND = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Differences of logprobs: delta = engine - trainer, over the tokens that were sampled.
+    """Differences of logprobs, delta = engine - trainer, over the sampled tokens.
 
-    Numbers are nan where no token is left to take them of.
+    Values are nan if there are no tokens to compute them from.
 
     Attributes:
-        num_tokens: finite pairs, which all numbers below are of.
-        num_not_finite: pairs left out, since one of the two is nan or infinite.
-        num_equal: pairs that are equal to the bit.
-        kl_k1: mean of delta: the plain estimate of KL(engine || trainer) from the engine's own
-            tokens.
-        kl_k3: mean of r - 1 - log r with r = trainer / engine, the same in expectation, with less
+        num_tokens: Number of finite pairs, from which all values below are computed.
+        num_not_finite: Number of pairs left out because one logprob is nan or infinite.
+        num_equal: Number of bitwise equal pairs.
+        kl_k1: Mean of delta: the plain estimate of KL(engine || trainer) from the engine's tokens.
+        kl_k3: Mean of r - 1 - log r with r = trainer / engine: the same in expectation, with less
             variance and never negative (http://joschu.net/blog/kl-approx.html).
-        max_abs, mean_abs, std: of delta; the standard deviation is over all tokens, around the
-            mean.
-        p95_abs, p99_abs: 95 % and 99 % of |delta| are at most this (linear between neighbours).
-        outside: share of the ratios trainer / engine outside of [0.9, 1.1].
-        by_version: the same for the tokens of each weight version, where there are several.
-        deltas: delta of every finite pair, float64, in the order of the samples.
+        max_abs, mean_abs, std: Maximum and mean of |delta|, and standard deviation of delta over
+            all tokens, around the mean.
+        p95_abs, p99_abs: 95th and 99th percentile of |delta| (linear interpolation).
+        outside: Share of ratios trainer / engine outside [0.9, 1.1].
+        by_version: Reports for the tokens of each weight version, if there are several.
+        deltas: Delta of every finite pair, float64, in the order of the samples.
     """
 
     num_tokens: int
@@ -55,12 +54,10 @@ class MismatchReport:
     deltas: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        left_out = (
-            f", {self.num_not_finite:,} left out that are not finite" if self.num_not_finite else ""
-        )
+        left_out = f", {self.num_not_finite:,} non-finite left out" if self.num_not_finite else ""
         lines = [
             f"tokens compared    {self.num_tokens:,}{left_out}",
-            f"equal to the bit   {self.num_equal:,} "
+            f"bitwise equal      {self.num_equal:,} "
             f"({self.num_equal / max(self.num_tokens, 1):.2%})",
             f"KL(engine|trainer) {self.kl_k1:.3e} (k1), {self.kl_k3:.3e} (k3)",
             f"|engine - trainer| max {self.max_abs:.3e}, mean {self.mean_abs:.3e}, 95 % "
@@ -78,9 +75,9 @@ class MismatchReport:
         return "\n".join(lines)
 
     def histogram(self, path: str | os.PathLike[str], *, num_bins: int = 81) -> None:
-        """Write a PNG: how often which delta, on a logarithmic scale, with the band of the ratio.
+        """Write a PNG with the distribution of delta, on a log scale, and the band of the ratio.
 
-        Raises `ConfigError` without matplotlib.
+        Raises `ConfigError` if matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure
@@ -96,7 +93,7 @@ class MismatchReport:
         axes.hist(
             deltas, bins=num_bins, range=(-reach, reach), color="#3b6fb6", log=len(deltas) > 0
         )
-        axes.set_ylim(bottom=0.5)  # a bin of one token is seen
+        axes.set_ylim(bottom=0.5)  # makes a bin of one token visible
         low, high = (-float(np.log(edge)) for edge in reversed(BAND))
         for edge, name in ((low, f"ratio {BAND[1]}"), (high, f"ratio {BAND[0]}")):
             if abs(edge) <= reach:
@@ -107,9 +104,8 @@ class MismatchReport:
         axes.set_xlabel("engine logprob - trainer logprob")
         axes.set_ylabel("tokens")
         axes.set_title(
-            f"{self.num_tokens:,} tokens, {self.num_equal / max(self.num_tokens, 1):.1%} equal to "
-            "the bit, max "
-            f"{self.max_abs:.2g}, {self.outside:.2%} outside [{BAND[0]}, {BAND[1]}]",
+            f"{self.num_tokens:,} tokens, {self.num_equal / max(self.num_tokens, 1):.1%} bitwise "
+            f"equal, max {self.max_abs:.2g}, {self.outside:.2%} outside [{BAND[0]}, {BAND[1]}]",
             fontsize=9,
         )
         axes.spines[["top", "right"]].set_visible(False)
@@ -123,21 +119,21 @@ def mismatch_report(
     mask: Any = None,
     renormalized: bool = False,
 ) -> MismatchReport:
-    """Compare the logprobs that samples carry with what a trainer computes for the same tokens.
+    """Compare the samples' logprobs with those of a trainer for the same tokens.
 
     Args:
-        samples: of an engine. Tokens that were appended (`loss_mask`) are passed over.
-        trainer_logprobs: for each sample the logprobs of its completion tokens: tensors, arrays or
-            lists. Or, with `mask`, one padded tensor [B, T].
-        mask: bool or 0/1 [B, T], true at completion tokens, as TRL's `completion_mask`; or only at
-            those that were sampled.
-        renormalized: the trainer too divides by the mass that masks and filters left (it knows
-            them). Otherwise its logprobs are of the whole vocabulary at the sampling temperature,
-            and the engine's are made so by adding `log_kept_mass`. At temperature 0 the engine's
-            are those of temperature 1.
+        samples: Samples of an engine. Appended tokens (`loss_mask`) are skipped.
+        trainer_logprobs: Logprobs of the completion tokens for each sample: tensors, arrays or
+            lists. With `mask`: one padded tensor [B, T].
+        mask: bool or 0/1 [B, T], true at completion tokens, as TRL's `completion_mask`, or only at
+            sampled ones.
+        renormalized: The trainer also divides by the mass that masks and filters left. Otherwise
+            its logprobs are over the whole vocabulary at the sampling temperature, and
+            `log_kept_mass` is added to the engine's. At temperature 0 the engine's logprobs are
+            those of temperature 1.
 
     Raises:
-        DataError: numbers of samples or tokens do not agree. The message names the sample.
+        DataError: Numbers of samples or tokens differ. The message names the sample.
     """
     rows = _rows(samples, trainer_logprobs, mask)
     engine: list[np.ndarray] = []
@@ -145,15 +141,18 @@ def mismatch_report(
     versions: list[np.ndarray] = []
     for number, (sample, row) in enumerate(zip(samples, rows, strict=True)):
         sampled = np.array(was_sampled(sample), dtype=bool)
-        own = np.array(sample.logprobs, dtype=np.float64)
-        if len(sampled) != len(own) or len(own) != len(sample.completion_tokens):
+        logprobs = np.array(sample.logprobs, dtype=np.float64)
+        if len(sampled) != len(logprobs) or len(logprobs) != len(sample.completion_tokens):
             raise DataError(
-                f"sample {number}: logprobs and loss_mask must be one a completion token."
+                f"sample {number}: logprobs and loss_mask must have one entry for each completion "
+                "token."
             )
         if not renormalized and sample.log_kept_mass is not None and any(sample.log_kept_mass):
-            # as a trainer has it
-            own = (own + np.array(sample.log_kept_mass)).astype(np.float32).astype(np.float64)
-        engine.append(own[sampled])
+            # as the trainer computes them
+            logprobs = (
+                (logprobs + np.array(sample.log_kept_mass)).astype(np.float32).astype(np.float64)
+            )
+        engine.append(logprobs[sampled])
         trainer.append(_aligned(row, sampled, number))
         versions.append(_versions(sample)[sampled])
     columns = (np.concatenate([np.zeros(0), *parts]) for parts in (engine, trainer, versions))
@@ -161,20 +160,20 @@ def mismatch_report(
 
 
 def _rows(samples: Sequence[TrainingSample], trainer_logprobs: Any, mask: Any) -> list[np.ndarray]:
-    """One float64 row a sample."""
+    """Return one float64 row for each sample."""
     if mask is None:
         rows = [_array(row) for row in trainer_logprobs]
         if len(rows) != len(samples):
             raise DataError(
-                f"{len(rows)} rows of trainer logprobs for {len(samples)} samples; give one a "
-                "sample."
+                f"got {len(rows)} rows of trainer logprobs for {len(samples)} samples; pass one "
+                "for each sample."
             )
         return rows
     padded, chosen = _array(trainer_logprobs), _array(mask)
     if padded.shape != chosen.shape or padded.ndim != 2 or len(padded) != len(samples):
         raise DataError(
             f"trainer logprobs {padded.shape} and mask {chosen.shape} must both be "
-            f"[{len(samples)}, T], a row a sample."
+            f"[{len(samples)}, T], one row for each sample."
         )
     return [row[keep != 0] for row, keep in zip(padded, chosen, strict=True)]
 
@@ -189,16 +188,15 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _aligned(row: np.ndarray, sampled: np.ndarray, number: int) -> np.ndarray:
-    """The row at the tokens that were sampled; it has those alone, or all of the completion."""
+    """Return a row at the sampled tokens; `row` has only those, or all of the completion."""
     if row.shape == sampled.shape:
         return row[sampled]
     if row.shape == (int(sampled.sum()),):
         return row
-    hint = "; give a mask with padded tensors" if row.ndim == 1 and len(row) > len(sampled) else ""
+    hint = "; pass a mask with padded tensors" if row.ndim == 1 and len(row) > len(sampled) else ""
     raise DataError(
         f"sample {number} has {len(sampled)} completion tokens ({int(sampled.sum())} sampled), "
-        "its trainer logprobs "
-        f"have shape {row.shape}{hint}."
+        f"but its trainer logprobs have shape {row.shape}{hint}."
     )
 
 
@@ -213,18 +211,18 @@ def _report(engine: np.ndarray, trainer: np.ndarray, versions: np.ndarray) -> Mi
     finite = np.isfinite(engine) & np.isfinite(trainer)
     delta = engine[finite] - trainer[finite]
     parts: tuple[tuple[int, MismatchReport], ...] = ()
-    found = np.unique(versions)
-    if len(found) > 1:
+    distinct = np.unique(versions)
+    if len(distinct) > 1:
         parts = tuple(
             (
                 int(v),
                 _report(engine[versions == v], trainer[versions == v], versions[versions == v]),
             )
-            for v in found
+            for v in distinct
         )
     some = delta if len(delta) else np.full(1, np.nan)
     absolute = np.abs(some)
-    # a trainer that thinks a token e^710 times likelier: infinite, and outside
+    # if a trainer finds a token e^710 times likelier, the ratio is infinite and counts as outside
     with np.errstate(over="ignore"):
         ratio, surprise = np.exp(-some), np.expm1(-some) + some
     outside = (ratio < BAND[0]) | (ratio > BAND[1])

@@ -1,4 +1,4 @@
-"""`score`: logprobs of given tokens, as the engine itself would have reported them."""
+"""`score`: logprobs of existing tokens, bit for bit as the engine reports them for its samples."""
 
 import itertools
 import math
@@ -38,49 +38,49 @@ def score(
     adapter: str | None = None,
     targets: Targets = None,
 ) -> list[Tensor]:
-    """Log-probability of each token given those before it, under the policy.
+    """Compute the logprob of each token given the previous ones, under the policy.
 
-    To the bit what the engine reports for tokens that it draws itself at this temperature, under
-    this grammar and without filters. A common beginning of several sequences is
+    The logprobs are bit for bit those that the engine reports for tokens that it draws at this
+    temperature, under this grammar and without filters. A common prefix of several sequences is
     computed once, with the prefix cache, and scored once.
 
     Args:
-        engine: scores them in its loop, among the requests that it serves. Any thread may call
-            this.
-        sequences: token ids.
-        from_position: the first position wanted; one for all, or one a sequence. Rows before it may
-            come from the prefix cache.
-        temperature: logits are divided by it; 0: the model's own logprobs, as a sample at
-            temperature 0 has them.
-        grammar: that the tokens from `from_position` on were drawn under, as a sample's
-            `sampling_params.grammar` says; one for all, or one (or None) a sequence. Their logprobs
-            are those among the tokens that it allows.
-        adapter: name of a loaded adapter that scores them, on top of the policy's weights.
-        targets: tokens to score in the place of the sequence's own, one tensor (or None) a
+        engine: Engine that scores the sequences, among its other requests. You may call `score`
+            from any thread.
+        sequences: Token ids of each sequence.
+        from_position: First position to score: one for all sequences, or one for each. Rows before
+            it may come from the prefix cache.
+        temperature: Divisor of the logits. 0: the unmodified model's logprobs, as for a sample at
+            temperature 0.
+        grammar: Grammar under which the tokens from `from_position` on were drawn, as in a sample's
+            `sampling_params.grammar`: one for all sequences, or one (or None) for each. Their
+            logprobs are those among the allowed tokens.
+        adapter: Name of a loaded adapter to apply to the policy's weights.
+        targets: Tokens to score instead of the sequence's own, one tensor (or None) for each
             sequence: int64 [len(sequence) - from_position], or [len(sequence) - from_position, k]
-            for k tokens in each place. The sequence's tokens stay the context, so its last token
-            is read by nothing.
+            for k tokens at each position. The sequence's own tokens remain the context, so its
+            last token has no effect.
 
     Returns:
-        float32 [len(sequence) - from_position] a sequence, or the shape of its targets, on the CPU.
-        The first token of a sequence has nothing before it: its entry is nan.
+        float32 [len(sequence) - from_position] for each sequence, or the shape of its targets, on
+        the CPU. The entry of a sequence's first token is nan, because nothing precedes it.
 
     Raises:
-        InvalidRequest: a sequence is empty or holds a bad id, a position is outside it, the
-            temperature is negative, a grammar cannot be compiled or does not allow a token (its
-            position is named), targets have another shape or hold a bad id, or there are grammars
-            or targets and several ranks.
-        RequestTooLarge: a sequence does not fit into the engine.
-        RequestAborted: a sequence was aborted.
-        EngineDead: the engine was shut down or failed.
+        InvalidRequest: A sequence is empty, a token id, position or temperature is out of range,
+            or targets have another shape. A grammar cannot be compiled or does not allow a token
+            (the message names its position). Grammars or targets are used with several ranks.
+        RequestTooLarge: A sequence does not fit into the engine.
+        RequestAborted: A sequence was aborted.
+        EngineDead: The engine was shut down or failed.
     """
     batch = check_batch(engine, sequences, from_position, temperature, grammar, targets=targets)
     return score_batch(engine, batch, POLICY, engine.intake.adapter_of(adapter)).logprobs
 
 
 class SequenceMasks(NamedTuple):
-    """The masks of a sequence's tokens, int32 [W] each, from the first one that is scored on. Equal
-    ones of a batch are one array.
+    """Masks of a sequence's tokens, int32 [W] each, from the first scored one on.
+
+    Equal masks of a batch are the same array.
     """
 
     grammar: Grammar
@@ -88,8 +88,9 @@ class SequenceMasks(NamedTuple):
 
 
 class SequenceTargets(NamedTuple):
-    """The tokens that are scored in the place of a sequence's own, from the first place that is
-    scored on, as many in each; `in_columns`: they were given as a matrix.
+    """Tokens that are scored instead of a sequence's own, from the first scored position on.
+
+    All positions have `width` of them. `in_columns`: the caller passed a matrix.
     """
 
     rows: list[list[int]]
@@ -99,8 +100,9 @@ class SequenceTargets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
-    """Checked arguments: tokens of each sequence from its position on, at one temperature (above
-    0), some under masks, some with other targets than their own tokens.
+    """Checked arguments: tokens of each sequence from its position on, at one temperature (> 0).
+
+    Some sequences may have masks, some may have targets other than their own tokens.
     """
 
     token_ids: list[list[int]]
@@ -111,16 +113,16 @@ class ScoreBatch:
     targets: list[SequenceTargets | None]
 
     def width(self, index: int) -> int:
-        """Logprobs of each place of a sequence."""
+        """Return the number of logprobs at each position of a sequence."""
         targets = self.targets[index]
         return 1 if targets is None else targets.width
 
     def num_logprobs(self, index: int) -> int:
-        """Of a sequence, all places together."""
+        """Return the number of logprobs of a sequence at all positions."""
         return (len(self.token_ids[index]) - self.positions[index]) * self.width(index)
 
     def shaped(self, index: int, logprobs: Tensor) -> Tensor:
-        """The logprobs of a sequence in the shape of its targets."""
+        """Return the logprobs of a sequence in the shape of its targets."""
         targets = self.targets[index]
         wide = targets is not None and targets.in_columns
         return logprobs.view(-1, self.width(index)) if wide else logprobs
@@ -135,8 +137,9 @@ def check_batch(
     routed_experts: Routed = None,
     targets: Targets = None,
 ) -> ScoreBatch:
-    """Check what `score` is called with, and the experts that sequences went through before. Raises
-    as it says there.
+    """Check the arguments of `score`, and the experts that sequences were routed to before.
+
+    Raises the errors of `score`.
     """
     token_ids = [
         checked_sequence(engine, sequence, place) for place, sequence in enumerate(sequences)
@@ -144,15 +147,15 @@ def check_batch(
     positions, above_0 = _positions(from_position, token_ids), _temperature(temperature)
     masks: list[SequenceMasks | None]
     masks = _masks(engine, token_ids, positions, _grammars(grammar, len(token_ids)))
-    if temperature == 0:  # logprobs are the model's own
+    if temperature == 0:  # logprobs are the unmodified model's
         masks = [None] * len(token_ids)
     routed = _routed(engine, token_ids, routed_experts)
     others = _targets(engine, token_ids, positions, targets)
-    for place, (own, masked) in enumerate(zip(others, masks, strict=True)):
-        if own is not None and masked is not None:
+    for index, (replaced, masked) in enumerate(zip(others, masks, strict=True)):
+        if replaced is not None and masked is not None:
             raise InvalidRequest(
-                f"sequence {place} has a grammar and targets; leave one out, as a grammar is of "
-                "the sequence's own tokens."
+                f"sequence {index} has both a grammar and targets; pass only one of them, because "
+                "a grammar applies to the sequence's own tokens."
             )
     return ScoreBatch(token_ids, positions, above_0, masks, routed, others)
 
@@ -163,25 +166,25 @@ def _targets(
     positions: list[int],
     targets: Targets,
 ) -> list[SequenceTargets | None]:
-    """The targets of each sequence; None: its own tokens. Raises `InvalidRequest`."""
+    """Return each sequence's targets, or None for its own tokens. Raises `InvalidRequest`."""
     if targets is None:
         return [None] * len(token_ids)
-    given = list(targets)
-    if len(given) != len(token_ids):
+    rows = list(targets)
+    if len(rows) != len(token_ids):
         raise InvalidRequest(
-            f"{len(given)} targets for {len(token_ids)} sequences; give one, or None, for each."
+            f"got {len(rows)} targets for {len(token_ids)} sequences; pass one, or None, for each."
         )
-    found = [
+    checked = [
         None if each is None else _of_targets(engine, ids, position, each, place)
-        for place, (each, ids, position) in enumerate(zip(given, token_ids, positions, strict=True))
+        for place, (each, ids, position) in enumerate(zip(rows, token_ids, positions, strict=True))
     ]
-    if any(each is not None for each in found):
+    if any(each is not None for each in checked):
         require_one_rank(engine.runner, "scoring of targets")
-    return found
+    return checked
 
 
 def _of_targets(
-    engine: InferenceEngine, token_ids: list[int], position: int, targets: Any, place: int
+    engine: InferenceEngine, token_ids: list[int], position: int, targets: Any, index: int
 ) -> SequenceTargets | None:
     try:
         values = np.asarray(targets)
@@ -190,15 +193,15 @@ def _of_targets(
     wanted = len(token_ids) - position
     if values.dtype.kind not in "iu" or values.ndim not in (1, 2) or len(values) != wanted:
         raise InvalidRequest(
-            f"the targets of sequence {place} are {values.dtype} of shape {list(values.shape)}; "
-            f"give integers of shape [{wanted}] or [{wanted}, k], one row for each token from "
-            f"from_position={position} on."
+            f"targets of sequence {index} have dtype {values.dtype} and shape "
+            f"{list(values.shape)}; pass integers of shape [{wanted}] or [{wanted}, k], one row "
+            f"for each token from from_position={position} on."
         )
     if values.size == 0 and wanted:
-        raise InvalidRequest(f"the targets of sequence {place} have no columns; give at least one.")
+        raise InvalidRequest(f"targets of sequence {index} have no columns; pass at least one.")
     if values.size and not 0 <= values.min() <= values.max() < engine.spec.vocab_size:
         raise InvalidRequest(
-            f"the targets of sequence {place} hold a token that is not in "
+            f"targets of sequence {index} hold a token that is not in "
             f"[0, {engine.spec.vocab_size})."
         )
     in_columns = values.ndim == 2
@@ -212,65 +215,67 @@ def _of_targets(
 def _routed(
     engine: InferenceEngine, token_ids: list[list[int]], routed_experts: Routed
 ) -> list[RoutedExperts | None]:
-    """The experts of each sequence, if they are given. Raises `InvalidRequest` where they are not
-    those of such a sequence.
+    """Return the experts of each sequence, if the caller passed them.
+
+    Raises `InvalidRequest` if they do not fit the sequences.
     """
     if routed_experts is None:
         return [None] * len(token_ids)
-    given, moe = list(routed_experts), engine.spec.moe
-    if len(given) != len(token_ids):
+    routes, moe = list(routed_experts), engine.spec.moe
+    if len(routes) != len(token_ids):
         raise InvalidRequest(
-            f"{len(given)} routed_experts for {len(token_ids)} sequences; give one, or None, for "
-            "each."
+            f"got {len(routes)} routed_experts for {len(token_ids)} sequences; pass one, or None, "
+            "for each."
         )
     if moe is None:
         raise InvalidRequest(
-            f"routed_experts are given, and {engine.spec.architecture} has none; leave them out."
+            f"{engine.spec.architecture} has no experts; leave out routed_experts."
         )
-    for place, (each, ids) in enumerate(zip(given, token_ids, strict=True)):
+    for index, (route, ids) in enumerate(zip(routes, token_ids, strict=True)):
         wanted = (len(ids) - 1, len(moe.layers), moe.experts_per_token)
-        if each is not None and each.shape != wanted:
+        if route is not None and route.shape != wanted:
             raise InvalidRequest(
-                f"sequence {place}: routed_experts have the shape {each.shape}, and this model "
-                f"has {wanted} for {len(ids)} tokens; give those of the same tokens."
+                f"routed_experts of sequence {index} have shape {route.shape}; this model needs "
+                f"{wanted} for {len(ids)} tokens."
             )
-    return given
+    return routes
 
 
 def require_same_experts(
     batch: ScoreBatch, routes: Listed[Tensor | None], layers: Listed[bool]
 ) -> None:
-    """Raise `InvalidRequest` where a sequence goes through other experts than it is said to have
-    gone through; a sequence that was not computed is passed over.
+    """Raise `InvalidRequest` if a sequence is routed to other experts than the caller passed.
+
+    Sequences that were not computed are skipped.
 
     Args:
-        batch: with the experts that are given.
-        routes: of the forward pass, as in `BatchScores`.
-        layers: which layers of the model have experts.
+        batch: Batch with the caller's experts.
+        routes: Experts of the forward pass, as in `BatchScores`.
+        layers: True for each layer of the model that has experts.
     """
     of_experts = np.array(layers).nonzero()[0]
-    for place, (given, own) in enumerate(zip(batch.routed, routes, strict=True)):
-        if given is None or own is None:
+    for index, (expected, actual) in enumerate(zip(batch.routed, routes, strict=True)):
+        if expected is None or actual is None:
             continue
-        theirs, ours = np.asarray(given)[:, of_experts], own.numpy()
+        theirs, ours = np.asarray(expected)[:, of_experts], actual.numpy()
         differing = (theirs != ours).any(axis=2).nonzero()
         if len(differing[0]):
             token, layer = (int(each[0]) for each in differing)
             raise InvalidRequest(
-                f"sequence {place}, token {token}, layer {of_experts[layer]}: the sample went "
-                f"through experts {theirs[token, layer].tolist()}, and this model chooses "
+                f"sequence {index}, token {token}, layer {of_experts[layer]}: the sample used "
+                f"experts {theirs[token, layer].tolist()}, but this model chooses "
                 f"{ours[token, layer].tolist()}; score it under the weights and numerics that "
-                "computed it, or leave routed_experts out."
+                "computed it, or leave out routed_experts."
             )
 
 
 class BatchScores(NamedTuple):
-    """What scoring a batch gave, one entry a sequence.
+    """Results of scoring a batch, one entry for each sequence.
 
     Attributes:
-        logprobs: the results of `score`.
-        routes: the experts of all rows but the last, int16 [rows, layers of experts, K]; None where
-            no logprob was wanted, or the weight set's decoder keeps no record.
+        logprobs: Results of `score`.
+        routes: Experts of all rows but the last, int16 [rows, expert layers, K]. None: no logprob
+            was requested, or the weight set's decoder keeps no record.
     """
 
     logprobs: list[Tensor]
@@ -283,28 +288,28 @@ def score_batch(
     weight_set: str,
     adapter: ServedAdapter | None = None,
 ) -> BatchScores:
-    """Score a batch under a weight set, and an adapter of the policy."""
+    """Score a batch under a weight set and, optionally, an adapter of the policy."""
     starts = [max(position, 1) for position in batch.positions]
     plan = _share(_keys(batch, starts), starts, _kinds(batch))
-    requests = [_request(batch, own.index, own.start, starts[own.index]) for own in plan]
+    requests = [_request(batch, part.index, part.start, starts[part.index]) for part in plan]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
-    for own, (scores, routed) in zip(
+    for part, (scores, routed) in zip(
         plan, score_tokens(engine, requests, weight_set, adapter), strict=True
     ):
-        first, width = starts[own.index], batch.width(own.index)
+        first, width = starts[part.index], batch.width(part.index)
         copied = (
-            known[own.source][
-                (first - starts[own.source]) * width : (own.start - starts[own.source]) * width
+            known[part.source][
+                (first - starts[part.source]) * width : (part.start - starts[part.source]) * width
             ]
-            if own.shared
+            if part.shared
             else []
         )
-        known[own.index] = copied + scores
-        if routed is None and own.shared:  # the whole sequence is a beginning of the source
-            source = routes[own.source]
-            routed = None if source is None else source[: len(batch.token_ids[own.index]) - 1]
-        routes[own.index] = routed
+        known[part.index] = copied + scores
+        if routed is None and part.shared:  # the whole sequence is a prefix of the source
+            source = routes[part.source]
+            routed = None if source is None else source[: len(batch.token_ids[part.index]) - 1]
+        routes[part.index] = routed
     logprobs = [
         batch.shaped(
             index,
@@ -319,7 +324,10 @@ def score_batch(
 
 
 def _request(batch: ScoreBatch, index: int, start: int, first: int) -> ScoreRequest:
-    """A sequence scored from `start` on; its masks and targets begin at `first`."""
+    """Return a request to score a sequence from `start` on.
+
+    The batch has its masks and targets from `first` on.
+    """
     masks, targets = batch.masks[index], batch.targets[index]
     return ScoreRequest(
         batch.token_ids[index],
@@ -331,8 +339,9 @@ def _request(batch: ScoreBatch, index: int, start: int, first: int) -> ScoreRequ
 
 
 def _keys(batch: ScoreBatch, starts: list[int]) -> list[list[int]]:
-    """Of each sequence one number a token. Two sequences have the same scores as far as their
-    numbers are the same, if they are of one kind.
+    """Return one number for each token of each sequence.
+
+    Two sequences of the same kind have the same scores as far as their numbers agree.
     """
     if not any(batch.targets):
         return batch.token_ids
@@ -347,16 +356,17 @@ def _keys(batch: ScoreBatch, starts: list[int]) -> list[list[int]]:
 
 
 def _targets_of(batch: ScoreBatch, index: int, start: int) -> Iterator[Listed[int]]:
-    """What is scored in the place of each token of a sequence; before `start` nothing is."""
+    """Yield the tokens to score at each position of a sequence: its own ones before `start`."""
     ids, targets = batch.token_ids[index], batch.targets[index]
-    own = [[token] for token in ids]
-    return itertools.chain(own[:start], own[start:] if targets is None else targets.rows)
+    single = [[token] for token in ids]
+    return itertools.chain(single[:start], single[start:] if targets is None else targets.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The part of a sequence that is scored for it, [start, end); what stands before is copied from
-    `source`.
+    """The part of a sequence that is scored for it: from `start` on.
+
+    The scores before `start` are copied from `source`.
     """
 
     index: int
@@ -366,8 +376,9 @@ class _Own:
 
 
 def _kinds(batch: ScoreBatch) -> list[int]:
-    """A number for each sequence; those of one number have the same masks as far as their tokens
-    are the same.
+    """Return a number for each sequence.
+
+    Sequences with the same number have the same masks as far as their tokens agree.
     """
     numbers: dict[tuple[Grammar, int] | None, int] = {None: 0}
     keys = [
@@ -378,18 +389,18 @@ def _kinds(batch: ScoreBatch) -> list[int]:
 
 
 def _share(token_ids: list[list[int]], starts: list[int], kinds: list[int]) -> list[_Own]:
-    """Who scores what, so that common beginnings are scored once where they are of one kind.
+    """Assign each scored token to one sequence, so that common prefixes of a kind are scored once.
 
-    In the order of token ids a sequence has no more in common with any earlier one of its kind than
-    with the one just before it.
+    Sorted by token ids, a sequence shares its longest prefix with the one just before it, among all
+    earlier ones of its kind.
     """
     order = sorted(
         range(len(token_ids)), key=lambda index: (kinds[index], token_ids[index], starts[index])
     )
     plan: list[_Own] = []
-    for place, index in enumerate(order):
-        start, source = starts[index], order[place - 1]
-        if place and kinds[source] == kinds[index] and starts[source] <= start:
+    for rank, index in enumerate(order):
+        start, source = starts[index], order[rank - 1]
+        if rank and kinds[source] == kinds[index] and starts[source] <= start:
             common = max(start, _common_length(token_ids[index], token_ids[source]))
             plan.append(
                 _Own(index, min(common, len(token_ids[index])), source, shared=common > start)
@@ -413,31 +424,36 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
             positions = [operator.index(from_position)] * len(token_ids)
     except TypeError:
         raise InvalidRequest(
-            f"from_position={from_position!r} must be an integer, or one a sequence."
+            f"from_position={from_position!r} must be an integer or one integer for each sequence."
         ) from None
     if len(positions) != len(token_ids):
         raise InvalidRequest(
-            f"{len(positions)} positions for {len(token_ids)} sequences; give one, or one for each."
+            f"got {len(positions)} positions for {len(token_ids)} sequences; pass one for all, or "
+            "one for each."
         )
-    for place, (position, ids) in enumerate(zip(positions, token_ids, strict=True)):
+    for index, (position, ids) in enumerate(zip(positions, token_ids, strict=True)):
         if not 0 <= position <= len(ids):
             raise InvalidRequest(
-                f"from_position={position} is outside sequence {place}: 0 to {len(ids)}."
+                f"from_position={position} is outside sequence {index}; it must be from 0 to "
+                f"{len(ids)}."
             )
     return positions
 
 
 def _grammars(grammar: Grammars, num_sequences: int) -> list[Grammar | None]:
-    given: Any = [grammar] * num_sequences
+    grammars: Any = [grammar] * num_sequences
     if grammar is not None and not isinstance(grammar, Grammar):
-        given = list(grammar) if isinstance(grammar, Iterable) else [grammar]
-    if not all(isinstance(each, Grammar | None) for each in given):
-        raise InvalidRequest(f"grammar={grammar!r} must be a Grammar, or one (or None) a sequence.")
-    if len(given) != num_sequences:
+        grammars = list(grammar) if isinstance(grammar, Iterable) else [grammar]
+    if not all(isinstance(each, Grammar | None) for each in grammars):
         raise InvalidRequest(
-            f"{len(given)} grammars for {num_sequences} sequences; give one, or one for each."
+            f"grammar={grammar!r} must be a Grammar, or one (or None) for each sequence."
         )
-    return given
+    if len(grammars) != num_sequences:
+        raise InvalidRequest(
+            f"got {len(grammars)} grammars for {num_sequences} sequences; pass one for all, or one "
+            "for each."
+        )
+    return grammars
 
 
 def _masks(
@@ -446,30 +462,30 @@ def _masks(
     positions: list[int],
     grammars: list[Grammar | None],
 ) -> list[SequenceMasks | None]:
-    """The masks of each sequence that has a grammar, which begins at its position."""
+    """Return the masks of each sequence that has a grammar, which starts at its position."""
     if any(grammar is not None for grammar in grammars):
         require_one_rank(engine.runner, "scoring under a grammar")
         engine.shared.require_alive()
-    under = [place for place, grammar in enumerate(grammars) if grammar is not None]
+    under = [index for index, grammar in enumerate(grammars) if grammar is not None]
     texts = [
-        (grammar, tuple(token_ids[place][positions[place] :]))
-        for place, grammar in enumerate(grammars)
+        (grammar, tuple(token_ids[index][positions[index] :]))
+        for index, grammar in enumerate(grammars)
         if grammar is not None
     ]
     try:
         words = engine.intake.token_masks.of(texts)
     except NotInGrammar as problem:
-        place = under[problem.text]
-        at = positions[place] + problem.place
+        index = under[problem.text]
+        at = positions[index] + problem.place
         raise InvalidRequest(
-            f"token {token_ids[place][at]} at position {at} of sequence {place} {problem}; the "
-            "grammar begins at from_position, and all tokens from there on must follow it."
+            f"token {token_ids[index][at]} at position {at} of sequence {index} {problem}; the "
+            "grammar starts at from_position, and all tokens from there on must follow it."
         ) from None
-    found: list[SequenceMasks | None] = [None] * len(token_ids)
-    for place, (grammar, _), masks in zip(under, texts, words, strict=True):
-        skipped = max(positions[place], 1) - positions[place]
-        found[place] = SequenceMasks(grammar, masks[skipped:])
-    return found
+    masks_of: list[SequenceMasks | None] = [None] * len(token_ids)
+    for index, (grammar, _), masks in zip(under, texts, words, strict=True):
+        skipped = max(positions[index], 1) - positions[index]
+        masks_of[index] = SequenceMasks(grammar, masks[skipped:])
+    return masks_of
 
 
 def _temperature(temperature: Any) -> float:

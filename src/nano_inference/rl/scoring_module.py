@@ -32,12 +32,12 @@ from nano_inference.rl.torch_decoder import TorchDecoder
 
 
 class ScoringModule(nn.Module):
-    """Parameters whose logprobs the engine computes, and their gradients by `_gradients`.
+    """Parameters whose logprobs the engine computes, with gradients from `_gradients`.
 
     Args:
-        engine: an engine on one rank, or the configuration to build one from.
-        micro_batch_tokens: see `PolicyModel`.
-        num_workers: as there.
+        engine: Engine on one rank, or a configuration to build one from.
+        micro_batch_tokens: As in `PolicyModel`.
+        num_workers: As in `PolicyModel`.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ScoringModule(nn.Module):
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
 
     def _torch_decoder(self, gradient_dtype: torch.dtype | None) -> TorchDecoder:
-        """For the backward pass. Raises `ConfigError` for a dtype that it does not multiply in."""
-        own, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
+        """Return the model for backward. Raises `ConfigError` if its dtype is unsupported."""
+        model, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
         kept = self.engine.runner.storage.format
-        return TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
+        return TorchDecoder(model.spec, model.ropes, model.embed_scale, products, kept)
 
     def logprobs(
         self,
@@ -74,15 +74,15 @@ class ScoringModule(nn.Module):
         routed_experts: Routed = None,
         targets: Targets = None,
     ) -> list[Tensor]:
-        """Log-probability of each token given those before it, under the parameters;
-        differentiable.
+        """Compute the logprob of each token given the previous ones, differentiably.
 
-        Arguments, results and errors are those of `score`. `routed_experts` of samples, one (or
-        None) a sequence, are checked: the model goes through its own choices, which are the
-        engine's to the bit under the same weights, and raises `InvalidRequest` that names the first
-        token and layer where those differ. Parameters must not change before
-        `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
-        it, nor do sequences of nothing else.
+        Arguments, results and errors are those of `score`, under these parameters.
+        `routed_experts` of samples, one (or None) for each sequence, are checked: the model makes
+        its own choices, which equal the engine's bit for bit under the same weights. If choices
+        differ, `InvalidRequest` names the first such token and layer.
+
+        Do not change parameters before `backward`, which otherwise raises torch's error. Entries
+        with gradient 0 cost nothing in it, nor do sequences with only such entries.
         """
         batch = check_batch(
             self.engine, sequences, from_position, temperature, grammar, routed_experts, targets
@@ -101,24 +101,25 @@ class ScoringModule(nn.Module):
     forward = logprobs
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
-        """The scores, and the states of the parameters that they were computed from."""
+        """Return the scores, and the parameters' states from which they were computed."""
         raise NotImplementedError
 
     def _base_version(self) -> int | None:
-        """The version of the engine's weights that a gradient reads too; None: it reads none."""
+        """Return the engine's weight version that a gradient depends on, or None."""
         return None
 
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
-        """Gradients of the parameters in `values` that want one, float32, given those of the
-        sequences' logprobs.
+        """Return gradients, float32, of the parameters in `values` that require one.
+
+        `scored` holds the gradients of the sequences' logprobs.
         """
         raise NotImplementedError
 
 
 class _Logprobs(torch.autograd.Function):
-    """All logprobs of a batch in a row, as a function of the parameters."""
+    """Concatenated logprobs of a batch as a function of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, model: ScoringModule, batch: ScoreBatch, *params: Tensor) -> Tensor:
@@ -132,22 +133,22 @@ class _Logprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         names = [name for name, _ in ctx.model.named_parameters()]
-        # torch's own check is of version counters
+        # torch's own check compares only version counters
         values = dict(zip(names, ctx.saved_tensors, strict=True))
         if states(ctx.saved_tensors) != ctx.states:
             raise RuntimeError(
-                "a parameter was modified between logprobs and backward; call backward before it "
-                "changes."
+                "a parameter was modified between logprobs and backward; call backward before you "
+                "change parameters."
             )
         _require_base(ctx)
         scored = _scored(ctx.batch, grads[0], ctx.routes)
-        found = ctx.model._gradients(scored, values, ctx.batch.temperature)
-        _require_base(ctx)  # nor meanwhile, by another thread
+        gradients = ctx.model._gradients(scored, values, ctx.batch.temperature)
+        _require_base(ctx)  # again, in case another thread changed it meanwhile
         return (
             None,
             None,
             *(
-                found[name].to(values[name].dtype) if values[name].requires_grad else None
+                gradients[name].to(values[name].dtype) if values[name].requires_grad else None
                 for name in names
             ),
         )
@@ -156,30 +157,34 @@ class _Logprobs(torch.autograd.Function):
 def _require_base(ctx: Any) -> None:
     if ctx.model._base_version() != ctx.base:
         raise RuntimeError(
-            "the engine's weights, which the adapter is of, were updated or put to sleep between "
-            "logprobs and backward; call backward before."
+            "the engine's weights under the adapter were updated or put to sleep between logprobs "
+            "and backward; call backward before that."
         )
 
 
 def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
-    """Raise `ConfigError` where `quantization="auto"` put the weights into the blocks of their
-    file: a trainer's weights would be rounded to such blocks, and no setting has asked for that.
+    """Raise `ConfigError` if `quantization="auto"` chose the quantised blocks of a file.
+
+    A trainer's weights would be rounded to such blocks without any setting that asked for it.
     """
     if engine.in_blocks_by_default:
         raise ConfigError(
-            f"{what} needs plain weights, and this engine computes the blocks of its .gguf file, "
-            "which is the default on a CPU; build it with quantization=None, or with "
-            f"quantization={engine.config.codes!r} to train weights that are rounded to blocks."
+            f"{what} needs plain weights, but this engine computes with the blocks of its .gguf "
+            "file, the default on a CPU; build it with quantization=None, or with "
+            f"quantization={engine.config.codes!r} to train weights rounded to blocks."
         )
 
 
 def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> torch.dtype:
-    """What a backward pass multiplies in; see `PolicyModel`. Raises `ConfigError`."""
+    """Return the dtype of a backward pass's products, as `PolicyModel` documents it.
+
+    Raises `ConfigError`.
+    """
     if asked not in (None, torch.float32, torch.bfloat16):
         raise ConfigError(f"gradient_dtype={asked} must be torch.float32, torch.bfloat16 or None.")
-    own = engine.model
-    native = own.device.type != "cpu" or cpu_multiplies_bf16()
-    return asked or (torch.bfloat16 if own.dtype == torch.bfloat16 and native else torch.float32)
+    model = engine.model
+    native = model.device.type != "cpu" or cpu_multiplies_bf16()
+    return asked or (torch.bfloat16 if model.dtype == torch.bfloat16 and native else torch.float32)
 
 
 def sum_of_parts(
@@ -188,14 +193,15 @@ def sum_of_parts(
     device: torch.device,
     num_workers: int | None,
 ) -> dict[str, Tensor]:
-    """The gradients of micro-batches, added up in their order, however many are computed at
-    once.
+    """Return the sum of the micro-batches' gradients, added in their order.
+
+    The sum does not depend on the number of workers.
     """
     workers = (num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
     totals: dict[str, Tensor] = {}
     with _single_threaded(workers) as pool:
         running: deque[Future[dict[str, Tensor]]] = deque()
-        # the last ones only wait
+        # the final None items only drain the running parts
         for part in itertools.chain(parts, itertools.repeat(None, workers)):
             if len(running) == workers or (part is None and running):
                 _add(totals, running.popleft().result())
@@ -205,7 +211,7 @@ def sum_of_parts(
 
 
 def place_param(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Register a parameter under a dotted name, with modules that do nothing on the way there."""
+    """Register a parameter under a dotted name, with empty modules along the path."""
     *path, last = name.split(".")
     for part in path:
         if part not in dict(module.named_children()):
@@ -217,10 +223,9 @@ def place_param(module: nn.Module, name: str, param: nn.Parameter) -> None:
 def _scored(
     batch: ScoreBatch, grad: Tensor, routes: Iterable[Tensor | None]
 ) -> Iterator[ScoredSequence]:
-    """Each sequence with its routes and its part of the gradient, which is of all logprobs in a
-    row.
+    """Yield each sequence with its routes and its part of the gradient of all logprobs.
 
-    The entry of a first token is constant.
+    The entry of a sequence's first token is constant and skipped.
     """
     values, at = grad.float().tolist(), 0
     for index, (token_ids, position, routed) in enumerate(
@@ -250,14 +255,15 @@ def _add(totals: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads whose torch operations run on one thread each: a product split between threads has
-    other bits.
+    """Yield threads that run torch operations single-threaded.
+
+    Products split between threads have other bits.
     """
     before = torch.get_num_threads()
     pinned = threading.Barrier(workers + 1)
 
     def pin() -> None:
-        torch.get_num_threads()  # else it would take the process's number later, when it first asks
+        torch.get_num_threads()  # the first call would overwrite the number set below
         torch.set_num_threads(1)
         pinned.wait()
 
@@ -265,5 +271,5 @@ def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
         for _ in range(workers):
             pool.submit(pin)
         pinned.wait()
-        torch.set_num_threads(before)  # of threads that are still to come too
+        torch.set_num_threads(before)  # restores it for threads that start later too
         yield pool

@@ -11,8 +11,9 @@ from nano_inference.ops.reference.attention import capped
 def attend(
     q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, spec: ModelSpec
 ) -> Tensor:
-    """Return the attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]:
-    [n, heads * D], in their dtype.
+    """Compute attention of the last n of L rows: [n, heads * D], in the dtype of q, k and v.
+
+    q is [n, heads, D]; k and v are [L, kv heads, D].
     """
     mask = _mask(q, k, window)
     if sinks is not None:
@@ -38,7 +39,7 @@ def attend(
 
 
 def _mask(q: Tensor, k: Tensor, window: int) -> Tensor:
-    """Return -inf where one of the last n of L rows sees no key: [heads that share keys * n, L]."""
+    """Return a mask, -inf for invisible keys: [heads that share keys * n, L]."""
     keys = torch.arange(len(k), device=q.device)
     rows = keys[len(k) - len(q) :, None]
     outside = keys > rows
@@ -49,9 +50,10 @@ def _mask(q: Tensor, k: Tensor, window: int) -> Tensor:
 
 
 def _with_sinks(mask: Tensor, sinks: Tensor, kv_heads: int) -> Tensor:
-    """Return the mask with one key more, whose products and value are zero: [kv heads, heads that
-    share keys * n, L + 1].
+    """Return the mask with one additional key, whose products and value are zero.
+
+    The shape is [kv heads, heads that share keys * n, L + 1].
     """
     group = len(sinks) // kv_heads
-    own = sinks.to(mask.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
-    return torch.cat([mask.expand(len(own), -1, -1), own[:, :, None]], dim=2)
+    columns = sinks.to(mask.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
+    return torch.cat([mask.expand(len(columns), -1, -1), columns[:, :, None]], dim=2)

@@ -1,6 +1,4 @@
-"""The decoder in plain, differentiable torch: what `models/decoder.py` computes, without a KV
-cache, for gradients.
-"""
+"""The decoder for gradients: `models/decoder.py` in differentiable torch, without KV cache."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -23,22 +21,21 @@ from nano_inference.rl.head_gradients import head_gradients
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.rl.torch_attention import attend
 
-ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
-# more rows than these keep nothing of a layer but its input: it is computed again for its gradient
+ATTENTION_ROWS = 512  # rows of a segment whose attention is computed together
+# above this number of rows, only a layer's input is kept, and backward recomputes the layer
 KEPT_ROWS = 1024
-LORA = ".lora"  # behind a weight's name: what an adapter adds to its product
-_CONSTANT = ("router_bias", ".scale")  # ends of names
+LORA = ".lora"  # suffix of a weight's name: the adapter's part of its product
+_CONSTANT = ("router_bias", ".scale")  # suffixes of names without gradients
 
 KeysAndValues = tuple[Tensor, Tensor]  # each [N, kv heads, head_dim]
 
 
 class TorchDecoder:
-    """Forward and backward of one micro-batch, by the decoder's own parameters (fused, under its
-    own names).
+    """Forward and backward pass of one micro-batch, with the decoder's (fused) parameters.
 
-    Products are made in the parameters' dtype, with sums in float32; norms, rotation and residual
-    stream are float32. Keys and values are attended as the engine keeps them (`kept`), and
-    gradients pass that rounding as they are.
+    Products have the parameters' dtype and float32 sums. Norms, rotation and residual stream are
+    float32. Keys and values are rounded as the engine stores them (`kept`), and gradients pass that
+    rounding unchanged.
     """
 
     def __init__(
@@ -64,21 +61,21 @@ class TorchDecoder:
         temperature: float,
         wanted: Set[str],
     ) -> dict[str, Tensor]:
-        """Gradients of parameters, given those of the logprobs of a micro-batch.
+        """Compute gradients of parameters from those of a micro-batch's logprobs.
 
         Args:
-            params: by the decoder's names; matrices in `dtype`.
-            head: the weight that logits are made with, float32 [V, H].
-            batch: rows, targets and the gradients of the targets' logprobs.
-            temperature: of the logprobs, above 0.
-            wanted: names of the parameters whose gradients are wanted.
+            params: Parameters by the decoder's names; matrices in `dtype`.
+            head: Weight of the logits, float32 [V, H].
+            batch: Rows, targets and the gradients of the targets' logprobs.
+            temperature: Temperature of the logprobs, above 0.
+            wanted: Names of the parameters whose gradients to compute.
 
         Returns:
-            By name, in float32 or in the parameter's dtype.
+            Gradients by name, in float32 or in the parameter's dtype.
         """
         embedded = functional.embedding(batch.token_ids, params["embed"]).float() * self.embed_scale
         embedded.requires_grad_("embed" in wanted)
-        # what only chooses experts has no gradient, nor has what transformers does not train
+        # biases that only select experts have no gradient, nor do scales transformers freezes
         inner = sorted(name for name in wanted - {"embed", "head"} if not name.endswith(_CONSTANT))
         leaves = {name: params[name].detach().requires_grad_(True) for name in inner}
         with torch.enable_grad():
@@ -93,21 +90,21 @@ class TorchDecoder:
                 temperature,
                 self.head in wanted,
             )
-            found: dict[str, Tensor] = {}
+            by_name: dict[str, Tensor] = {}
             if hidden.requires_grad:
                 inputs = [embedded, *leaves.values()] if "embed" in wanted else [*leaves.values()]
                 grads = list(torch.autograd.grad(hidden, inputs, d_hidden))
                 if "embed" in wanted:
-                    found["embed"] = (
+                    by_name["embed"] = (
                         d_head
                         if self.head == "embed"
                         else torch.zeros_like(params["embed"].float())
                     )
-                    found["embed"].index_add_(0, batch.token_ids, grads.pop(0) * self.embed_scale)
-                found |= dict(zip(inner, grads, strict=True))
+                    by_name["embed"].index_add_(0, batch.token_ids, grads.pop(0) * self.embed_scale)
+                by_name |= dict(zip(inner, grads, strict=True))
         if "head" in wanted:
-            found["head"] = d_head
-        return found
+            by_name["head"] = d_head
+        return by_name
 
     def adapter_gradients(
         self,
@@ -117,19 +114,20 @@ class TorchDecoder:
         batch: MicroBatch,
         temperature: float,
     ) -> list[Tensor]:
-        """Gradients of an adapter's matrices, given those of the logprobs of a micro-batch. Called
-        where gradients are enabled.
+        """Compute gradients of an adapter's matrices from those of a micro-batch's logprobs.
+
+        Call it with gradients enabled.
 
         Args:
-            params: as of `gradients`, and under the weights' names + `LORA` what the adapter adds,
-                made of `leaves`.
-            leaves: the matrices in layers.
-            head: those of the head, [rank, H] and [V, rank], and their scale, where it has some.
-            batch: as of `gradients`.
-            temperature: as there.
+            params: As in `gradients`. In addition, names of weights + `LORA` have the adapter's
+                parts, made from `leaves`.
+            leaves: Matrices in layers.
+            head: Matrices of the head, [rank, H] and [V, rank], and their scale, if there are any.
+            batch: As in `gradients`.
+            temperature: As in `gradients`.
 
         Returns:
-            Those of the leaves, then of the head's two; float32.
+            Gradients of the leaves, then of the head's two matrices, float32.
         """
         weight = params[self.head]
         with torch.no_grad():
@@ -145,15 +143,15 @@ class TorchDecoder:
             d_hidden, d_head = head_gradients(
                 self.spec, hidden.detach(), weight, weight32, batch, temperature, head is not None
             )
-        found = list(torch.autograd.grad(hidden, leaves, d_hidden)) if leaves else []
+        grads = list(torch.autograd.grad(hidden, leaves, d_hidden)) if leaves else []
         if head is not None:
             a, b, scale = head
             with torch.no_grad():
-                found += [b.T @ d_head * scale, d_head @ a.T * scale]
-        return found
+                grads += [b.T @ d_head * scale, d_head @ a.T * scale]
+        return grads
 
     def hidden(self, params: Mapping[str, Any], embedded: Tensor, batch: MicroBatch) -> Tensor:
-        """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
+        """Compute rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
         routes = self._routes(batch)
         if spec.bare_norms:
@@ -164,18 +162,18 @@ class TorchDecoder:
         for layer in range(spec.num_layers):
             maker = spec.layer(layer).keys_of
             shared = None if maker == layer else kept[maker]
-            own = None if inputs is None else inputs[:, layer]
-            told = residual, params, layer, batch, routes.get(layer), shared, own
+            layer_inputs = None if inputs is None else inputs[:, layer]
+            arguments = residual, params, layer, batch, routes.get(layer), shared, layer_inputs
             if len(residual) > KEPT_ROWS:
                 residual, kept[layer] = checkpoint(
-                    self._layer, *told, use_reentrant=False, preserve_rng_state=False
+                    self._layer, *arguments, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                residual, kept[layer] = self._layer(*told)
+                residual, kept[layer] = self._layer(*arguments)
         return self._norm(residual, params["norm"])
 
     def _inputs(self, embedded: Tensor, params: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
-        """What layers get of their own: float32 [N, layers, layer_inputs]."""
+        """Return the inputs of all layers: float32 [N, layers, layer_inputs]."""
         spec = self.spec
         scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=self.dtype))
         known = functional.embedding(batch.token_ids, params["inputs_embed"]).float() * scale
@@ -186,13 +184,13 @@ class TorchDecoder:
         return joined * 2**-0.5
 
     def _bare_norms(self, rows: Tensor) -> dict[str, Tensor]:
-        """Weights of norms that have none."""
+        """Return weights (ones) for norms that have none."""
         hidden, size = self.spec.hidden_size, self.spec.head_dim
         ones = rows.new_ones(max(hidden, size))
         sizes = {"attn_norm": hidden, "mlp_norm": hidden, "q_norm": size, "k_norm": size}
         layers = range(self.spec.num_layers)
-        own = {f"layers.{i}.{name}": ones[:to] for i in layers for name, to in sizes.items()}
-        return {"norm": ones[:hidden], **own}
+        by_name = {f"layers.{i}.{name}": ones[:to] for i in layers for name, to in sizes.items()}
+        return {"norm": ones[:hidden], **by_name}
 
     def _layer(
         self,
@@ -204,7 +202,7 @@ class TorchDecoder:
         shared: KeysAndValues | None,
         inputs: Tensor | None,
     ) -> tuple[Tensor, KeysAndValues]:
-        """The residual stream behind a layer, and its keys and values."""
+        """Return the residual stream after a layer, and the layer's keys and values."""
         name, moe = f"layers.{layer}.", self.spec.moe
         normed = self._norm(residual, params.get(name + "attn_norm"))
         x, kept = self._attention(normed, params, name, batch, layer, shared)
@@ -224,7 +222,7 @@ class TorchDecoder:
     def _of_input(
         self, residual: Tensor, params: Mapping[str, Tensor], name: str, inputs: Tensor
     ) -> Tensor:
-        """What a layer's own input adds to the residual stream."""
+        """Return the contribution of a layer's input to the residual stream."""
         gates = functional.linear(residual.to(self.dtype), params[name + "input_gate"]).float()
         gated = self._gate(torch.cat((gates, inputs), dim=1))
         x = functional.linear(gated, params[name + "input_out"])
@@ -238,7 +236,7 @@ class TorchDecoder:
         name: str,
         ids: Tensor | None,
     ) -> Tensor:
-        """An MLP and experts beside it, float32."""
+        """Compute an MLP and parallel experts, float32."""
         dense = self._mlp(normed, params, name, None)
         rows = self._norm(residual, params[name + "experts_norm"])
         routed = self._norm(residual, params[name + "router_norm"])
@@ -299,7 +297,7 @@ class TorchDecoder:
         layer: int,
         places: Tensor,
     ) -> KeysAndValues:
-        """Of rows as they are projected, at these positions."""
+        """Return keys and values from their projection, at these positions."""
         kind = self.spec.layer(layer)
         k, v = (rows, rows) if kind.joint else rows.chunk(2, dim=-1)
         if self.spec.value_norm:
@@ -310,8 +308,9 @@ class TorchDecoder:
     def _turned(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str, layer: int, places: Tensor
     ) -> Tensor:
-        """Heads [N, heads * D], normalised where the model does that, turned as positions say:
-        float32 [N, heads, D].
+        """Normalise heads [N, heads * D] if the model does, and rotate them by position.
+
+        Returns float32 [N, heads, D].
         """
         if self.spec.qk_norm:
             x = self._norm_heads(x, params[norm])
@@ -322,7 +321,7 @@ class TorchDecoder:
     def _met(
         self, normed: Tensor, params: Mapping[str, Tensor], name: str, latent: LatentSpec
     ) -> Tensor:
-        """As `LatentOps.meet`: queries that meet latents, and the key twice."""
+        """Compute `LatentOps.meet`: queries that attend to latents, and the key twice."""
         sizes, q = latent.sizes, normed
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -340,7 +339,7 @@ class TorchDecoder:
         return torch.cat((met.flatten(1), key, key), dim=1)
 
     def _latent_values(self, attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
-        """As `LatentOps.values`."""
+        """Compute values from attended latents, as `LatentOps.values`."""
         of_heads = attended.unflatten(1, (self.spec.num_heads, -1))[:, :, sizes.rotary :]
         rows = kv.unflatten(0, (self.spec.num_heads, -1))[:, sizes.plain :]
         return torch.einsum("nhr,hvr->nhv", of_heads, rows).flatten(1)
@@ -362,7 +361,7 @@ class TorchDecoder:
         return self._linear(gated, params, name + "down")
 
     def _linear(self, x: Tensor, params: Mapping[str, Any], name: str) -> Tensor:
-        """A product with its bias, and what an adapter adds (`ops.lora`)."""
+        """Compute a product with its bias and the adapter's part (`ops.lora`)."""
         y = functional.linear(x, params[name], params.get(name + "_bias"))
         for first, a, b, scale in params.get(name + LORA, ()):
             end = first + b.shape[1]
@@ -371,8 +370,9 @@ class TorchDecoder:
         return y
 
     def _routes(self, batch: MicroBatch) -> dict[int, Tensor]:
-        """The engine's choice of experts by layer: [N, K], rising in each row. Raises
-        `RuntimeError`.
+        """Return the engine's choice of experts by layer: [N, K], ascending in each row.
+
+        Raises `RuntimeError`.
         """
         moe = self.spec.moe
         if moe is None:
@@ -380,15 +380,15 @@ class TorchDecoder:
         shape = (len(batch.token_ids), sum(moe.layers), moe.experts_per_token)
         routes = batch.routes
         if routes is None or tuple(routes.shape) != shape:
-            found = None if routes is None else tuple(routes.shape)
+            actual = None if routes is None else tuple(routes.shape)
             raise RuntimeError(
-                f"the engine's choice of experts is {found} for rows that need {shape}."
+                f"the engine's choice of experts has shape {actual}; the rows need {shape}."
             )
         rising = bool((routes.diff(dim=-1) > 0).all()) and bool(
             ((routes >= 0) & (routes < moe.num_experts)).all()
         )
         if not rising:
-            raise RuntimeError("a row has no choice of experts by the engine.")
+            raise RuntimeError("the engine's choice of experts is missing or invalid for a row.")
         mixed = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
         return dict(zip(mixed, routes.unbind(1), strict=True))
 
@@ -400,8 +400,9 @@ class TorchDecoder:
         ids: Tensor,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """The engine's experts of each row [N, K], added up in the order of their ids. The router
-        reads rows of its own, where there are such.
+        """Sum the engine's experts of each row [N, K] in the order of their ids.
+
+        The router reads the rows `routed`, if any.
         """
         moe = self.spec.moe
         assert moe is not None
@@ -429,14 +430,14 @@ class TorchDecoder:
         return total + product * gates
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[N, heads * D], over each head, or over all where the weight is that wide."""
+        """Normalise [N, heads * D] by head, or all heads together if the weight is that wide."""
         return self._norm(x.float().view(len(x), -1, len(weight)), weight).view(x.shape)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return (x if weight is None else self._normed(x, weight)).to(self.dtype)
 
     def _after(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """What a block adds to the residual stream, float32."""
+        """Return a block's contribution to the residual stream, float32."""
         x = x.float() if weight is None else self._normed(x.float(), weight)
         return x if self.spec.residual_scale == 1 else x * self.spec.residual_scale
 

@@ -1,10 +1,10 @@
-"""Which operation breaks the law: a sample's tokens through the decoder under two schedules,
-operation by operation.
+"""Search for an operation whose bits depend on the schedule.
 
-A sample carries no activations, so a replay that differs cannot be held against the run that made
-it. But if it differs because some operation's bits depend on the schedule, that shows here, on the
-same tokens: in one chunk and token by token, one operation at a time and compiled, on the engine's
-threads and on one.
+A sample's tokens run through the decoder under two schedules, operation by operation.
+
+A sample carries no activations, so a differing replay cannot be compared with the original run. But
+if some operation's bits depend on the schedule, the same tokens show it. The schedules are: in one
+chunk and token by token, one operation at a time and compiled, on the engine's threads and on one.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
 from nano_inference.sampling.tensors import sampling_batch, to_device
 from nano_inference.types import TrainingSample
 
-# Rows computed one at a time, the last ones; those before them go in one chunk. What differs is the
-# last row, and an operation by itself costs much more than its share of a compiled step.
+# The last rows are computed one at a time, earlier ones in one chunk. The difference is in the last
+# row, and a single operation costs much more than its share of a compiled step.
 MOST_SINGLE = 64
 
 WHOLE, SINGLE = "in one chunk", "token by token"
@@ -45,10 +45,10 @@ class OperationDifference(NamedTuple):
     """The first operation whose bits differ between two schedules.
 
     Attributes:
-        layer: None before the first and after the last layer.
-        operation: as in `Ops`, with the parameter that it reads.
-        position: of the first row that differs.
-        schedules: the two.
+        layer: Layer of the operation. None: before the first or after the last layer.
+        operation: Name in `Ops`, and the parameter that it reads.
+        position: Position of the first row that differs.
+        schedules: The two schedules.
     """
 
     layer: int | None
@@ -57,20 +57,19 @@ class OperationDifference(NamedTuple):
     schedules: tuple[str, str]
 
     def __str__(self) -> str:
-        place = "outside of the layers" if self.layer is None else f"layer {self.layer}"
+        location = "outside the layers" if self.layer is None else f"layer {self.layer}"
         return (
-            f"{place}, {self.operation}: the row of position {self.position} has other bits "
-            f"{self.schedules[0]} than "
-            f"{self.schedules[1]}"
+            f"{location}, {self.operation}: the row at position {self.position} has different bits "
+            f"{self.schedules[0]} and {self.schedules[1]}"
         )
 
 
 class Diagnosis(NamedTuple):
-    """Why a replay differs, as far as this engine alone can tell.
+    """Cause of a replay's difference, as far as this engine can determine it.
 
     Attributes:
-        operation: the first one that breaks the law; None if all keep it.
-        weight_version, weights_sha256: of the weights that were looked at.
+        operation: First operation whose bits depend on the schedule; None if there is none.
+        weight_version, weights_sha256: Version and checksum of the weights used.
     """
 
     operation: OperationDifference | None
@@ -81,18 +80,17 @@ class Diagnosis(NamedTuple):
         if self.operation is not None:
             return str(self.operation)
         return (
-            "every operation gives the same bits under every schedule tried, so the weights (or "
-            "what the record says) "
-            f"are not those that made the sample; looked at: version {self.weight_version}, "
-            "SHA-256 "
-            f"{self.weights_sha256}"
+            "every operation gives the same bits under every schedule tried, so the weights or the "
+            "recorded fields differ from those that made the sample; checked weights: version "
+            f"{self.weight_version}, SHA-256 {self.weights_sha256}"
         )
 
 
 @torch.inference_mode()
 def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference) -> Diagnosis:
-    """Compare schedules on a sample's tokens, up to the one where its replay differs. Raises as
-    `replay` does.
+    """Compare schedules on a sample's tokens, up to the first one whose replay differs.
+
+    Raises the errors of `replay`.
     """
     engine = replayer.engine
     params = replayer.check(sample)
@@ -109,7 +107,7 @@ def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference)
 
 
 def weights_sha256(model: Decoder) -> str:
-    """One checksum of all tensors, by name, in the model's dtype."""
+    """Return one checksum of all tensors, by name, in the model's dtype."""
     digest = hashlib.sha256()
     for name, slot in sorted(slots(param_table(model.spec)).items()):
         digest.update(name.encode())
@@ -120,7 +118,7 @@ def weights_sha256(model: Decoder) -> str:
 
 
 def _num_rows(sample: TrainingSample, difference: Difference) -> int:
-    """Rows that the token where it differs was drawn from, or all."""
+    """Return the number of rows that precede the differing token, or of all rows."""
     prompt, completion = len(sample.prompt_tokens), len(sample.completion_tokens)
     token = completion - 1 if difference.token is None else difference.token
     return max(1, token if difference.field in OF_PROMPT else prompt + min(token, completion - 1))
@@ -140,8 +138,9 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Trace:
-    """What a schedule gave: for each call in order, a mark of every row; equal marks are equal
-    bits.
+    """Results of a schedule: a mark of every row for each call, in order.
+
+    Equal marks mean equal bits.
     """
 
     steps: list[_Step] = field(default_factory=list)
@@ -156,7 +155,7 @@ class _Trace:
 
 
 class _Schedules:
-    """The ways in which one run of tokens is computed."""
+    """Different ways to compute the same tokens."""
 
     def __init__(
         self,
@@ -178,16 +177,16 @@ class _Schedules:
         self.whole = [len(tokens)]
 
     def first_difference(self) -> OperationDifference | None:
-        """The first operation whose bits depend on the schedule, or None."""
+        """Return the first operation whose bits depend on the schedule, or None."""
         whole = self._one_by_one(self.model.ops, self.whole)
-        found = whole.against(self._one_by_one(self.model.ops, self.single), (WHOLE, SINGLE))
-        if found is None and self.model.ops.compile is not None:
+        difference = whole.against(self._one_by_one(self.model.ops, self.single), (WHOLE, SINGLE))
+        if difference is None and self.model.ops.compile is not None:
             plain, compiled = self._outcome(self.whole, compiled=False), self._outcome(self.whole)
-            found = plain.against(compiled, (WHOLE, COMPILED))
-            found = found or compiled.against(
+            difference = plain.against(compiled, (WHOLE, COMPILED))
+            difference = difference or compiled.against(
                 self._outcome(self.single), (COMPILED, COMPILED_SINGLE)
             )
-        return found or whole.against(self._on_one_thread(), (WHOLE, ONE_THREAD))
+        return difference or whole.against(self._on_one_thread(), (WHOLE, ONE_THREAD))
 
     def _on_one_thread(self) -> _Trace:
         before = torch.get_num_threads()
@@ -203,7 +202,7 @@ class _Schedules:
             torch.set_num_threads(before)
 
     def _one_by_one(self, ops: Ops, ends: Sequence[int]) -> _Trace:
-        """Every call of the trunk, then the logits and the draw."""
+        """Trace every call of the trunk, then the logits and the draw."""
         trace = _Trace()
         for start, batch in self._batches(ends):
             tracer = _Tracer(self.model, trace, batch)
@@ -234,7 +233,7 @@ class _Schedules:
         tracer.note("sample", torch.cat(drawn))
 
     def _outcome(self, ends: Sequence[int], *, compiled: bool = True) -> _Trace:
-        """Keys and values of every layer, and the rows behind the last norm."""
+        """Trace keys and values of every layer, and the rows after the last norm."""
         model, hidden = self.model, list[Tensor]()
         if not compiled:
             model = model.twin(ops=replace(_plain(model.ops, model.dtype), compile=None))
@@ -268,7 +267,7 @@ class _Schedules:
 
 
 class _Tracer:
-    """Operations that do as they did, and note a mark of every row that they give."""
+    """Wraps operations to record a mark of every row that they return."""
 
     def __init__(self, model: Decoder, trace: _Trace, batch: ForwardBatch) -> None:
         self._names = {id(param): name for name, param in model.params.items()}
@@ -276,7 +275,7 @@ class _Tracer:
         self._calls = 0
 
     def around(self, ops: Ops) -> Ops:
-        """The same operations, traced."""
+        """Return the operations with tracing."""
         return replace(
             ops,
             embed=self._traced("embed", ops.embed, weight_at=1),
@@ -291,7 +290,7 @@ class _Tracer:
         )
 
     def note(self, operation: str, marks: Tensor, layer: int | None = None) -> None:
-        """The next call gave rows of these marks."""
+        """Record the row marks of the next call."""
         if self._calls == len(self._trace.steps):
             self._trace.steps.append(_Step(layer, operation))
             self._trace.marks.append([])
@@ -312,7 +311,7 @@ class _Tracer:
             out = run(*arguments)
             marks = sum(_marks(part) for part in (out if isinstance(out, tuple) else (out,)))
             layer = None if layer_at is None else arguments[layer_at]
-            if view_at is not None:  # what it stored is part of what it gave
+            if view_at is not None:  # stored keys and values are part of the result
                 marks = marks + 3 * _stored_marks(
                     arguments[view_at], arguments[layer_at or 0], self._batch.positions
                 )
@@ -333,8 +332,9 @@ class _Tracer:
 
 
 def _plain(ops: Ops, dtype: torch.dtype) -> Ops:
-    """For single calls: a backend that compiles leaves products in float32 and has the gate round
-    them.
+    """Return operations for single calls.
+
+    A backend that compiles leaves products in float32 and lets the gate round them.
     """
     if ops.compile is None:
         return ops
@@ -348,27 +348,29 @@ def _split(param: str) -> tuple[int | None, str]:
 
 
 def _name_layers(trace: _Trace) -> None:
-    """Gates and norms without weights stand in the layer of the next operation that names one."""
+    """Assign gates and norms without weights to the layer of the next operation that has one."""
     layer = None
-    for place in reversed(range(len(trace.steps))):
-        step = trace.steps[place]
+    for index in reversed(range(len(trace.steps))):
+        step = trace.steps[index]
         if step.layer is None and (step.operation == "gate" or "rounding" in step.operation):
-            trace.steps[place] = step._replace(layer=layer)
+            trace.steps[index] = step._replace(layer=layer)
         else:
             layer = step.layer
 
 
 def _stored_marks(view: KVStorage, layer: int, slots: Tensor) -> Tensor:
-    """Marks of the keys and values at slots [N]; the block table is 0, 1, 2 ..., so that slots are
-    positions.
+    """Return marks of the keys and values at slots [N].
+
+    The block table is 0, 1, 2 ..., so that slots are positions.
     """
     keys, values = view.gather(layer, slots)  # [kv heads, N, head_dim]
     return _marks(torch.cat([keys, values]).transpose(0, 1))
 
 
 def _marks(rows: Tensor) -> Tensor:
-    """A number for each row that its bits decide: int64 [N, ...] -> [N]. Integer sums know no
-    order.
+    """Return a number for each row that depends on all its bits: int64 [N, ...] -> [N].
+
+    Integer sums do not depend on their order.
     """
     bits = rows.contiguous().view(len(rows), -1)
     bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]).long()

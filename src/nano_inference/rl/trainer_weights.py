@@ -1,6 +1,4 @@
-"""The weights of a trainer's `transformers` model as an engine takes them: whole, under the
-checkpoint's names.
-"""
+"""The weights of a trainer's `transformers` model, whole and under the checkpoint's names."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 
 from nano_inference.errors import ConfigError
 
-# How accelerate calls the set-ups in which every process holds all weights.
+# accelerate's names of setups in which every process holds all weights.
 _WHOLE = frozenset(
     {
         "NO",
@@ -27,32 +25,30 @@ _WHOLE = frozenset(
 
 
 def require_whole(accelerator: Any) -> None:
-    """Raise `ConfigError` where a process of this `accelerate.Accelerator` holds only a part of the
+    """Raise `ConfigError` if each process of this `accelerate.Accelerator` holds only a part of the
     model.
     """
     kind = accelerator.distributed_type
     name = str(getattr(kind, "value", kind))
     if name not in _WHOLE:
         raise ConfigError(
-            f"a trainer under {name} holds only a part of the weights in each process, and this "
-            "engine is given them "
-            "whole; train in one process, or data-parallel (DDP)."
+            f"a trainer under {name} holds only a part of the weights in each process, but this "
+            "engine needs them whole; train in one process, or data-parallel (DDP)."
         )
 
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Tensors by the checkpoint's names, as the model computes with them; valid until the context
-    ends.
+    """Yield tensors by the checkpoint's names, as the model computes with them.
 
-    Adapters (PEFT) are merged into what they adapt meanwhile; after it the model has its own bits
-    again. Raises `ConfigError` for a model whose weights cannot be told: a quantized one, an
-    adapter that is no change of weights.
+    They are valid until the context ends. Adapters (PEFT) are merged meanwhile, and afterwards the
+    model has its original bits again. Raises `ConfigError` if the weights cannot be determined: if
+    the model is quantized, or if an adapter does not change weights.
     """
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         raise ConfigError(
-            "the trainer's model is quantized (4 or 8 bit); load it unquantized to hand on its "
-            "weights."
+            "the trainer's model is quantized (4 or 8 bit), so its weights cannot be sent; load it "
+            "unquantized."
         )
     if not hasattr(model, "peft_config"):
         yield dict(model.state_dict())
@@ -63,7 +59,7 @@ def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
-    """State of a `PeftModel` with its active adapters merged, under the names of the base model."""
+    """Yield the state of a `PeftModel` with merged adapters, under the base model's names."""
     if not hasattr(model, "merge_adapter"):
         kinds = ", ".join(
             sorted({str(getattr(c, "peft_type", c)) for c in model.peft_config.values()})
@@ -76,10 +72,9 @@ def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
     prefix: str = model.base_model.prefix
     _require_untied(inside)
     if any(getattr(module, "merged", False) for module in model.modules()):
-        yield _base_weights(inside, prefix)  # the caller's merge, which stays
+        yield _base_weights(inside, prefix)  # the caller has merged and may keep it so
         return
-    # Merging adds and unmerging subtracts, which is not exact: what is touched is put back as it
-    # was.
+    # Merging adds and unmerging subtracts, which is not exact. Restore the tensors afterwards.
     kept = {name: tensor.clone() for name, tensor in inside.items() if ".base_layer." in name}
     try:
         model.merge_adapter()
@@ -92,14 +87,15 @@ def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _require_untied(inside: Mapping[str, Tensor]) -> None:
-    """Raise `ConfigError` where an adapter is of a tensor that stands under another name too: the
-    model computes with it in one place alone, and merged it would be in both.
+    """Raise `ConfigError` if an adapted tensor is also used under another name.
+
+    The model applies the adapter to only one of the uses. Merged, it would apply to both.
     """
     owners = {tensor.data_ptr(): name for name, tensor in inside.items() if ".base_layer." in name}
     for name, tensor in inside.items():
-        if (own := owners.get(tensor.data_ptr(), name)) != name and tensor.numel():
+        if (owner := owners.get(tensor.data_ptr(), name)) != name and tensor.numel():
             raise ConfigError(
-                f"an adapter of {_base_name(own)!r}, which is {_base_name(name)!r} too in this "
+                f"an adapter of {_base_name(owner)!r}, which is also {_base_name(name)!r} in this "
                 "model, cannot be merged into weights; leave it out of target_modules."
             )
 
@@ -115,10 +111,10 @@ def _is_adapter(name: str, prefix: str) -> bool:
 
 
 def _base_name(name: str) -> str:
-    """`model.layers.0.mlp.up_proj.base_layer.weight`, `lm_head.modules_to_save.default.weight`:
-    without what PEFT adds.
+    """Remove PEFT's parts of a name.
 
-    A module that is trained whole stands under the name of its adapter.
+    Examples: `model.layers.0.mlp.up_proj.base_layer.weight`,
+    `lm_head.modules_to_save.default.weight`. A fully trained module is under its adapter's name.
     """
     before, inserted, after = name.partition(".modules_to_save.")
     whole = f"{before}.{after.partition('.')[2]}" if inserted else name

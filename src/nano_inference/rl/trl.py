@@ -1,7 +1,7 @@
-"""TRL's `GRPOTrainer`, unmodified, on this engine: `GRPOTrainer(...,
+"""TRL's unmodified `GRPOTrainer` on this engine: `GRPOTrainer(...,
 rollout_func=RolloutFunction(engine))`.
 
-TRL is not imported here: the trainer hands itself over with every call.
+This module does not import TRL: the trainer passes itself with every call.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from nano_inference.rl.scoring_module import require_chosen_codes
 from nano_inference.rl.trainer_weights import require_whole, whole_weights
 from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 
-# What TRL calls a field of `SamplingParams` in `generation_kwargs`, where that differs.
+# TRL's names in `generation_kwargs` of fields of `SamplingParams`, if different.
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -33,7 +33,7 @@ _FIELDS = frozenset(field.name for field in fields(SamplingParams))
 _OF_SAMPLES = {field.name for field in fields(TrainingSample)} - {"logprobs"} | {
     "oldest_weight_version"
 }
-# fields that a request has to ask for
+# fields that a request must ask for
 _ASKED_FOR = frozenset({"raw_logprobs", "sampling_mask", "prompt_logprobs", "routed_experts"})
 
 
@@ -42,8 +42,8 @@ class Group:
     """Entries of a batch that have the same prompt.
 
     Attributes:
-        token_ids: the prompt.
-        places: of the entries in the batch, rising.
+        token_ids: Token ids of the prompt.
+        places: Indices of the entries in the batch, ascending.
     """
 
     token_ids: tuple[int, ...]
@@ -51,44 +51,41 @@ class Group:
 
 
 class RolloutFunction:
-    """A `rollout_func` for TRL's `GRPOTrainer`: completions, and the logprobs that they were drawn
-    with.
+    """A `rollout_func` for TRL's `GRPOTrainer`: completions with their sampling logprobs.
 
-    TRL repeats each prompt for every completion of it; each distinct prompt is computed once here,
-    and its completions decode as one group. Before the first batch, and whenever the trainer's
-    weights have changed, the engine gets them: `gradient_accumulation_steps`, `num_iterations` and
-    evaluations cost no update. LoRA adapters are merged for the engine; the trainer's own weights
-    keep their bits.
+    TRL repeats each prompt for every completion. The engine computes each distinct prompt once, and
+    its completions decode as one group. The engine gets the trainer's weights before the first
+    batch and after every change of them: `gradient_accumulation_steps`, `num_iterations` and
+    evaluations cost no update. LoRA adapters are merged for the engine, and the trainer's own
+    weights keep their bits.
 
-    The trainer's arguments decide how tokens are drawn: `temperature`, `top_p`, `top_k`, `min_p`,
+    The trainer's arguments control sampling: `temperature`, `top_p`, `top_k`, `min_p`,
     `repetition_penalty`, `max_completion_length`, and in `generation_kwargs` any field of
-    `SamplingParams` under its own name or that of `transformers`. What ends a sample is what the
-    trainer takes for its end. `args.seed` decides all draws, together with the step and the
-    prompt's place.
+    `SamplingParams` under its own name or that of `transformers`. The trainer's end-of-sequence ids
+    end a sample. `args.seed` determines all draws, together with the step and the prompt's index.
 
-    The returned `logprobs` are those of the trainer's own distribution, the whole vocabulary at its
-    temperature: where masks or filters (`top_p` and the like) cut some of it,
+    The returned `logprobs` are those of the trainer's own distribution: the whole vocabulary at its
+    temperature. If masks or filters (such as `top_p`) remove tokens, that is
     `TrainingSample.logprobs` plus `log_kept_mass`.
 
-    In a data-parallel run (DDP) each process has an engine of its own.
+    In a data-parallel run (DDP), each process has its own engine.
 
     Args:
-        engine: an engine of the model that is trained, or the configuration to build one from; one
-            that was built here is shut down by `close`, or at the end of a `with`.
-        extras: fields of `TrainingSample` that reward functions get beside what TRL gives them, one
-            entry a completion (`raw_logprobs` and the like are asked for then).
-        log_mismatch: after each rollout let the trainer score it, as TRL does with vLLM, and log
-            its metrics `sampling/sampling_logp_difference/{mean,max}` and
+        engine: Engine of the trained model, or a configuration to build one from. An engine built
+            here is shut down by `close` or at the end of a `with` block.
+        extras: Fields of `TrainingSample` to pass to reward functions in addition to TRL's, one
+            entry for each completion. `raw_logprobs` and the like are requested automatically.
+        log_mismatch: Score each rollout with the trainer, as TRL does with vLLM, and log the
+            trainer's metrics `sampling/sampling_logp_difference/{mean,max}` and
             `sampling/importance_sampling_ratio/{min,mean,max}`. It costs a forward pass of the
             trainer.
-        oversample: draw so many completions more for each prompt, and take those that finish first:
-            the step does not wait for the longest. What is taken is shorter on average than what
-            the policy would write.
-        sleep: give the memory of the KV cache back after each rollout, for the trainer on the same
-            device.
+        oversample: Number of additional completions to draw for each prompt. The step takes those
+            that finish first and does not wait for the longest, so they are shorter on average than
+            the policy's.
+        sleep: Free the memory of the KV cache after each rollout, for a trainer on the same device.
 
-    Raises `ConfigError` for a trainer that it cannot serve: FSDP, DeepSpeed, tools, and options
-    that have no meaning here.
+    Raises `ConfigError` for unsupported trainers and options: FSDP, DeepSpeed, tools, and options
+    that do not apply to this engine.
     """
 
     def __init__(
@@ -104,10 +101,11 @@ class RolloutFunction:
         if unknown := sorted(set(self.extras) - _OF_SAMPLES):
             names = ", ".join(map(repr, unknown))
             raise ConfigError(
-                f"extras: {names} is no field of TrainingSample, or one that is returned anyway."
+                "extras must be fields of TrainingSample other than logprobs, which is always "
+                f"returned; got {names}."
             )
         if not is_whole(oversample, 0):
-            raise ConfigError(f"oversample={oversample!r} must be an integer from 0 on.")
+            raise ConfigError(f"oversample={oversample!r} must be an integer of at least 0.")
         self.oversample = oversample
         self.log_mismatch = log_mismatch
         self.sleep = sleep
@@ -117,15 +115,15 @@ class RolloutFunction:
         else:
             engine = InferenceEngine(with_plain_weights(engine))
         self.engine = engine
-        self._synced: Any = None  # what the weights were told by when the engine got them
-        # a mode and step, and how many rollouts it had
+        self._synced: Any = None  # step, version and parameter states at the last sync
+        # (mode, step), and the number of its rollouts so far
         self._calls: tuple[tuple[str, int], int] = (("", 0), 0)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion for each entry of `prompts` (text or chats), in their order.
+        """Generate one completion for each entry of `prompts` (text or chats), in their order.
 
-        Returns `prompt_ids`, `completion_ids` (the end-of-sequence id included), `logprobs` and the
-        extras: lists with one entry a prompt.
+        Returns `prompt_ids`, `completion_ids` (including the end-of-sequence id), `logprobs` and
+        the extras: lists with one entry for each prompt.
         """
         _require_supported(trainer)
         token_ids = prompt_token_ids(prompts, trainer)
@@ -159,13 +157,11 @@ class RolloutFunction:
         }
 
     def sync(self, trainer: Any) -> bool:
-        """Give the engine the trainer's weights, as a new version, if they are not those that
-        serve.
+        """Update the engine to the trainer's weights, as a new version, if they have changed.
 
-        They are taken for changed when the trainer's step has moved, a parameter was written since,
-        or another caller has updated the engine. Returns whether they were. Raises
-        `WeightUpdateError` for weights that do not fit, or hold nan or infinity; the engine's stay
-        as they are then.
+        They count as changed if the trainer's step has advanced, a parameter was written, or
+        another caller has updated the engine. Returns True if they had. Raises `WeightUpdateError`
+        if the weights do not fit, or hold nan or infinity; the engine then keeps its own.
         """
         model = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
@@ -177,7 +173,7 @@ class RolloutFunction:
         return True
 
     def close(self) -> None:
-        """Shut the engine down if it was built here."""
+        """Shut down the engine if it was built here."""
         if self._owned:
             self.engine.shutdown()
 
@@ -190,7 +186,7 @@ class RolloutFunction:
     def _generate(
         self, groups: Sequence[Group], params: dict[str, Any], trainer: Any
     ) -> list[TrainingSample]:
-        """One sample for each entry, in the order of entries."""
+        """Return one sample for each entry, in the order of entries."""
         where = (_mode(trainer), trainer.state.global_step)
         calls = self._calls[1] + 1 if self._calls[0] == where else 0
         self._calls = (where, calls)
@@ -208,37 +204,32 @@ class RolloutFunction:
         for delta in generation.run(self.engine.shared, requests, progress=False):
             if delta.finished is not None:
                 samples[delta.request_id].append(delta.finished)
-        found: dict[int, TrainingSample] = {}
+        by_place: dict[int, TrainingSample] = {}
         for group, drawn in zip(groups, samples.values(), strict=True):
             first = sorted(
                 drawn,
                 key=lambda sample: (sample.stop_reason == GROUP_COMPLETE, sample.sample_index),
             )
-            # the rest was drawn beyond what is wanted
-            found |= zip(group.places, first, strict=False)
-        if empty := [place for place, sample in found.items() if not sample.completion_tokens]:
+            # skip samples drawn in excess
+            by_place |= zip(group.places, first, strict=False)
+        if empty := [place for place, sample in by_place.items() if not sample.completion_tokens]:
             raise RequestAborted(
-                f"completion {min(empty)} of the batch was aborted before its first token; "
-                "nothing else may abort "
-                "requests while a trainer waits for them."
+                f"completion {min(empty)} of the batch was aborted before its first token; do not "
+                "abort requests while a trainer waits for them."
             )
-        return [found[place] for place in sorted(found)]
+        return [by_place[place] for place in sorted(by_place)]
 
 
 def group_by_prompt(prompts: Iterable[Iterable[int]]) -> list[Group]:
-    """Which entries have the same token ids; groups in the order in which their prompts first
-    come.
-    """
+    """Group entries with the same token ids, in the order of their first occurrence."""
     places: dict[tuple[int, ...], list[int]] = {}
-    for place, token_ids in enumerate(prompts):
-        places.setdefault(tuple(token_ids), []).append(place)
-    return [Group(token_ids, tuple(found)) for token_ids, found in places.items()]
+    for index, token_ids in enumerate(prompts):
+        places.setdefault(tuple(token_ids), []).append(index)
+    return [Group(token_ids, tuple(indices)) for token_ids, indices in places.items()]
 
 
 def prompt_token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Token ids of each prompt, as TRL's own generation makes them: chats go through the trainer's
-    template.
-    """
+    """Return token ids of each prompt, as TRL makes them: chats use the trainer's template."""
     if not prompts:
         return []
     tokenizer = trainer.processing_class
@@ -246,7 +237,7 @@ def prompt_token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
         return [list(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
     if kinds := {kind for prompt in prompts for kind in _content_kinds(prompt) if kind != "text"}:
         raise InvalidRequest(
-            f"a prompt holds content of type {min(kinds)!r}; this engine takes text alone."
+            f"a prompt holds content of type {min(kinds)!r}; this engine accepts only text."
         )
     encoded = tokenizer.apply_chat_template(
         conversation=list(prompts),
@@ -260,41 +251,38 @@ def prompt_token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def sampling_params(trainer: Any, extras: Iterable[str] = ()) -> dict[str, Any]:
-    """Fields of `SamplingParams`, without the seed, that the trainer's arguments and
-    `generation_kwargs` ask for.
+    """Return fields of `SamplingParams`, without the seed, from the trainer's arguments.
 
-    Raises `ConfigError` for one in `generation_kwargs` that is unknown here.
+    `generation_kwargs` take precedence. Raises `ConfigError` if one of them is unknown.
     """
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": trainer.temperature,
         "max_tokens": trainer.max_completion_length,
         "top_p": trainer.top_p,
         "top_k": trainer.top_k,
         "min_p": trainer.min_p,
         "repetition_penalty": trainer.repetition_penalty,
-        "ignore_eos": True,  # the trainer's ends count, not those of the engine's checkpoint
+        "ignore_eos": True,  # the trainer's end ids count, not those of the engine's checkpoint
     }
     kwargs: dict[str, Any] = dict(trainer.args.generation_kwargs or {})
-    given["stop_token_ids"] = _ids(kwargs.pop("eos_token_id", trainer.eos_token_ids)) | _ids(
+    options["stop_token_ids"] = _ids(kwargs.pop("eos_token_id", trainer.eos_token_ids)) | _ids(
         kwargs.pop("stop_token_ids", ())
     )
     if kwargs.pop("ignore_eos", False):
-        given["stop_token_ids"] = frozenset()
+        options["stop_token_ids"] = frozenset()
     greedy = kwargs.pop("do_sample", True) is False
-    given |= {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
+    options |= {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
     if greedy:
-        given["temperature"] = 0.0
-    if "seed" in given:
+        options["temperature"] = 0.0
+    if "seed" in options:
         raise ConfigError(
-            "generation_kwargs: the trainer's args.seed decides all draws; take 'seed' out."
+            "generation_kwargs must not include 'seed'; set the trainer's args.seed instead."
         )
-    if unknown := given.keys() - _FIELDS:
+    if unknown := options.keys() - _FIELDS:
         names = ", ".join(map(repr, sorted(unknown)))
-        raise ConfigError(
-            f"generation_kwargs: {names} has no meaning for this engine; take it out."
-        )
+        raise ConfigError(f"generation_kwargs: this engine does not support {names}; remove it.")
     asked = dict.fromkeys(_ASKED_FOR.intersection(extras), True)
-    return {name: value for name, value in given.items() if value is not None} | asked
+    return {name: value for name, value in options.items() if value is not None} | asked
 
 
 def _ids(value: Any) -> frozenset[int]:
@@ -305,20 +293,19 @@ def _require_supported(trainer: Any) -> None:
     require_whole(trainer.accelerator)
     if trainer.tools:
         raise ConfigError(
-            "TRL writes the turns after a tool's result with its own generate, and without "
-            "logprobs; leave tools and "
-            "environment_factory out, or call the tools in a rollout function around this one."
+            "TRL generates the turns after a tool's result itself, without logprobs; leave out "
+            "tools and environment_factory, or call the tools in a rollout function around this "
+            "one."
         )
     if trainer.args.cache_implementation is not None:
         raise ConfigError(
-            f"cache_implementation={trainer.args.cache_implementation!r} chooses a cache of "
-            "transformers, which "
-            "generates nothing here; leave it out."
+            f"cache_implementation={trainer.args.cache_implementation!r} selects a cache of "
+            "transformers, which does not generate here; leave it out."
         )
 
 
 def _content_kinds(prompt: Iterable[Any]) -> Iterable[str]:
-    """Types of the parts of a chat's messages, where those are not plain text."""
+    """Yield the types of message parts in a chat, for messages that are not plain text."""
     for message in prompt:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -330,7 +317,7 @@ def _mode(trainer: Any) -> str:
 
 
 def _seed(trainer: Any, *what: Any) -> int | None:
-    """Of a group, from the trainer's seed and all that tells one group of a run from another."""
+    """Return the seed of a group, from the trainer's seed and everything that identifies it."""
     if trainer.args.seed is None:
         return None
     key = repr((trainer.args.seed, trainer.accelerator.process_index, *what)).encode()
@@ -349,7 +336,7 @@ def mismatch(
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[Any],
 ) -> dict[str, float]:
-    """TRL's own metrics of the difference between who samples and who trains, under TRL's names."""
+    """Return TRL's metrics of the mismatch between sampler and trainer, under TRL's names."""
     ids, mask, longest = _padded(prompts, completions)
     device = trainer.accelerator.device
     size = trainer.args.per_device_train_batch_size
@@ -373,8 +360,9 @@ def mismatch(
 def _padded(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, int]:
-    """Ids and mask [entries, longest prompt + longest completion], prompts to the right,
-    completions to the left.
+    """Return ids and mask [entries, longest prompt + longest completion].
+
+    Prompts are aligned right, completions left.
     """
     before = max(map(len, prompts))
     longest = max(map(len, completions))

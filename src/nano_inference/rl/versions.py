@@ -1,6 +1,4 @@
-"""Decoders of an engine's policy by weight version: the engine's own weights, and those that a
-caller brings.
-"""
+"""Decoders of an engine's policy by weight version, from the engine's weights and the caller's."""
 
 import os
 from collections import OrderedDict
@@ -17,30 +15,30 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.formats import FILE
 from nano_inference.weights.sync import WeightSyncManager
 
-# What a caller says of versions that the engine does not serve: each a whole state dict or a
-# model's folder. Or a function that gives one, and raises LookupError for a version that it does
-# not know.
+# A caller's weights of versions that the engine does not serve: each a whole state dict or a
+# model's folder. A function raises LookupError for unknown versions.
 Weights = Mapping[int, Any] | Callable[[int], Any]
 
-# whole copies of the weights in memory at once; a sample mixes two versions more often than three
+# whole copies of the weights in memory; most samples mix at most two versions
 MOST_COPIES = 2
 
 
 class VersionedDecoders:
-    """Decoders by weight version, which share the engine's tables and operations but none of its KV
+    """Decoders by weight version that share the engine's tables and operations, but not its KV
     tensors.
     """
 
     def __init__(self, engine: InferenceEngine, weights: Weights | None = None) -> None:
         self._engine = engine
         self._weights: Weights = {} if weights is None else weights
-        # the one used last at its end
+        # ordered by last use
         self._loaded: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._decoders: dict[int, Decoder] = {}
 
     def require(self, versions: Iterable[int]) -> None:
-        """Raise `InvalidRequest` that names all of these versions that are not there. A function is
-        asked later.
+        """Raise `InvalidRequest` naming all missing versions.
+
+        A weights function is not called yet.
         """
         if isinstance(self._weights, Mapping):
             serving = self._engine.get_weight_version()
@@ -53,8 +51,9 @@ class VersionedDecoders:
                 raise self._missing(missing)
 
     def get(self, version: int) -> Decoder:
-        """The decoder of a version, good until `renew`. Weights that were given go before the
-        engine's own.
+        """Return the decoder of a version, valid until `renew`.
+
+        The caller's weights take precedence over the engine's.
         """
         if version not in self._decoders:
             self._decoders[version] = self._engine.model.twin(self._params(version))
@@ -63,33 +62,34 @@ class VersionedDecoders:
         return self._decoders[version]
 
     def renew(self) -> None:
-        """Forget the decoders, not the weights that were loaded: KV tensors or the engine's weights
-        have moved.
+        """Discard the decoders, because KV tensors or the engine's weights have moved.
+
+        Loaded weights are kept.
         """
         self._decoders.clear()
 
     def _params(self, version: int) -> dict[str, Any] | None:
-        """The parameters of a version; None: those that the engine serves."""
+        """Return the parameters of a version, or None for those that the engine serves."""
         if version in self._loaded:
             return self._loaded[version]
-        given = self._given(version)
-        if given is None and version == self._engine.get_weight_version():
+        weights = self._given(version)
+        if weights is None and version == self._engine.get_weight_version():
             return None
-        if given is None:
+        if weights is None:
             raise self._missing([version])
         while len(self._loaded) >= MOST_COPIES:
             old, _ = self._loaded.popitem(last=False)
             self._decoders.pop(old, None)
         model = self._engine.model
         quantization = formats_of(model.params)
-        if isinstance(given, str | os.PathLike):
-            folder = resolve_model(os.fspath(given), coded=self._engine.config.codes == FILE)
+        if isinstance(weights, str | os.PathLike):
+            folder = resolve_model(os.fspath(weights), coded=self._engine.config.codes == FILE)
             self._loaded[version] = load_params(
                 *(folder, model.spec, model.dtype, model.device, model.ops.allocate),
                 quantization=quantization,
             )
         else:
-            self._loaded[version] = _params_of(given, model, version, quantization)
+            self._loaded[version] = _params_of(weights, model, version, quantization)
         return self._loaded[version]
 
     def _given(self, version: int) -> Any:
@@ -103,19 +103,20 @@ class VersionedDecoders:
     def _missing(self, versions: Sequence[int]) -> InvalidRequest:
         names = ", ".join(map(str, versions))
         return InvalidRequest(
-            f"the weights of version{'s' if len(versions) > 1 else ''} {names} are needed, were "
-            "not given, and the "
-            f"engine serves version {self._engine.get_weight_version()}; pass weights by version."
+            f"the weights of version{'s' if len(versions) > 1 else ''} {names} are missing, and "
+            f"the engine serves version {self._engine.get_weight_version()}; pass weights by "
+            "version."
         )
 
 
 def _params_of(weights: Any, model: Decoder, version: int, quantization: Formats) -> dict[str, Any]:
-    """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and
-    fits.
+    """Return a state dict as the decoder's parameters.
+
+    Raises `WeightUpdateError` unless it is whole and fits.
     """
     if not isinstance(weights, Mapping):
         raise WeightUpdateError(
-            f"the weights of version {version} are a {type(weights).__name__}; give a state dict "
+            f"the weights of version {version} are a {type(weights).__name__}; pass a state dict "
             "or a model's folder."
         )
     table = param_table(model.spec)

@@ -1,4 +1,4 @@
-"""From logits to tokens: columns, noise, filters, the draw, logprobs. Each row is drawn by itself.
+"""From logits to tokens: columns, noise, filters, the draw, logprobs. Rows are independent.
 
 Imports only from: structured.
 Begin with: sample.py, then pipeline.py.

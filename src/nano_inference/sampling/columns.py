@@ -1,12 +1,10 @@
-"""The columns of a step: each quantity of a row, a chunk or a sample is declared once, on the field
-of its batch.
+"""Columns of a step: quantities of a row, a chunk or a sample, each declared once.
 
-`ForwardBatch` of `core.batch` and `SamplingBatch` of `sampling.sampling_batch` are made of columns.
-Readers of the declarations need no list of their own: uploads to the device, the fixed places of
-captured graphs, the wire between ranks, and the CPU kernels, whose structures name the same
-columns.
+A column is a field of `core.batch.ForwardBatch` or `sampling.sampling_batch.SamplingBatch`. Code
+that handles all columns reads these declarations: uploads to the device, fixed buffers of captured
+graphs, messages between ranks. The structures of the CPU kernels have the same names.
 
-The host counts in numpy. `Arrays` makes the arrays of a batch in the kind that the runner reads.
+The host computes in numpy. `Arrays` converts a batch's arrays to the type that the runner reads.
 """
 
 from collections.abc import Callable, Iterable, Sized
@@ -20,11 +18,11 @@ import numpy as np
 
 from nano_inference.types import SamplingParams
 
-A = TypeVar("A", bound=Sized)  # an array: `np.ndarray`, or a tensor of a library that computes
+A = TypeVar("A", bound=Sized)  # array type: `np.ndarray`, or a library's tensor
 
 
 class Entries(NamedTuple, Generic[A]):
-    """Single entries of a [R, V] matrix: `values[i]` stands at (`rows[i]`, `ids[i]`). Rows rise."""
+    """Entries of a [R, V] matrix: `values[i]` is at (`rows[i]`, `ids[i]`). Rows are ascending."""
 
     rows: A  # int64 [E]
     ids: A  # int64 [E]
@@ -32,16 +30,16 @@ class Entries(NamedTuple, Generic[A]):
 
 
 class Arrays(Generic[A]):
-    """Makes arrays of one kind.
+    """Creates arrays of one type.
 
     Args:
-        make: takes over a numpy array, which is not written afterwards. Examples:
+        make: Converts a numpy array, which is not modified afterwards. Examples:
             `torch.from_numpy`, or a function that returns its argument.
     """
 
     def __init__(self, make: Callable[[np.ndarray], A]) -> None:
         self.make = make
-        # Empty arrays are shared: most steps have many of them.
+        # Empty arrays are shared, because most steps have many of them.
         self.no_integers = make(np.empty(0, dtype=np.int64))
         self.no_doubles = make(np.empty(0, dtype=np.float64))
         self.no_masks = make(np.empty((0, 0), dtype=np.int32))
@@ -50,7 +48,7 @@ class Arrays(Generic[A]):
         )
 
     def integers(self, values: Listed[int]) -> A:
-        """int64 [len(values)]."""
+        """Return an int64 array [len(values)]."""
         if not values:
             return self.no_integers
         return self.make(np.array(values, dtype=np.int64))
@@ -58,16 +56,16 @@ class Arrays(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What is known of a field that holds numbers.
+    """Declaration of a batch field that holds numbers.
 
     Attributes:
-        dtype: of an array, or of the values of `Entries`.
-        sizes: of an array: N rows, S chunks, R samples and their like, or numbers.
-        param: where it says how a sample is drawn, what it is under these parameters. Such columns
-            are the same arrays while the same samples are drawn.
-        padding: what rows beyond those of the step hold where a graph is captured, whose columns
-            have fixed places. None: graphs do without it.
-        on_host: it stays there when the batch moves to a device.
+        dtype: Type of the array, or of the values of `Entries`.
+        sizes: Dimensions of the array: names such as N rows, S chunks, R samples, or numbers.
+        param: For a column that depends only on sampling parameters, its value under these
+            parameters. Such columns are reused while the samples stay the same.
+        padding: Value of unused rows in a captured graph, whose buffers have fixed sizes. None if
+            graphs do not use the column.
+        on_host: True if the column stays on the host when its batch moves to a device.
     """
 
     dtype: np.dtype[Any]
@@ -84,17 +82,17 @@ def column(
     padding: float | None = None,
     on_host: bool = False,
 ) -> Any:
-    """A field of a batch; arguments as in `Column`."""
+    """Declare a field of a batch. The arguments are those of `Column`."""
     declared = Column(np.dtype(dtype), sizes, param, padding, on_host)
     return field(metadata={"column": declared})
 
 
 @cache
 def columns_of(batch: type) -> dict[str, Column]:
-    """The columns of a class of batches, by name."""
+    """Return the columns of a batch class, by name."""
     return {
         each.name: each.metadata["column"]
-        for each in fields(get_origin(batch) or batch)  # `ForwardBatch[Tensor]`, or its class
+        for each in fields(get_origin(batch) or batch)  # `ForwardBatch[Tensor]` or `ForwardBatch`
         if "column" in each.metadata
     }
 
@@ -105,18 +103,18 @@ def _on_device(batch: type) -> tuple[str, ...]:
 
 
 def arrays_of(batch: Any) -> list[Any]:
-    """The arrays that move with a batch, in the order of its columns."""
-    found: list[Any] = []
+    """Return the arrays that move to a device with a batch, in the order of its columns."""
+    arrays: list[Any] = []
     for name in _on_device(type(batch)):
         value = getattr(batch, name)
-        found += value if isinstance(value, Entries) else (value,)
-    return found
+        arrays += value if isinstance(value, Entries) else (value,)
+    return arrays
 
 
 def with_arrays(batch: Any, arrays: Iterable[Any]) -> Any:
-    """The same batch with other arrays in the place of `arrays_of`."""
-    given, new = iter(arrays), dict[str, Any]()
+    """Return the same batch with `arrays` in place of those from `arrays_of`."""
+    remaining, new = iter(arrays), dict[str, Any]()
     for name in _on_device(type(batch)):
         is_entries = isinstance(getattr(batch, name), Entries)
-        new[name] = Entries(*islice(given, 3)) if is_entries else next(given)
+        new[name] = Entries(*islice(remaining, 3)) if is_entries else next(remaining)
     return replace(batch, **new)

@@ -1,7 +1,8 @@
-"""Noise for every token id, hashed from the key of a sample; see `sampling.noise`.
+"""Noise for every token id, hashed from the keys of `sampling.noise`.
 
-The noise is one standard exponential a token: the token with the largest `probability / noise` is a
-draw from the distribution (the exponential race, equal to Gumbel-max: argmax(logit - log(noise))).
+Each token gets one standard exponential. The token with the largest `probability / noise` is a draw
+from the distribution. This is the exponential race, which equals Gumbel-max: argmax(logit -
+log(noise)).
 """
 
 import torch
@@ -9,21 +10,20 @@ from torch import Tensor
 
 
 def exponential_noise(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """Standard exponential noise for every token id.
+    """Return standard exponential noise for every token id, float32 [R, V].
+
+    Values are between 2**-32 and about 16.6. Small values, which win, have a fine resolution.
 
     Args:
-        keys: [R, 2] from `noise_keys`.
-        vocab_size: V.
-        first: the token id that the first column stands for.
-
-    Returns:
-        float32 [R, V], between 2**-32 and about 16.6. Small values, which win, are resolved finely.
+        keys: int64 [R, 2] from `noise_keys`.
+        vocab_size: Number of token ids V.
+        first: Token id of the first column.
     """
     halves = _signed32(keys)
     bits = _mix32(torch.arange(first, first + vocab_size, dtype=torch.int32, device=keys.device))
     bits = _mix32(bits[None, :] ^ halves[:, :1])
     bits = _mix32(bits ^ halves[:, 1:])
-    # v in (0, 1) with 31 bits; the clamp keeps the largest from rounding up to 1.
+    # v in (0, 1) with 31 bits. The clamp keeps the largest value from rounding up to 1.
     v = (
         bits.bitwise_and_(0x7FFFFFFF)
         .clamp_(max=2**31 - 128)
@@ -31,15 +31,13 @@ def exponential_noise(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
         .add_(0.5)
         .mul_(2.0**-31)
     )
-    # -log(1 - v); where v is small 1 - v would lose its digits, so there the series.
+    # -log(1 - v), as a series for small v, because 1 - v would lose digits
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4))))
     return torch.where(v < 2.0**-6, series, -torch.log(1 - v))
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A 32-bit avalanche mixer of two multiplications (found by the hash-prospector search, bias
-    0.1).
-    """
+    """Apply a 32-bit avalanche mixer with two multiplications (from hash-prospector, bias 0.1)."""
     x = x ^ _shift(x, 16)
     x.mul_(0x21F0AAAD)
     x.bitwise_xor_(_shift(x, 15))
@@ -48,7 +46,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own keeps the sign."""
+    """Shift right logically. torch's own shift keeps the sign."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

@@ -1,10 +1,10 @@
-"""top_k, top_p, min_p: which tokens of a row stay in the race. Every row for itself, ties by lower
-id.
+"""The filters top_k, top_p and min_p, which decide which tokens of a row may be drawn.
 
-Each works on what the one before left. The first token always stays, masked tokens (-inf) never do.
+Rows are independent, and ties prefer the lower id. Each filter works on the tokens that the
+previous one kept. The most probable token is always kept, masked tokens (-inf) never are.
 
-A new filter is a parameter in `SamplingParams`, a column and a line of `FILTERS` here, and the same
-in `ops/cpu/kernels/filters.h` and `ops/cuda/filters.py`.
+A new filter needs a parameter in `SamplingParams`, a column and a line of `FILTERS` here, and the
+same in `ops/cpu/kernels/filters.h` and `ops/cuda/filters.py`.
 """
 
 import math
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Generic, NamedTuple
 
 from nano_inference.sampling.columns import A, column
 
-if TYPE_CHECKING:  # the columns are declared here, and the host that fills them needs no torch
+if TYPE_CHECKING:  # the host reads the columns declared here, and needs no torch
     from torch import Tensor
 
-_MOST = 2**31  # as good as any larger number of tokens
+_MOST = 2**31  # more tokens than any vocabulary has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterColumns(Generic[A]):
-    """What the filters ask of each sample, [R]."""
+    """Filter parameters of each sample, [R]."""
 
     top_k: A = column("int64", "R", padding=0, param=lambda p: min(p.top_k, _MOST))
     top_p: A = column("float32", "R", padding=1.0, param=lambda p: p.top_p)
@@ -30,7 +30,7 @@ class FilterColumns(Generic[A]):
 
 
 def any_is_on(columns: "FilterColumns[Tensor]", vocab_size: int) -> "Tensor":
-    """Which samples have a filter that can cut, bool [R]."""
+    """Return which samples have a filter that can remove tokens, bool [R]."""
     cuts = (columns.top_k > 0) & (columns.top_k < vocab_size)
     return cuts | (columns.top_p < 1) | (columns.min_p > 0)
 
@@ -44,7 +44,7 @@ class Ranking(NamedTuple):
 
 
 def rank(logits: "Tensor") -> Ranking:
-    """Sort rows of logits, float32 [R, V], after temperature."""
+    """Sort rows of logits after temperature, float32 [R, V]."""
     ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
     keep = ranked > -math.inf
     keep[:, 0] = True
@@ -52,13 +52,13 @@ def rank(logits: "Tensor") -> Ranking:
 
 
 def keep_top_k(ranking: Ranking, top_k: "Tensor") -> None:
-    """Keep exactly the first k. int64 [R], 0 for off."""
+    """Keep exactly the first k tokens. int64 [R], 0 for off."""
     ranks = ranking.ids.new_ones(ranking.ids.shape[-1]).cumsum(dim=-1)  # from 1
     ranking.keep.logical_and_((ranks <= top_k[:, None]) | (top_k[:, None] == 0))
 
 
 def keep_top_p(ranking: Ranking, top_p: "Tensor") -> None:
-    """Keep the shortest prefix whose mass reaches top_p of what is left. float32 [R], 1 for off."""
+    """Keep the shortest prefix with top_p of the remaining mass. float32 [R], 1 for off."""
     mass = (ranking.odds * ranking.keep).cumsum(dim=-1)
     before = mass.roll(1, dims=-1)
     before[:, 0] = 0
@@ -72,7 +72,7 @@ def keep_min_p(ranking: Ranking, min_p: "Tensor") -> None:
     ranking.keep[:, 0] = True
 
 
-# By column, in the order in which they are applied.
+# Filters by column, in the order of their application.
 FILTERS: dict[str, "Callable[[Ranking, Tensor], None]"] = {
     "top_k": keep_top_k,
     "top_p": keep_top_p,

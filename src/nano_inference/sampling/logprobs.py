@@ -1,5 +1,6 @@
-"""Logsumexp with one order of additions for every row: blocks of the vocabulary, then the
-blocks.
+"""Logsumexp with a fixed order of additions for every row.
+
+Blocks of the vocabulary are summed first, then the blocks' sums.
 """
 
 import torch
@@ -10,8 +11,9 @@ VOCAB_BLOCK = 512
 
 
 def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and log of the sum of exp(logit - maximum): logsumexp is their sum. float32 [R, V] ->
-    two of [R].
+    """Return the maximum and the log of the sum of exp(logit - maximum).
+
+    Their sum is the logsumexp. float32 [R, V] -> two of [R].
     """
     highest = logits.amax(dim=-1)
     weights = torch.exp(logits - highest[:, None])
@@ -24,14 +26,15 @@ def block_sum(weights: Tensor) -> Tensor:
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """Sums of blocks of the last axis, the last one filled up with zeros. [R, V] -> [R, blocks]."""
+    """Sum each block of the last axis, the last one padded with zeros. [R, V] -> [R, blocks]."""
     weights = functional.pad(weights, (0, -weights.shape[-1] % VOCAB_BLOCK))
     return weights.view(len(weights), weights.shape[-1] // VOCAB_BLOCK, VOCAB_BLOCK).sum(dim=-1)
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Log-probability of one token a row under softmax(logits). float32 [R, V], int64 [R] ->
-    float32 [R].
+    """Return the log-probability of one token per row under softmax(logits).
+
+    float32 [R, V], int64 [R] -> float32 [R].
     """
     highest, log_sum = logsumexp(logits)
     chosen = logits.gather(1, token_ids[:, None])[:, 0]
@@ -39,22 +42,22 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens of each row, best first, ties by lower id.
+    """Return the k most probable tokens of each row, best first, ties by lower id.
 
-    float32 [R, V] -> ids int64 [R, k], logprobs under softmax(logits) float32 [R, k]; k is at most
-    V.
+    k is limited to V. float32 [R, V] -> ids int64 [R, k], logprobs under softmax(logits) float32
+    [R, k].
     """
     k = min(k, logits.shape[-1])
     if k == 0:
         return logits.new_empty((len(logits), 0), dtype=torch.int64), logits.new_empty(
             (len(logits), 0)
         )
-    # a broken row has k too
+    # a row that is not finite must have k tokens too
     logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     last = logits.topk(k, dim=-1).values[:, -1:]
     above, level = logits > last, logits == last
-    # topk breaks ties as it likes: of the tokens on a level with the last one, the lowest ids fill
-    # what is missing.
+    # topk breaks ties arbitrarily. Fill up with the lowest ids among tokens that tie with the
+    # last one.
     missing = k - above.sum(dim=-1, keepdim=True)
     ids = (above | (level & (level.cumsum(dim=-1) <= missing))).nonzero()[:, 1].view(len(logits), k)
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)

@@ -1,8 +1,7 @@
-"""Counter-based noise: a pure function of (seed, sample index, position, token id), so no draw
-depends on another.
+"""Counter-based noise: a pure function of (seed, sample index, position, token id).
 
-The host hashes (seed, sample index, position) to a 64-bit key a sample; the device hashes the key
-with every token id: `sampling.exponential_noise`.
+No draw therefore depends on another. The host hashes (seed, sample index, position) to a 64-bit key
+per sample. The device hashes the key with every token id (`sampling.exponential_noise`).
 """
 
 from collections.abc import Sequence
@@ -13,21 +12,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def noise_keys(draws: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Keys of (seed, sample index, position) triples: int64 [R, 2], each entry a value of 32
-    bits.
+    """Return the keys of (seed, sample index, position) triples.
+
+    The result is int64 [R, 2], each entry a 32-bit value.
     """
     seeds, indices, positions = np.array(draws, dtype=np.uint64).reshape(-1, 3).T
     return stream_keys(noise_streams(seeds, indices), positions)
 
 
 def noise_streams(seeds: np.ndarray, sample_indices: np.ndarray) -> np.ndarray:
-    """What all keys of a sample have in common: uint64 [R], [R] -> [R]."""
+    """Return the part that all keys of a sample share: uint64 [R], [R] -> [R]."""
     return _splitmix64(_splitmix64(seeds) ^ sample_indices)
 
 
 def stream_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The keys of streams at positions: uint64 [R], [R] -> int64 [R, 2], each entry a value of 32
-    bits.
+    """Return the keys of streams at positions.
+
+    uint64 [R], [R] -> int64 [R, 2], each entry a 32-bit value.
     """
     state = _splitmix64(streams ^ positions)
     halves = np.stack([state & np.uint64(0xFFFFFFFF), state >> np.uint64(32)], axis=1)
@@ -35,7 +36,7 @@ def stream_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _splitmix64(state: np.ndarray) -> np.ndarray:
-    """SplitMix64's step (Steele, Lea, Flood 2014), vectorised; arithmetic is modulo 2**64."""
+    """Apply SplitMix64's step (Steele, Lea, Flood 2014), vectorized, modulo 2**64."""
     state = state + _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

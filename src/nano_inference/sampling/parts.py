@@ -1,9 +1,10 @@
-"""The draw where each rank holds the logits of a part of the vocabulary: the reference, to the bit
-that of one rank.
+"""Sampling from logits whose vocabulary is split across ranks.
 
-What ranks tell each other is maxima, sums of blocks and each rank's best token. `sample_part` and
-`score_part` are generators: they yield what the others are to know, of one shape on all ranks, and
-are sent what all ranks yielded, in the order of the vocabulary.
+This is the reference implementation. Its results equal those of a single rank bit for bit.
+
+Ranks exchange maxima, block sums and each rank's best token. `sample_part` and `score_part` are
+generators. They yield a tensor to send, of the same shape on all ranks, and receive the tensors of
+all ranks in the order of the vocabulary.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,45 +24,45 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, select
 from nano_inference.structured.mask_bits import WORD
 
-ROW_TILE = 64  # rows of one exchange: bounds the memory of a large vocabulary
+ROW_TILE = 64  # rows per exchange, to limit memory with a large vocabulary
 
 
 class VocabPart(NamedTuple):
-    """Which tokens each rank holds: rank r those from bounds[r] to bounds[r + 1]."""
+    """The tokens of each rank: rank r holds those from bounds[r] to bounds[r + 1]."""
 
     bounds: tuple[int, ...]
     rank: int
 
     @property
     def first(self) -> int:
-        """The first token of this rank."""
+        """First token of this rank."""
         return self.bounds[self.rank]
 
     @property
     def size(self) -> int:
-        """How many tokens this rank holds."""
+        """Number of tokens that this rank holds."""
         return self.sizes[self.rank]
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of all ranks."""
+        """Number of tokens of all ranks."""
         return self.bounds[-1]
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens each rank holds."""
+        """Number of tokens that each rank holds."""
         return [end - first for first, end in pairwise(self.bounds)]
 
     def is_of_blocks(self, block: int) -> bool:
-        """Whether every rank has some tokens and begins where a block of so many does."""
+        """Return True if every rank has tokens, and its first one begins a block."""
         return all(self.sizes) and all(first % block == 0 for first in self.bounds[:-1])
 
     def num_blocks(self, block: int) -> list[int]:
-        """How many blocks each rank has."""
+        """Return how many blocks each rank has."""
         return [-(-size // block) for size in self.sizes]
 
     def own(self, entries: Entries[Tensor]) -> Entries[Tensor]:
-        """Those entries that are of this rank's tokens, counted from its first."""
+        """Return the entries of this rank's tokens, with ids counted from its first token."""
         rows, ids, values = entries
         inside = (ids >= self.first) & (ids < self.first + self.size)
         return Entries(rows[inside], ids[inside] - self.first, values[inside])
@@ -70,12 +71,12 @@ class VocabPart(NamedTuple):
 def sample_part(
     logits: Tensor, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Draw]:
-    """Draw one token for each sample, as `sample` does from the logits of all ranks.
+    """Draw one token for each sample, exactly as `sample` does from the logits of all ranks.
 
     Args:
         logits: float32 [L, this rank's tokens].
         batch: R samples, without filters and best tokens.
-        part: begins with a block of `VOCAB_BLOCK` on every rank.
+        part: Partition of the vocabulary, in which every rank begins with a block of `VOCAB_BLOCK`.
     """
     num, zeros = len(batch), torch.zeros(len(batch), device=logits.device)
     drawn: list[tuple[Tensor, ...]] = []
@@ -91,11 +92,11 @@ def sample_part(
 
 
 def _sample_tile(
-    own: Tensor, batch: SamplingBatch, part: VocabPart
+    logits: Tensor, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], tuple[Tensor, ...]]:
     greedy = batch.temperature == 0
-    edited, uncut = _edited(own, batch, part)
-    maxima = torch.stack([each.amax(dim=-1) for each in (edited, own, uncut)])
+    edited, uncut = _edited(logits, batch, part)
+    maxima = torch.stack([each.amax(dim=-1) for each in (edited, logits, uncut)])
     highest, raw_highest, uncut_highest = torch.stack((yield maxima)).amax(dim=0)
     temperatures = torch.where(greedy, 1.0, batch.temperature)
     scaled, top = divide(edited, temperatures, highest), _scaled_highest(highest, temperatures)
@@ -104,20 +105,20 @@ def _sample_tile(
     values = torch.where(greedy[:, None], scaled, odds / noise)
     tokens = values.argmax(dim=-1)
     # [3, R]
-    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, own)])
+    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, logits)])
     sums = [_sums(odds, part)]
     if batch.any_raw:
-        sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
+        sums.append(_sums(torch.exp(logits - raw_highest[:, None]), part))
     uncut_top = _scaled_highest(uncut_highest, temperatures)
     if batch.has_masks:
         sums.append(
             _sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part)
         )
-    # ids as they are, in a tensor of floats
+    # send the bits of the ids in a float tensor
     ids = (tokens + part.first).to(torch.int32).view(torch.float32)
     gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
     bests = torch.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
-    winner = bests[:, :, 0].argmax(dim=0)  # of equals the first, which has the lower ids
+    winner = bests[:, :, 0].argmax(dim=0)  # a tie goes to the first rank, which has the lower ids
     _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(
         dim=1
     )
@@ -139,12 +140,10 @@ def _sample_tile(
 def score_part(
     logits: Tensor, token_ids: Tensor, temperatures: Tensor, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Tensor]:
-    """Logprobs of given tokens [L] under softmax of the logits of all ranks over the
-    temperatures.
-    """
+    """Return the logprobs of tokens [L] under softmax of all ranks' logits over temperatures."""
     highest = torch.stack((yield logits.amax(dim=-1))).amax(dim=0)
     scaled, top = divide(logits, temperatures, highest), _scaled_highest(highest, temperatures)
-    # of a token that is another's: anything
+    # for a token of another rank the value is arbitrary
     places = (token_ids - part.first).clamp(0, part.size - 1)
     chosen = scaled.gather(1, places[:, None])
     gathered = yield torch.cat([chosen, _sums(torch.exp(scaled - top[:, None]), part)], dim=1)
@@ -154,15 +153,16 @@ def score_part(
     return (chosen - top) - _log_sums([each[:, 1:] for each in gathered], part, 1)[0]
 
 
-def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor, Tensor]:
-    """This rank's tokens after bias, penalties and masks, and without masks. What some rank's
-    tokens need is done to all.
+def _edited(logits: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor, Tensor]:
+    """Return this rank's logits after bias, penalties and masks, and the same without masks.
+
+    A stage that any rank needs is applied on all ranks.
     """
     names = ("bias", "banned", "counts")
     local: dict[str, Any] = {name: part.own(getattr(batch, name)) for name in names}
-    local["mask_words"] = batch.mask_words[:, part.first // WORD :]  # a block is of whole words
+    local["mask_words"] = batch.mask_words[:, part.first // WORD :]  # blocks consist of whole words
     local_batch = replace(batch, **local)
-    distribution = Distribution(own)
+    distribution = Distribution(logits)
     for stage in (Bias, Penalties, Masks):
         if stage.used(batch):
             stage.apply(distribution, local_batch)
@@ -173,21 +173,20 @@ def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor,
 
 
 def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:
-    """The highest of the divided logits: 0, or NaN where a row is not finite."""
+    """Return the highest of the divided logits: 0, or NaN if a row is not finite."""
     return divide(highest[:, None], temperatures, highest)[:, 0]
 
 
 def _sums(weights: Tensor, part: VocabPart) -> Tensor:
-    """Sums of this rank's blocks, with room for those of the rank that has most. [R, v] -> [R,
-    B].
-    """
+    """Return this rank's block sums, padded to the largest number on any rank. [R, v] -> [R, B]."""
     sums = block_sums(weights)
     return functional.pad(sums, (0, max(part.num_blocks(VOCAB_BLOCK)) - sums.shape[1]))
 
 
 def _log_sums(gathered: Sequence[Tensor], part: VocabPart, count: int) -> list[Tensor]:
-    """Logs of the sums of all blocks in the order of the vocabulary, [R]; `count` of them lie side
-    by side.
+    """Return the logs of the sums over all blocks in the order of the vocabulary, [R].
+
+    Each gathered tensor holds `count` sets of block sums side by side.
     """
     counts = part.num_blocks(VOCAB_BLOCK)
     chunks = [each.chunk(count, dim=1) for each in gathered]

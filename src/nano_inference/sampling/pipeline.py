@@ -1,6 +1,4 @@
-"""`SamplingPipeline`: the table of what happens to logits before a token is drawn. Every row for
-itself.
-"""
+"""`SamplingPipeline`: the stages that logits pass before a token is drawn. Rows are independent."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,13 +13,13 @@ from nano_inference.structured.mask_bits import WORD
 
 
 class Distribution:
-    """Rows on their way through the pipeline: logits, and which tokens the filters kept.
+    """Rows in the pipeline: logits, and the tokens that filters kept.
 
     Attributes:
-        logits: float32 [R, V], -inf where masks cut, not cut by filters.
-        uncut: the same without masks, float32 [R, V]; None: nothing is masked.
-        below: once temperature is applied, how far the highest of `logits` lies below that of
-            `uncut`, float32 [R].
+        logits: float32 [R, V], -inf for masked tokens. Filters do not change it.
+        uncut: The same without masks, float32 [R, V]. None if no token is masked.
+        below: Distance from the maximum of `logits` up to that of `uncut`, float32 [R]. Set once
+            the temperature is applied.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -32,14 +30,15 @@ class Distribution:
 
     @property
     def ranking(self) -> Ranking:
-        """The tokens by falling logit, sorted when a filter first asks."""
+        """Tokens by descending logit, sorted on first use."""
         if self._ranking is None:
             self._ranking = rank(self.logits)
         return self._ranking
 
     def kept(self, exempt: Tensor) -> Tensor | None:
-        """What the filters kept, bool [R, V]; all of rows that are `exempt`, bool [R]. None:
-        nothing filtered.
+        """Return the tokens that the filters kept, bool [R, V].
+
+        All tokens are kept in rows that are `exempt`, bool [R]. None if nothing was filtered.
         """
         if self._ranking is None:
             return None
@@ -50,12 +49,12 @@ class Distribution:
 
 
 class Stage(NamedTuple):
-    """One entry of the table.
+    """One stage of the pipeline.
 
     Attributes:
-        name: as in `SamplingParams`.
-        used: whether some row of a batch asks for it.
-        apply: changes the rows.
+        name: Name of the stage's parameter in `SamplingParams`.
+        used: Returns True if some row of a batch needs the stage.
+        apply: Changes the rows.
     """
 
     name: str
@@ -66,16 +65,17 @@ class Stage(NamedTuple):
 class SamplingPipeline:
     """Stages, applied in the order of the list.
 
-    The engine draws with `STANDARD`, always. A pipeline of your own shapes rows of your own: a
-    trainer's logits, say.
+    The engine always draws with `STANDARD`. Build a pipeline of your own to process other rows,
+    such as a trainer's logits.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = tuple(stages)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Logits of the distribution that is drawn from: float32 [R, V] -> [R, V], -inf for what
-        was cut.
+        """Return the logits of the distribution that tokens are drawn from.
+
+        float32 [R, V] -> [R, V], -inf for removed tokens.
         """
         distribution = self.run(logits, batch)
         kept = distribution.kept(exempt=batch.temperature == 0)
@@ -86,7 +86,7 @@ class SamplingPipeline:
         )
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Distribution:
-        """The rows after all stages. `logits` is not written to."""
+        """Return the rows after all stages. `logits` is not modified."""
         distribution = Distribution(logits)
         for stage in self.stages:
             if stage.used(batch):
@@ -95,9 +95,11 @@ class SamplingPipeline:
 
 
 def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) -> Tensor:
-    """Logits over temperature, [R, V] over [R] (none 0), the highest of each row set to 0 before: a
-    low temperature would else cost digits or overflow, and so would one that float32 cannot hold.
-    `highest` [R] is known where these are only a part of a row.
+    """Divide logits [R, V] by temperatures [R], none of them 0.
+
+    The maximum of each row is first shifted to 0. Otherwise a low temperature, or one that float32
+    cannot hold, would lose digits or overflow. Pass `highest` [R] if `logits` holds only a part of
+    each row.
     """
     highest = logits.amax(dim=-1) if highest is None else highest
     bounds = torch.finfo(torch.float32)
@@ -106,8 +108,9 @@ def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) 
 
 
 def distance(highest: Tensor, above: Tensor, temperatures: Tensor) -> Tensor:
-    """How far one maximum lies below another at a temperature, as a number that float32 can hold:
-    three of [R].
+    """Return how far the maxima `highest` are below `above` at these temperatures.
+
+    All are [R], and the result is finite in float32.
     """
     return divide(highest[:, None], temperatures, above)[:, 0].clamp(
         min=torch.finfo(torch.float32).min
@@ -129,8 +132,10 @@ def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
 
 
 def drawable(batch: SamplingBatch, vocab_size: int) -> Tensor:
-    """Whether each sample may draw each token, bool [R, V]: what its mask allows, without what is
-    banned. The CPU kernels (`head_plan.cpp`) and Triton's (`ops/cuda/sampling.py`) do the same.
+    """Return whether each sample may draw each token, bool [R, V].
+
+    A token may be drawn if the sample's mask allows it and it is not banned. The CPU kernels
+    (`head_plan.cpp`) and Triton's (`ops/cuda/sampling.py`) do the same.
     """
     may = torch.ones((len(batch), vocab_size), dtype=torch.bool, device=batch.rows.device)
     if len(batch.mask_words):
@@ -140,8 +145,9 @@ def drawable(batch: SamplingBatch, vocab_size: int) -> Tensor:
 
 
 def allowed(mask_rows: Tensor, mask_words: Tensor, vocab_size: int) -> Tensor:
-    """Whether the mask of each sample allows each token, bool [R, V]; columns as in
-    `SamplingBatch`, with at least one mask.
+    """Return whether the mask of each sample allows each token, bool [R, V].
+
+    The arguments are columns of `SamplingBatch` with at least one mask.
     """
     ids = torch.arange(vocab_size, device=mask_words.device)
     missing = -(-vocab_size // WORD) - mask_words.shape[1]

@@ -1,5 +1,6 @@
-"""The draw: the pipeline, then the race; with the logprob of what won. The reference for every
-backend.
+"""The draw: the pipeline, then the exponential race, with the logprob of the drawn token.
+
+This is the reference for every backend.
 """
 
 from dataclasses import dataclass
@@ -13,28 +14,28 @@ from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.pipeline import STANDARD, Distribution, divide
 from nano_inference.sampling.tensors import SamplingBatch, select
 
-ROW_TILE = 16  # rows handled at once: bounds the memory of a large vocabulary
+ROW_TILE = 16  # rows per tile, to limit memory with a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Samples on the device. R samples; definitions as in `TrainingSample`."""
+    """R samples on the device. `TrainingSample` defines the quantities."""
 
     token_ids: Tensor  # int64 [R]
     logprobs: Tensor  # float32 [R]
-    raw_logprobs: Tensor  # float32 [R]; zeros where it was not asked for
+    raw_logprobs: Tensor  # float32 [R]; zeros if not requested
     log_kept_mass: Tensor  # float32 [R]
-    kept: Tensor | None  # bool [R, V] where some sample asked for its mask
-    top_ids: Tensor  # int64 [R, K], best first; K is 0 where it was not asked for
-    top_logprobs: Tensor  # float32 [R, K]; -inf for what was cut
+    kept: Tensor | None  # bool [R, V] if a sample requests its mask
+    top_ids: Tensor  # int64 [R, K], best first; K is 0 if not requested
+    top_logprobs: Tensor  # float32 [R, K]; -inf for removed tokens
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
     """Draw one token for each sample of a batch.
 
     Args:
-        logits: float32 [L, V] as the model made them.
-        batch: R samples; `batch.rows` says which row of the logits each one draws from.
+        logits: float32 [L, V] from the model.
+        batch: R samples. `batch.rows` holds each sample's row of the logits.
     """
     tiles = torch.arange(len(batch), device=logits.device).split(ROW_TILE)
     draws = [
@@ -45,28 +46,28 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
     return Draw(*columns)  # pyright: ignore
 
 
-def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
-    """The fields of `Draw` for one tile; `own` holds each sample's row."""
+def _sample(rows: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
+    """Return the fields of `Draw` for one tile. `rows` holds each sample's logits."""
     greedy = batch.temperature == 0
-    distribution = STANDARD.run(own, batch)
+    distribution = STANDARD.run(rows, batch)
     scaled = raced = distribution.logits
-    mass = torch.zeros(len(own), dtype=torch.float32, device=own.device)
+    mass = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     kept = distribution.kept(exempt=greedy)
     if kept is not None:
         raced = scaled.masked_fill(~kept, -torch.inf)
     tokens, logprobs, normaliser = race(raced, batch.noise_keys)
     if kept is not None or distribution.uncut is not None:
         mass = torch.where(greedy, 0.0, log_kept_mass(normaliser, distribution))
-        # a row that is not finite where masks cut it
+        # a logit that is not finite counts even if it is masked
         logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
     raw = torch.zeros_like(logprobs)
     if batch.any_greedy:
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
     if batch.any_raw:
-        raw = gather_logprobs(own, tokens)
+        raw = gather_logprobs(rows, tokens)
         logprobs = torch.where(greedy, raw, logprobs)
     shown = (
-        torch.where(greedy[:, None], own, raced) if batch.most_top and batch.any_greedy else raced
+        torch.where(greedy[:, None], rows, raced) if batch.most_top and batch.any_greedy else raced
     )
     return (
         tokens,
@@ -79,14 +80,14 @@ def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
 
 
 def log_kept_mass(normaliser: Tensor, distribution: Distribution) -> Tensor:
-    """Log of the mass that masks and filters left of the distribution at its temperature, at most
-    0.
+    """Return the log of the mass that masks and filters kept, at most 0.
 
-    The maxima are subtracted apart from the sums, so that a part of e**-300 is no log of 0.
+    The mass is relative to the distribution at its temperature. The maxima are subtracted
+    separately from the sums, so that a share of e**-300 does not become log(0).
 
     Args:
-        normaliser: logsumexp of what is left, float32 [R].
-        distribution: after all stages.
+        normaliser: logsumexp of the kept tokens, float32 [R].
+        distribution: Rows after all stages.
     """
     if distribution.uncut is None or distribution.below is None:
         return (normaliser - sum(logsumexp(distribution.logits))).clamp(max=0.0)
@@ -108,20 +109,23 @@ def race(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sample_with_logprobs(
     logits: Tensor, temperatures: Tensor, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row, with its logprob. Temperature 0 is greedy, its logprob the model's own.
+    """Draw one token per row, and return it with its logprob.
+
+    Temperature 0 is greedy and returns the model's own logprob.
 
     Args:
         logits: [batch, vocab_size], any floating dtype.
         temperatures: [batch], none negative.
-        noise: [batch, 2] keys as `sampling.noise.noise_keys` makes them: the same keys draw the
-            same tokens. None draws fresh ones from torch's default generator.
+        noise: Keys [batch, 2] from `sampling.noise.noise_keys`. The same keys draw the same tokens.
+            None draws fresh keys from torch's default generator.
 
     Returns:
-        token ids int64 [batch] and logprobs float32 [batch].
+        Token ids int64 [batch] and logprobs float32 [batch].
     """
     if logits.dim() != 2 or temperatures.shape != logits.shape[:1]:
         raise ValueError(
-            f"logits {tuple(logits.shape)} need temperatures of shape [{len(logits)}]."
+            f"logits {tuple(logits.shape)} and temperatures {tuple(temperatures.shape)} must have "
+            "shapes [batch, vocab_size] and [batch]."
         )
     if not bool((temperatures >= 0).all()):
         raise ValueError("temperatures must be at least 0.")

@@ -1,4 +1,4 @@
-"""The parameters of a step's draw as arrays: one row a sample."""
+"""The parameters of a step's draw as arrays, one row per sample."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,49 +16,49 @@ from nano_inference.types import SamplingParams
 
 
 def _of_all(read: Callable[[SamplingParams], int]) -> Any:
-    """A number of the whole batch: the greatest of what `read` says of the samples' parameters."""
+    """Declare a number of the whole batch: the maximum of `read` over the samples' parameters."""
     return field(metadata={"of_all": read})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch(FilterColumns[A]):
-    """R samples, M masks of W words."""
+    """Sampling parameters of R samples, with M masks of W words."""
 
     rows: A = column("int64", "R")  # row of the logits; a group's samples share one
     temperature: A = column("float64", "R", padding=1.0, param=lambda p: p.temperature)
     presence: A = column("float32", "R", param=lambda p: p.presence_penalty)
     frequency: A = column("float32", "R", param=lambda p: p.frequency_penalty)
     repetition: A = column("float32", "R", param=lambda p: p.repetition_penalty)
-    noise_keys: A = column("int64", "R", 2)  # values of 32 bits, from `sampling.noise`
+    noise_keys: A = column("int64", "R", 2)  # 32-bit values from `sampling.noise`
     bias: Entries[A] = column("float32", "E")  # added to logits
-    # how often the completion holds a token; tokens of the prompt that it does not hold count 0
+    # occurrences of each token in the completion; other tokens of the prompt count 0
     counts: Entries[A] = column("float32", "E")
     banned: Entries[A] = column("float32", "E")  # never drawn; values are 0
-    mask_rows: A = column("int64", "R")  # row of `mask_words`, -1: the sample has no mask
-    # bit i % 32 of word i // 32 says whether token i may be drawn; tokens beyond may not
+    mask_rows: A = column("int64", "R")  # row of `mask_words`, or -1 for no mask
+    # bit i % 32 of word i // 32 is 1 if token i may be drawn; tokens beyond the words may not
     mask_words: A = column("int32", "M", "W")
-    # What the noise keys come from: `noise_streams`, and the positions of the tokens to draw. A
-    # graph keeps the streams on the device and makes the keys of later positions.
+    # The source of the noise keys: `noise_streams`, and the positions of the tokens to draw. A
+    # graph keeps the streams on the device and computes the keys of later positions.
     streams: A = column("int64", "R", padding=0, on_host=True)
     positions: A = column("int64", "R", on_host=True)
     any_filter: bool = _of_all(lambda p: p.filters)
     any_greedy: bool = _of_all(lambda p: p.temperature == 0)
-    # some sample wants raw logprobs (greedy ones always do)
+    # some sample needs raw logprobs (greedy ones always do)
     any_raw: bool = _of_all(lambda p: p.raw_logprobs or p.temperature == 0)
-    any_kept: bool = _of_all(lambda p: p.sampling_mask)  # some sample wants what the filters kept
-    most_top: int = _of_all(lambda p: p.top_logprobs)  # best tokens that some sample wants to see
+    any_kept: bool = _of_all(lambda p: p.sampling_mask)  # some sample needs its kept tokens
+    most_top: int = _of_all(lambda p: p.top_logprobs)  # maximum number of best tokens for a sample
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def has_masks(self) -> bool:
-        """Whether some sample may not draw some token."""
+        """True if some sample may not draw some token."""
         return len(self.mask_words) + len(self.banned.ids) > 0
 
 
 COLUMNS = columns_of(SamplingBatch)
-# The columns that parameters say, and the numbers of a whole batch.
+# Columns that depend only on sampling parameters, and numbers of a whole batch.
 PARAMETERS = {name: each for name, each in COLUMNS.items() if each.param is not None}
 OF_ALL: dict[str, Callable[[SamplingParams], int]] = {
     each.name: each.metadata["of_all"]
@@ -76,36 +76,38 @@ _READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
 
 T = TypeVar("T")
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
-Masks = Sequence[tuple[int, np.ndarray]]  # place of a sample, and its mask: int32 [W]
+Masks = Sequence[tuple[int, np.ndarray]]  # index of a sample, and its mask: int32 [W]
 
 
 class TokenCounts:
-    """How often a completion holds each token, counted as it grows: O(1) a token. The prompt's
-    tokens begin at 0.
+    """Occurrences of each token in a completion, updated in O(1) per token.
+
+    Tokens of the prompt start at 0.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.length = 0  # tokens of the completion that are counted
+        self.length = 0  # counted tokens of the completion
         self._ids = np.unique(np.array(prompt, dtype=np.int64))
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
-        self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+        self._places = {token_id: index for index, token_id in enumerate(self._ids.tolist())}
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The completion goes on with these."""
+        """Count further tokens of the completion."""
         self.length += len(token_ids)
         for token_id in token_ids:
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._ids):
+            index = self._places.setdefault(token_id, len(self._places))
+            if index == len(self._ids):
                 self._ids, self._counts = (
-                    _longer(self._ids, place + 1),
-                    _longer(self._counts, place + 1),
+                    _longer(self._ids, index + 1),
+                    _longer(self._counts, index + 1),
                 )
-            self._ids[place] = token_id
-            self._counts[place] += 1
+            self._ids[index] = token_id
+            self._counts[index] += 1
 
     def pairs(self, drafts: Sequence[int] = ()) -> Pairs:
-        """Token ids and their counts; views, good until more is added. With `drafts`: as they would
-        be behind these.
+        """Return token ids and their counts, as views that are valid until the next `add`.
+
+        With `drafts`, return copies that count these tokens too.
         """
         if drafts:
             behind = TokenCounts(())
@@ -117,28 +119,27 @@ class TokenCounts:
 
 
 class _Fixed(NamedTuple):
-    """What stays while the same samples are drawn."""
+    """State that is reused while the samples stay the same."""
 
     slots: np.ndarray
     streams: np.ndarray  # uint64 [R]
-    fields: dict[str, Any]  # of a batch
-    penalized: list[tuple[int, TokenCounts]]  # by place in `slots`
+    fields: dict[str, Any]  # fields of a batch
+    penalized: list[tuple[int, TokenCounts]]  # by index in `slots`
 
 
 class SamplingTable(Generic[A]):
-    """How samples are drawn: what their parameters say, read once, one record a slot; the caller
-    hands out slots.
+    """Sampling parameters in one record per slot, read once. The caller assigns the slots.
 
     Args:
-        arrays: makes the arrays of its batches.
+        arrays: Factory of the batches' arrays.
     """
 
     def __init__(self, arrays: Arrays[A]) -> None:
         self._arrays = arrays
         self._records = np.zeros(0, dtype=_RECORD)
         self._fixed: _Fixed | None = None
-        self._masked: dict[str, A] | None = None  # the masks of the samples of `_fixed`
-        # by slot, of those that have some
+        self._masked: dict[str, A] | None = None  # masks of the samples in `_fixed`
+        # by slot, for samples that have any
         self._bias: dict[int, Pairs] = {}
         self._masks: dict[int, np.ndarray] = {}
         self._counts: dict[int, TokenCounts] = {}
@@ -146,7 +147,7 @@ class SamplingTable(Generic[A]):
     def put(
         self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]
     ) -> None:
-        """Fill a slot, whatever it held. The completion is still empty: see `TokenCounts.add`."""
+        """Overwrite a slot for a sample that has no completion tokens yet."""
         self._fixed = None
         for held in (self._bias, self._masks, self._counts):
             held.pop(slot, None)
@@ -160,8 +161,9 @@ class SamplingTable(Generic[A]):
             self._counts[slot] = TokenCounts(prompt if params.repetition_penalty != 1 else ())
 
     def penalized(self, slots: np.ndarray) -> list[tuple[int, TokenCounts]]:
-        """Which of these have penalties, by their place here: their counts must be up to date
-        before the draw.
+        """Return the samples with penalties, by index in `slots`.
+
+        Bring their counts up to date before the draw.
         """
         return self._fixed_of(slots).penalized
 
@@ -174,16 +176,15 @@ class SamplingTable(Generic[A]):
         masks: Masks = (),
         behind: Drafts = NO_DRAFTS,
     ) -> SamplingBatch[A]:
-        """One token of each of these slots. A slot may stand here more than once.
+        """Return a batch that draws one token for each slot. A slot may occur more than once.
 
         Args:
             slots: int64 [R].
-            rows: int64 [R], row of the logits.
-            positions: int64 [R], of the token to draw.
-            banned: place in `slots` -> ids that may not be drawn there.
-            masks: place and mask of those that have one in this draw; it takes the place of their
-                `allowed_token_ids`.
-            behind: place -> drafts that stand before the token, which penalties count too.
+            rows: Row of the logits for each sample, int64 [R].
+            positions: Position of each token to draw, int64 [R].
+            banned: Index in `slots` -> ids that may not be drawn there.
+            masks: Pairs of index and mask for this draw. They replace `allowed_token_ids`.
+            behind: Index -> drafts that precede the token, which penalties count too.
         """
         fixed = self._fixed_of(slots)
         if self._masked is None:
@@ -211,19 +212,19 @@ class SamplingTable(Generic[A]):
         if self._fixed is None or not np.array_equal(slots, self._fixed.slots):
             record = self._records[slots]
             make = self._arrays.make
-            found: dict[str, Any] = {name: make(record[name].copy()) for name in PARAMETERS}
+            values: dict[str, Any] = {name: make(record[name].copy()) for name in PARAMETERS}
             for name in OF_ALL:
                 most = int(record[name].max(initial=0))
-                found[name] = bool(most) if name.startswith("any_") else most
-            found["bias"] = self._entries(_having(slots, self._bias))
+                values[name] = bool(most) if name.startswith("any_") else most
+            values["bias"] = self._entries(_having(slots, self._bias))
             streams = noise_streams(record["seed"], record["sample_index"])
-            found["streams"] = make(streams.view(np.int64))
+            values["streams"] = make(streams.view(np.int64))
             penalized = _having(slots, self._counts)
-            self._fixed, self._masked = _Fixed(slots, streams, found, penalized), None
+            self._fixed, self._masked = _Fixed(slots, streams, values, penalized), None
         return self._fixed
 
     def _entries(self, pairs: Sequence[tuple[int, Pairs]]) -> Entries[A]:
-        """The pairs of some rows, which rise."""
+        """Return the pairs of some rows, which must be ascending, as entries."""
         if not pairs:
             return self._arrays.no_entries
         make = self._arrays.make
@@ -233,7 +234,7 @@ class SamplingTable(Generic[A]):
 
 
 def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
-    """Places of the slots that have a value, with it. Usually none has."""
+    """Return the index and value of each slot that has a value. Usually none has."""
     if not values:
         return []
     return [(i, values[slot]) for i, slot in enumerate(slots.tolist()) if slot in values]
@@ -242,7 +243,10 @@ def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
 def mask_columns(
     arrays: Arrays[A], num_samples: int, masks: Sequence[tuple[int, np.ndarray]]
 ) -> dict[str, A]:
-    """`mask_rows` and `mask_words` of so many samples, some of which have masks, given by place."""
+    """Return the columns `mask_rows` and `mask_words` for `num_samples` samples.
+
+    `masks` are pairs of index and mask, for samples that have one.
+    """
     rows = np.full(num_samples, -1, dtype=np.int64)
     if not masks:
         return {"mask_rows": arrays.make(rows), "mask_words": arrays.no_masks}
@@ -259,7 +263,10 @@ def _pairs(values: Mapping[int, float]) -> Pairs:
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """The same with room for so many entries, zeros at its end; doubled if it has to grow."""
+    """Return an array with room for at least `length` entries, padded with zeros.
+
+    If it must grow, it at least doubles.
+    """
     if len(array) >= length:
         return array
     return np.concatenate(
@@ -267,7 +274,7 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
     )
 
 
-if not TYPE_CHECKING:  # else every name would count as one that is here
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = moved_names(
         __name__,
         dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Batches whose arrays are tensors of torch."""
+"""Batches whose arrays are torch tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,25 +19,26 @@ SamplingBatch = host.SamplingBatch[Tensor]
 
 
 def torch_dtype(dtype: "np.dtype[Any]") -> torch.dtype:
-    """Torch's name of a dtype of numpy."""
+    """Return the torch dtype that corresponds to a numpy dtype."""
     return getattr(torch, dtype.name)
 
 
 def to_device(batch: T, device: torch.device) -> T:
-    """The same batch with its tensors on a device; the host waits for nothing."""
+    """Return the same batch with its tensors on a device. Does not block the host."""
     if device.type == "cpu":
         return batch
     return with_arrays(batch, [each.to(device, non_blocking=True) for each in arrays_of(batch)])
 
 
 def masked_samples(batch: SamplingBatch) -> Tensor:
-    """Samples that may not draw some token, bool [R]."""
+    """Return which samples have masked or banned tokens, bool [R]."""
     return (batch.mask_rows >= 0).index_fill(0, batch.banned.rows, True)
 
 
 def select(batch: SamplingBatch, samples: Tensor) -> SamplingBatch:
-    """Some of the samples, rising places int64 [n]. Numbers of a whole batch stay, and columns that
-    only the host reads.
+    """Return some of the samples, by ascending indices int64 [n].
+
+    Numbers of the whole batch and host-only columns stay unchanged.
     """
     cut: dict[str, Any] = {}
     for name, declared in COLUMNS.items():
@@ -49,24 +50,24 @@ def select(batch: SamplingBatch, samples: Tensor) -> SamplingBatch:
 
 
 def _entries_of(entries: Entries[Tensor], rows: Tensor) -> Entries[Tensor]:
-    """The entries of some rows, which rise, counted by their place in `rows`."""
+    """Return the entries of some ascending rows, with each row replaced by its index in `rows`."""
     if not len(rows):
         return Entries(*(part[:0] for part in entries))
     places = torch.searchsorted(rows, entries.rows)
-    found = rows[places.clamp(max=len(rows) - 1)] == entries.rows
-    return Entries(places[found], entries.ids[found], entries.values[found])
+    inside = rows[places.clamp(max=len(rows) - 1)] == entries.rows
+    return Entries(places[inside], entries.ids[inside], entries.values[inside])
 
 
 class DrawRequest(NamedTuple):
     """One token to draw.
 
     Attributes:
-        params: how.
-        row: row of the logits; samples of a group share one.
+        params: Sampling parameters.
+        row: Row of the logits. Samples of a group share one.
         key: (seed, sample index, position of the token).
-        prompt, completion: ids before it, for penalties.
-        banned: ids that may not be drawn here.
-        mask: of a grammar, int32 [W]; None: there is none.
+        prompt, completion: Preceding token ids, for penalties.
+        banned: Token ids that may not be drawn.
+        mask: Grammar mask, int32 [W], or None.
     """
 
     params: SamplingParams
@@ -79,13 +80,13 @@ class DrawRequest(NamedTuple):
 
 
 def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
-    """The batch of these draws, in their order."""
+    """Return a batch of these draws, in their order."""
     table = SamplingTable(TORCH)
     for slot, draw in enumerate(draws):
         table.put(slot, draw.params, *draw.key[:2], draw.prompt)
     slots = np.arange(len(draws))
-    for place, counts in table.penalized(slots):
-        counts.add(draws[place].completion)
+    for index, counts in table.penalized(slots):
+        counts.add(draws[index].completion)
     rows, positions = (
         np.array(column, dtype=np.int64)
         for column in ([d.row for d in draws], [d.key[2] for d in draws])
@@ -100,8 +101,9 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
 
 
 def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
-    """The most probable token of each of so many rows, and with it the `most_top` best under the
-    model's own logits.
+    """Return a batch that draws the most probable token of each of `num_rows` rows.
+
+    It also requests the `most_top` best tokens under the model's own logits.
     """
     table = SamplingTable(TORCH)
     table.put(0, SamplingParams(temperature=0, top_logprobs=most_top), 0, 0, ())

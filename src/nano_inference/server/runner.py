@@ -129,6 +129,7 @@ class Runner(uvicorn.Server):
         self._server = server
         server.stop = self._stop
         self.url = ""
+        self._last_signal = int(signal.SIGTERM)
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -182,7 +183,8 @@ class Runner(uvicorn.Server):
             with suppress(Exception):
                 await asyncio.wait_for(self._server.client.close(), _RUSH)
             logging.shutdown()
-            os._exit(1)  # a normal exit would wait for a thread that is in a step
+            # a normal exit would wait for a thread in the middle of a step
+            os._exit(128 + self._last_signal)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -204,6 +206,7 @@ class Runner(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or SIGINT."""
+        self._last_signal = sig
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True

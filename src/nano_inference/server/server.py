@@ -222,7 +222,10 @@ def farewell(count: int, seconds: float) -> str:
     if not count or not seconds:
         return "Shutting down."
     requests = "1 request" if count == 1 else f"{count} requests"
-    return f"Shutting down: waiting up to {seconds:g} s for {requests}."
+    return (
+        f"Shutting down: waiting up to {seconds:g} s for {requests}; press Ctrl-C again to stop "
+        "now."
+    )
 
 
 def log_ready(config: ServerConfig, served: Served) -> None:

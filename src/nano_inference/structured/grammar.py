@@ -14,7 +14,7 @@ BackendName = Literal["llguidance", "xgrammar", "outlines"]
 # needed because models loop in unbounded whitespace.
 BOUNDED = r"[ ]?(\n[ \t]{0,32})?"
 COMPACT = ""
-MOST_CHARACTERS = 2**20  # of a grammar
+MOST_CHARACTERS = 2**20  # limit for a grammar
 MOST_OF_MARKER = 64  # bytes of `after`, and of `opened_by`
 # prefix of a sample's problem if its grammar was rejected while compiling
 REFUSED = "refused: "

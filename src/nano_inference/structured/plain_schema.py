@@ -36,9 +36,9 @@ from nano_inference.structured.schema_keywords import (
 )
 
 MOST_DEPTH = 64  # levels of nested schemas
-MOST_PARTS = 20_000  # of a plain form
+MOST_PARTS = 20_000  # limit for a plain form
 MOST_INTEGER = 2**53
-MOST_DECIMALS = 6  # of numeric bounds
+MOST_DECIMALS = 6  # decimals of numeric bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Unsatisfiable(Exception):
 class _Plain:
     def __init__(self, root: Any, abilities: Abilities, lenient: bool) -> None:
         self._root, self._can, self._lenient = root, abilities, lenient
-        self._names: dict[str, str] = {}  # of definitions, by pointer
+        self._names: dict[str, str] = {}  # names of definitions, by pointer
         self._definitions: dict[str, Any] = {}
         self._inlining: list[str] = []
         self._parts = 0

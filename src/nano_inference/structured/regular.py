@@ -8,7 +8,7 @@ written in it is rejected.
 import re
 from collections.abc import Iterable
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, ascending, both ends included
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, ascending, ends included
 
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 # characters that need no escape in a JSON string, without the control characters that JSON allows

@@ -12,7 +12,7 @@ from typing import Any
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.pattern_names import without_spent_patterns
 
-MOST_DEPTH = 32  # of a tree of formats
+MOST_DEPTH = 32  # depth of a tree of formats
 ANYTHING = r"/(.|\n)*/"
 _ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 FORMATS = (

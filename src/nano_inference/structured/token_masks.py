@@ -13,7 +13,7 @@ from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.mask_bits import may_draw
 from nano_inference.structured.matching import GrammarState
 
-MOST_BYTES = 2**27  # of cached masks
+MOST_BYTES = 2**27  # size of all cached masks
 
 Text = tuple[Grammar, tuple[int, ...]]
 Masks = list[np.ndarray]  # int32 [W] per token; read-only

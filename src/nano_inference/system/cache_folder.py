@@ -1,5 +1,5 @@
-"""Where files are kept that can be made again: kernels, converted models. The one place that asks
-the environment. And how processes take turns with such files.
+"""Folder of files that can be made again, such as kernels and converted models, and locks on them.
+Only this module reads the environment for its path.
 """
 
 import fcntl
@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """`nano-inference/NAME` in `$XDG_CACHE_HOME`, or in `~/.cache` where that is not set or no
-    absolute path.
+    """Return `nano-inference/NAME` in `$XDG_CACHE_HOME`, or in `~/.cache` if the variable is unset
+    or not an absolute path.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nano-inference" / name
@@ -22,8 +22,8 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be filled and renamed; what is left of it is removed. Its
-    name is fresh: no attempt meets what a killed or a concurrent one left behind.
+    """Yield a new folder next to `target`, to be filled and renamed. It is removed at the end if it
+    still exists. Its fresh name avoids leftovers of a killed or a concurrent attempt.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -34,8 +34,8 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def locked(descriptor: int, patience: float) -> bool:
-    """Take the lock of an open file, as soon as no other process has it; False: not within so many
-    seconds. Raises `OSError` where there are no locks.
+    """Lock an open file once no other process has it locked. Return False after `patience` seconds.
+    Raises `OSError` if the file system has no locks.
     """
     end = time.monotonic() + patience
     while True:

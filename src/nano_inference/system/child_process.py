@@ -1,5 +1,5 @@
-"""Child processes of ours: a module that reads its first message from stdin, and lives no longer
-than the other end of that.
+"""Child processes: a module that reads its first message from stdin and ends when the other end of
+stdin closes.
 """
 
 import faulthandler
@@ -22,42 +22,42 @@ Begin = TypeVar("Begin", bound=msgspec.Struct)
 def start_child(
     module: str, begin: msgspec.Struct, keep: Collection[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -m module`, which calls `be_child`. Its output goes to stderr. Raises
-    `OSError`.
+    """Start `python -m module`, which calls `be_child`. The child's output goes to stderr. It ends
+    when this process closes its stdin or exits. Raises `OSError`.
 
     Args:
-        module: that is run.
-        begin: its first message.
-        keep: file descriptors that it gets too, by the same numbers.
-
-    It ends when its stdin is closed here or, by the system, when this process has ended.
+        module: Module to run.
+        begin: First message to the child.
+        keep: File descriptors that the child inherits under the same numbers.
     """
-    # A signal for others must not end it before it can say so: it inherits the mask, and lifts it.
+    # The child inherits the mask, so that a signal to the process group cannot end it before it
+    # has set its own handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
     try:
-        # -P: a module in the current folder is not taken for one of ours
+        # -P: do not import modules from the current folder
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2, pass_fds=keep
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, and we shall hear of it
+    with suppress(BrokenPipeError):  # already ended; the caller will notice
         process.stdin.write(msgspec.json.encode(begin) + b"\n")
-        process.stdin.flush()  # and stays open: its end is ours
+        process.stdin.flush()  # stays open, because the child ends when it closes
     return process
 
 
 def be_child(kind: type[Begin], orphaned: Callable[[Begin], object]) -> Begin:
-    """In the child, before anything else: what it was started with.
+    """Set up the child process and return its first message. Call it in the child before anything
+    else.
 
     Args:
-        kind: of the first message.
-        orphaned: called by a thread, also amid a step, when the other end of stdin is closed, by
-            whatever. It ends the process.
+        kind: Type of the first message.
+        orphaned: Function that ends the process. A thread calls it, possibly during a step, when
+            the other end of stdin closes for any reason.
     """
-    # Ctrl-C in a terminal, and the SIGTERM of a service manager, reach all processes: the parent
-    # decides, and lets what runs end first. When it has gone, so does this one.
+    # Ctrl-C in a terminal and SIGTERM from a service manager reach all processes. The parent
+    # decides, and lets running work finish first. This process ends when the parent exits.
     for number in _NOT_FOR_IT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_IT)

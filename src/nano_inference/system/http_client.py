@@ -1,8 +1,7 @@
-"""A client of a server with OpenAI's routes, for this package's own commands. Standard library
-only.
+"""HTTP client of OpenAI-compatible servers, for this package's own commands. Standard library only.
 
-Replies are streamed; who stops reading closes the connection, and a server worth the name then
-stops computing.
+Responses are streamed. Closing the stream closes the connection, at which a good server stops
+computing.
 """
 
 import http.client
@@ -16,20 +15,20 @@ from urllib.parse import urlsplit
 
 from nano_inference.errors import ConfigError, InvalidRequest, NanoInferenceError
 
-_REFUSED = frozenset({400, 404, 413, 422})  # the request is at fault, and another one may do
-_MAX_ERROR = 64 * 1024  # bytes of an error's body that are read
+_REFUSED = frozenset({400, 404, 413, 422})  # the request is at fault, not the server
+_MAX_ERROR = 64 * 1024  # maximum bytes read from an error's body
 
 
 class ServerError(NanoInferenceError):
-    """A server cannot be reached, does not let us in, or failed."""
+    """Server that is unreachable, denies access or fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request, as the server counted them.
+    """Token counts of a request, as the server reported them.
 
     Attributes:
-        num_steps: that an engine with drafts made the completion in; None: it was not told.
+        num_steps: Steps that an engine with drafts took for the completion. None if not reported.
     """
 
     prompt_tokens: int
@@ -40,13 +39,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer.
+    """Part of a streamed answer.
 
     Attributes:
-        text: what the model said.
-        reasoning: what it said to itself.
-        finish_reason: in a last piece, why it ended.
-        usage: in the very last piece, where the server counts.
+        text: Text of the answer.
+        reasoning: Text of the model's reasoning.
+        finish_reason: Reason why the answer ended, in its last text part.
+        usage: Token counts, in the very last part, if the server reports them.
     """
 
     text: str = ""
@@ -56,20 +55,19 @@ class Piece:
 
 
 class HttpClient:
-    """Asks one server. Safe to use for one request after the other; each has a connection of its
-    own.
-    """
+    """Client of one server. Use it for one request after the other. Each has its own connection."""
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
-        """The server at `url`, with or without a `/v1` at its end.
+        """Create a client of the server at `url`, with or without a trailing `/v1`.
 
         Args:
-            url: such as `http://127.0.0.1:8000`.
-            api_key: what the server lets us in with.
-            timeout: seconds that it may be silent.
+            url: URL such as `http://127.0.0.1:8000`.
+            api_key: API key of the server.
+            timeout: Seconds that the server may be silent.
 
         Raises:
-            ConfigError: that is no URL, or a key that no header can carry.
+            ConfigError: The URL is invalid, or the key contains characters that a header cannot
+                carry.
         """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -83,7 +81,9 @@ class HttpClient:
                 f"{url!r} is not the URL of a server; write one such as http://127.0.0.1:8000."
             )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key holds characters that a header cannot carry.")
+            raise ConfigError(
+                "the API key contains characters that a header cannot carry; use printable ASCII."
+            )
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._secure = parts.scheme == "https"
         self._root = parts.path.rstrip("/").removesuffix("/v1")
@@ -93,31 +93,33 @@ class HttpClient:
         self._timeout = timeout
 
     def default_model(self) -> str:
-        """The id of the first model that `/v1/models` lists. Raises `ServerError`."""
+        """Return the id of the first model that `/v1/models` lists. Raises `ServerError`."""
         listed = self.get("/v1/models").get("data")
         first = listed[0] if isinstance(listed, list) and listed else None
         if not isinstance(first, dict) or not isinstance(first.get("id"), str):
-            raise ServerError(f"{self.url} names no model that it serves; name one.")
+            raise ServerError(f"{self.url} lists no model; name one.")
         return first["id"]
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path. Raises `InvalidRequest`, `ServerError`."""
+        """Return the JSON object at a path. Raises `InvalidRequest` and `ServerError`."""
         with self._answer("GET", path, None) as response:
             return self._object(response.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that a POST is answered with. Raises `InvalidRequest`, `ServerError`."""
+        """Send a POST request and return the JSON object of the response. Raises `InvalidRequest`
+        and `ServerError`.
+        """
         with self._answer("POST", path, body) as response:
             return self._object(response.read())
 
     def complete(self, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
-        """Stream `/v1/completions`. Raises `InvalidRequest` and `ServerError`, on the first `next`
+        """Stream `/v1/completions`. Raises `InvalidRequest` and `ServerError` on the first `next`
         or later.
         """
         return self._stream("/v1/completions", body)
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
-        """Stream `/v1/chat/completions`. Raises as `complete`."""
+        """Stream `/v1/chat/completions`. Raises the same errors as `complete`."""
         return self._stream("/v1/chat/completions", body)
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
@@ -127,11 +129,11 @@ class HttpClient:
                 if data == "[DONE]":
                     return
                 yield self._piece(self._object(data))
-        raise ServerError(f"{self.url} ended the answer before its end.")
+        raise ServerError(f"{self.url} closed the stream before the answer was complete.")
 
     def _piece(self, event: Mapping[str, Any]) -> Piece:
         if "error" in event:
-            raise ServerError(f"{self.url} failed: {_message(event) or 'it does not say why'}")
+            raise ServerError(f"{self.url} failed: {_message(event) or 'no reason given'}")
         try:
             choice = next(iter(event.get("choices") or ()), {})
             delta = choice.get("delta") or {}
@@ -141,14 +143,14 @@ class HttpClient:
                 choice.get("finish_reason"),
                 _usage(event.get("usage")),
             )
-        except (AttributeError, TypeError):  # what should be an object, a text or a number is not
+        except (AttributeError, TypeError):  # a value of a wrong type
             raise self._odd() from None
 
     @contextmanager
     def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """A good response. What goes wrong with the connection, then or later, is a
+        """Yield a response with status 200. Connection failures, also while it is read, become
         `ServerError`.
         """
         content = None if body is None else json.dumps(body).encode()
@@ -161,14 +163,14 @@ class HttpClient:
                 yield response
         except ConnectionRefusedError:
             raise ServerError(
-                f"nothing answers at {self.url}; start a server with `nano-inference serve "
+                f"no server is listening at {self.url}; start one with `nano-inference serve "
                 "MODEL`, or name another URL."
             ) from None
         except TimeoutError:
-            raise ServerError(f"{self.url} was silent for {self._timeout:g} s.") from None
+            raise ServerError(f"{self.url} sent nothing for {self._timeout:g} s.") from None
         except (OSError, http.client.HTTPException) as problem:
-            what = str(problem) or type(problem).__name__
-            raise ServerError(f"the connection to {self.url} failed: {what}.") from None
+            reason = str(problem) or type(problem).__name__
+            raise ServerError(f"the connection to {self.url} failed: {reason}.") from None
 
     def _connection(self) -> http.client.HTTPConnection:
         assert self._host is not None
@@ -185,29 +187,31 @@ class HttpClient:
             said = None
         if status in (401, 403):
             return ServerError(
-                f"{self.url} asks for an API key that it knows; name it with --api-key-file."
+                f"{self.url} requires a valid API key; pass one with --api-key-file."
             )
         if status in _REFUSED and said:
             return InvalidRequest(said)
         return ServerError(
-            f"{self.url}{path} is answered with status {status}: {said or 'it does not say why.'}"
+            f"{self.url}{path} returned status {status}: {said or 'no reason given.'}"
         )
 
     def _object(self, data: str | bytes) -> dict[str, Any]:
         try:
-            found = json.loads(data)
+            content = json.loads(data)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            content = None
+        if not isinstance(content, dict):
             raise self._odd()
-        return found
+        return content
 
     def _odd(self) -> ServerError:
-        return ServerError(f"{self.url} does not speak JSON as a model server does.")
+        return ServerError(
+            f"{self.url} returned something other than the JSON of a model server; check the URL."
+        )
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[str]:
-    """The data of server-sent events; comments and other fields are passed over."""
+    """Yield the data of server-sent events. Comments and other fields are skipped."""
     data: list[str] = []
     for raw in response:
         line = raw.decode(errors="replace").rstrip("\r\n")
@@ -219,10 +223,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def _message(body: Any) -> str | None:
-    """What an error's body says: OpenAI's shape, Anthropic's, or a bare message."""
+    """Return the message of an error's body: OpenAI's or Anthropic's form, or a bare string."""
     error = body.get("error", body) if isinstance(body, dict) else None
-    found = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return found if isinstance(found, str) and found else None
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None
 
 
 def _usage(usage: Any) -> Usage | None:

@@ -1,4 +1,4 @@
-"""Names of a folder that are imported when they are first used."""
+"""Lazy imports of the public names of a folder."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a folder's `__init__`.
 
     Args:
-        package: the folder's dotted name.
-        modules: public names, and the modules below the folder that define them. No module may have
-            the name of an object in it: its import would replace the object by the module.
+        package: Dotted name of the folder.
+        modules: Public names, and the modules in the folder that define them. No module may have
+            the name of an object in it, because its import would replace the object by the module.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Locks that a thread in a loop does not keep from others, and blocks that Ctrl-C does not cut."""
+"""Fair reentrant lock, and blocks that Ctrl-C does not interrupt."""
 
 import signal
 import threading
@@ -8,32 +8,33 @@ from typing import Any
 
 
 class FairLock:
-    """Like `threading.RLock`, which a thread that steps in a loop would take again and again before
-    any other wakes up.
+    """Fair reentrant lock. With `threading.RLock`, a thread that steps in a loop would reacquire
+    the lock before any waiting thread wakes up.
 
-    The thread that waits holds the turn, and none takes the lock past it: others get it after one
-    step, not after hundreds.
+    A waiting thread holds the turn, and no other thread takes the lock before it. It therefore
+    waits for one step, not for hundreds.
     """
 
     def __init__(self) -> None:
-        # Both know their thread: a signal may come when one is taken and nothing says so yet.
+        # Both record their owner, because a signal may arrive after one is taken and before
+        # `_owner` is set.
         self._turn = threading.RLock()
         self._lock = threading.RLock()
         self._owner: int | None = None
         self._depth = 0
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take it, once more if this thread has it; without `blocking` False where another thread
-        has it or waits.
+        """Acquire the lock, again if this thread has it. Without `blocking`, return False if
+        another thread has it or waits for it.
         """
         me = threading.get_ident()
         if self._owner != me:
             try:
                 if not self._take(blocking):
                     return False
-            except BaseException:  # Ctrl-C, before one of them was taken or after
+            except BaseException:  # Ctrl-C, before or after one of them was taken
                 for taken in (self._lock, self._turn):
-                    with suppress(RuntimeError):  # it was not
+                    with suppress(RuntimeError):  # not taken
                         taken.release()
                 raise
             self._owner = me
@@ -48,13 +49,13 @@ class FairLock:
                 return self._lock.acquire(blocking=False)
             finally:
                 self._turn.release()
-        with self._turn:  # which a signal cannot cut in two
+        with self._turn:  # a signal cannot interrupt between acquire and the block
             return self._lock.acquire()
 
     def release(self) -> None:
-        """Give it back. Raises `RuntimeError` if another thread has it, or none."""
+        """Release the lock. Raises `RuntimeError` if this thread does not have it."""
         if self._owner != threading.get_ident():
-            raise RuntimeError("the lock is not this thread's to release.")
+            raise RuntimeError("this thread does not hold the lock; only its owner can release it.")
         self._depth -= 1
         if not self._depth:
             self._owner = None
@@ -69,11 +70,11 @@ class FairLock:
 
 
 class HeldInterrupts:
-    """A block at whose end Ctrl-C takes effect: in the middle of a step it would leave the engine
-    in an unknown state.
+    """Block that delays Ctrl-C until its end. An interrupt in the middle of a step would leave the
+    engine in an unknown state.
 
-    The second one comes at once. Where Ctrl-C means something else than `KeyboardInterrupt`, and in
-    other threads, which it does not reach, nothing is held.
+    A second Ctrl-C takes effect immediately. Nothing is delayed in threads other than the main one,
+    which Ctrl-C does not reach, or if the handler is not Python's default.
     """
 
     def __enter__(self) -> "HeldInterrupts":

@@ -1,5 +1,5 @@
-"""Memory and cores of this machine that this process may use: what the system has, less what the
-limits of the control groups forbid (containers and units of systemd have such limits).
+"""Memory and cores that this process may use: those of the machine, reduced by the limits of
+control groups (as set for containers and systemd units).
 """
 
 import math
@@ -13,20 +13,20 @@ import psutil
 
 try:
     import resource
-except ModuleNotFoundError:  # a system without such limits
+except ModuleNotFoundError:  # a system without resource limits
     resource = None
 
 ROOT = Path("/")
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space of a path in mountinfo, and the like
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space or a similar character of a path in mountinfo
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class FreeMemory:
-    """Memory that a process can still take.
+    """Memory that a process can still allocate.
 
     Attributes:
-        size: in bytes.
-        limit: what sets it, for a sentence; empty: the machine itself.
+        size: Size in bytes.
+        limit: Name of the limit that sets it, for a sentence. Empty if it is the machine itself.
     """
 
     size: int
@@ -34,60 +34,59 @@ class FreeMemory:
 
     @property
     def told_limit(self) -> str:
-        """The limit as an addition to a sentence, or nothing."""
+        """Limit as an addition to a sentence, or an empty string."""
         return f" under {self.limit}" if self.limit else ""
 
 
 def free_memory(root: Path = ROOT) -> FreeMemory:
-    """The least of what the machine has available, what the control groups of this process and all
-    groups above them have left, and what RLIMIT_AS leaves.
+    """Return the least of the machine's available memory, the memory left in the control groups of
+    this process and of all groups above, and the memory left under RLIMIT_AS.
 
-    Files that a group has read count as free, as they do in the machine's own figure: the system
-    drops them when a process needs memory. Files that are mapped do not, since their pages are in
-    use.
+    Files that a group has read count as free, as in the machine's own figure, because the system
+    drops them when a process needs memory. Mapped files do not, since their pages are in use.
 
     Args:
-        root: where the file system begins that `proc` and `sys` are in.
+        root: Root of the file system that holds `proc` and `sys`.
     """
-    found = [FreeMemory(psutil.virtual_memory().available), *_left_in_groups(root)]
+    free = [FreeMemory(psutil.virtual_memory().available), *_left_in_groups(root)]
     if resource is not None:
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         if most != resource.RLIM_INFINITY:
             taken = psutil.Process().memory_info().vms
             limit = "the limit of the address space (ulimit -v)"
-            found.append(FreeMemory(max(most - taken, 0), limit))
-    return min(found)
+            free.append(FreeMemory(max(most - taken, 0), limit))
+    return min(free)
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Physical cores for threads that wait for each other, at least 1.
+    """Return the number of physical cores for threads that wait for each other, at least 1.
 
-    Of a limit of 2.5 processors it takes 2: a third thread would be held up in the midst of a
-    step, and the others would wait for it.
+    A limit of 2.5 processors gives 2. A third thread would be suspended in the middle of a step,
+    and the others would wait for it.
     """
     cores = len({_siblings(root, cpu) for cpu in _allowed_cpus()}) or _cores_of_others()
     return max(1, int(min(cores, _cpu_limit(root))))
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Processors for threads that do not wait for each other, at least 1."""
+    """Return the number of processors for threads that do not wait for each other, at least 1."""
     cpus = len(_allowed_cpus()) or os.cpu_count() or 1
     return max(1, math.ceil(min(cpus, _cpu_limit(root))))
 
 
 def _cores_of_others() -> int:
-    """Physical cores where the system does not say on which a process may run."""
+    """Return the number of physical cores on a system that does not report a process's affinity."""
     return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def _allowed_cpus() -> frozenset[int]:
-    """Numbers of the processors that this process may run on; empty: the system does not say."""
+    """Return the processors that this process may run on. Empty if they are not reported."""
     ask = getattr(os, "sched_getaffinity", None)
     return frozenset() if ask is None else frozenset(ask(0))
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The processors of one core, as a name of that core."""
+    """Return the list of processors that share a core, as a name of the core."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _text(topology / "thread_siblings_list") or f"cpu {cpu}"
 
@@ -117,7 +116,7 @@ def _left(group: Path, limit: str, usage: str, freed: int) -> Iterator[FreeMemor
 
 
 def _cpu_limit(root: Path) -> float:
-    """Processors that this process may keep busy at a time; infinite: as many as there are."""
+    """Return the number of processors that this process may keep busy; infinity without a limit."""
     shares = [math.inf]
     for group in _groups(root, ""):
         quota, _, period = _text(group / "cpu.max").partition(" ")
@@ -131,13 +130,13 @@ def _cpu_limit(root: Path) -> float:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folder of this process's control group, then those of the groups above it.
+    """Yield the folder of this process's control group, then those of the groups above it.
 
     Args:
-        root: where the file system begins.
-        controller: of version 1; empty: the tree of version 2.
+        root: Root of the file system.
+        controller: Controller of version 1. Empty for the tree of version 2.
     """
-    own = next(
+    own_group = next(
         (
             path
             for _, names, path in _split(_text(root / "proc/self/cgroup"), ":", 3)
@@ -146,18 +145,18 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         None,
     )
     mounted = next(_mounts(root, controller), None)
-    if own is None or mounted is None:
+    if own_group is None or mounted is None:
         return
     top, inside = mounted
-    path = PurePosixPath(own)
-    # A container may see its own group as the top of the tree, whatever its path is outside.
+    path = PurePosixPath(own_group)
+    # A container may see its own group as the top of the tree, regardless of its path outside.
     is_below = path.is_relative_to(inside) and ".." not in path.parts
     group = top / path.relative_to(inside) if is_below else top
     yield from (each for each in (group, *group.parents) if each.is_relative_to(top))
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """Where the tree of a controller is mounted, and which of its groups is the top of that."""
+    """Yield each mount point of a controller's tree, and the group that is its top."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -165,34 +164,34 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
             continue
         wanted = kind[0] == "cgroup" and controller in kind[2].split(",")
         if wanted if controller else kind[0] == "cgroup2":
-            inside, place = (_ESCAPED.sub(_unescaped, each) for each in fields[3:5])
-            yield root / place.lstrip("/"), inside
+            inside, folder = (_ESCAPED.sub(_unescaped, each) for each in fields[3:5])
+            yield root / folder.lstrip("/"), inside
 
 
-def _unescaped(found: "re.Match[str]") -> str:
-    return chr(int(found[1], 8))
+def _unescaped(match: "re.Match[str]") -> str:
+    return chr(int(match[1], 8))
 
 
 def _split(text: str, separator: str, parts: int) -> Iterator[list[str]]:
-    """The lines that have so many parts."""
+    """Return the lines that split into exactly this number of parts."""
     lines = (line.split(separator, parts - 1) for line in text.splitlines())
     return (each for each in lines if len(each) == parts)
 
 
 def _numbers(file: Path) -> Mapping[str, int]:
-    """A file with a name and a number in each line."""
+    """Return the numbers of a file with a name and a number per line."""
     pairs = _split(_text(file), " ", 2)
     return {name: int(value) for name, value in pairs if value.isdecimal()}
 
 
 def _number(file: Path) -> int | None:
-    """A file's number; None: it has another text, such as `max`, or is not there."""
+    """Return the number in a file. None for other text, such as `max`, or an unreadable file."""
     text = _text(file)
     return int(text) if text.isdecimal() else None
 
 
 def _text(file: Path) -> str:
-    """A file's text; empty: it cannot be read."""
+    """Return the text of a file. Empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,4 +1,6 @@
-"""Old names: an import of a module that has moved, or a removed attribute, reports the new name."""
+"""Errors for old names: importing a moved module or reading a removed attribute reports the new
+name.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +22,13 @@ MOVED = {
 
 
 class Removed:
-    """An attribute that was removed. Reading it raises an `AttributeError` that says what to use.
+    """Descriptor for a removed attribute. Reading it raises an `AttributeError` that names the
+    replacement.
 
-    A descriptor costs other attributes nothing; `__getattr__` in a class slows all of them down.
+    It costs other attributes nothing. A `__getattr__` in a class would slow all of them down.
 
     Args:
-        message: what was removed, and what to use.
+        message: Removed name and its replacement.
     """
 
     def __init__(self, message: str) -> None:
@@ -36,34 +39,34 @@ class Removed:
 
 
 def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Return a `__getattr__` for a module that some names have left.
+    """Return a `__getattr__` for a module that some names have moved out of.
 
     Args:
-        module: the module.
-        names: name -> the module that has it now. Importing one raises `ImportError` with it.
+        module: Name of the module.
+        names: New module by name. Importing such a name raises an `ImportError` that names it.
     """
 
     def look(name: str) -> NoReturn:
         if name in names:
-            raise ImportError(f"{name} has moved: import it from {names[name]}.")
+            raise ImportError(f"{name} has moved; import it from {names[name]}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return look
 
 
 class Moved:
-    """A finder that is asked last, and finds nothing."""
+    """Last finder in `sys.meta_path`. It finds no module and only reports moved ones."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> None:
-        """Raise `ModuleNotFoundError` with the new name of a module that has moved."""
+        """Raise `ModuleNotFoundError` with the new name if a module has moved."""
         if name in MOVED:
-            raise ModuleNotFoundError(f"{name} has moved: import {MOVED[name]}.", name=name)
+            raise ModuleNotFoundError(f"{name} has moved; import {MOVED[name]}.", name=name)
 
 
 def report_moves() -> None:
-    """Install the finder once."""
+    """Install the finder, at most once."""
     if Moved not in sys.meta_path:
         sys.meta_path.append(Moved)

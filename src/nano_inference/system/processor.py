@@ -1,4 +1,4 @@
-"""Who made the processor: libraries choose their code by that, and so the bits of a product."""
+"""Vendor of the processor. Libraries choose their code, and so the bits of products, by it."""
 
 import functools
 import platform
@@ -10,7 +10,7 @@ _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
 
 @functools.cache
 def vendor() -> str:
-    """`intel` or `amd`, as Linux says; of others the kind of processor, such as `aarch64`."""
+    """Return `intel` or `amd` on Linux, otherwise the machine type, such as `aarch64`."""
     try:
         with CPUINFO.open(encoding="ascii", errors="replace") as lines:
             head = lines.read(256)  # the first lines name the vendor

@@ -1,5 +1,5 @@
-"""How far long work has come: one line of a terminal that is overwritten, or a line of the log now
-and then. Work of less than two seconds says nothing.
+"""Progress of long work, on an overwritten line of the terminal or occasionally in the log. Work of
+less than two seconds shows nothing.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from typing import Self, TextIO
 
 logger = logging.getLogger("nano_inference")
 
-SHORT = 2.0  # seconds in which nothing is said
-OFTEN = 0.2  # seconds between two states of a terminal's line
-SELDOM = 30.0  # and between two lines of a log
+SHORT = 2.0  # seconds before anything is shown
+OFTEN = 0.2  # seconds between updates of a terminal line
+SELDOM = 30.0  # seconds between log lines
 _CLEAR = "\r\x1b[K"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 Show = Callable[[str], None]
-_shown_by: list[Show] = []  # the owners of the terminal's line; the last one has it now
-_heard_by: list[Show] = []  # those who hear of it beside the terminal and the log
+_shown_by: list[Show] = []  # owners of the terminal's last line; the last entry has it now
+_heard_by: list[Show] = []  # listeners in addition to the terminal and the log
 
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Messages go to `show`, because a spinner has the terminal's last line."""
+    """Send messages to `show` instead of the terminal, because a spinner has its last line."""
     _shown_by.append(show)
     try:
         yield
@@ -37,8 +37,8 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextmanager
 def heard_by(hear: Show) -> Iterator[None]:
-    """Hand `hear` every state of the work inside, from its beginning on, beside the terminal and
-    the log. It is called in the thread that works.
+    """Pass every state of the work inside to `hear`, in addition to the terminal and the log. It is
+    called in the thread that works.
     """
     _heard_by.append(hear)
     try:
@@ -48,14 +48,16 @@ def heard_by(hear: Show) -> Iterator[None]:
 
 
 class Progress:
-    """Progress of long work, in bytes: a context manager around it. Threads may share it.
+    """Progress of long work in bytes, as a context manager around it. Threads may share it.
 
-        with Progress("loading SmolLM2", total) as progress:
-            for tensor in tensors:
-                progress.add(tensor.nbytes)
+    ```python
+    with Progress("loading SmolLM2", total) as progress:
+        for tensor in tensors:
+            progress.add(tensor.nbytes)
+    ```
 
     Attributes:
-        total: bytes that there are in all; 0: unknown.
+        total: Total number of bytes. 0 if unknown.
     """
 
     def __init__(
@@ -74,12 +76,12 @@ class Progress:
     def __enter__(self) -> Self:
         self._began = self._next_heard = self._clock()
         self._next = self._began + SHORT
-        self._told = False
+        self._has_shown = False
         self.add(0)
         return self
 
     def add(self, count: int) -> None:
-        """Count so many bytes more as done."""
+        """Count more bytes as done."""
         with self._lock:
             self._done += count
             now = self._clock()
@@ -89,7 +91,7 @@ class Progress:
                     hear(self._state(now - self._began))
             if now < self._next:
                 return
-            self._told = True
+            self._has_shown = True
             self._next = now + (OFTEN if _shown_by or self._stream.isatty() else SELDOM)
             self._say(self._state(now - self._began))
 
@@ -99,7 +101,7 @@ class Progress:
         problem: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._told:
+        if not self._has_shown:
             return
         seconds = self._clock() - self._began
         self._say(f"{self._what}: {self._all()} in {seconds:.0f} s", end=True)
@@ -108,11 +110,11 @@ class Progress:
         return told(self._done)
 
     def _state(self, seconds: float) -> str:
-        rate = f"{told(round(self._done / seconds))}/s" if seconds > 0 else ""
+        rate = f", {told(round(self._done / seconds))}/s" if seconds > 0 else ""
         if self.total <= 0:
-            return f"{self._what}: {told(self._done)}, {rate}"
+            return f"{self._what}: {told(self._done)}{rate}"
         share = min(1.0, self._done / self.total)
-        return f"{self._what}: {told(self._done)} of {told(self.total)} ({share:.0%}), {rate}"
+        return f"{self._what}: {_told_of(self._done, self.total)} ({share:.0%}){rate}"
 
     def _say(self, line: str, end: bool = False) -> None:
         if _shown_by:
@@ -125,8 +127,8 @@ class Progress:
 
 
 def say(line: str) -> None:
-    """State what begins now and has no parts, such as waiting: in the terminal's line if there is
-    one, else in the log.
+    """Announce work without measurable progress, such as waiting, on the terminal's line if there
+    is one, otherwise in the log.
     """
     for hear in _heard_by:
         hear(line)
@@ -137,20 +139,22 @@ def say(line: str) -> None:
 
 
 class FileProgress(Progress):
-    """Progress of work on files: how many are done, and about how many seconds the others take.
+    """Progress of work on files: the number done, and an estimate of the seconds left.
 
-        with FileProgress("compiling", {"a.cpp": 4000, "b.cpp": 1000}) as progress:
-            for name in ("a.cpp", "b.cpp"):
-                ...
-                progress.finish(name)
+    ```python
+    with FileProgress("compiling", {"a.cpp": 4000, "b.cpp": 1000}) as progress:
+        for name in ("a.cpp", "b.cpp"):
+            ...
+            progress.finish(name)
+    ```
 
     Args:
-        what: the work, for the line.
-        work: how much each file takes, in any unit, in the order in which they are begun.
-        ready: the files that were done before.
-        at_once: how many are worked on at a time; these count as half done.
-        stream: where the line goes; None: standard error.
-        clock: in seconds.
+        what: Name of the work for the line.
+        work: Amount of work per file, in any unit, in the order in which the files are begun.
+        ready: Files that were done before.
+        at_once: Number of files in work at a time, which count as half done.
+        stream: Output stream. None is standard error.
+        clock: Function that returns seconds.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class FileProgress(Progress):
         self._work, self._at_once = work, at_once
         self._finished = {*ready}
         self._done = self._before = sum(work[name] for name in ready)
-        self._seconds = 0.0  # from the beginning to the last file that was finished
+        self._seconds = 0.0  # from the beginning until the last file finished
 
     def finish(self, name: str) -> None:
         """Count a file as done."""
@@ -177,7 +181,7 @@ class FileProgress(Progress):
         self.add(self._work[name])
 
     def tick(self) -> None:
-        """Say the state again if it is time: fewer seconds are left."""
+        """Show the state again if it is due, because the estimate changes with time."""
         self.add(0)
 
     def _state(self, seconds: float) -> str:
@@ -196,13 +200,26 @@ class FileProgress(Progress):
 
 
 def _rounded(seconds: float) -> int:
-    """Seconds as an estimate deserves: no single ones beyond ten."""
+    """Return seconds rounded to the precision of an estimate: multiples of five above ten."""
     return 5 * round(seconds / 5) if seconds > 10 else max(round(seconds), 1)
 
 
 def told(num_bytes: int) -> str:
-    """A number of bytes, in the largest unit of which there is one."""
-    for size, unit in _UNITS:
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+    """Return a size in the largest unit that fits, such as `1.5 GiB` or `257 MiB`."""
+    size, unit = _unit(num_bytes)
+    return f"{_in_units(num_bytes, num_bytes, size)} {unit}"
+
+
+def _told_of(part: int, total: int) -> str:
+    """Return a part of a size, both in the unit of the whole: `155 of 257 MiB`."""
+    size, unit = _unit(total)
+    return f"{_in_units(part, total, size)} of {_in_units(total, total, size)} {unit}"
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    return next((row for row in _UNITS if num_bytes >= row[0]), (1, "bytes"))
+
+
+def _in_units(num_bytes: int, total: int, size: int) -> str:
+    digits = 1 if size > 1 and total < 10 * size else 0
+    return f"{num_bytes / size:.{digits}f}"

@@ -1,5 +1,5 @@
-"""Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for
-ever. `sync` puts what was written on the disk.
+"""Reading of regular files without blocking: opening a FIFO or a device could block forever. `sync`
+writes a file through to the disk.
 """
 
 import json
@@ -11,19 +11,19 @@ from typing import Any
 
 from nano_inference.errors import ModelLoadError
 
-MOST_TEXT = 2**26  # bytes of a configuration, an index, a marker
-# says, in the folder of a model whose tokenizer cannot be made, why it has none
+MOST_TEXT = 2**26  # maximum bytes of a text file: a configuration, an index, a marker
+# file in a model's folder with the reason why its tokenizer could not be made
 MISSING_TOKENIZER = "missing_tokenizer.txt"
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading. Raises `OSError`, also for any other kind of file."""
+    """Open a regular file for reading. Raises `OSError`, including for any other kind of file."""
     descriptor = os.open(
         path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     )
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is not a regular file")
+            raise OSError("not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -40,16 +40,16 @@ def sync(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A regular file of UTF-8, at most 64 MiB. Raises `OSError` and `ValueError`."""
+    """Return the text of a regular UTF-8 file, at most 64 MiB. Raises `OSError`, `ValueError`."""
     with open_regular(path) as file:
         content = file.read(MOST_TEXT + 1)
     if len(content) > MOST_TEXT:
-        raise ValueError(f"it has more than {MOST_TEXT} bytes")
+        raise ValueError(f"file is larger than {MOST_TEXT} bytes")
     return content.decode("utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object. Raises `ModelLoadError`."""
+    """Return the JSON object in a file. Raises `ModelLoadError`."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:
@@ -57,5 +57,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a {type(content).__name__}, not an object.")
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content

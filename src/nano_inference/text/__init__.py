@@ -1,4 +1,4 @@
-"""Text on both sides of the engine: tokenizer, chat templates, text of a sample, stop strings.
+"""Text before and after the engine: tokenizer, chat templates, detokenizer, stop strings.
 
 Imports only from the base modules.
 Begin with: tokenizer.py, then detokenizer.py.

@@ -1,6 +1,6 @@
-"""Tokens that stand beside `tokenizer.json`: in `tokenizer_config.json`, `added_tokens.json` and
-`special_tokens_map.json`. Fine-tunes write them there alone. As in transformers, each gets the next
-free id, or its id of the vocabulary.
+"""Tokens outside `tokenizer.json`: in `tokenizer_config.json`, `added_tokens.json` and
+`special_tokens_map.json`. Some fine-tunes write tokens only there. As in transformers, each token
+gets its id in the vocabulary, or the next free one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def with_special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tokenizer's config says, and, as in old folders, `special_tokens_map.json`."""
+    """Return the tokenizer's config, merged with `special_tokens_map.json` for old folders."""
     path = folder / "special_tokens_map.json"
     if "added_tokens_decoder" in config or not path.is_file():
         return dict(config)
@@ -27,15 +27,15 @@ def with_special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str
 
 
 def add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens that `backend` does not have.
+    """Add the tokens that `backend` lacks.
 
     Args:
-        backend: of `tokenizer.json`.
-        folder: of the model.
-        config: of `with_special_tokens_map`.
+        backend: Tokenizer from `tokenizer.json`, changed in place.
+        folder: Folder of the model.
+        config: Config from `with_special_tokens_map`.
 
     Raises:
-        TypeError, ValueError: a file holds something else than tokens.
+        TypeError, ValueError: A file has values that are not tokens.
     """
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     named = [
@@ -60,10 +60,10 @@ def add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str,
 def _numbered(
     folder: Path, config: Mapping[str, Any], special: Iterable[str]
 ) -> Iterator[AddedToken]:
-    """Tokens that are listed by their ids, in that order."""
+    """Yield the tokens that are listed by id, in order of their ids."""
     if "added_tokens_decoder" in config:
-        given = {int(key): value for key, value in config["added_tokens_decoder"].items()}
-        for _, token in sorted(given.items()):
+        tokens = {int(key): value for key, value in config["added_tokens_decoder"].items()}
+        for _, token in sorted(tokens.items()):
             yield AddedToken(token["content"], **_flags(token))
         return
     path = folder / "added_tokens.json"
@@ -74,7 +74,7 @@ def _numbered(
 
 
 def _is_token(value: object) -> bool:
-    """Keys of that name hold other things too."""
+    """Return whether a value is a token. Keys that end in `_token` also have other values."""
     return isinstance(value, str) or (
         isinstance(value, Mapping) and isinstance(value.get("content"), str)
     )

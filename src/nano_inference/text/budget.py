@@ -1,4 +1,4 @@
-"""The budget of a rendering: how much time a template may take, and how much text it may make."""
+"""Limits on the time and the size of a template's rendering."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,38 +9,38 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 
 MAX_SECONDS = 2.0
-MAX_TEXT = 8 * 2**20  # characters of a rendered conversation, and of any string or list on the way
-MAX_MADE = 8 * MAX_TEXT  # characters and items of all that a template makes, one after another
-ITEM = 8  # what an item of a list counts, in characters
-_MAX_BITS = 1024  # of an integer
-_OTHER = 32  # characters of anything that is neither text nor holds something
+MAX_TEXT = 8 * 2**20  # characters of the result, and of any string or list in between
+MAX_MADE = 8 * MAX_TEXT  # characters and items that a template makes in total
+ITEM = 8  # cost of a list item, in characters
+_MAX_BITS = 1024  # largest integer
+_OTHER = 32  # cost of a value that is neither text nor a container, in characters
 
 _Value = TypeVar("_Value")
 
 
 class OverBudget(SecurityError):
-    """A template takes too long or makes too much."""
+    """A template takes too long or makes too much text."""
 
 
 class Budget(Context):
-    """The variables of one rendering, and what is left of its time and size.
+    """Variables of one rendering, and its remaining time and size.
 
-    Every method raises `OverBudget` once more than the limits is asked for, before it is done.
+    Every method raises `OverBudget` before it would exceed a limit.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._left = [MAX_MADE]  # shared with what is derived from this context
+        self._left = [MAX_MADE]  # shared with derived contexts
         self.count_tokens: Callable[[str], int] | None = None  # control tokens of a text
         self.limit_time(MAX_SECONDS)
 
     def limit_time(self, seconds: float) -> None:
-        """So much time from now on."""
+        """Set the deadline to this many seconds from now."""
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
 
     def derived(self, locals: dict[str, Any] | None = None) -> "Budget":
-        """A context of an inner scope, which draws on the same budget."""
+        """Return the context of an inner scope, with the same budget."""
         context = cast(Budget, super().derived(locals))
         context._seconds, context._deadline, context._left = (
             self._seconds,
@@ -51,19 +51,19 @@ class Budget(Context):
         return context
 
     def tick(self) -> bool:
-        """Called in every turn of every loop and in every call."""
+        """Check the deadline. Called in every iteration of a loop and in every call."""
         if time.monotonic() > self._deadline:
             raise OverBudget(f"it takes longer than {self._seconds:g} s")
         return True
 
     def spend(self, size: int) -> None:
-        """Ask for that many characters or items."""
+        """Take a number of characters or items from the budget."""
         self._left[0] -= max(size, 0)
         if size > MAX_TEXT or self._left[0] < 0:
             too_large()
 
     def charge(self, value: _Value) -> _Value:
-        """Account for a string or a list that has been made, no longer than what it was made of."""
+        """Take a new string or list from the budget, and return it. For results of bounded size."""
         if isinstance(value, list):
             self.spend(sum(len(item) + ITEM if isinstance(item, str) else ITEM for item in value))
         elif isinstance(value, str | bytes | tuple):
@@ -71,8 +71,8 @@ class Budget(Context):
         return value
 
     def bounded(self, value: _Value) -> _Value:
-        """`value`, which is to be compared or printed: small also as a tree, where lists hold the
-        same list twice.
+        """Check the size of a value that will be compared or printed, and return it. A list that
+        occurs twice counts twice.
         """
         if isinstance(value, list | tuple | dict):
             self.tick()
@@ -80,7 +80,7 @@ class Budget(Context):
         return value
 
     def text(self, value: object) -> str:
-        """`value` as the template prints it."""
+        """Return a value as the template prints it."""
         if isinstance(value, str):
             return value
         if not isinstance(value, int | float | None | Undefined | list | tuple | dict):
@@ -89,31 +89,31 @@ class Budget(Context):
         return str(value)
 
     def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
-        """What `replace` makes. Raises `SecurityError` where a control token comes about by what it
-        takes out of a text.
+        """Return `text.replace(old, new, count)`. Raises `SecurityError` if that creates a control
+        token in a text.
         """
         self.spend(len(text) + text.count(old) * len(new))
         result = text.replace(old, new, count)
         if self.count_tokens is not None and result != text:
-            own = self.count_tokens(text) + text.count(old) * self.count_tokens(new)
-            if self.count_tokens(result) > own:
-                raise SecurityError("it makes a control token of a message's text")
+            before = self.count_tokens(text) + text.count(old) * self.count_tokens(new)
+            if self.count_tokens(result) > before:
+                raise SecurityError("it creates a control token in a message's text")
         return result
 
     def joined(self, items: Iterable[object], separator: str = "") -> str:
-        """What `~` and `join` make."""
+        """Return the result of `~` or `join`."""
         parts = [self.text(item) for item in items]
         self.spend(sum(map(len, parts)) + len(separator) * len(parts))
         return separator.join(parts)
 
 
 def too_large() -> NoReturn:
-    """Raise the error of a text, string or list that grows too large."""
+    """Raise `OverBudget` for a text or a list that is too large."""
     raise OverBudget(f"it makes more than {MAX_TEXT:,} characters of text")
 
 
 def text_size(value: object) -> int:
-    """About how many characters `str(value)` has. `OverBudget` beyond `MAX_TEXT`."""
+    """Return the approximate length of `str(value)`. Raises `OverBudget` beyond `MAX_TEXT`."""
     size = 0
     left = [value]
     while left:
@@ -134,6 +134,6 @@ def text_size(value: object) -> int:
 
 
 def check_integer(value: object) -> None:
-    """Arithmetic on long integers takes time that grows with their square."""
+    """Raise `OverBudget` for a long integer, whose arithmetic takes quadratic time."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise OverBudget(f"it computes with integers of more than {_MAX_BITS} bits")

@@ -1,9 +1,9 @@
-"""Tool calls and their answers in the shapes that a chat template renders: a probe finds the shape,
-and `reshaped` writes a conversation in it.
+"""Shapes of tool calls and answers. A probe finds the shape that a chat template renders, and
+`reshaped` rewrites a conversation to it.
 
-Many templates render tool calls and their answers. Some take one call a message, some no ids but
-those of nine letters, and many know no tools at all: there a call becomes text of the assistant's,
-and an answer text of the user's, between the tags that most models know. Nothing is dropped.
+Many templates render tool calls and answers. Some accept one call per message, or only ids of nine
+letters. Others know no tools: calls become assistant text and answers become user text, between
+the tags that most models know. Nothing is dropped.
 """
 
 import copy
@@ -25,16 +25,16 @@ from nano_inference.text.turns import (
 
 @dataclass(frozen=True)
 class CallShape:
-    """What a template renders of calls and answers.
+    """Shape of calls and answers that a template renders.
 
     Attributes:
-        null_content: the content beside calls may be None; else it is "".
-        object_arguments: arguments are an object; else JSON text.
-        calls: those of one turn in one message, or each in a message of its own; or as text.
-        answers: by whom they are: a tool, or the user, as text.
-        short_ids: ids of calls are nine letters or digits.
-        one_text: a message of calls has reasoning or content, not both; then it has both as
-            reasoning.
+        null_content: True if content next to calls may be None. False: it is "".
+        object_arguments: True if arguments are an object. False: JSON text.
+        calls: Calls of a turn in one message, in a message per call, or as text.
+        answers: Role of answers. With "user" they are text.
+        short_ids: True if ids of calls must be nine letters or digits.
+        one_text: True if a message with calls may have reasoning or content but not both. Both are
+            then joined as reasoning.
     """
 
     null_content: bool = True
@@ -45,13 +45,13 @@ class CallShape:
     one_text: bool = False
 
 
-NATIVE = CallShape()  # the first that a template is asked for
-# which every template renders that renders a chat
+NATIVE = CallShape()  # the first shape to probe
+# rendered by every template that renders a chat
 _AS_TEXT = CallShape(calls="text", answers="user")
 
 
 def calls_of(message: Message) -> list[Message]:
-    """The calls of a message that are well formed."""
+    """Return the well-formed calls of a message."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return []
@@ -61,22 +61,22 @@ def calls_of(message: Message) -> list[Message]:
 
 
 def object_of(arguments: object) -> object:
-    """JSON text of an object as the object; anything else as it is."""
+    """Parse JSON text of an object. Return any other value unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}
-        json.dumps(decoded, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        json.dumps(decoded, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
 
 
-# -- asking a template -----------------------------------------------------------------------------
+# -- probing a template ----------------------------------------------------------------------------
 
 
 class ProbeWords(NamedTuple):
-    """Words of a call and its answer, which a well rendered probe contains."""
+    """Words of a call and its answer, all of which a well-rendered probe contains."""
 
     name: str
     key: str
@@ -85,9 +85,9 @@ class ProbeWords(NamedTuple):
 
 
 def ask(word: str, render: Render) -> CallShape:
-    """Which shape a template renders well. `word`: one that no template holds."""
+    """Probe a template for the shape that it renders. `word` must occur in no template."""
     opening: list[Message] = [{"role": "user", "content": word}]
-    if word not in render(opening):  # some begin with a system message
+    if word not in render(opening):  # some templates require a system message
         opening.insert(0, {"role": "system", "content": word})
     words = [ProbeWords(*(f"{word}{letter}{number}" for letter in "nkva")) for number in range(2)]
     tools = [probe_tool(each.name, each.key) for each in words]
@@ -157,8 +157,8 @@ def _function(name: str, arguments: Message) -> Message:
 
 
 def _well_rendered(text: str, before: str, words: ProbeWords) -> bool:
-    """All of a call and its answer is there, and arguments are neither Python's nor JSON within
-    JSON.
+    """Return whether a text contains all of a call and its answer, with arguments neither in Python
+    syntax nor as JSON within JSON.
     """
     there = all(text.count(each) > before.count(each) for each in words)
     return there and not any(
@@ -170,7 +170,7 @@ _ODD = ("'", '\\"')
 
 
 def _nothings(text: str) -> int:
-    """How often the absence of a content may have become a word."""
+    """Count the words that missing content may have become."""
     return len(re.findall(r"\b(?:None|null)\b", text))
 
 
@@ -178,7 +178,7 @@ def _nothings(text: str) -> int:
 
 
 def reshaped(conversation: Iterable[Message], shape: CallShape) -> list[Message]:
-    """The conversation in a shape. Messages are changed in place."""
+    """Return the conversation in a shape. Changes messages in place."""
     messages = list(conversation)
     if shape.short_ids:
         _shorten_ids(messages)
@@ -218,33 +218,33 @@ def _write_calls(message: Message) -> None:
 def _json_of(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):
-        given: Message = function
-        arguments: Any = object_of(given.get("arguments") or {})
-        call = _function(given.get("name", ""), arguments)
+        fields: Message = function
+        arguments: Any = object_of(fields.get("arguments") or {})
+        call = _function(fields.get("name", ""), arguments)
     return json.dumps(call, ensure_ascii=False)
 
 
 def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
-    """Answers as text of the user, in one message with what else is said, as turns may have to
-    alternate.
+    """Turn answers into user text, joined with adjacent user messages, since some templates require
+    alternating turns.
     """
-    told: list[Message] = []
-    answers = False  # whether the last of them holds some
+    turns: list[Message] = []
+    answers = False  # whether the last turn has answers
     for message in messages:
         is_answer = message.get("role") == "tool"
         if is_answer:
             message = {"role": "user", "content": _tagged(message.get("content"))}
         if (
-            told
-            and message.get("role") == told[-1].get("role") == "user"
+            turns
+            and message.get("role") == turns[-1].get("role") == "user"
             and (answers or is_answer)
         ):
-            told[-1]["content"] = joined(told[-1].get("content"), message.get("content"))
+            turns[-1]["content"] = joined(turns[-1].get("content"), message.get("content"))
             answers = True
         else:
-            told.append(message)
+            turns.append(message)
             answers = is_answer
-    return told
+    return turns
 
 
 def _tagged(content: object) -> object:
@@ -255,18 +255,18 @@ def _tagged(content: object) -> object:
 
 
 def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
-    """A message a call, each with its answers behind it. What is said stands before the first."""
-    place = 0
-    while place < len(messages):
-        message, place = messages[place], place + 1
+    """Yield one message per call, followed by its answers. Content stays with the first call."""
+    index = 0
+    while index < len(messages):
+        message, index = messages[index], index + 1
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
             yield message
             continue
         answers: dict[str, list[Message]] = {}  # by the ids of their calls
-        while place < len(messages) and messages[place].get("role") == "tool":
-            answers.setdefault(str(messages[place].get("tool_call_id")), []).append(messages[place])
-            place += 1
+        while index < len(messages) and messages[index].get("role") == "tool":
+            answers.setdefault(str(messages[index].get("tool_call_id")), []).append(messages[index])
+            index += 1
         for number, call in enumerate(calls):
             yield {
                 **(message if not number else {"role": "assistant", "content": None}),
@@ -285,10 +285,10 @@ def _shorten_ids(messages: Iterable[Message]) -> None:
 
 
 def _short(name: object) -> str:
-    """The same nine letters and digits for the same id."""
+    """Return nine letters or digits for an id, the same for the same id."""
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9]{9}", name):
         return name
     return hashlib.sha256(str(name).encode()).hexdigest()[:9]
 
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing by three names
+REASONING = ("reasoning_content", "reasoning", "thinking")  # three names of one field

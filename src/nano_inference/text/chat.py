@@ -1,5 +1,5 @@
-"""Chat templates: a conversation to the text, or the token ids, that an instruction-tuned model was
-trained on.
+"""Chat templates: from a conversation to the text or token ids that an instruction-tuned model
+expects.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ def render_chat(
     template_kwargs: Mapping[str, object] | None = None,
     documents: Documents | None = None,
 ) -> str:
-    """The conversation as text, equal to what transformers' `apply_chat_template` renders.
+    """Render the conversation as text, equal to transformers' `apply_chat_template`.
 
     Args:
         template: Jinja source.
-        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings, as
-            OpenAI's protocol has them; what the template does not understand of that is rewritten
+        messages: `{"role": ..., "content": ...}` of strings, numbers, lists and mappings, as in
+            OpenAI's protocol. Forms that the template does not render are rewritten
             (`messages.prepare`).
         special_tokens: `bos_token`, `eos_token` … -> text, visible to the template by these names.
         tools: `{"type": "function", "function": {"name", "description", "parameters"}}` each.
-        add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end within the last message, right behind its content, for the model
-            to go on.
-        template_kwargs: further variables of the template, as `enable_thinking`.
-        documents: texts beside the conversation, for templates that render some.
+        add_generation_prompt: End with the opening of the assistant's turn.
+        continue_final_message: End directly after the content of the last message, so that the
+            model continues it.
+        template_kwargs: More variables of the template, such as `enable_thinking`.
+        documents: Texts next to the conversation, if the template renders documents.
 
     Raises:
-        InvalidRequest: there is no message, the template is broken, refuses the messages, leaves
-            the sandbox or takes more than its time or size (`budget.Budget`), a message holds
-            something else than plain data, or a template variable may not be set.
+        InvalidRequest: There is no message. The template is broken, rejects the messages, leaves
+            the sandbox or exceeds its budget (`budget.Budget`). A message is not plain data, or a
+            template variable is reserved.
     """
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     return _render(
@@ -63,23 +63,22 @@ def encode_chat(
     template_kwargs: Mapping[str, object] | None = None,
     documents: Documents | None = None,
 ) -> list[int]:
-    """Token ids of the conversation, by default up to and including the opening of the assistant's
-    turn.
+    """Return the token ids of the conversation, by default up to the assistant's opening.
 
-    Special tokens come from the template alone: the tokenizer adds none, and one that is written
-    out in a message, in a tool's description or in `template_kwargs` is encoded as the text it is.
+    Only the template creates special tokens. The tokenizer adds none, and a special token in a
+    message, a tool's description or `template_kwargs` is encoded as plain text.
 
     Args:
-        tokenizer: with a chat template.
-        messages: as for `render_chat`, like all that follows.
-        tools: what the model may call.
-        add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end within the last message.
-        template_kwargs: further variables of the template.
-        documents: texts beside the conversation.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages, as for `render_chat`.
+        tools: Tools that the model may call.
+        add_generation_prompt: End with the opening of the assistant's turn.
+        continue_final_message: End within the last message.
+        template_kwargs: More variables of the template.
+        documents: Texts next to the conversation.
 
     Raises:
-        InvalidRequest: the tokenizer has no chat template, or `render_chat` refuses.
+        InvalidRequest: The tokenizer has no chat template, or `render_chat` rejects the input.
     """
     template, special_tokens = tokenizer.template_for(tools=bool(tools)), tokenizer.special_tokens
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
@@ -96,10 +95,10 @@ def encode_chat(
 
 
 def warm_up(tokenizer: Tokenizer) -> None:
-    """Do now what would make one of the first chats wait: seconds, for a large vocabulary.
+    """Prepare chats, so that the first one does not wait (seconds for a large vocabulary).
 
-    The template is compiled and asked what it renders, and the tokenizer for control tokens in a
-    caller's text is made. A template that fails does so later, with the request that it fails on.
+    Compiles and probes the template, and builds the tokenizer for control tokens in messages. A
+    broken template fails later, with its first request.
     """
     if tokenizer.chat_template is None and tokenizer.tool_template is None:
         return
@@ -124,12 +123,12 @@ def _variables(
     kwargs: Mapping[str, object] | None,
     special_tokens: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What the caller says, as plain data."""
+    """Return the caller's variables as plain data."""
     if not messages:
         raise InvalidRequest("the conversation is empty; give at least one message")
     if documents and "documents" not in template:
         raise InvalidRequest(
-            "the model's chat template renders no documents; put their text into a message"
+            "the model's chat template does not render documents; put their text into a message"
         )
     return {
         **checked_kwargs(kwargs or {}, special_tokens),
@@ -166,7 +165,7 @@ def _render(
             count_tokens=count_tokens,
         )
     except Exception as error:
-        # any error of a template's code is the template's or the messages' fault
+        # any error is a fault of the template or the messages
         raise InvalidRequest(
             f"the chat template failed on these messages: {_reason(error)}"
         ) from error
@@ -182,21 +181,22 @@ def _append(message: dict[str, Any], text: str) -> None:
     elif texts:
         texts[-1]["text"] += text
     else:
-        raise InvalidRequest("continue_final_message needs a last message with text in its content")
+        raise InvalidRequest(
+            "continue_final_message requires a last message with text in its content"
+        )
 
 
 def _cut(text: str, end: str) -> str:
     at = text.rfind(end)
     if at < 0:
         raise InvalidRequest(
-            "the chat template leaves the last message out, so it cannot be continued"
+            "the chat template omits the last message, so the model cannot continue it"
         )
-    # A template that trims contents has trimmed the space behind the mark; then it would have
-    # trimmed the content too.
+    # if the template trimmed the space after the mark, it would have trimmed the content too
     return text[:at] if text.startswith(f"{end} ", at) else text[:at].rstrip()
 
 
 def _reason(error: Exception) -> str:
-    """The error's first line, without the addresses of objects."""
+    """Return the error's first line, without addresses of objects."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r" at 0x[0-9a-fA-F]+", "", lines[0])[:500]

@@ -1,11 +1,12 @@
-"""Control tokens come from the chat template alone: what a caller writes out stays text.
+"""Only the chat template can create control tokens. A token that a caller writes out stays text.
 
-Before rendering, a mark that no caller can guess goes into every place of the caller's strings
-where a control token is written out, behind its first character. What the rendered text then holds
-of control tokens is the template's own. These are replaced by secret names of theirs, the marks are
-taken out, and the text is encoded by a tokenizer that knows control tokens by their secret names
-only. So the caller's text is tokenised as it would be if the control tokens did not exist. Without
-a mark, and that is nearly always, all this is skipped.
+1. Before rendering, `mark` inserts a secret mark into every control token in the caller's strings,
+   after its first character. The control tokens of the rendered text are then the template's.
+2. `encode_marked` replaces these by secret names and removes the marks.
+3. A tokenizer that knows control tokens only by their secret names encodes the text. The caller's
+   text is tokenised as if control tokens did not exist.
+
+Steps 2 and 3 are skipped if there are no marks, which is the usual case.
 """
 
 import json
@@ -23,48 +24,47 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.text.budget import MAX_TEXT
 from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
-# Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming,
-# splitting at spaces.
+# templates do not change digits: JSON, case, trimming and splitting at spaces keep them
 _DIGITS = 40
 
 
 def secret_digits() -> str:
-    """Random digits that no text holds."""
+    """Return random digits that occur in no text."""
     return str(10 ** (_DIGITS - 1) + secrets.randbelow(9 * 10 ** (_DIGITS - 1)))
 
 
 _MARK = secret_digits()
 _NAMES = secret_digits()
-_CUT = 12  # so many digits of a mark are no accident
+_CUT = 12  # number of digits that identify a part of a mark
 
 
 @dataclass(frozen=True)
 class _Finder:
-    """Where control tokens stand in a text."""
+    """Finder of control tokens in a text."""
 
     exact: tokenizers.Tokenizer  # finds all added tokens, as the tokenizer does
     any_case: tokenizers.Tokenizer  # finds control tokens
-    # of control tokens: two characters or more, in lower case, not all of it
+    # proper prefixes and suffixes of control tokens: lower case, two characters or more
     begins: frozenset[str]
     ends: frozenset[str]
     longest: int
 
     def places(self, text: str) -> set[int]:
-        """Where a mark has to go, so that neither `text` nor anything that it is joined to has a
-        control token.
+        """Return the positions for marks, so that no concatenation with `text` contains a control
+        token.
         """
-        # In any case, as a template may change it.
-        found = {begin + 1 for begin, _ in _spans(self.any_case, text)}
+        # ignoring case, since a template may change it
+        positions = {begin + 1 for begin, _ in _spans(self.any_case, text)}
         for size in range(2, min(self.longest, len(text)) + 1):
             if text[-size:].lower() in self.begins:
-                found.add(len(text) - size + 1)
+                positions.add(len(text) - size + 1)
             if text[:size].lower() in self.ends:
-                found.add(1)
-        return found
+                positions.add(1)
+        return positions
 
 
 def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """How many control tokens a text writes out, in any case."""
+    """Return a function that counts the control tokens in a text, ignoring case."""
     finder = _finder(tokenizer).any_case
     return lambda text: len(_spans(finder, text))
 
@@ -94,7 +94,7 @@ def _finder(tokenizer: Tokenizer) -> _Finder:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    # A token of one character has no inside for a mark; no model has such a control token.
+    # a mark does not fit into a token of one character, and no model has such a control token
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
         token_id: token
@@ -104,9 +104,7 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
 
 
 def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
-    """A copy of plain data with marks in all its strings, also in keys, and whether there is
-    any.
-    """
+    """Return a copy of plain data with marks in all strings and keys, and whether there are any."""
     finder = _finder(tokenizer)
     marked = False
     left = MAX_TEXT
@@ -121,11 +119,11 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
     def walk_text(text: str) -> str:
         nonlocal marked, left
         left -= len(text)
-        if left < 0:  # as much as a template may make of it
+        if left < 0:  # the limit of a rendered text
             raise InvalidRequest(
-                f"the conversation and its tools hold more than {MAX_TEXT:,} characters"
+                f"the conversation and its tools have more than {MAX_TEXT:,} characters"
             )
-        # Tokens may overlap: what the marks leave is searched again.
+        # tokens may overlap, so search the marked text again
         for _ in range(finder.longest + 1):
             ends = [*sorted(finder.places(text)), len(text)]
             if len(ends) == 1:
@@ -140,15 +138,15 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
 
     try:
         return walk(value), marked
-    except RecursionError:  # the arguments of a call, which were text
+    except RecursionError:  # arguments of a call, parsed from text
         raise InvalidRequest("a chat message is nested too deeply to be rendered") from None
 
 
 def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a rendered text with marks in it.
+    """Return the token ids of a rendered text with marks.
 
     Raises:
-        InvalidRequest: the template has cut a mark in two.
+        InvalidRequest: The template cut a mark in two.
     """
     secret = _secret_tokenizer(tokenizer)
     pieces: list[str] = []
@@ -166,8 +164,7 @@ def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
         )
     ids = secret.encode(unmarked)
     if not secret.control_ids.isdisjoint(ids):
-        # The model of the vocabulary itself knows a control token's text. Then it is encoded in two
-        # pieces.
+        # the vocabulary also has a control token's text; the marks split it into two pieces
         ids = secret.encode(named)
     return [secret.ids.get(token_id, token_id) for token_id in ids if token_id != secret.mark_id]
 
@@ -175,9 +172,9 @@ def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
 @dataclass(frozen=True)
 class _SecretTokenizer:
     backend: tokenizers.Tokenizer
-    names: Mapping[str, str]  # of a control token -> its secret name
-    ids: Mapping[int, int]  # here -> of the tokenizer, where they differ
-    control_ids: frozenset[int]  # what the text of a control token must not become
+    names: Mapping[str, str]  # control token -> secret name
+    ids: Mapping[int, int]  # id here -> id in the tokenizer, if they differ
+    control_ids: frozenset[int]  # ids that a control token's text must not get
     mark_id: int
 
     def encode(self, text: str) -> list[int]:
@@ -212,7 +209,7 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
         )
         ids[_id(backend, name)] = token_id
     backend.add_special_tokens([AddedToken(_MARK, normalized=False)])
-    # any text may become it
+    # any text may get this id
     unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")
     control_ids = frozenset(control) - ids.keys() - {unknown}
     return _SecretTokenizer(backend, names, ids, control_ids, _id(backend, _MARK))

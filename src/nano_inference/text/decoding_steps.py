@@ -1,4 +1,4 @@
-"""The steps of a decoder of the library `tokenizers`, applied to one token at a time."""
+"""Steps of a decoder of the `tokenizers` library, applied to one token at a time."""
 
 import codecs
 import copy
@@ -18,7 +18,7 @@ REPLACEMENT = "\ufffd"
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
+    """Return the bytes of a token of a byte-level vocabulary."""
     try:
         return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
     except KeyError:  # an added token, in plain text
@@ -26,23 +26,23 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 class _Step:
-    """One decoder of the chain: tokens in, tokens out, as soon as they are final."""
+    """Decoder of the chain. Takes tokens and returns tokens as soon as they are final."""
 
     def push(self, tokens: list[str]) -> list[str]:
         raise NotImplementedError
 
     def finish(self) -> list[str]:
-        """What is held back, at the end."""
+        """Return the tokens that were held back."""
         return []
 
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """How the tokens of a tokenizer become text."""
+    """Plan for decoding a tokenizer's tokens."""
 
-    added: Mapping[int, str]  # id -> the text that an added token enters the decoder with
+    added: Mapping[int, str]  # id of an added token -> its text for the decoder
     special: frozenset[str]
-    steps: tuple[_Step, ...]  # in their first state; to be copied
+    steps: tuple[_Step, ...]  # in their initial state; copy before use
 
 
 @lru_cache(maxsize=8)
@@ -51,7 +51,7 @@ def plan_of(tokenizer: Tokenizer) -> DecodingPlan:
     backend = tokenizer.backend
     added = backend.get_added_tokens_decoder()
     # Newer releases of the library decode an added token to its normalised text, which
-    # `id_to_token` does not give. A tokenizer of these tokens alone, without a decoder, does.
+    # `id_to_token` does not return. A tokenizer with only these tokens and no decoder does.
     words = tokenizers.Tokenizer(models.BPE())
     if backend.normalizer is not None:
         words.normalizer = backend.normalizer
@@ -74,7 +74,7 @@ def _steps(decoder: decoders.Decoder | None) -> tuple[_Step, ...]:
         return (_EachToken(first=str, later=lambda token: f" {token}"),)
     specs = leaves(to_spec(decoder))
     steps: list[_Step] = []
-    fused = False  # whether all text is one token here, and what flows are its parts
+    fused = False  # True once the decoder sees all text as one token, which arrives in parts
     for index, spec in enumerate(specs):
         step = _text_step(spec) if fused else _token_step(spec)
         if step is None:
@@ -88,7 +88,7 @@ def _steps(decoder: decoders.Decoder | None) -> tuple[_Step, ...]:
 
 
 def to_spec(decoder: decoders.Decoder) -> dict[str, Any]:
-    """The decoder as `tokenizer.json` describes it."""
+    """Return the decoder in the form of `tokenizer.json`."""
     bare = tokenizers.Tokenizer(models.BPE())
     bare.decoder = decoder
     return json.loads(bare.to_str())["decoder"]
@@ -107,7 +107,7 @@ def leaves(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _token_step(spec: Mapping[str, Any]) -> _Step | None:
-    """The step of a decoder that sees tokens one by one. None: not known here."""
+    """Return the step of a decoder that sees single tokens, or None if it is unknown."""
     match spec["type"]:
         case "ByteLevel":
             return _ByteLevel()
@@ -127,8 +127,8 @@ def _token_step(spec: Mapping[str, Any]) -> _Step | None:
 
 
 def _text_step(spec: Mapping[str, Any]) -> _Step | None:
-    """The step of a decoder that sees the whole text as one token. None: needs all of it, or is not
-    known here.
+    """Return the step of a decoder that sees the whole text as one token. Return None if it is
+    unknown or needs all of the text.
     """
     match spec["type"]:
         case "Fuse":
@@ -140,7 +140,7 @@ def _text_step(spec: Mapping[str, Any]) -> _Step | None:
 
 
 def _library_step(decoder: decoders.Decoder) -> _Step:
-    """For decoders that treat each token by itself and ask only whether it is the first."""
+    """Return the step of a decoder that treats each token alike, except for the first."""
     before = len(decoder.decode(["x"]))
     return _EachToken(
         first=lambda token: decoder.decode([token]),
@@ -163,8 +163,8 @@ class _EachToken(_Step):
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level tokens write a byte as a character: Latin-1's visible ones as they are, others
-    from U+0100 on.
+    """Return the byte of each character in byte-level tokens. Visible Latin-1 characters stand for
+    themselves, others are numbered from U+0100.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
@@ -178,7 +178,7 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 @dataclass
 class _ByteLevel(_Step):
-    """All tokens are one string of bytes, decoded as UTF-8."""
+    """Step that decodes all tokens as one UTF-8 string."""
 
     pending: bytes = b""  # the start of a character
 
@@ -192,17 +192,17 @@ class _ByteLevel(_Step):
         return [self.pending.decode("utf-8", "replace")]
 
 
-# the library's parser of numbers takes a plus sign
+# the library's number parser accepts a plus sign
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 @dataclass
 class _ByteFallback(_Step):
-    """A run of byte tokens is UTF-8 as a whole, or one U+FFFD a byte."""
+    """Step for byte tokens. A run is valid UTF-8 as a whole, or one U+FFFD per byte."""
 
-    run: bytearray = field(default_factory=bytearray)  # what may still become text
+    run: bytearray = field(default_factory=bytearray)  # bytes that may still be valid
     pending: bytes = b""  # the incomplete character at its end
-    invalid: bool = False  # the run that goes on is beyond repair; its bytes have been given out
+    invalid: bool = False  # the current run is invalid, and its bytes were returned
 
     def push(self, tokens: list[str]) -> list[str]:
         done: list[str] = []
@@ -245,8 +245,8 @@ class _ByteFallback(_Step):
 
 @dataclass
 class _WordEnds(_Step):
-    """A suffix marks the end of a word: a space, but nothing in the last token, which therefore
-    waits.
+    """Step for a suffix at the end of words. The suffix becomes a space, or nothing in the last
+    token, which is therefore held back.
     """
 
     suffix: str
@@ -263,8 +263,8 @@ class _WordEnds(_Step):
 
 @dataclass
 class _Strip(_Step):
-    """Up to `start` times the character `content` goes at the start of the text, up to `stop` times
-    at its end.
+    """Step that removes the character `content` up to `start` times at the start of the text and up
+    to `stop` times at its end.
     """
 
     content: str
@@ -282,15 +282,15 @@ class _Strip(_Step):
         return [text[:cut]]
 
     def whole(self, text: str) -> str:
-        """A text of its own. The library panics where nothing is left to strip at the end; here
-        that is nothing.
+        """Return a single text, stripped. The library panics if nothing is left to strip at the
+        end.
         """
         return copy.copy(self).push([text])[0]
 
 
 @dataclass
 class _AtTheEnd(_Step):
-    """The rest of the chain in the library, once all tokens are there."""
+    """Step that runs the rest of the chain in the library, after the last token."""
 
     decoder: decoders.Decoder
     fused: bool

@@ -1,11 +1,11 @@
-"""Token ids to text as they come: what was said never changes, and all of it together is the text
-of all the ids.
+"""Incremental detokenization. Returned text never changes, and all pieces together are the text of
+all ids.
 
-The text of a token depends on its neighbours: a character's bytes may lie in several tokens, the
-first token may lose its space, one bad byte turns the bytes around it into U+FFFD. Decoding a
-window of the last tokens therefore guesses. Here the tokenizer's own decoder is taken apart into
-its steps, and each step runs incrementally with a state of a few bytes. A step that this module
-does not know, or that needs the whole text, holds everything back until the end: late, but right.
+The text of a token depends on its neighbours. A character's bytes may span several tokens, the
+first token may lose its space, and one bad byte turns the bytes around it into U+FFFD. Decoding a
+window of the last tokens would only guess. This module splits the tokenizer's decoder into its
+steps, and runs each step incrementally with a state of a few bytes. A step that is unknown, or that
+needs the whole text, holds all text back until the end.
 """
 
 import copy
@@ -17,24 +17,24 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.text.decoding_steps import leaves, plan_of, to_spec
 from nano_inference.text.tokenizer import Tokenizer
 
-# Stands before special tokens in text that is going to be parsed. It is random and secret, so no
-# text of ordinary tokens holds it, and no stop string matches a part of it.
+# Mark before special tokens in text for parsers. It is random and secret, so ordinary tokens do not
+# form it, and stop strings do not match a part of it.
 SPECIAL_MARK = "\ufdd0" + "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
 
 
 class Detokenizer:
-    """The text of one sequence of token ids, in pieces.
+    """Detokenizer of one sequence of token ids.
 
-    All that `push` returned and then `finish`, joined, is `tokenizer.decode(ids,
-    skip_special_tokens)` of all ids, for any ids in any portions. `push` never returns text that a
-    later token could change: the bytes of an incomplete character wait, and so does a run of byte
-    tokens (`<0xE2>` …) of a SentencePiece vocabulary, of which one bad byte makes U+FFFD of every
-    byte. Ids without a token have no text.
+    The results of all `push` calls and `finish`, joined, equal `tokenizer.decode(ids,
+    skip_special_tokens)`, however the ids are split. `push` never returns text that a later token
+    could change. It holds back incomplete characters, and runs of byte tokens (`<0xE2>` …) of a
+    SentencePiece vocabulary, since one bad byte makes every byte of a run U+FFFD. Unknown ids have
+    no text.
 
     Args:
-        tokenizer: its decoder says how tokens become text. Tokens added to it later are not seen.
-        skip_special_tokens: special tokens have no text.
-        mark: stands before the text of each special token.
+        tokenizer: Tokenizer with the decoder. Tokens added to it later are ignored.
+        skip_special_tokens: Give special tokens no text.
+        mark: Text to insert before each special token.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Detokenizer:
         self._steps = [copy.copy(step) for step in plan.steps]
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids. Returns the text that is final now and was not returned yet."""
+        """Add the next ids and return the text that is newly final."""
         tokens = [
             token
             for token in map(self._token, token_ids)
@@ -61,8 +61,8 @@ class Detokenizer:
         return "".join(tokens)
 
     def finish(self) -> str:
-        """The sequence ends: the text that was held back, incomplete characters as U+FFFD. Push
-        nothing afterwards.
+        """End the sequence and return the rest of the text, incomplete characters as U+FFFD. Do not
+        call `push` afterwards.
         """
         tokens: list[str] = []
         for step in self._steps:
@@ -70,7 +70,7 @@ class Detokenizer:
         return "".join(tokens)
 
     def copy(self) -> Self:
-        """A detokenizer of the same past and an own future."""
+        """Return an independent copy in the same state."""
         twin = copy.copy(self)
         twin._steps = [copy.copy(step) for step in self._steps]
         return twin
@@ -83,28 +83,26 @@ class Detokenizer:
 
 
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
-    """The kinds of decoder that the tokenizer's is made of, as `tokenizer.json` names them."""
+    """Return the types of the tokenizer's decoders, as in `tokenizer.json`."""
     decoder = tokenizer.backend.decoder
     return [] if decoder is None else [spec["type"] for spec in leaves(to_spec(decoder))]
 
 
 class OutputText:
-    """Text of the tokens appended so far, searched for stop strings.
+    """Text of the tokens so far, with a search for stop strings.
 
-    Between `append`s the text has two parts: one that may be shown, and a suffix that is held back
-    because it begins a stop string. A match can begin nowhere else than in that suffix or in new
-    text, so neither the search nor the hold ever looks further back than the longest stop string.
-    All that `take` returned and then `finish`, joined, is the text of all tokens, or what stands in
-    it before the stop string.
+    The text has two parts: one that may be shown, and a suffix that is held back since it begins a
+    stop string. A match can begin only in that suffix or in new text, so the search never looks
+    further back than the longest stop string. The results of all `take` calls and `finish`, joined,
+    are the text of all tokens, up to the stop string.
 
-    Text counts once it is final (`Detokenizer`): a stop string whose last character still waits for
-    its bytes, or stands in a run of byte tokens that goes on, is complete with the token that ends
-    the wait.
+    Only final text counts (`Detokenizer`). A stop string whose last character is incomplete matches
+    at the token that completes it.
 
     Args:
-        tokenizer: of the tokens.
-        stop: stop strings; none may be empty.
-        skip_special_tokens: special tokens have no text.
+        tokenizer: Tokenizer of the tokens.
+        stop: Stop strings, none of them empty.
+        skip_special_tokens: Give special tokens no text.
         mark: stands before the text of each special token.
 
     Raises:
@@ -131,17 +129,17 @@ class OutputText:
         self._finished = False
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Take the next token.
+        """Add the next token.
 
         Args:
-            token_id: any id; one without a token has no text.
-            may_stop: False: nothing matches at this token, and what is complete with it never
+            token_id: Any id. Unknown ids have no text.
+            may_stop: False to match nothing at this token. A stop string that it completes never
                 matches later.
 
         Returns:
-            The stop string that this token completes, or None. Of several the one that begins first
-            in the text, of those the longest. The text ends before it: tokens appended afterwards
-            do not count.
+            The stop string that this token completes, or None. If there are several: the one that
+            begins first, or the longest of those. The text ends before it, and later tokens are
+            ignored.
         """
         if self._matched is not None or self._finished:
             return None
@@ -160,17 +158,15 @@ class OutputText:
         return None
 
     def take(self) -> str:
-        """The text that may be shown and was not returned yet: no stop string can reach into it any
-        more.
-        """
+        """Return text that may be shown and was not returned yet. No stop string can overlap it."""
         text = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return text
 
     def finish(self) -> str:
-        """The sample ended: the rest of the text. Without a match that is also what was held back.
+        """End the sample and return the rest of the text, with held back text if nothing matched.
 
-        Incomplete characters come out as U+FFFD, in which no stop string is looked for.
+        Incomplete characters become U+FFFD. Stop strings do not match there.
         """
         if self._matched is None and not self._finished:
             self._shown.append(self._held + self._detokenizer.finish())
@@ -180,31 +176,31 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """All text that may be shown, taken or not. After `finish` the text of the sample."""
+        """All text that may be shown. After `finish`: the text of the sample."""
         return "".join(self._shown)
 
     def copy(self) -> Self:
-        """An output of the same past and an own future."""
+        """Return an independent copy in the same state."""
         twin = copy.copy(self)
         twin._detokenizer = self._detokenizer.copy()
         twin._shown = [*self._shown]
         return twin
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Where a stop string begins that ends in the new text, and which."""
-        # What ends in the held part was complete before this token, when it might not stop.
-        found = [
+        """Return the position and text of the stop string that ends in new text, or None."""
+        # a match that ends in the held part was complete at an earlier token, with may_stop=False
+        hits = [
             (text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stop
         ]
         return min(
-            (hit for hit in found if hit[0] >= 0),
+            (hit for hit in hits if hit[0] >= 0),
             key=lambda hit: (hit[0], -len(hit[1])),
             default=None,
         )
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)

@@ -1,7 +1,7 @@
-"""Conversations as chat templates expect them: plain data, in the shapes that the template renders.
+"""Conversations in the form that a chat template renders.
 
-Clients send what their protocol allows. Templates differ in which of it they render, and say so
-nowhere, so each is asked once: a probe in every shape, and a look at what comes out.
+Clients send every form that their protocol allows. Templates render some of them, and no file says
+which. Each template is therefore probed once: it renders a test conversation in every form.
 """
 
 import secrets
@@ -36,7 +36,7 @@ from nano_inference.text.turns import (
 
 Messages = Sequence[Mapping[str, object]]
 
-# Variables that a request may not set: the renderer sets them itself.
+# variables that the renderer sets, so that a request may not
 _RESERVED = frozenset(
     {
         *(
@@ -60,16 +60,16 @@ _RESERVED = frozenset(
         *("self", "context", "environment", "loop", "caller", "varargs", "kwargs"),
     }
 )
-# which any template is sent
+# roles that every template gets
 _ROLES = frozenset(("developer", "system", "user", "assistant", "tool"))
 
 
 def plain(value: object) -> Any:
-    """A copy out of plain types only: the sandbox cannot know which methods of any other object do
-    harm.
+    """Return a copy made of plain types. Methods of other objects could break out of the sandbox.
 
     Raises:
-        InvalidRequest: it holds something else, text that is no Unicode, or itself.
+        InvalidRequest: A value has another type, contains itself, or is text with half of a
+            surrogate pair.
     """
     try:
         return _plain(value)
@@ -89,33 +89,33 @@ def _plain(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise InvalidRequest(
-        f"a chat message holds a {type(value).__name__}; strings, numbers, lists and mappings can "
-        "be rendered"
+        f"a chat message contains a {type(value).__name__}; use only strings, numbers, lists and "
+        "mappings"
     )
 
 
 def require_unicode(text: str, what: str) -> None:
-    """Raise `InvalidRequest`, which names `what`, for a text that no encoding can carry."""
+    """Raise `InvalidRequest`, which names `what`, for a text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(
-            f"{what} holds half of a surrogate pair, which is no character"
+            f"{what} contains half of a surrogate pair, which is not a character"
         ) from None
 
 
 def _text(value: str) -> str:
     require_unicode(value, "a chat message")
-    return str.__str__(value)  # str() of an enumeration's member would be its name
+    return str.__str__(value)  # str() of an enum member would return its name
 
 
 def checked_kwargs(
     kwargs: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Variables for the template that a caller may set.
+    """Return a caller's variables for the template as plain data.
 
     Raises:
-        InvalidRequest: a name is taken or is no variable's, or a value is not plain data.
+        InvalidRequest: A name is reserved or not an identifier, or a value is not plain data.
     """
     for name in kwargs:
         taken = (
@@ -135,22 +135,25 @@ def checked_kwargs(
 def prepare(
     template: str, messages: Messages, special_tokens: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The conversation as plain data, in the shapes that this template renders.
+    """Return the conversation as plain data, in the form that this template renders.
 
-    Text parts become one string, or a string becomes a text part; arguments of tool calls become an
-    object, or JSON text; the absence of content becomes what the template can stand; calls and
-    answers that it does not render become text (`reshaped`); so do system messages where it renders
-    none, and what is said beside answers (`in_turns`); a tool's answer gets the tool's name; a
-    developer is the system where the template knows no other; reasoning goes by all of its names.
+    - Text parts become one string, or a string becomes a text part.
+    - Arguments of tool calls become an object, or JSON text.
+    - Missing content becomes None or "".
+    - Calls and answers that the template does not render become text (`reshaped`). So do unrendered
+      system messages, and user messages next to answers (`in_turns`).
+    - A tool's answer gets the tool's name.
+    - The role `developer` becomes `system` if the template does not know it.
+    - Reasoning is set under all of its names.
 
     Raises:
-        InvalidRequest: a message is not plain data, or has a role of its own that the template does
+        InvalidRequest: A message is not plain data, or has an unknown role that the template does
             not render.
     """
     known = tuple(sorted(special_tokens.items()))
     shapes = _shapes(template, known)
     conversation = [_without_nulls(plain(message)) for message in messages]
-    names: dict[object, object] = {}  # of tools, by the ids of their calls
+    names: dict[object, object] = {}  # id of a call -> name of its tool
     for message in conversation:
         _check_role(message.get("role"), template, known)
         if message.get("role") == "developer" and "developer" not in template:
@@ -163,8 +166,8 @@ def prepare(
             and str(message.get("tool_call_id")) in names
         ):
             message["name"] = names[str(message["tool_call_id"])]
-        if told := [message[name] for name in REASONING if name in message]:
-            message |= {name: message.get(name, told[0]) for name in REASONING}
+        if thoughts := [message[name] for name in REASONING if name in message]:
+            message |= {name: message.get(name, thoughts[0]) for name in REASONING}
     conversation = reshaped(in_turns(conversation, shapes.turns), shapes.calls)
     return _shaped(conversation, shapes)
 
@@ -182,7 +185,7 @@ def _check_role(role: object, template: str, special_tokens: tuple[tuple[str, st
 
 
 def _without_nulls(message: Any) -> dict[str, Any]:
-    """Clients write out what is not there. Templates ask whether a key is there."""
+    """Return a message without null fields. Clients send them, and templates test for keys."""
     if not isinstance(message, dict):
         raise InvalidRequest(
             f"a chat message is a {type(message).__name__}; give a mapping with role and content"
@@ -195,7 +198,7 @@ def _without_nulls(message: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What a template renders."""
+    """Forms that a template renders."""
 
     string_content: bool = True
     list_content: bool = False
@@ -220,8 +223,7 @@ def _shape_content(message: dict[str, Any], shapes: _Shapes) -> None:
     elif isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         text = "".join(part["text"] for part in content)
         keep = shapes.list_content and not (shapes.string_content and message.get("role") != "user")
-        # One part in any case: what is written in two pieces shall not become a control token when
-        # they are joined.
+        # always one part, so that two joined parts cannot form a control token
         message["content"] = [{**content[0], "text": text}] if keep else text
 
 
@@ -245,7 +247,7 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
 
         calls = ask(word, render)
         turns = _ask_turns(word, render, calls)
-    except OverBudget:  # it will be so with real messages too
+    except OverBudget:  # real messages would exceed it too
         return _Shapes()
     return _Shapes(string_content, list_content, calls, turns)
 
@@ -265,7 +267,7 @@ def _ask_turns(word: str, render: Render, calls: CallShape) -> TurnShape:
         asked,
         probe_answer(words),
     )
-    if calls.answers == "user":  # they are one message with what the user says
+    if calls.answers == "user":  # answers are joined with user messages
         return replace(shape, before_answers=True, behind_answers=True)
     return shape
 
@@ -276,7 +278,7 @@ def _new_word() -> str:
 
 def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Render:
     def probe(messages: Messages, tools: object = None) -> str:
-        """What the template makes of it, or nothing."""
+        """Return the rendered text, or an empty one if the template fails."""
         variables = {
             "tools": tools,
             "documents": None,
@@ -295,26 +297,27 @@ def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Ren
 
 @lru_cache(maxsize=64)
 def _renders_role(role: str, template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Whether what a message of that role says is there, or the template says itself that it is
-    not.
+    """Return whether the template renders messages of a role. Also true if it fails on all of them
+    and so reports the problem itself.
     """
     word, probe = _new_word(), _probe_of(template, special_tokens)
     shapes = _shapes(template, special_tokens)
-    own, other = {"role": role, "content": word}, {"role": "user", "content": "x"}
-    places = [own], [own, other], [other, own], [other, {"role": "assistant", "content": "x"}, own]
+    tested, other = {"role": role, "content": word}, {"role": "user", "content": "x"}
+    reply = {"role": "assistant", "content": "x"}
+    orders = [tested], [tested, other], [other, tested], [other, reply, tested]
     try:
-        texts = [probe(_shaped([dict(each) for each in place], shapes)) for place in places]
+        texts = [probe(_shaped([dict(each) for each in order], shapes)) for order in orders]
         return any(word in text for text in texts) or not any(texts)
     except OverBudget:
         return False
 
 
 def _content_shapes(word: str, probe: Render) -> tuple[bool, bool]:
-    """Whether a content may be a string, and a list of text parts."""
+    """Return whether content may be a string, and whether it may be a list of text parts."""
     whole = probe([{"role": "user", "content": word}])
     parts = probe([{"role": "user", "content": [{"type": "text", "text": word}]}])
     if word in whole:
         return True, parts == whole
     list_content = word in parts and f"'{word}" not in parts
-    # where neither works it asks for more than a user's message
+    # if neither works, the template requires more than a user message
     return not list_content, list_content

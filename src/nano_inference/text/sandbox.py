@@ -1,9 +1,9 @@
 """The environment that chat templates run in.
 
-A template comes with a checkpoint and renders what clients send, so neither is trusted. It sees
-plain data in Jinja's immutable sandbox, and everything it does is counted: time by a look at the
-clock in each loop's turn and each call, memory by asking before a string or a list is made. There
-is no thread or signal that would end it from outside.
+Neither the template, which comes with a checkpoint, nor the clients' messages are trusted. The
+template sees plain data in Jinja's immutable sandbox, within a budget. Every loop iteration and
+every call checks the time, and every new string or list is charged before it is made. No thread or
+signal has to end a template from outside.
 """
 
 import json
@@ -33,16 +33,16 @@ from nano_inference.text.budget import (
     too_large,
 )
 
-# For web pages, and slow on some texts.
+# for web pages, and slow on some texts
 _LEFT_OUT = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-# They return what they were given or a part of it; what they return costs nothing.
+# these return their argument or a part of it, which is free
 _PASS_ON = frozenset({"attr", "d", "default", "first", "last", "max", "min", "random"})
-_MAX_WIDTH = 100_000  # as many items as `range` may have
+_MAX_WIDTH = 100_000  # the limit of `range`
 
 
 def _install_filters(environment: Environment) -> None:
-    """Give the environment these filters and tests."""
-    own = (
+    """Install guarded filters and tests in the environment."""
+    filters = (
         _center,
         _format,
         _indent,
@@ -52,7 +52,7 @@ def _install_filters(environment: Environment) -> None:
         _sum,
         _tojson,
     )
-    named = {function.__name__[1:]: function for function in own}
+    named = {function.__name__[1:]: function for function in filters}
     for name, function in FILTERS.items():
         if name not in _LEFT_OUT:
             environment.filters[name] = named.get(name) or _guarded(function, name in _PASS_ON)
@@ -63,8 +63,7 @@ def _install_filters(environment: Environment) -> None:
 
 
 def _guarded(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
-    # Bound arguments keep a template's own loops honest: many filters and tests loop over what they
-    # are given.
+    # many filters and tests loop over their arguments, so the arguments are bounded too
     @pass_context
     def guarded(context: Budget, value: object, *args: object, **kwargs: object) -> object:
         context.tick()
@@ -74,9 +73,9 @@ def _guarded(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
                 context.bounded(argument)
         if widest is not None:
             name, most = widest
-            asked = args[0] if args else kwargs.get(name)
-            if isinstance(asked, int):
-                _check_width(abs(asked), most)
+            width = args[0] if args else kwargs.get(name)
+            if isinstance(width, int):
+                _check_width(abs(width), most)
         result = context.call(function, value, *args, **kwargs)
         check_integer(result)
         return result if free or result is value else context.charge(result)
@@ -91,7 +90,7 @@ _COMPARING = frozenset(
 )
 
 
-# filter -> its first argument, and the most that this may be
+# filter -> name and limit of its first argument
 _WIDEST: Mapping[Callable[..., Any], tuple[str, int]] = {
     FILTERS["batch"]: ("linecount", _MAX_WIDTH),
     FILTERS["slice"]: ("slices", _MAX_WIDTH),
@@ -101,7 +100,7 @@ _WIDEST: Mapping[Callable[..., Any], tuple[str, int]] = {
 
 def _check_width(width: int, most: int = _MAX_WIDTH) -> None:
     if width > most:
-        raise SecurityError(f"it asks for a width of {width}, more than {most}")
+        raise SecurityError(f"its width of {width} exceeds {most}")
 
 
 @pass_context
@@ -159,7 +158,7 @@ def _sum(
         )
     numbers = [start, *iterable]
     for number in numbers:
-        # adding up lists takes time that grows with their square
+        # adding lists takes quadratic time
         if not isinstance(number, int | float):
             raise SecurityError(f"it adds up a {type(number).__name__}")
         check_integer(number)
@@ -175,7 +174,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which a model was not trained on.
+    # Jinja's filter escapes HTML, which models were not trained on
     context.bounded(value)
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -197,13 +196,14 @@ def render(
     max_seconds: float = MAX_SECONDS,
     count_tokens: Callable[[str], int] | None = None,
 ) -> str:
-    """The template's text. Any exception is the template's or the variables' fault.
+    """Render a template. Any exception is a fault of the template or the variables.
 
     Args:
         template: Jinja source.
-        variables: name -> strings, numbers, lists, mappings of these. They are not changed.
-        max_seconds: how long it may take.
-        count_tokens: how many control tokens a text has, of which it may make none of others' text.
+        variables: Name -> strings, numbers, lists, and mappings of these. They are not changed.
+        max_seconds: Time limit.
+        count_tokens: Function that counts the control tokens in a text. With it, the template must
+            not create control tokens from message text.
     """
     compiled = _compile(template)
     context = cast(Budget, compiled.new_context(dict(variables)))
@@ -220,7 +220,7 @@ def render(
 
 
 def global_names() -> frozenset[str]:
-    """The names that every template knows without being given them."""
+    """Return the names of Jinja's global variables."""
     return frozenset(_compile("").environment.globals)
 
 
@@ -230,8 +230,8 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training. Here it renders as what it
-    holds.
+    """Tag `{% generation %}`, which marks the assistant's words for training. Renders its
+    content.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
@@ -244,14 +244,14 @@ class _GenerationBlock(Extension):
 
 
 class _CountedCode(CodeGenerator):
-    """Python code of a template that asks the budget."""
+    """Code generator that adds budget checks."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("context.tick()")  # the bodies of loops and macros are blocks
         super().blockvisit(nodes, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:  # runs for each item, also where none reaches the body
+        if node.test is not None:  # runs for each item, even if none reaches the body
             tick = nodes.Call(
                 nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None
             )
@@ -298,7 +298,7 @@ class _CountedCode(CodeGenerator):
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """What a macro's or a `set` block's body has put out."""
+    """Join the output of a macro or a `set` block."""
     pieces = list(pieces)
     if sum(map(len, pieces)) > MAX_TEXT:
         too_large()
@@ -317,7 +317,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
-        # Not optimised: folding constants would do at once, unasked, what is counted later.
+        # not optimised: constant folding would bypass the budget
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -365,7 +365,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if isinstance(argument, tuple) or function is dict or name in _COMPARING_METHODS:
                 context.bounded(argument)
         result = super().call(context, function, *args, **kwargs)
-        # What a mapping returns lay in it before.
+        # a mapping returns values that exist already
         return result if isinstance(owner, Mapping) else context.charge(result)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -399,9 +399,7 @@ _GROWING: Mapping[str, Callable[..., int]] = {
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """The length of a string or list that `+` or `*` would make; 0 where it makes something
-    else.
-    """
+    """Return the length of the string or list that `+` or `*` would make, or 0 for other types."""
     if operator == "+":
         return _length(left) + _length(right)
     if isinstance(right, int):
@@ -415,13 +413,13 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-# What stands between a placeholder's mark and its end, for the two kinds of format strings.
+# the specification in a placeholder, for the two kinds of format strings
 _PERCENT = re.compile(r"%(?:\([^)]*\))?([-+ #0-9.*]*)")
 _BRACES = re.compile(r"\{[^{}:]*:?([^}]*)")
 
 
 def _check_format(template: str, arguments: object, placeholder: re.Pattern[str]) -> None:
-    """A format string can ask for any width, and for the same argument any number of times."""
+    """Check the widths in a format string, and the size of its result."""
     specs = placeholder.findall(template)
     widths = [int(digits[:9]) for spec in specs for digits in re.findall("[0-9]+", spec)]
     if max(widths, default=0) >= 10_000 or any("*" in spec or "{" in spec for spec in specs):
@@ -436,5 +434,5 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > 200:
-        raise SecurityError("it formats a date by more than 200 characters")
+        raise SecurityError("it formats a date with more than 200 characters")
     return datetime.now().strftime(pattern)

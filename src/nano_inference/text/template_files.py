@@ -1,4 +1,4 @@
-"""The chat templates of a model's folder, chosen as transformers does."""
+"""Chat templates of a model's folder, chosen as in transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +12,8 @@ class ChatTemplates(NamedTuple):
     """Jinja sources.
 
     Attributes:
-        default: of chats without tools; None: the folder has none.
-        tools: of chats with tools; None: `default` is theirs too.
+        default: Template of chats, or None.
+        tools: Template of chats with tools. None: `default` is for these too.
     """
 
     default: str | None
@@ -21,15 +21,15 @@ class ChatTemplates(NamedTuple):
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
-    """Templates of files, else those of `tokenizer_config.json`, else that of `chat_template.json`,
-    a model's that also reads pictures.
+    """Read the templates in `.jinja` files, else in `tokenizer_config.json`, else in
+    `chat_template.json`, which some multimodal models have.
 
     Args:
-        folder: of the model.
-        config: of its tokenizer.
+        folder: Folder of the model.
+        config: Config of its tokenizer.
 
     Raises:
-        ModelLoadError: a template is no text.
+        ModelLoadError: A template is not text.
     """
     try:
         named = _of_files(folder) or _of_config(config.get("chat_template"))
@@ -39,19 +39,19 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates:
             if not isinstance(named.get(name), str | None):
                 raise TypeError(f"it is a {type(named[name]).__name__}")
     except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"the chat template of {folder} cannot be read: {error}") from error
+        raise ModelLoadError(f"cannot read the chat template of {folder}: {error}") from error
     return ChatTemplates(named.get("default"), named.get("tool_use"))
 
 
 def _of_files(folder: Path) -> dict[str, Any]:
-    found = {each.stem: each for each in (folder / "additional_chat_templates").glob("*.jinja")}
+    files = {each.stem: each for each in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = folder / "chat_template.jinja"
-    return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+        files["default"] = folder / "chat_template.jinja"
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
 def _of_config(said: Any) -> dict[str, Any]:
-    """A template, or a list of templates with names."""
+    """Return templates by name, from one template or a list with names."""
     if isinstance(said, list):
         return {each["name"]: each["template"] for each in said}
     return {} if said is None else {"default": said}

@@ -1,4 +1,4 @@
-"""What single tokens say, as bytes: a token may hold half a character, which text cannot show."""
+"""Bytes and text of single tokens. A token may contain half a character, so text is not enough."""
 
 import codecs
 import re
@@ -15,14 +15,14 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The bytes and the text of token ids, each by itself. Results are kept.
+    """Bytes and text of single token ids, cached.
 
     Attributes:
-        bytes_of: token id -> its UTF-8, or a part of it. Special tokens say their name; ids without
-            a token say nothing.
-        text: token id -> its text; where its bytes are not text, `bytes:` and the bytes as escapes,
-            which no two such tokens share.
-        longest: characters of the longest token of a byte-level vocabulary; None for others.
+        bytes_of: Token id -> its UTF-8, or a part of it. A special token's bytes are its name.
+            Unknown ids have none.
+        text: Token id -> its text. If the bytes are not text: `bytes:` and the bytes as escapes,
+            which are unique.
+        longest: Length of the longest token of a byte-level vocabulary. None for others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -38,7 +38,7 @@ class TokenTexts:
         self.longest = max(map(len, backend.get_vocab()), default=1) if self._byte_level else None
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts leave it out."""
+        """Return whether a token is special, so that texts omit it."""
         return token_id in self._added and self._added[token_id].special
 
     def _text(self, token_id: int) -> str:
@@ -63,14 +63,14 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where in the text each token begins, token by token.
+    """Offsets of tokens in the text.
 
     Args:
-        texts: of the tokens.
-        start: characters before the first.
-        shown: the text that the tokens were made of. Special tokens that it writes out take room;
-            without it none do.
-        special_tokens: all of them do.
+        texts: Texts of the tokens.
+        start: Offset of the first token in characters.
+        shown: Source text of the tokens. Special tokens that occur in it have a width; None: no
+            special token has one.
+        special_tokens: Give all special tokens a width.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Offsets:
         self._special_tokens = special_tokens
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Offsets of the next tokens, in characters."""
+        """Return the offsets of the next tokens, in characters."""
         offsets: list[int] = []
         for token_id in token_ids:
             offsets.append(self._here)
@@ -104,7 +104,7 @@ class Offsets:
 
 
 def _in_the_middle(decoder: decoders.Decoder | None, token: str) -> str:
-    """What a token says that is not the first, which may lose its space."""
+    """Return the text of a token after another one. The first token may lose its space."""
     if decoder is None:
         return token
     before, after = decoder.decode(["x"]), decoder.decode(["x", token])

@@ -1,5 +1,5 @@
-"""The tokenizer of a Hugging Face folder, through the `tokenizers` library alone: transformers is
-slow to import.
+"""Tokenizer of a Hugging Face folder. Uses only the `tokenizers` library, since importing
+transformers is slow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,24 +14,24 @@ from nano_inference.system.regular_files import MISSING_TOKENIZER, read_json
 from nano_inference.text.added_tokens import add_tokens, with_special_tokens_map
 from nano_inference.text.template_files import read_templates
 
-# Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch`
-# does not, but costs a short text more.
+# Characters. `encode` holds the interpreter lock, for seconds if a text has megabytes.
+# `encode_batch` releases it, but is slower for short texts.
 LONG = 4096
 _CURE = "set tokenizer_path to a folder that has the model's tokenizer.json"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tokenizer:
-    """Text to token ids and back. Made by `load_tokenizer`.
+    """Tokenizer of a model. Made by `load_tokenizer`.
 
     Attributes:
-        backend: the tokenizer of the `tokenizers` library.
-        vocab_size: number of token ids, added tokens included. A model's embedding may have more
+        backend: Tokenizer of the `tokenizers` library.
+        vocab_size: Number of token ids, including added tokens. A model's embedding may have more
             rows.
-        eos_token_id: the id of `special_tokens["eos_token"]`, or None where the folder names none.
-        special_tokens: `bos_token`, `eos_token` … -> the token's text, as chat templates see them.
-        chat_template: Jinja source of chats, or None where the folder has none.
-        tool_template: that of chats with tools, where the folder has one of its own.
+        eos_token_id: Id of `special_tokens["eos_token"]`, or None if there is no such token.
+        special_tokens: Variables of chat templates: `bos_token`, `eos_token` … -> the token's text.
+        chat_template: Jinja source of the chat template, or None.
+        tool_template: Jinja source of the template for chats with tools, or None.
     """
 
     backend: tokenizers.Tokenizer
@@ -42,7 +42,7 @@ class Tokenizer:
     tool_template: str | None = None
 
     def template_for(self, *, tools: bool) -> str:
-        """The template of a chat, with tools or without. Raises `InvalidRequest`: there is none."""
+        """Return the template of a chat. Raises `InvalidRequest` if there is none."""
         template = (self.tool_template if tools else None) or self.chat_template
         if template is not None:
             return template
@@ -56,25 +56,25 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`. Special tokens written out in `text` always become their ids."""
+        """Return the token ids of `text`. Special tokens in `text` always become their ids."""
         return encode_ids(self.backend, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are not valid UTF-8 come out as U+FFFD."""
+        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
 def encode_ids(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
 ) -> list[int]:
-    """Token ids of `text`. Other threads run while a long one is encoded."""
+    """Return the token ids of `text`. Other threads run while a long text is encoded."""
     if len(text) <= LONG:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer, or should have one."""
+    """Return whether a folder has a tokenizer, or a note on why it is missing."""
     return any((folder / name).is_file() for name in ("tokenizer.json", MISSING_TOKENIZER))
 
 
@@ -82,20 +82,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load `tokenizer.json`, `tokenizer_config.json`, chat templates and added tokens of `folder`.
 
     Raises:
-        ModelLoadError: a file is missing or malformed.
+        ModelLoadError: A file is missing or malformed.
     """
     if (reason := folder / MISSING_TOKENIZER).is_file():
         raise ModelLoadError(f"{reason.read_text('utf-8')}; {_CURE}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ModelLoadError(f"there is no tokenizer file {folder / name}")
+            raise ModelLoadError(f"the tokenizer file {folder / name} is missing")
     backend = _load_backend(folder / "tokenizer.json")
     config = with_special_tokens_map(folder, read_json(folder / "tokenizer_config.json"))
     try:
         add_tokens(backend, folder, config)
-    except Exception as error:  # what a file holds, and the library's bare Exception
+    except Exception as error:  # wrong values, and the library's bare Exception
         raise ModelLoadError(
-            f"the added tokens of {folder} cannot be read: {one_line(error)}"
+            f"cannot read the added tokens of {folder}: {one_line(error)}"
         ) from error
     special_tokens = _special_tokens(config)
     eos_token = special_tokens.get("eos_token")
@@ -115,17 +115,16 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
-        raise ModelLoadError(f"the tokenizer file {path} cannot be read: {error}") from error
-    # A file may carry the truncation and padding of its training; the engine wants every token and
-    # no more.
+        raise ModelLoadError(f"cannot read the tokenizer file {path}: {error}") from error
+    # a file may have the truncation and padding of its training
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`{"eos_token": "</s>", ...}`. A token is stored as its text or as an object with its text in
-    `content`.
+    """Return `{"eos_token": "</s>", ...}`. The config has a token as text, or as an object with the
+    text in `content`.
     """
     tokens = {}
     for key, value in config.items():

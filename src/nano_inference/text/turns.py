@@ -1,6 +1,6 @@
-"""Turns that a template may not render where clients put them: system messages that are not the
-first, and what a user says beside the answers of tools. A template is asked, as for calls; what it
-does not render there goes where it does. Nothing is dropped.
+"""Turns that some templates do not render: system messages after the first, and user messages next
+to tool answers. A probe finds the turns that a template renders, and other turns move to a position
+that it renders. Nothing is dropped.
 """
 
 import copy
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
-Render = Callable[..., str]  # messages -> the text, or nothing if the template fails on them
+Render = Callable[..., str]  # messages -> text, empty if the template fails on them
 
 SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class TurnShape:
-    """What a template renders.
+    """Turns that a template renders.
 
     Attributes:
-        system: a system message at the beginning.
-        many_openings: several system messages at the beginning.
-        later_systems: system messages behind others.
-        before_answers: what a user says between calls and their answers.
-        behind_answers: what a user says directly behind answers.
+        system: A system message at the beginning.
+        many_openings: Several system messages at the beginning.
+        later_systems: System messages after other messages.
+        before_answers: User messages between calls and their answers.
+        behind_answers: User messages directly after answers.
     """
 
     system: bool = True
@@ -39,24 +39,24 @@ ANY_TURNS = TurnShape()
 def ask_turns(
     word: str, render: Render, opening: Sequence[Message], asked: Sequence[Message], answer: Message
 ) -> TurnShape:
-    """Which turns a template renders.
+    """Probe a template for the turns that it renders.
 
     Args:
-        word: one that no template holds.
-        render: gives the text of messages.
-        opening: messages that a conversation begins with, up to a user's.
+        word: Word that occurs in no template.
+        render: Function from messages to their text.
+        opening: First messages of a conversation, up to a user's.
         asked: `opening` and a call, in a shape that the template renders.
-        answer: of the call.
+        answer: Answer to the call.
     """
 
     def shows(before: Sequence[Message], *said: Message) -> bool:
-        """Whether all that is said is there."""
-        told = [
+        """Return whether the text contains all messages."""
+        marked = [
             each if each["role"] == "tool" else each | {"content": f"{word}x{number}x"}
             for number, each in enumerate(said)
         ]
-        text = render(copy.deepcopy([*before, *told]))
-        return all(each["content"] in text for each in told)
+        text = render(copy.deepcopy([*before, *marked]))
+        return all(each["content"] in text for each in marked)
 
     system, user = {"role": "system", "content": word}, {"role": "user", "content": word}
     reply = {"role": "assistant", "content": word}
@@ -78,7 +78,7 @@ def ask_turns(
 
 
 def in_turns(conversation: Iterable[Message], shape: TurnShape) -> list[Message]:
-    """The conversation with turns that the template renders. Messages are changed in place."""
+    """Return the conversation in turns that the template renders. Changes messages in place."""
     messages = list(conversation)
     if not shape.many_openings:
         messages = _one_opening(messages)
@@ -90,7 +90,7 @@ def in_turns(conversation: Iterable[Message], shape: TurnShape) -> list[Message]
 
 
 def joined(content: object, more: object, between: str = "\n") -> object:
-    """Two contents, the one behind the other."""
+    """Return two contents, concatenated."""
     if content in (None, "", []):
         return more
     if isinstance(content, str) and isinstance(more, str):
@@ -103,7 +103,7 @@ def _parts(content: object) -> list[Any]:
 
 
 def text_part(text: object) -> Message:
-    """Text as a part of a content."""
+    """Return text as a part of a content."""
     return {"type": "text", "text": text}
 
 
@@ -120,21 +120,25 @@ def _one_opening(messages: list[Message]) -> list[Message]:
 
 
 def _systems_said(messages: list[Message], keep: int) -> list[Message]:
-    """System messages behind the first so many as a user's text, in one message with what the user
-    says there.
+    """Turn system messages after the first `keep` into user text, joined with adjacent user
+    messages.
     """
-    told = messages[:keep]
+    turns = messages[:keep]
     was_system = False
     for message in messages[keep:]:
         is_system = message.get("role") in SYSTEM
         if is_system:
             message["role"] = "user"
-        if (is_system or was_system) and message.get("role") == "user" and _ends_with(told, "user"):
-            told[-1]["content"] = joined(told[-1].get("content"), message.get("content"))
+        if (
+            (is_system or was_system)
+            and message.get("role") == "user"
+            and _ends_with(turns, "user")
+        ):
+            turns[-1]["content"] = joined(turns[-1].get("content"), message.get("content"))
         else:
-            told.append(message)
-        was_system = is_system or (was_system and message is not told[-1])
-    return told
+            turns.append(message)
+        was_system = is_system or (was_system and message is not turns[-1])
+    return turns
 
 
 def _ends_with(messages: Sequence[Message], role: str) -> bool:
@@ -142,35 +146,35 @@ def _ends_with(messages: Sequence[Message], role: str) -> bool:
 
 
 def _answers_first(messages: Sequence[Message]) -> list[Message]:
-    """What a user says between calls and answers stands behind the answers."""
-    told, said = list[Message](), list[Message]()
-    for place, message in enumerate(messages):
-        behind_calls = _ends_with(told, "assistant") and bool(told[-1].get("tool_calls"))
-        more = any(each.get("role") == "tool" for each in _run(messages, place))
-        if message.get("role") == "user" and more and (behind_calls or _ends_with(told, "tool")):
+    """Move user messages between calls and answers after the answers."""
+    turns, said = list[Message](), list[Message]()
+    for index, message in enumerate(messages):
+        after_calls = _ends_with(turns, "assistant") and bool(turns[-1].get("tool_calls"))
+        more = any(each.get("role") == "tool" for each in _run(messages, index))
+        if message.get("role") == "user" and more and (after_calls or _ends_with(turns, "tool")):
             said.append(message)
             continue
         if message.get("role") != "tool":
-            told += said
+            turns += said
             said = []
-        told.append(message)
-    return [*told, *said]
+        turns.append(message)
+    return [*turns, *said]
 
 
-def _run(messages: Sequence[Message], place: int) -> list[Message]:
-    """Messages of users and tools from this one on."""
-    end = place
+def _run(messages: Sequence[Message], start: int) -> list[Message]:
+    """Return consecutive messages of users and tools from an index on."""
+    end = start
     while end < len(messages) and messages[end].get("role") in ("user", "tool"):
         end += 1
-    return list(messages[place:end])
+    return list(messages[start:end])
 
 
 def _said_in_answers(messages: Iterable[Message]) -> list[Message]:
-    """What a user says directly behind an answer is a part of it."""
-    told = list[Message]()
+    """Join user messages directly after an answer to the answer."""
+    turns = list[Message]()
     for message in messages:
-        if message.get("role") == "user" and _ends_with(told, "tool"):
-            told[-1]["content"] = joined(told[-1].get("content"), message.get("content"))
+        if message.get("role") == "user" and _ends_with(turns, "tool"):
+            turns[-1]["content"] = joined(turns[-1].get("content"), message.get("content"))
         else:
-            told.append(message)
-    return told
+            turns.append(message)
+    return turns

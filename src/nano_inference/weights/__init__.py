@@ -1,4 +1,4 @@
-"""Weights that change while an engine serves them: updates, their sources, their transports.
+"""Updates of the weights of a running engine, their sources and their transports.
 
 Imports only from: checkpoints, core, models, ops, parallel.
 Begin with: update.py (one update), staging.py (its arrival), then sync.py (order and versions).

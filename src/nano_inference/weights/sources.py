@@ -1,5 +1,5 @@
-"""What an update may be given as: a state dict, a folder or file of safetensors, or buckets one
-after the other.
+"""Sources of an update: a state dict, a folder or file of safetensors, or an iterable of
+buckets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,24 +15,24 @@ from nano_inference.weights.staging import Bucket, Hold, WeightSession
 
 BUCKET_BYTES = 2**26
 EMPTY = (
-    "weights must be a non-empty state dict (checkpoint names to tensors), a path, or "
-    "buckets of them."
+    "weights must be a non-empty state dict (checkpoint names to tensors), a path, or an "
+    "iterable of buckets."
 )
 Item = TypeVar("Item")
 
-# All that an update may be given as.
+# All sources of an update.
 Weights = Mapping[str, Tensor] | str | PathLike[str] | Iterable[Bucket]
 
 
 def fill(
     session: WeightSession, weights: str | PathLike[str] | Iterable[Bucket], hold: Hold
 ) -> None:
-    """Put all of a folder, a file or an iterable aside. Raises `WeightUpdateError`."""
+    """Stage all tensors of a folder, a file or an iterable. Raises `WeightUpdateError`."""
     if isinstance(weights, str | PathLike):
         if hold is Hold.BORROW:
             for bucket in read_folder(Path(weights)):
                 session.add(bucket, Hold.BORROW)
-        else:  # copied before they are checked
+        else:  # copied before the checks
             for bucket in read_copies(Path(weights)):
                 session.add(bucket, Hold.TAKE)
     elif isinstance(weights, Iterable) and not isinstance(weights, Tensor):
@@ -43,11 +43,11 @@ def fill(
 
 
 def read_folder(path: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a safetensors file or a folder of them, one a bucket. Raises
+    """Yield the tensors of a safetensors file or folder, one per bucket. Raises
     `WeightUpdateError`.
     """
     if not path.exists():
-        raise WeightUpdateError(f"there are no weights at {path}: no such file or folder.")
+        raise WeightUpdateError(f"{path} does not exist; pass a safetensors file or folder.")
     try:
         for name, tensor in read_tensors(path):
             yield {name: tensor}
@@ -56,16 +56,17 @@ def read_folder(path: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def read_copies(path: Path) -> Iterator[dict[str, Tensor]]:
-    """As `read_folder`, in memory of their own. The tensors of a file are its pages: if the file is
-    written over before the update is applied, they are the new file's; if it is cut short, reading
-    them ends the process.
+    """Yield copies of the tensors of `read_folder`.
+
+    The tensors of `read_folder` are mapped pages of the file. If the file is overwritten before the
+    update is applied, they change. If it is truncated, reading them ends the process.
     """
     for bucket in read_folder(path):
         yield {name: tensor.clone() for name, tensor in bucket.items()}
 
 
 def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """The buckets; what goes wrong where they come from is an error of the update."""
+    """Yield the buckets. An exception of their source becomes a `WeightUpdateError`."""
     count = 0
     try:
         for bucket in buckets:
@@ -75,15 +76,15 @@ def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         raise
     except Exception as problem:
         raise WeightUpdateError(
-            f"the weights ended after {count} buckets: {problem!r}"
+            f"the source of the weights failed after {count} buckets: {problem!r}"
         ) from problem
 
 
 def cut_into_buckets(
     weights: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """A state dict in parts of at most `max_bytes` each, in order; a tensor that is larger goes
-    alone.
+    """Split a state dict, in order, into buckets of at most `max_bytes`. A larger tensor gets its
+    own bucket.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be at least 1.")
@@ -93,7 +94,9 @@ def cut_into_buckets(
 def in_groups(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """Neighbours together, as many as are at most `most` bytes; one that is larger goes alone."""
+    """Group consecutive items of at most `most` bytes in total. A larger item gets its own
+    group.
+    """
     group: list[Item] = []
     size = 0
     for item in items:

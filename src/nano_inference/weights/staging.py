@@ -1,6 +1,4 @@
-"""A weight update that is being received: each bucket is checked and put aside, with nothing
-written.
-"""
+"""Weight updates being received: each bucket is checked and staged, and nothing is written."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,17 +24,17 @@ from nano_inference.weights.update import (
     WeightUpdate,
 )
 
-MOST_VERSIONS = 2**63  # what travels between processes has 64 bits
-FINITE_RUN = 2**22  # numbers that are looked at in one piece
+MOST_VERSIONS = 2**63  # messages between processes hold 64 bits
+FINITE_RUN = 2**22  # elements per check for finite values
 
 
 class WeightPatch(NamedTuple):
-    """New values for single numbers of one checkpoint tensor.
+    """New values for single elements of one checkpoint tensor.
 
     Attributes:
-        name: the tensor's name in the checkpoint.
-        indices: int64 [n], places in the tensor flattened row by row; each at most once.
-        values: [n], floating point.
+        name: Checkpoint name of the tensor.
+        indices: Indices into the flattened tensor (row by row), int64 [n], without duplicates.
+        values: New values, floating point [n].
     """
 
     name: str
@@ -44,27 +42,28 @@ class WeightPatch(NamedTuple):
     values: Tensor
 
 
-# A part of an update: whole tensors by name, or patches.
+# Part of an update: whole tensors by name, or patches.
 Bucket = Mapping[str, Tensor] | Iterable[WeightPatch | tuple[str, Tensor, Tensor]]
 
 
 class Hold(Enum):
-    """How the tensors of an update are kept until it is written."""
+    """Ownership of an update's tensors until it is written."""
 
-    COPY = auto()  # the caller may write to them afterwards
-    TAKE = auto()  # the caller gave them away
-    BORROW = auto()  # they are read before the call returns: cast, and written or copied
+    COPY = auto()  # copied, because the caller may write to them afterwards
+    TAKE = auto()  # owned by the update
+    BORROW = auto()  # owned by the caller, and cast, written or copied before the call returns
 
 
 class WeightSession:
-    """An update that is being received: checks each bucket and puts it aside.
+    """Update being received. It checks and stages each bucket.
 
     Args:
-        weights: that it is for.
-        complete: every tensor must come, whole or as a patch.
-        check_finite: refuse NaN and infinite values, as they are in the model's dtype.
-        version: of the update, as far as it was asked for.
-        room: bytes that may be put aside on the model's device; what is beyond goes to the CPU.
+        weights: Weight set to update.
+        room: Bytes that may be staged on the model's device. Further tensors go to the CPU.
+        kv_policy: Effect on running requests.
+        version: Version of the update, if requested.
+        complete: Require every tensor, whole or as a patch.
+        check_finite: Reject NaN and infinite values, judged in the model's dtype.
     """
 
     def __init__(
@@ -81,40 +80,43 @@ class WeightSession:
         self.complete, self.check_finite, self.version = complete, check_finite, version
         self.staged, self.staged_bytes, self.whole = StagedChanges(), 0, set[str]()
         self._weights, self._room = weights, room
-        # where the served numbers are: tensors there may be written over before they are read
+        # storages of the live weights: staged tensors there could be overwritten before use
         params = weights.model.params.values()
         self._served = {p.untyped_storage().data_ptr() for p in params if isinstance(p, Tensor)}
-        self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
+        self._indices: dict[str, Tensor] = {}  # ascending indices of patches by name
 
     def add(self, bucket: Bucket, hold: Hold) -> None:
-        """Check a bucket and put it aside. Raises `WeightUpdateError`; the session is then
-        useless.
+        """Check a bucket and stage it. Raises `WeightUpdateError`, after which the session is
+        unusable.
         """
         if isinstance(bucket, Mapping):
-            for given, whole in cast(Mapping[str, Tensor], bucket).items():
-                if self._weights.passes_over(given):
+            for sent_name, whole in cast(Mapping[str, Tensor], bucket).items():
+                if self._weights.passes_over(sent_name):
                     continue
-                for name, tensor in unfused(self._weights.fused, given, whole):
+                for name, tensor in unfused(self._weights.fused, sent_name, whole):
                     self._check_tensor(name, tensor)
                     self._add(name, tensor, None, hold)
         else:
-            for given, all_indices, all_values in _patches(bucket):
-                for name, indices, values in self._unfused_patch(given, all_indices, all_values):
+            for sent_name, all_indices, all_values in _patches(bucket):
+                patches = self._unfused_patch(sent_name, all_indices, all_values)
+                for name, indices, values in patches:
                     self._add(name, values, self._checked_places(name, indices, values, hold), hold)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come."""
+        """True if no tensor was received."""
         return not self.whole and not self._indices
 
     def missing(self) -> list[str]:
-        """The tensors that did not come."""
+        """Return the names of tensors that were not received."""
         return sorted({*self._weights.names} - self.whole - self._indices.keys())
 
     def settle(self, pending: Iterable[WeightUpdate], asleep: bool) -> None:
-        """All has come. Wait until it is there, since another stream may write it, and raise
-        `WeightUpdateError` where a tied head will differ once all `pending` updates are written;
-        `asleep`: the weights are.
+        """Wait until all received data has arrived, since another stream may write it, and check
+        tied heads.
+
+        Raises `WeightUpdateError` if a tied head would differ once all `pending` updates are
+        written. `asleep` is True while the weights are asleep.
         """
         for device in {change.values.device for change in self.staged.changes}:
             if device.type == "cuda":
@@ -123,16 +125,14 @@ class WeightSession:
         self.staged.require_tied(self._weights.model.params, before, asleep)
 
     def _add(self, name: str, values: Tensor, indices: Tensor | None, hold: Hold) -> None:
-        """Hand a checked tensor or patch to the other ranks, and put this rank's part of it
-        aside.
-        """
+        """Send a checked tensor or patch to the other ranks, and stage this rank's part of it."""
         weights = self._weights
         if self.check_finite:
             _require_finite(name, values, weights.dtype_of(name), weights.form_of(name))
         if weights.shares is not None:
             weights.shares.give(self.update, name, values, indices)
         slot = weights.own.get(name)
-        if slot is None:  # other ranks' alone
+        if slot is None:  # only on other ranks
             return
         if indices is None:
             values = slot.take(values)
@@ -146,7 +146,7 @@ class WeightSession:
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         fused = (
             self._weights.fused.get(name) if isinstance(name, str) else None
-        )  # it could not be split
+        )  # not None if it could not be split
         expected = self._slot(name).shape if fused is None else fused.shape
         _require_floating(name, tensor)
         if tuple(tensor.shape) != expected:
@@ -154,13 +154,13 @@ class WeightSession:
                 f"{name!r} has shape {tuple(tensor.shape)}, expected {expected}."
             )
         if name in self.whole or name in self._indices:
-            raise WeightUpdateError(f"{name!r} came twice in one update.")
+            raise WeightUpdateError(f"{name!r} occurs twice in one update; send it once.")
         self.whole.add(name)
 
     def _unfused_patch(
         self, name: str, indices: Tensor, values: Tensor
     ) -> list[tuple[str, Tensor, Tensor]]:
-        """A patch by the names of the checkpoint."""
+        """Return a patch split by checkpoint name."""
         fused = self._weights.fused.get(name) if isinstance(name, str) else None
         if fused is None:
             return [(name, indices, values)]
@@ -173,11 +173,13 @@ class WeightSession:
         slot = self._slot(name)
         if self._weights.is_quantised(name):
             raise WeightUpdateError(
-                f"{name!r} cannot be patched: it is stored as codes, which have scales in common; "
+                f"{name!r} cannot be patched, because it is stored as codes that share scales; "
                 "send the whole tensor."
             )
         if name in self.whole:
-            raise WeightUpdateError(f"{name!r} came twice in one update: whole, and as a patch.")
+            raise WeightUpdateError(
+                f"{name!r} occurs twice in one update, whole and as a patch; send it once."
+            )
         _require_patch(name, indices, values)
         indices = indices.detach().to(
             self._weights.model.device, torch.int64, copy=hold is Hold.COPY
@@ -197,7 +199,8 @@ class WeightSession:
         again = (rising[1:] == rising[:-1]).nonzero()
         if len(again):
             raise WeightUpdateError(
-                f"the patch of {name!r} has index {int(rising[again[0]])} more than once."
+                f"the patch of {name!r} has index {int(rising[again[0]])} more than once; send "
+                "each index once."
             )
         self._indices[name] = rising
 
@@ -221,23 +224,24 @@ class WeightSession:
             copy = is_served or hold is Hold.COPY
             return tensor.detach().to(device=device, dtype=dtype, copy=copy)
         except RuntimeError as problem:  # out of memory
-            raise WeightUpdateError(f"{name!r} could not be put aside: {problem}") from problem
+            raise WeightUpdateError(f"{name!r} could not be staged: {problem}") from problem
 
 
-def version_of(given: object, source: object) -> int | None:
-    """The number of a version as a file or a trainer (`source`) gives it. Raises
-    `WeightUpdateError`.
+def version_of(version: object, source: object) -> int | None:
+    """Return a checked version number from a file or a trainer, which `source` names in errors.
+    Raises `WeightUpdateError`.
     """
-    if given is not None and not (is_whole(given, 0) and given < MOST_VERSIONS):
+    if version is not None and not (is_whole(version, 0) and version < MOST_VERSIONS):
         raise WeightUpdateError(
-            f"{source}: version={given!r:.40} must be an integer from 0 to 2^63 - 1."
+            f"{source}: version={version!r:.40} must be an integer from 0 to 2^63 - 1."
         )
-    return given
+    return version
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format | None) -> None:
-    """In runs: a cast of all of it at once would take as much memory again. Of codes the scales
-    are looked at too.
+    """Raise `WeightUpdateError` for values, or scales of codes, that are not finite.
+
+    The values are cast in runs, since a cast of the whole tensor would double its memory.
     """
     ends = [
         end
@@ -250,8 +254,8 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format 
         ends = list(quantise_weight(torch.stack(ends)[:, None], form, [(0, 1)])[1])
     if ends and not bool(torch.isfinite(torch.stack(ends)).all()):
         raise WeightUpdateError(
-            f"{name!r} holds NaN or infinite values in {kind}; mend them, or send check_finite "
-            "as false."
+            f"{name!r} holds NaN or infinite values in {kind}; fix them, or set check_finite to "
+            "false."
         )
 
 
@@ -261,7 +265,7 @@ def _require_patch(name: str, indices: Any, values: Any) -> None:
     if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise WeightUpdateError(
-            f"the patch of {name!r} needs indices that are an int64 tensor, not {kind}."
+            f"indices of the patch of {name!r} must be an int64 tensor, not {kind}."
         )
     if indices.dim() != 1 or values.shape != indices.shape:
         shapes = (
@@ -275,7 +279,7 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
     if not 0 <= low <= high < size:
         wrong = low if low < 0 else high
         raise WeightUpdateError(
-            f"the patch of {name!r} has index {wrong}, outside of its {size} numbers."
+            f"the patch of {name!r} has index {wrong}, which is outside its {size} elements."
         )
 
 
@@ -284,11 +288,11 @@ def _require_floating(name: str, tensor: Any) -> None:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
         raise WeightUpdateError(
-            f"{name!r} must be a floating point tensor, not {kind}; a weight is {known}."
+            f"{name!r} must be a floating point tensor, not {kind}; send one of {known}."
         )
     if not holds_numbers(tensor):
         raise WeightUpdateError(
-            f"{name!r} must be a dense tensor that holds its numbers, as a DTensor's full_tensor()."
+            f"{name!r} must be a dense tensor with data, such as a DTensor's full_tensor()."
         )
 
 
@@ -299,11 +303,11 @@ def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
         bucket = [bucket]
     if not isinstance(bucket, Iterable) or isinstance(bucket, str | bytes | Tensor):
         raise WeightUpdateError(
-            f"a bucket is a dict of tensors or a list of patches, not {type(bucket).__name__}."
+            f"a bucket must be a dict of tensors or a list of patches, not {type(bucket).__name__}."
         )
-    for given in bucket:
-        if not isinstance(given, tuple) or len(given) != 3:
+    for entry in bucket:
+        if not isinstance(entry, tuple) or len(entry) != 3:
             raise WeightUpdateError(
-                "a patch is (name, indices, values); whole tensors come in a dict."
+                "a patch must be (name, indices, values); send whole tensors in a dict."
             )
-        yield given
+        yield entry

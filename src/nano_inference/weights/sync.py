@@ -1,7 +1,8 @@
 """New weights for a live model: staged, checked, then written in place between two steps.
 
-`WeightSyncManager` orders updates and owns the version. `engine/weight_updates.py` is how an engine
-takes them; `EngineLoop` says when an update is written, `core/versions.py` how sequences change.
+`WeightSyncManager` orders updates and owns the version. `engine/weight_updates.py` connects it to
+an engine, `EngineLoop` decides when an update is written, and `core/versions.py` changes the
+sequences.
 """
 
 import math
@@ -23,35 +24,35 @@ from nano_inference.weights.update import OtherRanks, WeightSet, WeightUpdate
 
 
 class WeightSyncManager:
-    """Owns the version of one model's weights, the updates that wait for it, and the session that
-    is open.
+    """Manager of one model's weight version, its pending updates, and its open session.
 
     A state dict uses the checkpoint's names, or transformers' for all experts of a layer, and may
-    name only what changed. Everything is checked before anything is written; a refused update
-    leaves the old version serving.
+    name only changed tensors. Everything is checked before anything is written. After a rejected
+    update the old version stays live.
 
     Args:
-        model: whose parameters are written.
-        announce: called with each update that is queued, by the thread that queues it and under
+        model: Model whose parameters are written.
+        announce: Function called with each queued update, by the thread that queues it and under
             `lock`.
-        room: bytes that an update which begins now may take of the model's device; what is beyond
-            waits on the CPU.
-        shares: the other ranks that hold parts of the model, if there are any.
-        with_others: the lock under which other engines agree to write an update together, and
-            whether they have agreed on the version; None: no other engine writes.
-        asleep: whether the memory of the weights was given back, and cannot be read.
-        given_up: called under `lock` when updates that were announced will not be written.
-        set_aside: keeps the weights as they are as the weight set `previous`, before an update is
-            written. Raises `MemoryError` or `RuntimeError`.
+        room: Function that returns the bytes that a new update may take on the model's device.
+            Further tensors are staged on the CPU.
+        shares: Other ranks that hold parts of the model, if any.
+        with_others: Lock under which engines agree to write an update together, and a function that
+            returns True if they agreed on a version. None if no other engine takes part.
+        asleep: Function that returns True if the memory of the weights is released and cannot be
+            read.
+        given_up: Function called under `lock` when announced updates will not be written.
+        set_aside: Function that keeps the current weights as the weight set `previous` before an
+            update is written. It may raise `MemoryError` or `RuntimeError`.
 
     Attributes:
-        version: the version that serves.
-        shapes: of every tensor that an update may name; some names are parts of others.
-        num_tensors: of the checkpoint.
-        reserved: why no update may begin, or be queued; None: any may.
-        pending: updates that were checked and are not written yet, oldest first.
-        lock: held while an update is queued, announced or written; a caller that queues and
-            announces in two steps holds it.
+        version: Live version.
+        shapes: Shape of every tensor that an update may name. Some tensors are parts of others.
+        num_tensors: Number of checkpoint tensors.
+        reserved: Reason why updates are rejected. None if they are allowed.
+        pending: Checked updates that are not written yet, oldest first.
+        lock: Lock held while an update is queued, announced or written. Hold it to queue and
+            announce in separate steps.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class WeightSyncManager:
         self._newest = 0
         self._open: WeightSession | None = None
         self.reserved: str | None = None
-        self._closed: str | None = None  # why nothing will be written any more
+        self._closed: str | None = None  # reason why no update will be written any more
 
     @property
     def newest(self) -> int:
-        """Version of the newest update, pending or applied: the next one's must be larger."""
+        """Version of the newest update, pending or applied. The next version must be higher."""
         return self._newest
 
-    # -- updates in one piece ----------------------------------------------------------------------
+    # -- whole updates -----------------------------------------------------------------------------
 
     def stage(
         self,
@@ -93,16 +94,15 @@ class WeightSyncManager:
         copy: bool = True,
         **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
-        """Check an update and queue it, whether a session is open or not.
+        """Check an update and queue it, even while a session is open. Raises `WeightUpdateError`,
+        with nothing changed.
 
         Args:
-            weights: a state dict, the path of a folder or file of safetensors, or buckets one after
-                the other: state dicts and patches.
-            copy: the tensors are the caller's again when this returns. Without it a state dict is
-                only borrowed until `finish`; buckets are copied all the same.
-            options: see `InferenceEngine.update_weights`.
-
-        Raises `WeightUpdateError`, with nothing changed.
+            weights: State dict, path of a folder or file of safetensors, or iterable of buckets
+                (state dicts and patches).
+            copy: Copy the tensors, so that the caller may change them afterwards. Otherwise a state
+                dict is borrowed until `finish`. Buckets are always copied.
+            options: Options of `InferenceEngine.update_weights`.
         """
         session = self._new_session(options)
         try:
@@ -115,12 +115,12 @@ class WeightSyncManager:
                 self._require_whole(session, session.version)
                 return self._queue(session, session.version)
         except Exception as problem:
-            if session.update not in self.pending:  # other ranks may have parts of it
+            if session.update not in self.pending:  # other ranks may hold parts of it
                 session.update.fail(_as_refusal(problem))
             raise
 
     def keep(self, update: WeightUpdate) -> None:
-        """Copy what an update borrowed, if it still waits."""
+        """Copy the borrowed tensors of an update, if it is still pending."""
         with self.lock, torch.no_grad():
             if update in self.pending:
                 update.copy_borrowed()
@@ -128,15 +128,15 @@ class WeightSyncManager:
     # -- sessions ----------------------------------------------------------------------------------
 
     def begin(self, **options: Unpack[UpdateOptions]) -> WeightUpdate:
-        """Open the session; returns the update that it will become. Options are those of `stage`.
+        """Open a session and return its update. Options are those of `stage`.
 
-        Raises `WeightUpdateError` if one is open already; that one goes on.
+        Raises `WeightUpdateError` if a session is already open. That session continues.
         """
         with self.lock:
             self._require_not_closed()
             if self._open is not None:
                 raise WeightUpdateConflict(
-                    "a weight session is open already; end() or cancel() it first."
+                    "a weight session is already open; call end() or cancel() first."
                 )
             self._open = self._new_session(options)
             return self._open.update
@@ -149,16 +149,15 @@ class WeightSyncManager:
         of: WeightUpdate | None = None,
         undo: Callable[[], Any] = nullcontext,
     ) -> None:
-        """Check a bucket and put it aside.
+        """Check a bucket and stage it. Raises `WeightUpdateError`, which closes the session.
 
         Args:
-            bucket: a state dict, or patches.
-            copy: the tensors are the caller's again when this returns; without it the caller gives
-                them away.
-            of: what `begin` returned; refuses a session that another caller has opened since.
-            undo: called before the update is seen to have failed, and the next one can begin.
-
-        Raises `WeightUpdateError`; the session is then closed.
+            bucket: State dict, or patches.
+            copy: Copy the tensors, so that the caller may change them afterwards. Otherwise the
+                session takes ownership of them.
+            of: Update that `begin` returned. A session opened since then by another caller is
+                rejected.
+            undo: Function called before the update is marked as failed and the next one can begin.
         """
         session = self._require_open(of)
         try:
@@ -174,13 +173,12 @@ class WeightSyncManager:
             raise session.update.error
 
     def end(self, *, version: int | None = None, of: WeightUpdate | None = None) -> WeightUpdate:
-        """Check what only the whole tells, queue the update and close the session.
+        """Check the complete update, queue it and close the session. Raises `WeightUpdateError`,
+        with nothing changed.
 
         Args:
-            version: as in `begin`, where it is learned late.
-            of: as in `receive`.
-
-        Raises `WeightUpdateError`, with nothing changed.
+            version: Version as in `begin`, if it became known later.
+            of: Update, as in `receive`.
         """
         with self._checked(version, of) as (session, number):
             update = self._queue(session, number)
@@ -188,10 +186,10 @@ class WeightSyncManager:
             return update
 
     def check(self, *, version: int | None = None, of: WeightUpdate | None = None) -> None:
-        """Check what `end` would, and leave the session open: then `end` of the same refuses
-        nothing.
+        """Check the same as `end` and leave the session open. A following `end` with the same
+        arguments rejects nothing.
 
-        Raises `WeightUpdateError`; the session is then closed.
+        Raises `WeightUpdateError`, which closes the session.
         """
         with self._checked(version, of):
             pass
@@ -199,7 +197,7 @@ class WeightSyncManager:
     def cancel(
         self, reason: str = "the weight session was cancelled.", *, of: WeightUpdate | None = None
     ) -> None:
-        """Forget the open session, if there is one; with `of` only if it is the one that makes this
+        """Cancel the open session, if there is one. With `of`, only if it is the session of that
         update.
         """
         with self.lock:
@@ -209,30 +207,30 @@ class WeightSyncManager:
     # -- writing -----------------------------------------------------------------------------------
 
     def finish(self) -> int | None:
-        """Write the oldest pending update; returns the version that now serves.
+        """Write the oldest pending update and return the version that is live then.
 
-        Nothing may be in flight. Raises `IndexError` where none is pending.
+        No step may be in flight. Raises `IndexError` if no update is pending.
         """
         return self.apply(self.pending[0])
 
     def apply(self, update: WeightUpdate, *, keep_old: bool = False) -> int | None:
-        """Write a pending update, with nothing in flight. Updates are written in their order: the
-        loop passes the oldest.
+        """Write the oldest pending update, with no step in flight. Return the version that is live
+        then, or None if the update was withdrawn or there is no memory for the old weights.
 
         Args:
-            update: the oldest pending update.
-            keep_old: keep the old weights as the weight set `previous`.
-
-        Returns the version that serves now; None: the update was withdrawn, or there is no memory
-        for the old weights.
+            update: Oldest pending update.
+            keep_old: Keep the old weights as the weight set `previous`.
         """
         try:
             if keep_old and update in self.pending:
                 self._set_aside(update)
-        except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
+        except (MemoryError, RuntimeError) as problem:  # torch raises RuntimeError out of memory
             with self.lock:
                 if update in self.pending:
-                    reason = f"there is no memory to keep the old weights aside: {problem}"
+                    reason = (
+                        f"not enough memory to keep the old weights: {problem}; use another "
+                        "kv_policy than 'finish_old'."
+                    )
                     self._give_up(update, WeightUpdateError(reason))
             return None
         with self.lock, torch.no_grad():
@@ -242,7 +240,7 @@ class WeightSyncManager:
             try:
                 update.write_to(self.model.params)
             except Exception as problem:
-                # the device is gone: nothing that was checked can be refused
+                # the device failed, since checked changes cannot be rejected
                 update.fail(
                     WeightUpdateError(
                         f"weight version {update.version} could not be written: {problem!r}"
@@ -254,15 +252,15 @@ class WeightSyncManager:
             return self.version
 
     def refuse(self, reason: str) -> None:
-        """Give up the oldest pending update, and those after it that build on it."""
+        """Fail the oldest pending update, and the later ones that build on it."""
         with self.lock:
             self._give_up(self.pending[0], WeightUpdateError(reason))
 
     def withdraw(self, update: WeightUpdate, reason: WeightUpdateError) -> bool:
-        """Give an update up that does not serve yet, wherever it is; whether it was in time. Its
-        version is free again.
+        """Cancel an update that is not live yet. Return False if it is too late. Its version
+        becomes free again.
 
-        Those behind it that build on it fail too.
+        Later updates that build on it fail too.
         """
         with self._agreeing, self.lock:
             if update.done():
@@ -270,7 +268,7 @@ class WeightSyncManager:
             if self._open is not None and self._open.update is update:
                 self._close(self._open, reason)
                 return True
-            # others are about to write it, and so does this engine
+            # the other engines are about to write it, so this engine must write it too
             if self._is_agreed(update.version):
                 return False
             self._give_up(update, reason)
@@ -278,7 +276,9 @@ class WeightSyncManager:
             return True
 
     def reserve(self, why: str) -> bool:
-        """Refuse updates from now on, for this reason; False where one is on its way."""
+        """Reject updates from now on, for this reason. Return False if an update is pending or a
+        session open.
+        """
         with self.lock:
             if self.pending or self.is_open:
                 return False
@@ -286,8 +286,10 @@ class WeightSyncManager:
             return True
 
     def stage_reserved(self, weights: Weights, **options: Unpack[UpdateOptions]) -> WeightUpdate:
-        """`stage` what is borrowed, past `reserved`: for its owner, who asks for one at a time."""
-        with self.lock:  # so no other update is queued meanwhile
+        """Stage a borrowed update despite `reserved`. Only the caller of `reserve` may use it, for
+        one update at a time.
+        """
+        with self.lock:  # prevents other updates meanwhile
             why, self.reserved = self.reserved, None
             try:
                 return self.stage(weights, copy=False, **options)
@@ -295,41 +297,37 @@ class WeightSyncManager:
                 self.reserved = why
 
     def close(self, reason: str) -> None:
-        """Nothing is written from now on: what waits or is still received fails, and so does what
-        comes later.
-        """
+        """Fail all pending updates, the open session and all later updates."""
         with self.lock:
             self._closed = reason
             while self.pending:
-                self.refuse(f"{reason}, before the update was applied.")
-            self.cancel(f"{reason}, before the weights had arrived.")
+                self.refuse(f"{reason} before the update was applied.")
+            self.cancel(f"{reason} before the weights had arrived.")
 
     def checksum(self) -> dict[str, str]:
-        """SHA-256 of each checkpoint tensor that serves: its bytes row by row, in the dtype that
-        the engine holds.
+        """Return the SHA-256 of each live checkpoint tensor, over its bytes row by row in the
+        stored dtype.
         """
         with self.lock:
             return self.weights.checksum()
 
     def tensor(self, name: str) -> Tensor:
-        """One checkpoint tensor that serves; see `state_dict`. Raises `WeightUpdateError`."""
+        """Return one live checkpoint tensor, as in `state_dict`. Raises `WeightUpdateError`."""
         with self.lock:
             return self.weights.tensor(name)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that serves, by checkpoint name: views, or copies where weights are packed."""
+        """Return all live tensors by checkpoint name: views, or copies if weights are packed."""
         with self.lock:
             return self.weights.state_dict()
 
     def start_sync(self, new_weights: Weights) -> None:
-        """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the
-        engine.
-        """
+        """Stage an update. A later `maybe_finish_sync` or the engine's next step applies it."""
         self.stage(new_weights)
 
     def maybe_finish_sync(self) -> bool:
-        """Apply the oldest pending update, if there is one. An engine does so itself:
-        `WeightUpdateError`.
+        """Apply the oldest pending update, and return False if there is none. Raises
+        `WeightUpdateError` for the weights of an engine, which applies updates itself.
         """
         self._require_own()
         if not self.pending:
@@ -338,8 +336,8 @@ class WeightSyncManager:
         return True
 
     def sync_blocking(self, new_weights: Weights) -> None:
-        """Stage an update and apply it, after those that are pending. Not of an engine:
-        `WeightUpdateError`.
+        """Stage an update and apply all pending updates. Raises `WeightUpdateError` for the weights
+        of an engine.
         """
         self._require_own()
         self.stage(new_weights, copy=False)
@@ -349,13 +347,13 @@ class WeightSyncManager:
     # -- inside ------------------------------------------------------------------------------------
 
     def _require_own(self) -> None:
-        # its cache and its samples would not know of the new version
+        # the engine's cache and samples would miss the new version
         if self._announce is not None:
-            raise WeightUpdateError("these weights are an engine's; call its update_weights.")
+            raise WeightUpdateError("the weights belong to an engine; call its update_weights.")
 
     @property
     def is_open(self) -> bool:
-        """Whether a session is open."""
+        """True if a session is open."""
         return self._open is not None
 
     def _new_session(self, options: UpdateOptions) -> WeightSession:
@@ -367,7 +365,7 @@ class WeightSyncManager:
     def _checked(
         self, version: int | None, of: WeightUpdate | None
     ) -> Iterator[tuple[WeightSession, int | None]]:
-        """The open session, whole and checked, and the version that it asks for. What is refused
+        """Yield the open session, complete and checked, and its requested version. A rejection
         closes it.
         """
         with self.lock:
@@ -384,7 +382,7 @@ class WeightSyncManager:
         session = self._open
         if session is None or of not in (None, session.update):
             ended = of.error if of is not None else None
-            raise ended or WeightUpdateConflict("no weight session is open; begin() opens one.")
+            raise ended or WeightUpdateConflict("no weight session is open; call begin() first.")
         return session
 
     def _close(self, session: WeightSession, problem: WeightUpdateError) -> None:
@@ -394,8 +392,8 @@ class WeightSyncManager:
                 self._open = None
 
     def _give_up(self, failed: WeightUpdate, reason: WeightUpdateError) -> None:
-        """Fail a pending update and those right after it that do not bring every tensor: they were
-        made to follow it. All of them leave the queue.
+        """Fail a pending update and the following ones that build on it, and remove them from the
+        queue. An update that replaces every tensor ends the run.
         """
         _, *later = self.pending.since(failed)
         self.pending.remove(failed)
@@ -412,7 +410,7 @@ class WeightSyncManager:
 
     def _require_not_closed(self) -> None:
         if self._closed is not None:
-            raise WeightUpdateError(f"{self._closed}: there is nothing to update.")
+            raise WeightUpdateError(f"{self._closed}; build a new engine.")
 
     def _require_not_reserved(self) -> None:
         if self.reserved is not None:
@@ -420,14 +418,14 @@ class WeightSyncManager:
 
     def _require_whole(self, session: WeightSession, version: int | None) -> None:
         self._require_not_closed()
-        self._require_not_reserved()  # it may have begun before
+        self._require_not_reserved()  # the session may be older than the reservation
         if session.is_empty:
             raise WeightUpdateError(EMPTY)
         missing = session.missing() if session.complete else []
         if missing:
             raise WeightUpdateError(
                 f"{missing[0]!r} is missing ({len(missing)} of {self.num_tensors} are); "
-                "complete=True asks for every one."
+                "complete=True requires all tensors."
             )
         session.settle(self.pending.all(), self._asleep())
         self.check_version(version)
@@ -445,13 +443,13 @@ class WeightSyncManager:
         return update
 
     def check_version(self, version: int | None) -> None:
-        """Raise `WeightUpdateError` unless a new version may be called that."""
+        """Raise `WeightUpdateError` unless a new update may have this version."""
         if version is None:
             return
         version_of(version, "the update")
         if version <= self._newest:
             raise WeightUpdateError(
-                f"version={version} is not newer than {self._newest}; leave it out or raise it."
+                f"version={version} must be higher than {self._newest}; omit it or raise it."
             )
 
 

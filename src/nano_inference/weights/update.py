@@ -1,5 +1,5 @@
-"""The weights of one model by the names of its checkpoint, and one update of them: the changes that
-were checked, which are all written between two steps, or none.
+"""Weights of one model by checkpoint name, and updates of them. All checked changes of an update
+are written between two steps, or none.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from nano_inference.models.spec.text_part import is_of_another_part
 from nano_inference.ops.formats import Format
 from nano_inference.types import KvPolicy
 
-NOT_A_TENSOR = "is not a tensor of this model; names are those of its checkpoint."
+NOT_A_TENSOR = "is not a tensor of this model; use the names of its checkpoint."
 
 
 class OtherRanks(Protocol):
-    """The other ranks' parts of an update; all ranks write it, or none."""
+    """Other ranks' parts of an update. All ranks write it, or none does."""
 
     def give(
         self, update: "WeightUpdate", name: str, values: Tensor, indices: Tensor | None
     ) -> None:
-        """Send the other ranks their parts of a checked tensor, or of single numbers of one."""
+        """Send the other ranks their parts of a checked tensor, or of a patch."""
         ...
 
     def settle(self, update: "WeightUpdate") -> None:
@@ -44,27 +44,27 @@ class OtherRanks(Protocol):
         ...
 
     def discard(self, update: "WeightUpdate") -> None:
-        """Forget the staged parts."""
+        """Discard the staged parts."""
         ...
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor as a checkpoint has it, joined from all ranks."""
+        """Return a checkpoint tensor, joined from all ranks."""
         ...
 
 
 class WeightSet:
-    """The weights of one model, as they stand in its parameters.
+    """Weights of one model, as stored in its parameters.
 
     Args:
-        model: whose parameters they are.
-        shares: the other ranks that hold parts of the model; None: there are none.
+        model: Model that holds the parameters.
+        shares: Other ranks that hold parts of the model. None if there are none.
 
     Attributes:
-        slots: where each tensor goes that an update may name, in the whole model; tied heads too.
-        own: the same in this rank's part of the model.
-        fused: names of several checkpoint tensors in one piece.
-        shapes: of every tensor that an update may name; some names are parts of others.
-        names: of the checkpoint's tensors.
+        slots: Slot in the whole model of each tensor that an update may name, including tied heads.
+        own: The same slots in this rank's part of the model.
+        fused: Names that stand for several checkpoint tensors.
+        shapes: Shape of every tensor that an update may name. Some tensors are parts of others.
+        names: Names of the checkpoint's tensors.
     """
 
     def __init__(self, model: Decoder, shares: OtherRanks | None = None) -> None:
@@ -78,30 +78,34 @@ class WeightSet:
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
         self._in_float32 = {param.name for param in table if param.keep_float32}
         self._codes = {param.name: param.codes for param in table if param.codes is not None}
-        # of what this rank holds
-        found = {param.codes: form_of(model.params.get(param.name)) for param in own_table}
-        self._forms = {codes: form for codes, form in found.items() if form is not None}
+        # formats of this rank's parameters
+        forms = {param.codes: form_of(model.params.get(param.name)) for param in own_table}
+        self._forms = {codes: form for codes, form in forms.items() if form is not None}
 
     def passes_over(self, name: object) -> bool:
-        """Whether a tensor is of a part of the checkpoint that this engine does not run."""
+        """Return True if a tensor belongs to a part of the checkpoint that this engine does not
+        run.
+        """
         text_part = self.model.part.whole.is_text_part
         return text_part and isinstance(name, str) and is_of_another_part(name)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """How a tensor is stored, on whichever rank."""
+        """Return the dtype in which a tensor is stored, on any rank."""
         kept = self.slots[name].param in self._in_float32
         return torch.float32 if kept else self.model.dtype
 
     def is_quantised(self, name: str) -> bool:
-        """Whether a tensor is stored as codes, on whichever rank."""
+        """Return True if a tensor is stored as codes, on any rank."""
         return bool(self._forms) and self.slots[name].param in self._codes
 
     def form_of(self, name: str) -> Format | None:
-        """The format of a tensor; None: it is stored as it is, or other ranks alone know."""
+        """Return the format of a quantised tensor. None if it is stored plainly, or only on other
+        ranks.
+        """
         return self._forms.get(self._codes.get(self.slots[name].param))
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, in the dtype that it is stored in. Raises `WeightUpdateError`."""
+        """Return one tensor in its stored dtype. Raises `WeightUpdateError`."""
         if name not in self.slots:
             raise WeightUpdateError(f"{name!r:.200} {NOT_A_TENSOR}")
         if self.shares is not None:
@@ -109,24 +113,24 @@ class WeightSet:
         return read(self.model.params, self.own[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors: views, or copies where weights are packed or other ranks hold parts."""
+        """Return all tensors: views, or copies if weights are packed or other ranks hold parts."""
         return {name: self.tensor(name) for name in self.names}
 
     def checksum(self) -> dict[str, str]:
-        """SHA-256 of each tensor: its bytes row by row, in the dtype that it is stored in."""
+        """Return the SHA-256 of each tensor, over its bytes row by row in the stored dtype."""
         return {name: _sha256(self.tensor(name)) for name in self.names if self._holds(name)}
 
     def _holds(self, name: str) -> bool:
-        """Whether this engine has any of a tensor: of engines in lockstep each has some of the
-        experts.
+        """Return True if this engine holds any part of a tensor. Each engine in lockstep holds only
+        some experts.
         """
         return self.shares is not None or math.prod(self.own[name].local_shape) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A checked piece of an update: a whole checkpoint tensor, or with `indices` some numbers of
-    it.
+    """Checked part of an update: a whole checkpoint tensor or, with `indices`, some of its
+    elements.
     """
 
     slot: Slot
@@ -135,16 +139,16 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of memory that the change holds."""
         return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
     def clone(self) -> "Change":
-        """The same in memory of its own."""
+        """Return a copy with its own memory."""
         indices = None if self.indices is None else self.indices.clone()
         return Change(self.slot, self.values.clone(), indices)
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Write it into its place."""
+        """Write the change into the parameters."""
         if self.indices is None:
             write(params, self.slot, self.values)
         else:
@@ -152,8 +156,8 @@ class Change:
 
 
 class StagedChanges:
-    """What one rank has put aside of one update: `changes`, and those of a tied head, which is
-    compared and never written.
+    """Changes of one update that are staged on one rank. Changes of a tied head are kept
+    separately, only for comparison.
     """
 
     def __init__(self) -> None:
@@ -161,27 +165,27 @@ class StagedChanges:
         self.heads: list[Change] = []
 
     def add(self, change: Change) -> None:
-        """Put a checked piece aside."""
+        """Stage a checked change."""
         (self.changes if change.slot.tied_to is None else self.heads).append(change)
 
     @property
     def params(self) -> frozenset[str]:
-        """The decoder's names of the parameters that it changes."""
+        """Decoder's names of the changed parameters."""
         return frozenset(change.slot.param for change in self.changes)
 
     def require_tied(
         self, params: dict[str, Any], before: Iterable["StagedChanges"], asleep: bool = False
     ) -> None:
-        """Raise `WeightUpdateError` unless a tied head becomes what its tensor becomes, after the
-        updates `before` this one. The memory of weights that are `asleep` is not read.
+        """Raise `WeightUpdateError` unless a tied head will equal its tensor once the updates
+        `before` this one are written. The memory of weights that are `asleep` is not read.
         """
         if not self.heads:
             return
         head_slot = self.heads[0].slot
         slot = replace(head_slot, name=head_slot.tied_to, tied_to=None)
         pending = [each for staged in before for each in staged.changes if each.slot == slot]
-        own = [change for change in self.changes if change.slot == slot]
-        both = [*pending, *self.heads], [*pending, *own]
+        changes = [change for change in self.changes if change.slot == slot]
+        both = [*pending, *self.heads], [*pending, *changes]
         if asleep and any(all(each.indices is not None for each in part) for part in both):
             raise WeightUpdateError(
                 f"{HEAD!r} is tied to {head_slot.tied_to!r}, which cannot be read while the "
@@ -190,25 +194,25 @@ class StagedChanges:
         head, tied = (_value_of(params, slot, part) for part in both)
         if not torch.equal(head, tied):
             raise WeightUpdateError(
-                f"{HEAD!r} is tied to {head_slot.tied_to!r} in this model and differs from it."
+                f"{HEAD!r} is tied to {head_slot.tied_to!r} in this model but differs from it; "
+                f"send equal tensors, or omit {HEAD!r}."
             )
 
     def write(self, params: dict[str, Any]) -> None:
-        """Write every change into its place."""
+        """Write every change into the parameters."""
         for change in self.changes:
             change.apply(params)
 
 
 class WeightUpdate:
-    """A weight update on its way: being received, then waiting between two steps, then serving. Or
-    it failed.
+    """Weight update in progress: being received, then pending, then live or failed.
 
     Attributes:
-        params: the decoder's names of the parameters that it touches; empty while it is received.
-        staged_bytes: memory that it held beside the weights while it waited.
-        kv_policy: what becomes of running requests when it is applied; None: the engine's default.
-        error: why it failed; None: it did not.
-        staged: what was put aside and is not written yet.
+        params: Decoder's names of the parameters that it changes. Empty while it is received.
+        staged_bytes: Bytes of staging memory that it holds while it is pending.
+        kv_policy: Effect on running requests. None is the engine's default.
+        error: Reason of the failure. None if it has not failed.
+        staged: Staged changes that are not written yet.
     """
 
     def __init__(self, kv_policy: KvPolicy | None = None, shares: OtherRanks | None = None) -> None:
@@ -224,28 +228,28 @@ class WeightUpdate:
 
     @property
     def version(self) -> int:
-        """Its version. Raises `WeightUpdateError` while it is received: the trainer may yet name
-        one.
+        """Version of the update. Raises `WeightUpdateError` while it is received, since the trainer
+        may still name one.
         """
         if self._version is None:
             raise self.error or WeightUpdateError(
-                "the weight update is still being received; it has no version yet."
+                "the weight update has no version while it is being received; call result() first."
             )
         return self._version
 
     def done(self) -> bool:
-        """Whether it has ended: the new weights serve, or it failed."""
+        """Return True if the new weights are live or the update has failed."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for at most `timeout` seconds; returns `done()`."""
+        """Wait for at most `timeout` seconds. Return `done()`."""
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until the weights serve; returns the version. Raises `WeightUpdateError` if it
-        failed, or in time.
+        """Wait until the weights are live and return their version. Raises `WeightUpdateError` if
+        the update failed or did not finish in time.
 
-        Another thread must call `step()` meanwhile; a blocking update does not.
+        Another thread must call `step()` meanwhile. Blocking updates need no such thread.
         """
         if not self._ended.wait(timeout):
             subject = (
@@ -253,52 +257,52 @@ class WeightUpdate:
             )
             state = "received" if self._version is None else "applied"
             raise WeightUpdateError(
-                f"{subject} is not {state} after {timeout} s; is step() called?"
+                f"{subject} was not {state} within {timeout} s; call step() in another thread."
             )
         if self.error is not None:
             raise self.error
         return self.version
 
-    # The rest is the manager's.
+    # The methods below are for the manager.
 
     def stage(
         self, version: int, staged: StagedChanges, staged_bytes: int, whole: Iterable[str]
     ) -> None:
-        """Everything was received and checked. `whole`: checkpoint names of the tensors that it
-        gives as a whole.
+        """Store a received and checked update. `whole` names the checkpoint tensors that it
+        replaces as a whole.
         """
-        staged.heads.clear()  # they were compared
+        staged.heads.clear()  # already compared
         self._version, self.staged, self.staged_bytes = version, staged, staged_bytes
         self._whole, self.params = frozenset(whole), staged.params
 
     def is_whole(self, names: Iterable[str]) -> bool:
-        """Whether it gives every one of these checkpoint tensors, so that nothing before it
+        """Return True if it replaces all of these checkpoint tensors, so that no earlier update
         matters.
         """
         return self._whole >= set(names)
 
     def write_to(self, params: dict[str, Any]) -> None:
-        """Write every change into its place and let go of it."""
+        """Write every change into the parameters and release it."""
         if self._shares is not None:
             self._shares.apply(self)
         self.staged.write(params)
         for device in {params[name].device for name in self.params}:
-            # until then the values are still read, and a fault of theirs is this update's
+            # the values are read until then, and a device failure must be raised by this update
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self.staged = StagedChanges()
 
     def copy_borrowed(self) -> None:
-        """Hold copies of all tensors that it holds."""
+        """Replace all staged tensors by copies."""
         self.staged.changes = [each.clone() for each in self.staged.changes]
         self.staged_bytes = sum(each.nbytes for each in self.staged.changes)
 
     def succeed(self) -> None:
-        """It serves."""
+        """Mark the update as live."""
         self._ended.set()
 
     def fail(self, error: WeightUpdateError) -> None:
-        """It will never serve. The first reason stays."""
+        """Mark the update as failed. The first error is kept."""
         if not self._ended.is_set():
             self.error, self.staged = error, StagedChanges()
             self._ended.set()
@@ -307,12 +311,12 @@ class WeightUpdate:
 
 
 def _value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tensor:
-    """What a rank's part of a checkpoint tensor is after some changes of it, in the model's
+    """Return this rank's part of a checkpoint tensor after some changes of it, in the model's
     dtype.
     """
     dtype, device = params[slot.param].dtype, params[slot.param].device
     whole = max(
-        (place for place, change in enumerate(changes) if change.indices is None), default=-1
+        (index for index, change in enumerate(changes) if change.indices is None), default=-1
     )
     value = read(params, slot) if whole < 0 else as_held(params, slot, changes[whole].values)
     if whole + 1 < len(changes):

@@ -244,7 +244,7 @@ class RolloutServer:
 
     def _open(self, number: int) -> WeightUpdate:
         if self._update is None or number != self._number:
-            raise WeightUpdateError("the weight update is not open any more; begin anew.")
+            raise WeightUpdateError("the weight update is not open; begin a new one.")
         return self._update
 
     def _cancel(self, reason: str) -> None:

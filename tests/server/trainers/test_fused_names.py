@@ -337,16 +337,16 @@ ONE = "model.layers.0.mlp.experts.gate_up_proj"
         ),
         (
             [WeightPatch(ONE, torch.tensor([6 * 64 * 64]), torch.zeros(1))],
-            "has index 24576, outside of its 24576",
+            "has index 24576, which is outside its 24576",
         ),
-        ([WeightPatch(ONE, torch.tensor([-1]), torch.zeros(1))], "has index -1, outside"),
+        ([WeightPatch(ONE, torch.tensor([-1]), torch.zeros(1))], "has index -1, which is outside"),
         (
             [WeightPatch(ONE, torch.tensor([5000, 5000]), torch.zeros(2))],
             "index 904 more than once",
         ),
         (
             [WeightPatch(ONE, torch.tensor([1.0]), torch.zeros(1))],
-            "needs indices that are an int64 tensor",
+            "must be an int64 tensor",
         ),
         (
             {ONE.replace("layers.0", "layers.1"): torch.zeros(6, 64, 64)},

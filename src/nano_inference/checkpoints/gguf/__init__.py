@@ -1,4 +1,4 @@
-"""GGUF files, read from the mapped file.
+"""Reader of GGUF files, which are memory-mapped.
 
 Begin with: file.py.
 Tests: tests/checkpoints (test_gguf*.py).

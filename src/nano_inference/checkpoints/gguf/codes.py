@@ -1,8 +1,7 @@
-"""Blocks of GGUF files as the codes, scales and minima that they hold, without expanding them to
-numbers.
+"""Codes, scales and minima of GGUF blocks, without expansion to numbers.
 
-A weight is code * scale - minimum, in float32: the numbers that the `gguf` package makes of the
-same blocks. Sources: ggml-common.h and ggml-quants.c of llama.cpp.
+A weight is code * scale - minimum in float32, the same number as by the `gguf` package. Sources:
+ggml-common.h and ggml-quants.c of llama.cpp.
 """
 
 from collections.abc import Callable
@@ -14,20 +13,20 @@ Bytes = np.ndarray  # uint8 [rows, blocks, bytes of a block]
 
 
 class Blocks(NamedTuple):
-    """What some rows hold."""
+    """Contents of some rows of blocks."""
 
-    codes: np.ndarray  # int8 [rows, columns]; of 4 bits -8 to 7, with minima 0 to 15
+    codes: np.ndarray  # int8 [rows, columns]; 4-bit codes are -8 to 7, or 0 to 15 with minima
     scales: np.ndarray  # float16 or float32 [rows, groups]
     mins: np.ndarray | None = None  # float32 [rows, groups]
 
 
 class Kind(NamedTuple):
-    """A type of GGUF's that is read so.
+    """GGUF type that is read as codes.
 
     Attributes:
-        form: name of the format of `ops.quantised` that holds it.
-        columns: of a block.
-        read: its blocks.
+        form: Name of the format in `ops.quantised` that holds it.
+        columns: Columns per block.
+        read: Function that reads its blocks.
     """
 
     form: str
@@ -36,17 +35,17 @@ class Kind(NamedTuple):
 
 
 def _halves(blocks: Bytes, start: int) -> np.ndarray:
-    """One float16 of each block."""
+    """Return one float16 of each block."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 
 
 def _nibbles(qs: Bytes) -> np.ndarray:
-    """Lower halves of the bytes, then upper ones."""
+    """Return the lower halves of the bytes, then the upper halves."""
     return np.concatenate((qs & 15, qs >> 4), axis=-1)
 
 
 def _rows(codes: np.ndarray) -> np.ndarray:
-    """int8 [rows, columns]."""
+    """Return codes as int8 [rows, columns]."""
     return codes.reshape(len(codes), -1).astype(np.int8)
 
 
@@ -64,7 +63,7 @@ def _q4_1(blocks: Bytes) -> Blocks:
 
 
 def _fifth_bits(bits: Bytes) -> np.ndarray:
-    """Of 32 codes."""
+    """Return the fifth bits of 32 codes, shifted into place."""
     return np.unpackbits(bits, axis=-1, bitorder="little") << 4
 
 
@@ -80,7 +79,10 @@ def _q5_1(blocks: Bytes) -> Blocks:
 
 
 def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Of the eight groups of a block: numbers of six bits each, times two of float16."""
+    """Return the scales and minima of a block's eight groups.
+
+    Each is a 6-bit integer times a float16 of the block.
+    """
     d, dmin = (_halves(blocks, at).astype(np.float32)[..., None] for at in (0, 2))
     first, second, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((first & 63, (high & 15) | (first >> 2 & 48)), axis=-1)
@@ -90,7 +92,7 @@ def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_k(blocks: Bytes) -> Blocks:
-    qs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # of each two groups
+    qs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups
     return Blocks(_rows(_nibbles(qs)), *_scales_and_mins(blocks))
 
 
@@ -124,13 +126,13 @@ KINDS = {
 
 
 def read_blocks(kind: str, rows: np.ndarray, columns: int) -> Blocks:
-    """Stored rows uint8 [rows, bytes] of a type in `KINDS`."""
-    each = KINDS[kind]
-    return each.read(np.ascontiguousarray(rows).reshape(len(rows), columns // each.columns, -1))
+    """Read stored rows, uint8 [rows, bytes], of a type in `KINDS`."""
+    layout = KINDS[kind]
+    return layout.read(np.ascontiguousarray(rows).reshape(len(rows), columns // layout.columns, -1))
 
 
 def numbers_of(kind: str, rows: np.ndarray, columns: int) -> np.ndarray:
-    """The numbers of stored rows uint8 [rows, bytes] of any type: float32 [rows, columns]."""
+    """Return stored rows, uint8 [rows, bytes], of any type as float32 [rows, columns]."""
     if kind in _FLOATS:
         return _FLOATS[kind](np.ascontiguousarray(rows))
     if kind not in KINDS:
@@ -138,13 +140,13 @@ def numbers_of(kind: str, rows: np.ndarray, columns: int) -> np.ndarray:
 
         return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind])
     codes, scales, mins = read_blocks(kind, rows, columns)
-    found = codes.astype(np.float32)
-    groups = found.reshape(*scales.shape, -1)  # a view
-    with np.errstate(invalid="ignore", over="ignore"):  # of a damaged file
+    numbers = codes.astype(np.float32)
+    groups = numbers.reshape(*scales.shape, -1)  # a view
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file may be infinite
         groups *= scales[..., None].astype(np.float32)
         if mins is not None:
             groups -= mins[..., None]
-    return found
+    return numbers
 
 
 _FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`, from the metadata of a GGUF file; and its names of the tensors."""
+"""Hugging Face's `config.json` and tensor names, from the metadata of a GGUF file."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _TOKEN_ID_KEYS = {
     "eos_token_id": "eos_token_id",
     "padding_token_id": "pad_token_id",
 }
-# Ids that end a turn, and with it a sample, where the file carries a chat template.
+# Ids that end a turn, and also a sample if the file has a chat template.
 _TURN_ENDS = ("eot_token_id", "eom_token_id")
 
 _YARN: Mapping[str, str] = {
@@ -40,14 +40,14 @@ _YARN_LOG = "yarn_log_multiplier"
 _ROPE_SCALING = (
     *("type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor", _YARN_LOG),
 )
-# What is handled by hand here, and keys that change nothing.
+# Keys with special handling below, and keys without effect.
 _COMMON_KEYS = frozenset(
     {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"}
     | {"rope.dimension_count", "rope.scaling.finetuned", "tensor_data_layout"}
     | {f"rope.scaling.{key}" for key in (*_ROPE_SCALING, *_YARN)}
 )
 _HEADS_OF_LATENTS = frozenset({"attention.key_length_mla", "attention.value_length_mla"})
-# Keys of which 0 says that there is none.
+# Keys for which 0 means absence.
 _NONE_AT_ZERO = frozenset(
     {"attention.sliding_window", "expert_count", "expert_used_count", "expert_shared_count"}
     | {"expert_weights_norm", "expert_gating_func", "leading_dense_block_count"}
@@ -55,8 +55,9 @@ _NONE_AT_ZERO = frozenset(
 
 
 def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Config:
-    """Hugging Face's `config.json` from the metadata. Raises `ModelLoadError` for an architecture's
-    key that no table names.
+    """Return Hugging Face's `config.json` for the metadata.
+
+    Raises `ModelLoadError` for a key of the architecture that no table lists.
     """
     name = str(metadata["general.architecture"])
     values = {
@@ -75,10 +76,10 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
     if isinstance(values.get(WINDOW_PATTERN), list):
         config_keys.pop(WINDOW_PATTERN, None)
     for key in (*config_keys, "attention.head_count_kv"):
-        # a list would hold a number for each layer
+        # a list would contain one number per layer
         if not isinstance(value := values.get(key), int | float) or value <= 0:
             raise ModelLoadError(
-                f"the GGUF metadata key {name}.{key} is {value}; mapped is one positive number"
+                f"the GGUF metadata key {name}.{key} is {value}; expected one positive number"
             )
     embedding = stored.get("token_embd.weight")
     if embedding is None:
@@ -97,7 +98,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         "tie_word_embeddings": "output.weight" not in stored,
         **_token_ids(family, metadata),
         "torch_dtype": _DTYPES.get(embedding.kind, "bfloat16"),
-        # the loader chooses a dtype by it: the one above is only how this is stored
+        # the loader selects a dtype by this key: torch_dtype above is only the storage type
         "nano_inference_converted_from": "gguf",
     }
     if QUERY_BETA in config:
@@ -105,12 +106,12 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         scaling[QUERY_BETA] = config.pop(QUERY_BETA)
     if family.unscaled_in_windows:
         config |= _ropes_by_window(config)
-    check_values(config, "the GGUF metadata")  # defaults are computed from them
+    check_values(config, "the GGUF metadata")  # before defaults are computed from them
     return {**family.defaults(config), **config}
 
 
 def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None:
-    """Raise `ModelLoadError` for a key that no table names, or whose value no family has."""
+    """Raise `ModelLoadError` for a key that no table lists, or an unsupported value."""
     known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
     known |= family.constants.keys()
     if family.heads is not None:
@@ -118,34 +119,33 @@ def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None
     for key, value in family.constants.items():
         if values.get(key, value) != value:
             raise ModelLoadError(
-                f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is {value}"
+                f"the GGUF metadata key {name}.{key} is {values[key]}; expected {value}"
             )
     if isinstance(values.get(WINDOW_PATTERN), list):
         known |= {WINDOW_PATTERN}
     if unknown := sorted(values.keys() - known):
-        raise ModelLoadError(
-            f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
-        )
+        raise ModelLoadError(f"the GGUF metadata key {name}.{unknown[0]} is not supported")
 
 
 def _ropes_by_window(config: Config) -> Config:
-    """As transformers writes it where the scaling is that of layers without a window."""
-    own = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    full = {**own, **config.pop("rope_scaling", {})}
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": own}}
+    """Return transformers' rotary parameters if only layers without a window are scaled."""
+    default = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    full = {**default, **config.pop("rope_scaling", {})}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": default}}
 
 
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
 def _layer_kinds(family: Family, values: dict[str, Any]) -> Config:
-    """Which layers have a window, or no keys, where a list says it for each. A list of key heads
-    becomes the number that all others have.
+    """Return the layer types, if a list marks the layers with a window or without keys.
+
+    A list of key head counts is replaced by the only count other than 0.
     """
     heads = values["attention.head_count_kv"]
     if family.keyless_layers is not None and isinstance(heads, list) and len({*heads} - {0}) == 1:
         values["attention.head_count_kv"] = max(heads)
-        kinds = ["full_attention" if each else family.keyless_layers for each in heads]
+        kinds = ["full_attention" if head_count else family.keyless_layers for head_count in heads]
         return {"layer_types": kinds}
     pattern = values.get(WINDOW_PATTERN)
     if not isinstance(pattern, list):
@@ -155,16 +155,16 @@ def _layer_kinds(family: Family, values: dict[str, Any]) -> Config:
 
 
 def _token_ids(family: Family, metadata: Mapping[str, Any]) -> Config:
-    def told(key: str) -> Any:
+    def value_of(key: str) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}")
 
-    found = {hf_key: told(key) for key, hf_key in _TOKEN_ID_KEYS.items() if told(key) is not None}
+    ids = {to: value_of(key) for key, to in _TOKEN_ID_KEYS.items() if value_of(key) is not None}
     if "tokenizer.chat_template" in metadata:
-        ends = {told(key) for key in ("eos_token_id", *_TURN_ENDS)} - {None}
+        ends = {value_of(key) for key in ("eos_token_id", *_TURN_ENDS)} - {None}
         ends |= set(family.chat_eos_ids)
         if len(ends) > 1:
-            found["eos_token_id"] = sorted(ends)
-    return found
+            ids["eos_token_id"] = sorted(ends)
+    return ids
 
 
 def _heads(family: Family, name: str, values: Mapping[str, Any]) -> Config:
@@ -181,71 +181,71 @@ def _heads(family: Family, name: str, values: Mapping[str, Any]) -> Config:
     for key in ("rope.dimension_count", "attention.value_length"):
         if values.get(key, head_dim) != head_dim:
             raise ModelLoadError(
-                f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is head_dim "
-                f"{head_dim}"
+                f"the GGUF metadata key {name}.{key} is {values[key]}; expected the head "
+                f"dimension, {head_dim}"
             )
     return {"head_dim": head_dim}
 
 
 def _rope_scaling(family: Family, name: str, values: Mapping[str, Any], stored: Stored) -> Config:
-    told = {
+    settings = {
         key: values[f"rope.scaling.{key}"]
         for key in (*_ROPE_SCALING, *_YARN)
         if f"rope.scaling.{key}" in values
     }
     factors = sorted(family.rope_factors & stored.keys())
-    # llama.cpp takes a factor without a type as linear.
-    kind = told.get("type", "linear" if "factor" in told else "none")
+    # llama.cpp treats a factor without a type as linear.
+    kind = settings.get("type", "linear" if "factor" in settings else "none")
     if factors == [ROPE_FREQS] and kind == "none":
         return _rope_freqs(values, stored[ROPE_FREQS])
     if factors == [ROPE_LONG, ROPE_SHORT] and kind in ("none", "longrope"):
-        return _long_rope(values, told, stored)
+        return _long_rope(values, settings, stored)
     if factors:
         raise ModelLoadError(
-            f"the GGUF file has {factors[0]} and rope.scaling metadata; mapped is one of them"
+            f"the GGUF file has both {factors[0]} and rope.scaling metadata; only one is supported"
         )
     if kind == "none":
         return {}
-    mapped = kind in ("linear", "yarn") and "factor" in told
-    if not mapped or told.get("yarn_ext_factor", 1) != 1:
+    mapped = kind in ("linear", "yarn") and "factor" in settings
+    if not mapped or settings.get("yarn_ext_factor", 1) != 1:
         raise ModelLoadError(
-            f"{name}.rope.scaling is {told}; mapped are the types none, linear and yarn, with a "
-            "factor and no yarn_ext_factor"
+            f"{name}.rope.scaling is {settings}; supported are the types none, linear and yarn, "
+            "with a factor and without yarn_ext_factor"
         )
-    scaling = {"rope_type": kind, "factor": told["factor"]}
+    scaling = {"rope_type": kind, "factor": settings["factor"]}
     if kind == "yarn":
-        scaling |= {to: told[key] for key, to in _YARN.items() if key in told}
+        scaling |= {to: settings[key] for key, to in _YARN.items() if key in settings}
         scaling |= family.yarn
-        if _YARN_LOG in told:
-            scaling |= family.mscales(told[_YARN_LOG])
-        original = told.get("original_context_length", values["context_length"])
+        if _YARN_LOG in settings:
+            scaling |= family.mscales(settings[_YARN_LOG])
+        original = settings.get("original_context_length", values["context_length"])
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}
 
 
 def _rope_freqs(values: Mapping[str, Any], stored: StoredTensor) -> Config:
-    """What divides the rotary frequencies, one by one: every Llama since 3.1 has its scaling so,
-    and no metadata of it.
+    """Return the scaling for a tensor that divides the rotary frequencies.
 
-    transformers' name for exactly this is longrope with the same factors at all lengths.
+    Llama since 3.1 stores its scaling this way, without metadata. transformers' equivalent is
+    longrope with equal factors at all lengths.
     """
-    each = _factors(values, stored)
-    if set(each) == {1.0}:
+    factors = _factors(values, stored)
+    if set(factors) == {1.0}:
         return {}
     scaling = {
         "rope_type": "longrope",
         "factor": 1.0,
-        "short_factor": each,
-        "long_factor": each,
+        "short_factor": factors,
+        "long_factor": factors,
         "attention_factor": 1.0,
         "original_max_position_embeddings": values["context_length"],
     }
     return {"rope_scaling": scaling}
 
 
-def _long_rope(values: Mapping[str, Any], told: Mapping[str, Any], stored: Stored) -> Config:
-    """Phi's: other factors for short sequences than for long ones."""
-    original = told.get("original_context_length", values["context_length"])
+def _long_rope(values: Mapping[str, Any], settings: Mapping[str, Any], stored: Stored) -> Config:
+    """Return Phi's scaling, whose factors differ between short and long sequences."""
+    original = settings.get("original_context_length", values["context_length"])
     scaling = {
         "rope_type": "longrope",
         "factor": values["context_length"] / original,
@@ -253,8 +253,8 @@ def _long_rope(values: Mapping[str, Any], told: Mapping[str, Any], stored: Store
         "long_factor": _factors(values, stored[ROPE_LONG]),
         "original_max_position_embeddings": original,
     }
-    if "attn_factor" in told:
-        scaling["attention_factor"] = told["attn_factor"]
+    if "attn_factor" in settings:
+        scaling["attention_factor"] = settings["attn_factor"]
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
@@ -272,11 +272,11 @@ def _factors(values: Mapping[str, Any], stored: StoredTensor) -> list[float]:
 
 
 def require_names(family: Family, config: Config, stored: Stored) -> None:
-    """Raise `ModelLoadError` for a tensor that is not known, or is missing."""
+    """Raise `ModelLoadError` for an unknown or missing tensor."""
     names = tensor_names(family, config)
     if unknown := sorted(stored.keys() - names.keys() - family.rope_factors):
         raise ModelLoadError(
-            f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}"
+            f"the GGUF tensor {unknown[0]} is not supported for {family.architecture}"
         )
     optional = OPTIONAL_NAMES | family.optional_names
     if missing := sorted(
@@ -288,7 +288,7 @@ def require_names(family: Family, config: Config, stored: Stored) -> None:
 
 
 def tensor_names(family: Family, config: Config) -> dict[str, str]:
-    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
+    """Return a map of GGUF to Hugging Face names of all possible tensors."""
     names = dict(family.global_names)
     for layer in range(config["num_hidden_layers"]):
         for key, hf_name in family.layer_names.items():
@@ -297,5 +297,5 @@ def tensor_names(family: Family, config: Config) -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
+    """Return a tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
     return re.sub(r"^blk\.\d+\.", "", name)

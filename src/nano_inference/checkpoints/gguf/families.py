@@ -1,6 +1,4 @@
-"""The architectures that GGUF files are converted from: what each calls its tensors and its
-metadata.
-"""
+"""Supported GGUF architectures: names of their tensors and metadata keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,26 +12,26 @@ from nano_inference.errors import ModelLoadError
 Config = dict[str, Any]
 RowOrder = Callable[[Config], np.ndarray]
 
-# What stretches the rotary frequencies, by tensors.
+# Tensors that scale the rotary frequencies.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-# How queries grow with their position; transformers has it among what it says of rotation.
+# Growth of queries with their position. transformers lists it among the rotary parameters.
 QUERY_SCALE, QUERY_BETA = "attention.temperature_scale", "llama_4_scaling_beta"
-# A period, or a list with an entry a layer.
+# A period, or a list with one entry per layer.
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 
 def _neighbours_apart(config: Config, heads_key: str) -> np.ndarray:
-    """For each query or key row in Hugging Face's order, which one it is in GGUF's."""
-    # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1,
-    # head_dim / 2 + 1) ...
+    """Return the GGUF index of each query or key row in Hugging Face's order."""
+    # GGUF rotates pairs (0, 1), (2, 3), and so on. Hugging Face rotates (0, head_dim / 2),
+    # (1, head_dim / 2 + 1), and so on.
     num_heads, head_dim = config[heads_key], config["head_dim"]
     pairs = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 
 
 def _every_nth_full(config: Config, period: int) -> list[str]:
-    """Layers with a window, but for each n-th."""
+    """Return layer types with a window in all layers except every n-th."""
     return [
         "sliding_attention" if i % period else "full_attention"
         for i in range(1, config["num_hidden_layers"] + 1)
@@ -41,9 +39,8 @@ def _every_nth_full(config: Config, period: int) -> list[str]:
 
 
 def _gemma3_defaults(config: Config) -> Config:
-    """What every Gemma 3 has and its GGUF file leaves to the reader, as llama.cpp fills it in."""
-    # The 27B model alone scales queries by something else than head_dim. Only its depth tells it
-    # from the others.
+    """Return Gemma 3's constants that GGUF files omit, as in llama.cpp."""
+    # Only the 27B model, recognised by its depth, does not scale queries by head_dim.
     split_evenly = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -59,8 +56,8 @@ def _gemma3_defaults(config: Config) -> Config:
 
 
 def _gemma2_defaults(config: Config) -> Config:
-    """What every Gemma 2 has and its GGUF file leaves to the reader, as llama.cpp fills it in."""
-    # as of Gemma 3, with another depth
+    """Return Gemma 2's constants that GGUF files omit, as in llama.cpp."""
+    # as in Gemma 3, with another depth
     split_evenly = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -74,7 +71,7 @@ def _gemma2_defaults(config: Config) -> Config:
 
 
 def _exaone4_defaults(config: Config) -> Config:
-    """Windows in three layers of four, or in none."""
+    """Return layer types with windows in three of four layers, or without windows."""
     if "sliding_window" in config:
         return {"layer_types": _every_nth_full(config, 4)}
     full = ["full_attention"] * config["num_hidden_layers"]
@@ -82,19 +79,21 @@ def _exaone4_defaults(config: Config) -> Config:
 
 
 def _mscales(log: float) -> Config:
-    """What transformers calls yarn's log multiplier, as llama.cpp reads it."""
+    """Return transformers' parameters for yarn's log multiplier, as read by llama.cpp."""
     return {"mscale_all_dim": log, "mscale": 1.0}
 
 
 def _latent_mscales(log: float) -> Config:
-    """Of DeepSeek's it is a tenth, and the cosines are not stretched beside the scores."""
+    """Return DeepSeek's yarn parameters: it stores a tenth, and scales scores but not cosines."""
     mscale = round(10 * log, 6)
     return {"mscale_all_dim": mscale, "mscale": mscale}
 
 
 def _latent_heads(values: Mapping[str, Any]) -> Config:
-    """Of attention over latents. Newer files describe heads that meet the latents, all of which
-    share one key, and those of transformers by keys of their own.
+    """Return the head sizes of attention over latents.
+
+    Newer files describe heads over latents that share one key, and store transformers' sizes in
+    separate keys.
     """
     sizes = [
         values.get(f"attention.{name}_mla", values.get(f"attention.{name}"))
@@ -103,8 +102,8 @@ def _latent_heads(values: Mapping[str, Any]) -> Config:
     rotary, heads = values["rope.dimension_count"], values["attention.head_count"]
     if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] <= rotary:
         raise ModelLoadError(
-            f"the GGUF metadata says heads of {sizes[0]} and {sizes[1]} numbers, of which {rotary} "
-            "turn; mapped are two lengths, of which the first is larger"
+            f"the GGUF metadata has heads of {sizes[0]} and {sizes[1]} numbers, {rotary} of them "
+            "rotary; both sizes must be positive, and the first larger than the rotary part"
         )
     return {
         "num_key_value_heads": heads,
@@ -115,7 +114,7 @@ def _latent_heads(values: Mapping[str, Any]) -> Config:
 
 
 def _deepseek_defaults(config: Config) -> Config:
-    """As llama.cpp, which says neither of them where a file does not."""
+    """Return llama.cpp's defaults for keys that a file may omit."""
     return {
         "q_lora_rank": None,
         "first_k_dense_replace": 0,
@@ -136,41 +135,37 @@ def _deepseek2_defaults(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Family:
-    """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor
-    names.
+    """Mapping of a GGUF `general.architecture` to Hugging Face's configuration and tensor names.
 
     Attributes:
-        architecture: Hugging Face's class name.
-        model_type: its name in config.json.
-        layer_names: what follows `blk.N.` in GGUF -> what follows `model.layers.N.`; with
-            `{expert}` in it the tensor is cut into those of all experts, and where two have one
-            name their rows follow each other, expert by expert.
-        global_names: the same of tensors that belong to no layer.
-        config_keys: a metadata key without its `llama.`, which a file must have -> configuration
-            key.
-        optional_keys: the same of keys that a file may lack.
-        optional_names: keys of `layer_names` that a file may lack.
-        switches: the key of a tensor -> configuration key that is true where layer 0 has it.
-        row_orders: the key of a tensor -> which stored row each row of Hugging Face's is.
-        plus_one: keys of norms where Hugging Face multiplies by 1 + weight and GGUF stores that
-            sum.
-        rope_factors: tensors that stretch the rotary frequencies, which a file may hold.
-        unscaled_in_windows: layers with a window turn as the rope base says, whatever stretches
-            the others.
-        keyless_layers: transformers' name of layers that have no keys; the count of key heads is
-            then a list.
-        turned: keys of tensors [groups, rows, columns] that Hugging Face has with columns as rows;
-            where two have one name, the rows of a group follow each other, and the groups too.
-        yarn: what transformers says of yarn and no metadata does.
-        mscales: what transformers says of yarn's log multiplier.
-        heads: what transformers says of heads, from metadata, where they are not all of one size.
-        constants: what some metadata keys must be, where they are there.
-        partial_rotary: heads may be rotated in part, and what part transformers takes where its
-            config does not say; None: all of a head is.
-        chat_eos_ids: also end a sample where the file carries a chat template.
-        variant: what it is instead where a metadata key is there, and not 0; or, if its
-            `constants` have that key, where it is what they say.
-        defaults: what holds where no metadata says it.
+        architecture: Class name in Hugging Face.
+        model_type: Name in config.json.
+        layer_names: GGUF name after `blk.N.` -> Hugging Face name after `model.layers.N.`. A name
+            with `{expert}` is split into the tensors of all experts. If two tensors have the same
+            name, their rows are concatenated, expert by expert.
+        global_names: Names of the tensors outside of layers.
+        config_keys: Required metadata key, without prefix such as `llama.` -> configuration key.
+        optional_keys: Optional metadata key -> configuration key.
+        optional_names: Keys of `layer_names` that a file may lack.
+        switches: Tensor key -> configuration key that is true if layer 0 has the tensor.
+        row_orders: Tensor key -> function that returns the stored row for each Hugging Face row.
+        plus_one: Keys of norms for which GGUF stores 1 + weight.
+        rope_factors: Tensors that scale the rotary frequencies, which a file may contain.
+        unscaled_in_windows: True if layers with a window use the rope base without scaling.
+        keyless_layers: transformers' name of layers without keys. The key head count is then a
+            list.
+        turned: Keys of tensors [groups, rows, columns] that Hugging Face transposes. If two tensors
+            have the same name, the rows of a group are concatenated, and then the groups.
+        yarn: transformers' parameters of yarn that no metadata has.
+        mscales: Function for the parameters of yarn's log multiplier.
+        heads: Function for the head sizes, if these are not all equal.
+        constants: Required values of some metadata keys, if present.
+        partial_rotary: transformers' default for the rotary part of a head. None if heads are
+            always rotated whole.
+        chat_eos_ids: Additional ids that end a sample if the file has a chat template.
+        variant: Key and family that replaces this one if the metadata key is present and not 0. If
+            the family's `constants` include the key, the value must also match.
+        defaults: Function for values that no metadata has.
     """
 
     architecture: str
@@ -197,12 +192,12 @@ class Family:
     defaults: Callable[[Config], Config] = lambda config: {}
 
     def of(self, metadata: Mapping[str, Any]) -> "Family":
-        """The family of a file: this one or its variant."""
+        """Return the family of a file: this one or its variant."""
         if self.variant is None:
             return self
         key, other = self.variant
-        told = metadata.get(f"{metadata['general.architecture']}.{key}")
-        return other if told and told == other.constants.get(key, told) else self
+        value = metadata.get(f"{metadata['general.architecture']}.{key}")
+        return other if value and value == other.constants.get(key, value) else self
 
 
 GLOBAL_NAMES: Mapping[str, str] = {
@@ -231,7 +226,7 @@ _NORMS_AFTER: Mapping[str, str] = {
     "post_attention_norm.weight": "post_attention_layernorm.weight",
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
-# Gemma norms what goes into attention and MLP and what comes out of each.
+# Gemma normalises inputs and outputs of both attention and MLP.
 _FOUR_NORMS: Mapping[str, str] = {
     "attn_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",
@@ -251,7 +246,7 @@ _LLAMA_NAMES: Mapping[str, str] = {**_TWO_NORMS, **_ATTENTION, **_MLP}
 
 
 def _experts(module: str, gate: str, up: str, down: str) -> Mapping[str, str]:
-    """A router, and all experts of a layer in one tensor for each of their three matrices."""
+    """Return the names of a router and of one tensor per expert matrix that holds all experts."""
     return {
         "ffn_gate_inp.weight": f"{module}.gate.weight",
         "ffn_gate_exps.weight": f"{module}.experts.{{expert}}.{gate}.weight",
@@ -277,7 +272,7 @@ _EXPERT_KEYS: Mapping[str, str] = {
 }
 _WINDOW = "attention.sliding_window"
 
-# What llama.cpp rotates by neighbours.
+# Tensors that llama.cpp rotates in adjacent pairs.
 _PAIRED_ROWS: Mapping[str, RowOrder] = {
     f"attn_{part}.{kind}": partial(_neighbours_apart, heads_key=heads)
     for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
@@ -407,7 +402,7 @@ _DEEPSEEK_SOME: Mapping[str, str] = {
     "attn_q_a.weight": "self_attn.q_a_proj.weight",
     "attn_q_a_norm.weight": "self_attn.q_a_layernorm.weight",
     "attn_q_b.weight": "self_attn.q_b_proj.weight",
-    # in one piece, or what makes keys and what makes values by themselves, in this order
+    # one tensor, or the key part followed by the value part
     "attn_kv_b.weight": "self_attn.kv_b_proj.weight",
     "attn_k_b.weight": "self_attn.kv_b_proj.weight",
     "attn_v_b.weight": "self_attn.kv_b_proj.weight",
@@ -485,7 +480,7 @@ FAMILIES: Mapping[str, Family] = {
             **_EXPERT_KEYS,
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        # as llama.cpp: experts in all layers, and their weights add up to 1
+        # as in llama.cpp: experts in all layers, with weights that add up to 1
         defaults=lambda config: {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
     "qwen2moe": replace(
@@ -508,7 +503,7 @@ FAMILIES: Mapping[str, Family] = {
             "expert_feed_forward_length": "moe_intermediate_size",
             _SHARED_SIZE: "shared_expert_intermediate_size",
         },
-        # as llama.cpp: experts in all layers, and weights as the softmax over all gives them
+        # as in llama.cpp: experts in all layers, with weights from the softmax over all experts
         defaults=lambda config: {"norm_topk_prob": False, "decoder_sparse_step": 1},
     ),
     "gemma": Family(
@@ -541,7 +536,7 @@ FAMILIES: Mapping[str, Family] = {
         model_type="gemma3_text",
         layer_names={**_ATTENTION, **_MLP, **_FOUR_NORMS, **_QK_NORMS},
         plus_one=frozenset((*_FOUR_NORMS, *_QK_NORMS, "output_norm.weight")),
-        # Required, unlike Llama's: llama.cpp's own defaults for the last two are not Gemma's.
+        # Required, unlike in Llama: llama.cpp's defaults for the last two do not fit Gemma.
         config_keys={**_LLAMA_KEYS, **_ROPE_BASE, _WINDOW: "sliding_window"},
         optional_keys={
             WINDOW_PATTERN: "sliding_window_pattern",
@@ -592,7 +587,7 @@ FAMILIES: Mapping[str, Family] = {
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_inp.weight": "mlp.router.weight",
             "ffn_gate_inp.bias": "mlp.router.bias",
-            # one by one, as this engine reads them, and not by columns as transformers' checkpoint
+            # one tensor per expert, unlike the checkpoints of transformers
             **{
                 f"ffn_{part}_exps.{kind}": f"mlp.experts.{{expert}}.{part}_proj.{kind}"
                 for part in ("gate", "up", "down")
@@ -636,7 +631,7 @@ FAMILIES: Mapping[str, Family] = {
             "shortconv.l_cache": "conv_L_cache",
         },
         optional_keys=_ROPE_BASE,
-        # the file holds the width that came of it
+        # the file contains the adjusted width
         defaults=lambda config: {"block_auto_adjust_ff_dim": False, "conv_bias": False},
     ),
     "deepseek2": replace(_DEEPSEEK2, variant=("expert_gating_func", _DEEPSEEK3)),
@@ -647,7 +642,7 @@ FAMILIES: Mapping[str, Family] = {
         layer_names={**_TWO_NORMS, **_ATTENTION, **_QK_NORMS, **_QWEN_EXPERTS},
         config_keys={**_LLAMA_KEYS, **_EXPERT_KEYS},
         optional_keys=_ROPE_BASE,
-        defaults=lambda config: {"norm_topk_prob": False},  # as llama.cpp
+        defaults=lambda config: {"norm_topk_prob": False},  # as in llama.cpp
     ),
     "exaone4": Family(
         architecture="Exaone4ForCausalLM",
@@ -677,7 +672,7 @@ FAMILIES: Mapping[str, Family] = {
         _LLAMA,
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",
-        # as llama.cpp: each fourth layer is not rotated, and none has a window
+        # as in llama.cpp: every fourth layer is without rotation, and no layer has a window
         defaults=lambda config: {"no_rope_layer_interval": 4, "use_sliding_window": False},
     ),
     "phi3": Family(

@@ -1,8 +1,8 @@
-"""A GGUF file as a model: what its header says, and a small folder in a cache that describes it.
+"""GGUF file as a model: its headers, and a small folder in a cache that describes it.
 
-The folder holds what follows from the header: config.json, generation_config.json and the tokenizer
-as Hugging Face's files, which takes a second to make. It links to the file. Weights are
-not copied: `checkpoints.gguf.weights` reads them from the file at every load.
+The folder holds config.json, generation_config.json and the tokenizer in Hugging Face's format,
+which takes a second to create, and a link to the file. Weights are not copied:
+`checkpoints.gguf.weights` reads them from the file at every load.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from nano_inference.models.spec.read import CONVERTED, spec_from_config
 from nano_inference.system.cache_folder import cache_folder, unfinished
 from nano_inference.system.regular_files import read_json
 
-# part of the folder's name: raise it when the same file has to become something else
+# part of the folder's name: increase it when the output for a file changes
 CONVERTER_VERSION = 4
 
-# as llama.cpp's gguf-split names them
+# names of parts by llama.cpp's gguf-split
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 TokenizerWriter = Callable[[Path, Path], None]
@@ -36,14 +36,14 @@ TokenizerWriter = Callable[[Path, Path], None]
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What the headers of a model say.
+    """Contents of a model's headers.
 
     Attributes:
-        parts: the files, in order, by absolute paths.
-        family: its architecture.
-        metadata: by key.
-        stored: the tensors of all parts, by GGUF's names.
-        digest: of the files' headers, paths, sizes and times of change.
+        parts: Absolute paths of the files, in order.
+        family: Architecture of the model.
+        metadata: Metadata by key.
+        stored: Tensors of all parts by GGUF name.
+        digest: Hash of the files' headers, paths, sizes and modification times.
     """
 
     parts: tuple[Path, ...]
@@ -53,35 +53,37 @@ class GgufModel:
     digest: str
 
     def config(self) -> Config:
-        """Hugging Face's config.json. Raises `ModelLoadError` for a model that is not supported, or
-        whose tensors are not those of its architecture.
+        """Return Hugging Face's config.json.
+
+        Raises `ModelLoadError` for an unsupported model, or for tensors that do not match its
+        architecture.
         """
         try:
             config = hf_config(self.family, self.metadata, self.stored)
         except (TypeError, ValueError, LookupError, ArithmeticError) as problem:
             raise ModelLoadError(
-                f"the metadata of {self.parts[0]} holds a value of the wrong kind: {problem}"
+                f"the metadata of {self.parts[0]} contains an invalid value: {problem}"
             ) from problem
-        spec_from_config(config, token_ids(config))  # rejects what the decoder lacks
+        spec_from_config(config, token_ids(config))  # rejects features that the decoder lacks
         require_names(self.family, config, self.stored)
         return config
 
 
 def token_ids(config: Config) -> Config:
-    """The part of a config.json that generation_config.json repeats."""
+    """Return the part of a config.json that generation_config.json repeats."""
     return {key: value for key, value in config.items() if key.endswith("_token_id")}
 
 
 def read_model(path: Path) -> GgufModel:
-    """Read the headers of a GGUF file, or of all parts of one that was split.
+    """Read the headers of a GGUF file, or of all parts of a split one.
 
     Args:
-        path: the file, or any part of one that was split (`-00001-of-00003.gguf`); the others lie
-            in the same folder.
+        path: Path of the file, or of any part of a split one (`-00001-of-00003.gguf`). The other
+            parts are in the same folder.
 
     Raises:
-        ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its
-            architecture, or the type of a tensor, is not known.
+        ModelLoadError: The file or a part is missing, truncated or not GGUF, or has an unknown
+            architecture or tensor type.
     """
     parts = _parts(path.absolute())
     headers = [read_header(part) for part in parts]
@@ -99,24 +101,23 @@ def describe_gguf(
     tokenizer_writer: TokenizerWriter | None = None,
     coded: bool = False,
 ) -> Path:
-    """Describe a GGUF file by a folder; a later call finds that folder and returns it.
+    """Create a folder that describes a GGUF file, or return it if it exists.
 
-    It holds `config.json`, `generation_config.json`, the tokenizer's files, and links to the file
-    or its parts, from which `loading` reads the weights. Some megabytes, nearly all of them the
-    tokenizer's. Any number of processes may describe the same file at once.
+    The folder holds `config.json`, `generation_config.json`, the tokenizer's files, and links to
+    the file or its parts, from which `loading` reads the weights. The folder takes some megabytes,
+    mostly for the tokenizer. Several processes may describe the same file simultaneously.
 
     Args:
-        path: the `.gguf` file, or any part of one that was split, see `read_model`.
-        cache_root: where such folders lie; None: `cache_folder("gguf")`.
-        tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None:
-            `write_tokenizer_or_reason`.
-        coded: config.json says that matrices of the types in `gguf_codes.KINDS` are codes
+        path: Path of the `.gguf` file, or of any part of a split one; see `read_model`.
+        cache_root: Parent folder. None means `cache_folder("gguf")`.
+        tokenizer_writer: Function that writes the tokenizer of a GGUF file into a folder. None
+            means `write_tokenizer_or_reason`.
+        coded: True to declare matrices of the types in `gguf_codes.KINDS` as codes in config.json
             (`quant_method` "gguf").
 
     Raises:
-        ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its
-            architecture, a metadata key, a tensor's name or type is not known; the cache cannot be
-            written.
+        ModelLoadError: The file or a part is missing, truncated or not GGUF. Its architecture, a
+            metadata key, a tensor name or a type is unknown. The cache cannot be written.
     """
     model = read_model(path)
     root = cache_folder("gguf") if cache_root is None else cache_root
@@ -128,8 +129,8 @@ def describe_gguf(
         plain = describe_gguf(path, cache_root, tokenizer_writer=tokenizer_writer)
         with _made_once(folder, "config.json", path) as new:
             _repeat(plain, new)
-            told = {"quantization_config": {"quant_method": "gguf"}}
-            _write_json(new / "config.json", read_json(plain / "config.json") | told)
+            quantization = {"quantization_config": {"quant_method": "gguf"}}
+            _write_json(new / "config.json", read_json(plain / "config.json") | quantization)
         return folder
     with _made_once(folder, "config.json", path) as new:
         _write_config(model, new)
@@ -141,10 +142,9 @@ def describe_gguf(
 
 
 def describe_config(path: Path, cache_root: Path | None = None) -> Path:
-    """Write `config.json` and `generation_config.json` only, into a folder of their own; a later
-    call finds that folder. `read_vocabulary` has what the header says of the tokenizer.
+    """Write only `config.json` and `generation_config.json` into a separate folder, or return it.
 
-    Raises `ModelLoadError` as `describe_gguf` does.
+    `read_vocabulary` reads the tokenizer. Raises `ModelLoadError` as `describe_gguf` does.
     """
     model = read_model(path)
     root = cache_folder("gguf") if cache_root is None else cache_root
@@ -156,15 +156,17 @@ def describe_config(path: Path, cache_root: Path | None = None) -> Path:
 
 
 def tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a GGUF file, or of all parts of one that was split, by GGUF's names.
+    """Return the tensors of a GGUF file, or of all parts of a split one, by GGUF name.
+
     Raises `ModelLoadError`.
     """
     return read_model(path).stored
 
 
 def described_by(folder: Path) -> Path | None:
-    """The GGUF file, or the first part of the one, that a folder of `describe_gguf` describes.
-    None: it is another folder.
+    """Return the GGUF file, or its first part, that a folder of `describe_gguf` describes.
+
+    Returns None for other folders.
     """
     links = sorted(each for each in folder.glob("*.gguf") if each.is_symlink())
     config = folder / "config.json"
@@ -174,44 +176,45 @@ def described_by(folder: Path) -> Path | None:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file, or the first part of one, that a folder holds instead of safetensors. None:
-    it has none. Raises `ModelLoadError` where there are several.
+    """Return the GGUF file, or its first part, in a folder without safetensors.
+
+    Returns None if there is none. Raises `ModelLoadError` if there are several.
     """
     if any(folder.glob("*.safetensors")):
         return None
-    # projectors of images and sounds lie beside the model
+    # excludes multimodal projectors next to the model
     files = [each for each in sorted(folder.glob("*.gguf")) if "mmproj" not in each.name]
     models = {_stem(each): each for each in reversed(files)}
     if len(models) > 1:
         raise ModelLoadError(
-            f"{folder} holds {len(models)} GGUF models; name one of them: "
+            f"{folder} contains {len(models)} GGUF models; name one of them: "
             f"{', '.join(sorted(each.name for each in models.values()))}"
         )
     return next(iter(models.values()), None)
 
 
 def _stem(path: Path) -> str:
-    """What the parts of a file have in common."""
-    found = _PART.fullmatch(path.name)
-    return path.name if found is None else f"{found['stem']} of {found['count']}"
+    """Return a key that is common to the parts of a file."""
+    match = _PART.fullmatch(path.name)
+    return path.name if match is None else f"{match['stem']} of {match['count']}"
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a model, in order: one, or what it was split into."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
+    """Return the files of a model in order: one, or all parts of a split one."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
         return [path]
-    count = int(found["count"])
-    if not 1 <= int(found["number"]) <= count:
-        raise ModelLoadError(f"{path} is named as part {found['number']} of {count}")
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count:
+        raise ModelLoadError(f"{path} is named as part {match['number']} of {count}")
     parts = [
-        path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf")
+        path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
         for number in range(1, count + 1)
     ]
     if missing := [part for part in parts if not part.is_file()]:
         raise ModelLoadError(
-            f"{missing[0]} is missing; {path.name} is one of {count} parts, which have to lie in "
-            f"one folder ({count - len(missing)} do)"
+            f"{missing[0]} is missing; put all {count} parts of the model in one folder "
+            f"({count - len(missing)} are there)"
         )
     return parts
 
@@ -227,30 +230,29 @@ def _write_json(path: Path, content: Config) -> None:
 
 
 def _repeat(folder: Path, new: Path) -> None:
-    """The same files, but for config.json, without taking their space twice where that is
-    possible.
-    """
+    """Copy or link the files of a folder into a new one, except config.json."""
     for file in folder.iterdir():
         if file.is_symlink():
             (new / file.name).symlink_to(file.readlink())
         elif file.name != "config.json":
             try:
                 os.link(file, new / file.name)
-            except OSError:  # a file system without links
+            except OSError:  # the file system does not support links
                 shutil.copy(file, new)
 
 
 @contextmanager
 def _made_once(folder: Path, name: str, source: Path) -> Iterator[Path]:
-    """A new folder, to be filled with a file of that name among others, that becomes `folder`.
-    Raises `ModelLoadError` where it cannot be written.
+    """Yield a new folder to be filled, including a file `name`, then rename it to `folder`.
+
+    Raises `ModelLoadError` if the folder cannot be written.
     """
     try:
         with unfinished(folder) as new:
             yield new
             new.rename(folder)
     except OSError as error:
-        # The rename fails where another process was first: its folder holds the same and stays.
+        # If another process was first, the rename fails, and its equal folder stays.
         if not (folder / name).is_file():
             raise ModelLoadError(f"describing {source} in {folder} failed: {error}") from error
 
@@ -258,27 +260,27 @@ def _made_once(folder: Path, name: str, source: Path) -> Iterator[Path]:
 def _model(
     parts: list[Path], headers: list[GgufHeader]
 ) -> tuple[Family, dict[str, Any], dict[str, StoredTensor]]:
-    """Its family; metadata, which the first part holds; and the tensors of all parts."""
+    """Return a model's family, the metadata of its first part, and the tensors of all parts."""
     metadata, stored = headers[0].metadata, dict(headers[0].tensors)
     if (count := metadata.get("split.count", 1)) not in (0, 1, len(parts)):
         raise ModelLoadError(
-            f"{parts[0]} is one of {count} parts; name them NAME-00001-of-{count!s:0>5}.gguf and "
-            "so on, in one folder"
+            f"{parts[0]} is one of {count} parts; put them in one folder, with the names "
+            f"NAME-00001-of-{count!s:0>5}.gguf and so on"
         )
     for part, header in zip(parts[1:], headers[1:], strict=True):
         if twice := sorted(stored.keys() & header.tensors.keys()):
             raise ModelLoadError(
-                f"the GGUF tensor {twice[0]} is in {part.name} and in a part before it"
+                f"the GGUF tensor {twice[0]} is in {part.name} and in an earlier part"
             )
         stored |= header.tensors
     if metadata.get("split.tensors.count", len(stored)) != len(stored):
-        told = metadata["split.tensors.count"]
+        declared = metadata["split.tensors.count"]
         raise ModelLoadError(
-            f"the parts of {parts[0]} hold {len(stored)} tensors, and the first one says {told}"
+            f"the parts of {parts[0]} have {len(stored)} tensors, but the first declares {declared}"
         )
     name = str(metadata.get("general.architecture"))
     if name not in FAMILIES:
         raise ModelLoadError(
-            f"{parts[0]} has GGUF architecture {name!r}; known are {', '.join(sorted(FAMILIES))}"
+            f"{parts[0]} has GGUF architecture {name!r}; supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[name].of(metadata), metadata, stored

@@ -1,5 +1,6 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie. No tensor is read, so it is
-quick however large the file is.
+"""Header of a GGUF file: its metadata, and the locations of its tensors.
+
+No tensor is read, so reading a header is fast for files of any size.
 """
 
 import hashlib
@@ -17,26 +18,26 @@ import numpy as np
 from nano_inference.errors import ModelLoadError
 from nano_inference.system.regular_files import open_regular
 
-MOST_HEADER = 2**28  # bytes: the token lists of the largest vocabularies take some ten million
+MOST_HEADER = 2**28  # bytes: the token lists of the largest vocabularies take about ten million
 DEFAULT_ALIGNMENT = 32
 
 INSTALL_HINT = 'reading a GGUF file needs the package gguf: pip install "nano-inference[gguf]"'
 
-# struct's letters of the metadata's types
+# struct format of each numeric metadata type
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _NUMBERS[12] = "d"
 _STRING, _ARRAY = 8, 9
-# which only the tokenizer needs, and which take seconds
+# lists under this prefix take seconds to read, and only the tokenizer needs them
 _TOKENIZER = "tokenizer."
 
 
 class Layout(NamedTuple):
-    """How a type of GGUF's stores numbers.
+    """Storage of a GGUF type.
 
     Attributes:
         name: GGUF's name of the type.
-        block: numbers of a block.
-        block_bytes: bytes of a block.
+        block: Numbers per block.
+        block_bytes: Bytes per block.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Layout(NamedTuple):
     block_bytes: int
 
 
-# Types that are read without the gguf package, which takes long to import, by GGUF's number. The
-# package knows the others.
+# Types by GGUF's number that are read without the gguf package, whose import is slow. The package
+# reads other types.
 LAYOUTS = {
     0: Layout("F32", 1, 4),
     1: Layout("F16", 1, 2),
@@ -63,14 +64,14 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file, which is not read yet.
+    """Tensor in a file, before it is read.
 
     Attributes:
-        file: where it is.
-        name: GGUF's.
-        shape: the fastest dimension last, as Hugging Face has it.
-        layout: how its numbers are stored.
-        start: its first byte in the file.
+        file: File that contains it.
+        name: GGUF name.
+        shape: Shape with the fastest dimension last, as in Hugging Face.
+        layout: Storage of its numbers.
+        start: Offset of its first byte in the file.
     """
 
     file: Path
@@ -81,33 +82,33 @@ class StoredTensor:
 
     @property
     def kind(self) -> str:
-        """GGUF's name of its type."""
+        """GGUF's name of the type."""
         return self.layout.name
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of the last dimension."""
+        """Bytes of a row along the last dimension."""
         return self.shape[-1] // self.layout.block * self.layout.block_bytes
 
     @property
     def num_rows(self) -> int:
-        """Of all dimensions but the last."""
+        """Number of rows: the product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
     @property
     def num_bytes(self) -> int:
-        """That it takes in the file."""
+        """Size in the file in bytes."""
         return self.num_rows * self.row_bytes
 
     def rows(self) -> np.ndarray:
-        """What is stored, [rows, bytes of a row], mapped and not read."""
+        """Map the stored bytes, [rows, bytes of a row], without reading them."""
         if self.num_bytes == 0:
             return np.zeros((self.num_rows, self.row_bytes), np.uint8)
         shape = (self.num_rows, self.row_bytes)
         try:
-            # private pages: torch warns of memory that it may not write
+            # copy-on-write mode, because torch warns about read-only memory
             return np.memmap(self.file, np.uint8, "c", offset=self.start, shape=shape)
-        except (OSError, ValueError) as problem:  # it has become shorter since its header was read
+        except (OSError, ValueError) as problem:  # the file was truncated after the header was read
             raise ModelLoadError(
                 f"the GGUF tensor {self.name} of {self.file} cannot be read: {problem}"
             ) from problem
@@ -115,12 +116,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself.
+    """Contents of a file's header.
 
     Attributes:
-        digest: SHA-256 of the header's bytes: all of metadata and tensor table.
-        metadata: by key; the token lists are None, unless they were asked for.
-        tensors: by name, in the file's order.
+        digest: SHA-256 of the header's bytes: metadata and tensor table.
+        metadata: Metadata by key. The token lists are None unless requested.
+        tensors: Tensors by name, in the order of the file.
     """
 
     digest: bytes
@@ -129,16 +130,17 @@ class GgufHeader:
 
 
 def read_header(path: Path, *, token_lists: bool = False) -> GgufHeader:
-    """Read the header of a GGUF file. The headers that were read last without token lists are kept
-    while their files stay as they are.
+    """Read the header of a GGUF file.
+
+    The latest headers without token lists are cached until their files change.
 
     Args:
-        path: of the file.
-        token_lists: read the lists of the tokenizer (tokens, types, scores, merges) as well.
+        path: Path of the file.
+        token_lists: True to read the tokenizer's lists (tokens, types, scores, merges).
 
     Raises:
-        ModelLoadError: the file is missing, cut short or not GGUF; a tensor has a type that cannot
-            be read; the gguf package is not installed.
+        ModelLoadError: The file is missing, truncated or not GGUF, a tensor has an unsupported
+            type, or the gguf package is not installed.
     """
     try:
         if token_lists:
@@ -149,9 +151,9 @@ def read_header(path: Path, *, token_lists: bool = False) -> GgufHeader:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced. Raises `OSError`."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    """Return values that change when a file is written or replaced. Raises `OSError`."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=64)
@@ -188,16 +190,16 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _Cursor:
-    """Reads one thing after the other. Past the end: `struct.error` or `ValueError`."""
+    """Sequential reader. Past the end it raises `struct.error` or `ValueError`."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
-        self.at = 8  # behind magic and version
+        self.at = 8  # after magic and version
 
     def numbers(self, letter: str, count: int) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{count}{letter}", self.data, self.at)
+        numbers = struct.unpack_from(f"<{count}{letter}", self.data, self.at)
         self.at += struct.calcsize(f"<{count}{letter}")
-        return found
+        return numbers
 
     def number(self, letter: str) -> Any:
         return self.numbers(letter, 1)[0]
@@ -206,18 +208,18 @@ class _Cursor:
         size = self.number("Q")
         self.at += size
         if self.at > len(self.data):
-            raise ValueError("a text ends behind the file")
+            raise ValueError("a string extends past the end of the file")
         return self.data[self.at - size : self.at].decode("utf-8")
 
     def value(self, kind: int, wanted: bool) -> Any:
-        """A value of the metadata; None in the place of a list that is not wanted."""
+        """Return a value of the metadata, or None for a list if `wanted` is False."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.number(_NUMBERS[kind])
         kind, count = self.number("I"), self.number("Q")
         if wanted:
-            if count > len(self.data) or kind == _ARRAY:  # each takes a byte at least
+            if count > len(self.data) or kind == _ARRAY:  # an entry takes at least one byte
                 raise ValueError(f"a list of {count} entries of type {kind}")
             if kind in _NUMBERS:
                 return list(self.numbers(_NUMBERS[kind], count))
@@ -243,7 +245,7 @@ def _read(path: Path, cursor: _Cursor, file_size: int, token_lists: bool) -> Ggu
     for _ in range(num_keys):
         key = cursor.text()
         if key in metadata:
-            raise ValueError(f"the key {key} is there twice")
+            raise ValueError(f"the key {key} is duplicated")
         wanted = token_lists or not key.startswith(_TOKENIZER)
         metadata[key] = cursor.value(cursor.number("I"), wanted)
     table = [_entry(cursor) for _ in range(num_tensors)]
@@ -254,16 +256,16 @@ def _read(path: Path, cursor: _Cursor, file_size: int, token_lists: bool) -> Ggu
     tensors: dict[str, StoredTensor] = {}
     for name, shape, kind, offset in table:
         if name in tensors:
-            raise ValueError(f"the tensor {name} is there twice")
+            raise ValueError(f"the tensor {name} is duplicated")
         tensors[name] = _stored(path, name, shape, kind, first + offset)
         if tensors[name].start + tensors[name].num_bytes > file_size:
-            raise ValueError(f"the tensor {name} ends behind the file's {file_size:,} bytes")
+            raise ValueError(f"the tensor {name} extends past the file's {file_size:,} bytes")
     digest = hashlib.sha256(cursor.data[: cursor.at]).digest()
     return GgufHeader(digest, metadata, tensors)
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of a tensor."""
+    """Return name, shape, type and offset of a tensor."""
     name, num_dimensions = cursor.text(), cursor.number("I")
     if not 1 <= num_dimensions <= 4:
         raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
@@ -275,26 +277,25 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
     try:
         layout = LAYOUTS.get(number) or _other_layout(number)
     except NotImplementedError as error:
-        raise ModelLoadError(
-            f"the GGUF tensor {name} has a type that is not read: {error}"
-        ) from error
+        raise ModelLoadError(f"the GGUF tensor {name} has an unsupported type: {error}") from error
     if shape[-1] % layout.block:
         raise ValueError(
-            f"the tensor {name} has rows of {shape[-1]}, not in blocks of {layout.block}"
+            f"the tensor {name} has rows of {shape[-1]}, not a multiple of {layout.block}"
         )
     return StoredTensor(path, name, shape, layout, start)
 
 
 @cache
 def _other_layout(number: int) -> Layout:
-    """A type that the gguf package knows. Raises `NotImplementedError` for one that it does not
-    know, or cannot read.
+    """Return the layout of a type by the gguf package.
+
+    Raise `NotImplementedError` if unsupported.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    found = [each for each in GGMLQuantizationType if each.value == number]
-    if not found:
+    kinds = [each for each in GGMLQuantizationType if each.value == number]
+    if not kinds:
         raise NotImplementedError(f"the gguf package here does not know type {number}")
-    block, block_bytes = GGML_QUANT_SIZES[found[0]]
-    dequantize(np.zeros((1, block_bytes), np.uint8), found[0])
-    return Layout(found[0].name, block, block_bytes)
+    block, block_bytes = GGML_QUANT_SIZES[kinds[0]]
+    dequantize(np.zeros((1, block_bytes), np.uint8), kinds[0])
+    return Layout(kinds[0].name, block, block_bytes)

@@ -1,22 +1,21 @@
-# ruff: noqa: RUF001 - these letters are meant
-"""How text is split before byte-level merges, by the name that llama.cpp gives the rule
-(`tokenizer.ggml.pre`).
+# ruff: noqa: RUF001 - the ambiguous letters are intended
+"""Pre-tokenizer rules for byte-level merges, by llama.cpp's name (`tokenizer.ggml.pre`).
 
-A row is the splits one after the other, as expressions of the tokenizers library. Text between two
-matches is a piece of its own. The expressions are those of the models' own tokenizer.json.
+A rule lists splits as expressions of the tokenizers library, applied in order. Text between two
+matches is a separate piece. The expressions are those of the models' own tokenizer.json.
 """
 
 from typing import NamedTuple
 
 
 class SplitRule(NamedTuple):
-    """What is done to text before merges.
+    """Pre-tokenization of text.
 
     Attributes:
-        splits: expressions, each applied to the pieces of the one before.
-        composes: text is brought to Unicode's form C first.
-        whole_words: a piece that is a token is taken as it is, whatever the merges say.
-        adds_bos: the sequence begins with BOS where the file does not say whether it does.
+        splits: Expressions, each applied to the pieces of the previous one.
+        composes: True to normalise text to Unicode form C first.
+        whole_words: True to use a piece that is a token directly, without merges.
+        adds_bos: True if sequences begin with BOS unless the file says otherwise.
     """
 
     splits: tuple[str, ...]
@@ -32,12 +31,12 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 
 
 def _words(digits: str) -> str:
-    """The expression of cl100k and those made from it, with so many digits in a piece."""
+    """Return the expression of cl100k and its descendants, with this pattern for digits."""
     return f"{_CONTRACTION}|{_WORD}|{digits}|{_SYMBOLS}|{_LINES_AND_SPACE}"
 
 
 def _cased_words(contraction: str, digits: str) -> str:
-    """The expression of o200k and those made from it: words also end before a capital."""
+    """Return the expression of o200k and its descendants, which also split before capitals."""
     upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     start = r"[^\r\n\p{L}\p{N}]?"
     return "|".join(
@@ -60,7 +59,7 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*"
     rf"|{_LINES_AND_SPACE}"
 )
-# letters that have a case, of DeepSeek's first tokenizers
+# cased letters in DeepSeek's first tokenizers
 _CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u1f5f-\u1f7dᾀ-ᾴ"
     "ᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ\u1fd0-\u1fd3\u1fd6-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎ"
@@ -150,5 +149,5 @@ SPLIT_RULES: dict[str, SplitRule] = {
     "falcon": SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-# of files from before the name was written, which transformers reads so too
+# rule for older files without a name, as in transformers
 WITHOUT_A_NAME = _PLAIN_GPT2

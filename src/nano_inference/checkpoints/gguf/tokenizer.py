@@ -1,9 +1,8 @@
-"""The tokenizer of a GGUF file, made from what the file says of it and written as Hugging Face's
-files.
+"""Conversion of a GGUF file's tokenizer to Hugging Face's files.
 
-Only `tokenizer.*` is read: tokens with their types and scores, merges, and the name of the rule by
-which text is split. The model's architecture decides nothing but how Gemma and Phi-3 mean a
-SentencePiece vocabulary, which their files do not say.
+Only `tokenizer.*` is read: tokens with their types and scores, merges, and the name of the
+pre-tokenizer. The architecture matters only for Gemma and Phi-3, whose files omit how to use their
+SentencePiece vocabulary.
 """
 
 import json
@@ -23,10 +22,10 @@ from nano_inference.checkpoints.gguf.splits import SPLIT_RULES, WITHOUT_A_NAME, 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.system.regular_files import MISSING_TOKENIZER
 
-# types of tokens, as llama.cpp numbers them
+# token types by llama.cpp's numbers
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_SPACE = "\u2581"  # SentencePiece's
-# Hugging Face's names of special tokens, and GGUF's
+_SPACE = "\u2581"  # SentencePiece's space
+# Hugging Face name of a special token -> GGUF name
 _SPECIAL = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -40,12 +39,12 @@ Merges = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """What a GGUF file says of its tokenizer.
+    """Tokenizer data of a GGUF file.
 
     Attributes:
-        path: of the file.
-        architecture: of its model.
-        metadata: of the file, lists included.
+        path: Path of the file.
+        architecture: Architecture of the model.
+        metadata: Metadata of the file, including lists.
     """
 
     path: Path
@@ -53,41 +52,41 @@ class GgufVocabulary:
     metadata: Mapping[str, Any]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of `tokenizer.ggml.NAME`."""
+        """Return the value of `tokenizer.ggml.NAME`."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
         return default if value is None else value
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end of a sequence."""
+        """Id of the end-of-sequence token."""
         return self.get("eos_token_id")
 
     @cached_property
     def tokens(self) -> list[str]:
-        """Texts of all tokens, by their ids; one without a text has a name that no text has."""
+        """Texts of all tokens by id. An empty token gets a name that occurs in no text."""
         return [
             token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(self.get("tokens", ()))
         ]
 
     @cached_property
     def types(self) -> list[int]:
-        """Of all tokens."""
+        """Types of all tokens by id."""
         return list(self.get("token_type", ())) or [_NORMAL] * self.vocab_size
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` … -> the token's text."""
+        """Map of `bos_token`, `eos_token` and so on to the token's text."""
         ids = {name: self.get(f"{own}_token_id") for name, own in _SPECIAL.items()}
         return {name: self.tokens[each] for name, each in ids.items() if each is not None}
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources by their names."""
+        """Jinja sources of chat templates by name."""
         named = {
             key.removeprefix("tokenizer.chat_template."): value
             for key, value in self.metadata.items()
@@ -98,15 +97,15 @@ class GgufVocabulary:
 
     @property
     def chat_template(self) -> str | None:
-        """The template of chats without tools."""
+        """Chat template for conversations without tools."""
         return self.chat_templates.get("default")
 
 
 def read_vocabulary(path: Path) -> GgufVocabulary | None:
-    """What the file says of its tokenizer; None: it has none.
+    """Return a file's tokenizer data, or None if it has no tokenizer.
 
     Raises:
-        ModelLoadError: the file cannot be read, or contradicts itself.
+        ModelLoadError: The file cannot be read, or its data is inconsistent.
     """
     metadata = read_header(path, token_lists=True).metadata
     if "tokenizer.ggml.tokens" not in metadata:
@@ -120,11 +119,13 @@ def read_vocabulary(path: Path) -> GgufVocabulary | None:
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template of the GGUF file `path`
-    into `folder`; nothing where the file has no tokenizer.
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template of a GGUF file to
+    `folder`.
+
+    Writes nothing if the file has no tokenizer.
 
     Raises:
-        ModelLoadError: the file's tokenizer is of a kind that is not known, or is broken.
+        ModelLoadError: The tokenizer's kind is unknown, or its data is broken.
     """
     vocabulary = read_vocabulary(path)
     if vocabulary is None:
@@ -132,7 +133,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     build = _MODELS.get(vocabulary.get("model"))
     if build is None:
         raise ModelLoadError(
-            f"{path} has a tokenizer of the kind {vocabulary.get('model')!r}; known are "
+            f"{path} has a tokenizer of kind {vocabulary.get('model')!r}; supported: "
             f"{', '.join(sorted(_MODELS))}"
         )
     try:
@@ -142,7 +143,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
         built.backend.save(str(folder / "tokenizer.json"))
     except (ModelLoadError, OSError):
         raise
-    except Exception as problem:  # the library raises bare Exception
+    except Exception as problem:  # tokenizers raises plain Exception
         raise _broken(path, problem) from problem
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -157,8 +158,9 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def write_tokenizer_or_reason(path: Path, folder: Path) -> None:
-    """As `write_tokenizer`; a tokenizer that cannot be made leaves its reason, which
-    `load_tokenizer` raises. So the model itself loads, and may be given another tokenizer.
+    """Write the tokenizer. If it is not supported, write the reason, which `load_tokenizer` raises.
+
+    The model itself still loads, and can be used with another tokenizer.
     """
     try:
         write_tokenizer(path, folder)
@@ -171,27 +173,27 @@ def _broken(path: Path, problem: Exception) -> ModelLoadError:
 
 
 def _check(vocabulary: GgufVocabulary) -> None:
-    """Raise `ValueError` and the like where the lists contradict each other."""
+    """Raise `ValueError`, or a similar error, if the lists are inconsistent."""
     tokens = vocabulary.tokens
     for name in ("token_type", "scores"):
-        given = vocabulary.get(name)
-        if given is not None and len(given) != len(tokens):
-            raise ValueError(f"there are {len(tokens)} tokens and {len(given)} of {name}")
+        values = vocabulary.get(name)
+        if values is not None and len(values) != len(tokens):
+            raise ValueError(f"{name} has {len(values)} entries for {len(tokens)} tokens")
     if len(set(tokens)) < len(tokens):
         seen = set[str]()
         twice = next(token for token in tokens if token in seen or seen.add(token))
-        raise ValueError(f"the token {twice!r} is there twice")
+        raise ValueError(f"the token {twice!r} is duplicated")
     for name in _SPECIAL.values():
         token_id = vocabulary.get(f"{name}_token_id")
         if token_id is not None and not 0 <= token_id < len(tokens):
-            raise ValueError(f"{name}_token_id is {token_id}, of {len(tokens)} tokens")
+            raise ValueError(f"{name}_token_id={token_id} exceeds the {len(tokens)} tokens")
     for name, template in vocabulary.chat_templates.items():
         if not isinstance(template, str):
-            raise TypeError(f"the chat template {name} is no text")
+            raise TypeError(f"the chat template {name} is not a string")
 
 
 def _templates(vocabulary: GgufVocabulary, folder: Path) -> dict[str, Any]:
-    """Write a single template as a file; several are a list of tokenizer_config.json."""
+    """Write a single template as a file. Return several as an entry of tokenizer_config.json."""
     named = vocabulary.chat_templates
     if named.keys() == {"default"}:
         (folder / "chat_template.jinja").write_text(named["default"], encoding="utf-8")
@@ -204,14 +206,14 @@ def _templates(vocabulary: GgufVocabulary, folder: Path) -> dict[str, Any]:
 
 
 class _Built(NamedTuple):
-    """A tokenizer, and whether it begins a sequence with BOS."""
+    """Tokenizer, and whether it begins a sequence with BOS."""
 
     backend: tokenizers.Tokenizer
     adds_bos: bool
 
 
 def _byte_level(vocabulary: GgufVocabulary) -> _Built:
-    """BPE over bytes, each of which is written as a character."""
+    """Build BPE over bytes, each written as a character."""
     rule = _rule(vocabulary)
     vocab = _spelled(vocabulary)
     model = BPE(vocab, _merges(vocabulary), fuse_unk=False, ignore_merges=rule.whole_words)
@@ -234,16 +236,13 @@ def _rule(vocabulary: GgufVocabulary) -> SplitRule:
         return WITHOUT_A_NAME
     if name not in SPLIT_RULES:
         raise ModelLoadError(
-            f"{vocabulary.path} splits text by the rule {name!r} (tokenizer.ggml.pre), which is "
-            "not known here"
+            f"{vocabulary.path} has an unknown pre-tokenizer (tokenizer.ggml.pre): {name!r}"
         )
     return SPLIT_RULES[name]
 
 
 def _spelled(vocabulary: GgufVocabulary) -> dict[str, int]:
-    """Token -> id. An ordinary token in other characters than those of bytes is meant as its
-    text.
-    """
+    """Return a map of tokens to ids, with ordinary tokens spelled in the byte alphabet."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     named = set(vocabulary.special_tokens.values())
@@ -260,7 +259,7 @@ def _spelled(vocabulary: GgufVocabulary) -> dict[str, int]:
 
 
 def _sentencepiece(vocabulary: GgufVocabulary) -> _Built:
-    """BPE over characters, and over bytes for those that are no token."""
+    """Build BPE over characters, with bytes for characters that are not tokens."""
     shape = _SENTENCEPIECE.get(vocabulary.architecture, _LLAMA)
     if vocabulary.get("model") == "gemma4" or not vocabulary.get("add_space_prefix", True):
         shape = shape._replace(prefix=None)
@@ -274,7 +273,7 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> _Built:
     if vocabulary.get("merges") is not None:
         merges = _merges(vocabulary)
     elif scores is None:
-        raise ValueError("it has neither merges nor scores")
+        raise ValueError("neither merges nor scores are present")
     else:
         merges = _merges_of_scores(vocab, scores)
     unknown = vocabulary.special_tokens.get("unk_token")
@@ -287,30 +286,30 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> _Built:
         shape.prefix(backend)
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
-    # Gemma 4's flag is set, and its template writes BOS itself
+    # Gemma 4 sets the flag, but its template also writes BOS
     default = vocabulary.get("model") != "gemma4"
     return _Built(backend, default and bool(vocabulary.get("add_bos_token", True)))
 
 
 def _first_space(backend: tokenizers.Tokenizer) -> None:
-    """A space before the text, if it does not begin with one."""
+    """Put a space before a text that does not begin with one."""
     backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first", split=False)
 
 
 def _each_space(backend: tokenizers.Tokenizer) -> None:
-    """A space before the text, and behind each special token."""
+    """Put a space before the text and after each special token."""
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
     )
 
 
 class _SentencePiece(NamedTuple):
-    """What a file does not say of its vocabulary.
+    """Properties of a vocabulary that files omit.
 
     Attributes:
-        prefix: puts a space before a text; None: nothing is.
-        in_order: tokens are merged in their order, whatever their scores; and those of several
-            spaces are written with spaces.
+        prefix: Function that puts a space before a text, or None.
+        in_order: True if tokens are merged in the order of their ids instead of scores, and tokens
+            of several spaces are written with spaces.
     """
 
     prefix: Callable[[tokenizers.Tokenizer], None] | None = _first_space
@@ -334,7 +333,7 @@ _MODELS: dict[Any, Callable[[GgufVocabulary], _Built]] = {
 
 
 def _merges(vocabulary: GgufVocabulary) -> Merges:
-    """The file's. A token may begin with a space, and none has one elsewhere."""
+    """Return the merges of the file. A space can only be the first character of a token."""
     merges: Merges = []
     for merge in vocabulary.get("merges", ()):
         at = merge.find(" ", 1)
@@ -345,30 +344,28 @@ def _merges(vocabulary: GgufVocabulary) -> Merges:
 
 
 def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> Merges:
-    """All pairs of tokens that make a token, the one with the best score first, as SentencePiece
-    merges.
-    """
-    found = [
+    """Return all pairs of tokens that form a token, in SentencePiece's order of scores."""
+    pairs = [
         (scores[token_id], len(token[:at]), len(token[at:]), token[:at], token[at:])
         for token, token_id in vocab.items()
         for at in range(1, len(token))
         if token[:at] in vocab and token[at:] in vocab
     ]
-    found.sort(key=lambda each: each[:3], reverse=True)  # equal ones by the id of what they make
-    return [(left, right) for *_, left, right in found]
+    pairs.sort(key=lambda each: each[:3], reverse=True)  # ties keep the order of the merged ids
+    return [(left, right) for *_, left, right in pairs]
 
 
-# Tokens that a text is searched for before anything else is done to it. llama.cpp does the same.
+# Tokens that are searched for in the original text, as in llama.cpp.
 _WHOLE = frozenset({_UNKNOWN, _CONTROL, _USER_DEFINED})
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, vocabulary: GgufVocabulary) -> None:
-    """Tokens that are never cut: control tokens, which texts leave out, and the user's."""
+    """Add tokens that are never split: control tokens (omitted from texts) and user tokens."""
     named = set(vocabulary.special_tokens.values())
     model = backend.get_vocab(with_added_tokens=False)
     special, ordinary = list[AddedToken](), list[AddedToken]()
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if token not in model:  # of spaces, which merges make
+        if token not in model:  # tokens of spaces, which merges form
             continue
         if kind in (_CONTROL, _UNKNOWN) or token in named:
             special.append(AddedToken(token, normalized=False, special=True))
@@ -379,15 +376,15 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, vocabulary: GgufVocabulary)
 
 
 def _add_processor(built: _Built, vocabulary: GgufVocabulary) -> None:
-    """BOS and EOS around a text, where the file wants them."""
+    """Add BOS and EOS around a text if the file requires them."""
     before = [vocabulary.special_tokens.get("bos_token")] if built.adds_bos else []
     wants_eos = bool(vocabulary.get("add_eos_token"))
-    behind = [vocabulary.special_tokens.get("eos_token")] if wants_eos else []
-    names = [each for each in (*before, *behind) if each is not None]
+    after = [vocabulary.special_tokens.get("eos_token")] if wants_eos else []
+    names = [each for each in (*before, *after) if each is not None]
     if not names:
         return
     ids = {name: built.backend.token_to_id(name) for name in names}
-    single = [*(each for each in before if each), "$A", *(each for each in behind if each)]
+    single = [*(each for each in before if each), "$A", *(each for each in after if each)]
     built.backend.post_processor = TemplateProcessing(
         single=single, special_tokens=list(ids.items())
     )

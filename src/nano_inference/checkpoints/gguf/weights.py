@@ -1,5 +1,6 @@
-"""The tensors of a GGUF file under Hugging Face's names, in its order of rows and its shapes, read
-from the mapped file by slices. Nothing is written.
+"""Tensors of a GGUF file with Hugging Face's names, row order and shapes, read by slices.
+
+The file is memory-mapped and nothing is written.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,21 +28,21 @@ from nano_inference.ops.quantised import Codes
 
 Stored = Mapping[str, StoredTensor]
 
-CHUNK = 2**20  # numbers that are dequantised at a time
-# Types that are numbers already, as safetensors names them too.
+CHUNK = 2**20  # numbers dequantised at a time
+# Types of plain numbers, with the same names as in safetensors.
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of Hugging Face's, and what it is made of.
+    """Hugging Face tensor, and the stored tensors that it consists of.
 
     Attributes:
-        name: its name.
-        shape: its shape.
-        dtype: safetensors' name of the smallest type that holds its numbers.
-        pieces: rows of stored tensors, in Hugging Face's order, one after the other.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        dtype: Smallest type that holds its numbers, by safetensors' name.
+        pieces: Rows of stored tensors in Hugging Face's order, to be concatenated.
     """
 
     name: str
@@ -51,21 +52,20 @@ class _Target:
 
     @property
     def kinds(self) -> set[str]:
-        """GGUF's types of what it is made of."""
+        """GGUF types of the stored tensors."""
         return {tensor.kind for tensor, _ in self.pieces}
 
 
 class GgufReader:
-    """The tensors of a model in `.gguf` files, with the methods that loading uses of an open
-    safetensors file.
+    """Tensors of a model in `.gguf` files, with the methods of an open safetensors file.
 
     Args:
-        path: the file, or any part of one that was split.
-        dtype: of the matrices that are stored in blocks. Vectors, and what is stored as numbers,
-            come with all their digits.
-        device: where the tensors go.
+        path: Path of the file, or of any part of a split one.
+        dtype: Dtype of matrices that are stored in blocks. Vectors and plain numbers keep their
+            full precision.
+        device: Device of the tensors.
 
-    Raises `ModelLoadError` where the tensors contradict the metadata, or are not known.
+    Raises `ModelLoadError` for unknown tensors, or for tensors that do not match the metadata.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class GgufReader:
         self._targets = {target.name: target for target in targets}
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._targets)
 
     def get_slice(self, name: str) -> "GgufTensor":
-        """A tensor, to be read by slices."""
+        """Return a tensor to be read by slices."""
         target = self._targets[name]
         return GgufTensor(target, self._family, self._config, self._dtype, self._device)
 
     def get_tensor(self, name: str) -> Tensor:
-        """All of a tensor, in memory of its own."""
-        found = self.get_slice(name)[:]
-        return found.clone() if set(_KEPT) >= self._targets[name].kinds else found
+        """Return a whole tensor in its own memory."""
+        tensor = self.get_slice(name)[:]
+        return tensor.clone() if set(_KEPT) >= self._targets[name].kinds else tensor
 
 
 class GgufTensor:
-    """One tensor, which is read by slices."""
+    """Tensor that is read by slices."""
 
     def __init__(
         self,
@@ -111,19 +111,19 @@ class GgufTensor:
         in_blocks = len(target.shape) > 1 and not target.kinds <= _KEPT.keys()
         self._dtype = dtype if in_blocks else _KEPT[target.dtype]
         first, rows = target.pieces[0]
-        # numbers of a row as it is put together here; a shape may have dimensions of 1 besides
+        # numbers of an assembled row; the shape may have additional dimensions of 1
         self._width = len(rows) if self._is_turned(first) else _columns(first)
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return the dtype by safetensors' name."""
         return self._target.dtype
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Return the shape of the tensor."""
         return list(self._target.shape)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        """A part of it, or all: a view of the mapped file where the file holds it so."""
+        """Return a slice of the tensor, as a view of the mapped file if the layouts match."""
         first, *others = index if isinstance(index, tuple) else (index,)
         start, stop, _ = first.indices(self._target.shape[0])
         inner, width = prod(self._target.shape[1:]), self._width
@@ -133,14 +133,14 @@ class GgufTensor:
         if len(self._target.shape) == 2 and len(others) == 1 and inner == width:
             return self._rows(start, stop, range(width)[others[0]]).to(self._device)
         at = start * inner // width
-        found = self._rows(at, -(-stop * inner // width), range(width)).reshape(-1)
-        found = found[start * inner - at * width : stop * inner - at * width]
-        found = found.view(stop - start, *self._target.shape[1:])
-        return (found[:, *others] if others else found).to(self._device)
+        numbers = self._rows(at, -(-stop * inner // width), range(width)).reshape(-1)
+        numbers = numbers[start * inner - at * width : stop * inner - at * width]
+        numbers = numbers.view(stop - start, *self._target.shape[1:])
+        return (numbers[:, *others] if others else numbers).to(self._device)
 
     @cached_property
     def form(self) -> Format | None:
-        """The format of codes that products read as they are; None: they do not."""
+        """Format of the codes, or None if products cannot read them."""
         target, family = self._target, self._family
         named = {kind_of(tensor.name) for tensor, _ in target.pieces}
         is_changed = bool(named & {*family.turned, *family.plus_one})
@@ -151,22 +151,23 @@ class GgufTensor:
         return None if kind is None else FORMATS[kind.form]
 
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
-        """The codes of rows [start, stop), some rows after the other, in `form`, which is not
-        None. Raises `ModelLoadError` for scales that are not finite.
+        """Yield the codes of rows [start, stop), a few rows at a time. `form` must not be None.
+
+        Raises `ModelLoadError` for scales that are not finite.
         """
         form, columns = self.form, self._width
         assert form is not None
         for tensor, rows, part in self._parts(start, stop):
             for stored in self._stored(tensor, rows, part):
-                found = read_blocks(tensor.kind, stored, columns)
-                if not np.isfinite(found.scales).all():
+                blocks = read_blocks(tensor.kind, stored, columns)
+                if not np.isfinite(blocks.scales).all():
                     raise ModelLoadError(
                         f"the GGUF tensor {tensor.name} of {tensor.file} has scales that are not "
                         "finite: the file is damaged; download it again."
                     )
                 codes, scales, mins = (
                     None if each is None else torch.from_numpy(each).to(self._device)
-                    for each in found
+                    for each in blocks
                 )
                 assert codes is not None
                 assert scales is not None
@@ -176,9 +177,7 @@ class GgufTensor:
         return kind_of(tensor.name) in self._family.turned
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, range, range]]:
-        """The pieces of rows [start, stop): a tensor, which of its rows the piece is made of, and
-        which rows of the piece are wanted.
-        """
+        """Yield the pieces of rows [start, stop): tensor, rows of the piece, selected rows."""
         at = 0
         for tensor, rows in self._target.pieces:
             count = _columns(tensor) if self._is_turned(tensor) else len(rows)
@@ -188,34 +187,34 @@ class GgufTensor:
                 yield tensor, rows, part
 
     def _rows(self, start: int, stop: int, columns: range) -> Tensor:
-        """Rows [start, stop), of them some columns."""
+        """Return some columns of rows [start, stop)."""
         parts = list(self._parts(start, stop))
         if len(parts) == 1 and (mapped := self._mapped(*parts[0])) is not None:
             return mapped[:, columns.start : columns.stop]
-        found = torch.empty((stop - start, len(columns)), dtype=self._dtype)
+        result = torch.empty((stop - start, len(columns)), dtype=self._dtype)
         at = 0
         for part in parts:
             for numbers in self._numbers(*part, columns):
                 # rounds to the nearest, ties to even
-                found[at : at + len(numbers)] = torch.from_numpy(numbers)
+                result[at : at + len(numbers)] = torch.from_numpy(numbers)
                 at += len(numbers)
-        return found
+        return result
 
     def _mapped(self, tensor: StoredTensor, rows: range, part: range) -> Tensor | None:
-        """The rows as the file holds them, where these are the numbers."""
+        """Return mapped rows if the file stores them in the final order and type, else None."""
         kind = kind_of(tensor.name)
         is_moved = kind in {*self._family.row_orders, *self._family.turned, *self._family.plus_one}
         if is_moved or tensor.kind != self._target.dtype:
             return None
         stored = _all_rows(tensor)[rows.start + part.start : rows.start + part.stop]
-        found = stored.view(_NUMPY[tensor.kind])
-        found = found if found.flags.aligned else found.copy()
-        return torch.from_numpy(found).view(self._dtype)
+        numbers = stored.view(_NUMPY[tensor.kind])
+        numbers = numbers if numbers.flags.aligned else numbers.copy()
+        return torch.from_numpy(numbers).view(self._dtype)
 
     def _numbers(
         self, tensor: StoredTensor, rows: range, part: range, columns: range
     ) -> Iterator[np.ndarray]:
-        """Rows of a piece in float32, some at a time."""
+        """Yield rows of a piece in float32, a few at a time."""
         kind = kind_of(tensor.name)
         if kind in self._family.turned:
             stored = _all_rows(tensor)[rows.start : rows.stop]
@@ -227,7 +226,7 @@ class GgufTensor:
             yield numbers - np.float32(1) if kind in self._family.plus_one else numbers
 
     def _stored(self, tensor: StoredTensor, rows: range, part: range) -> Iterator[np.ndarray]:
-        """Rows of a piece as they are stored, some at a time, in Hugging Face's order."""
+        """Yield rows of a piece as stored, a few at a time, in Hugging Face's order."""
         order = self._family.row_orders.get(kind_of(tensor.name))
         places, stored = None if order is None else order(self._config), _all_rows(tensor)
         step = max(1, CHUNK // _columns(tensor))
@@ -241,7 +240,7 @@ def _all_rows(tensor: StoredTensor) -> np.ndarray:
 
 
 def _cut(tensor: StoredTensor, stored: np.ndarray, columns: range) -> np.ndarray:
-    """Some columns of stored rows in float32; no more blocks are read than hold them."""
+    """Return some columns of stored rows in float32, reading only the blocks that contain them."""
     _, block, size = tensor.layout
     first, last = columns.start // block, -(-columns.stop // block)
     stored = stored[:, first * size : last * size]
@@ -250,7 +249,7 @@ def _cut(tensor: StoredTensor, stored: np.ndarray, columns: range) -> np.ndarray
 
 
 def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
-    """All tensors, checked against what the decoder wants."""
+    """Return all tensors, checked against the decoder's parameters."""
     sources: dict[str, list[StoredTensor]] = {}
     for name, hf_name in tensor_names(family, config).items():
         if name in stored:
@@ -262,13 +261,13 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
         experts = tensors[0].shape[0] if is_cut or len(tensors[0].shape) == 3 else 1
         dtypes = {_stored_as(tensor, family) for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-        each = [tuple(_expert(tensor, i, experts) for tensor in tensors) for i in range(experts)]
+        cuts = [tuple(_expert(tensor, i, experts) for tensor in tensors) for i in range(experts)]
         shapes = [_shape_of(tensor, family) for tensor in tensors]
         shape = shapes[0]
         if is_cut:
             targets += [
                 _Target(hf_name.format(expert=i), shape[1:], dtype, pieces)
-                for i, pieces in enumerate(each)
+                for i, pieces in enumerate(cuts)
             ]
             continue
         if any(kind_of(tensor.name) in family.turned for tensor in tensors):
@@ -276,48 +275,48 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
             shape = (sum(prod(each[:-1]) for each in shapes), shape[-1])
         elif len(tensors) > 1:
             if any(each != shape for each in shapes):
-                told = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
-                raise ModelLoadError(f"the GGUF tensors {told} must have one shape")
+                names = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
+                raise ModelLoadError(f"the GGUF tensors {names} must have the same shape")
             rows = sum(tensor.num_rows for tensor in tensors) // experts
             shape = (*shape[:-2], rows, shape[-1])
-        targets.append(_Target(hf_name, shape, dtype, tuple(part for all in each for part in all)))
+        targets.append(_Target(hf_name, shape, dtype, tuple(part for all in cuts for part in all)))
     return _checked_all(targets, config)
 
 
 def _shape_of(tensor: StoredTensor, family: Family) -> tuple[int, ...]:
-    """As Hugging Face has it: columns of what is turned are rows."""
+    """Return a tensor's shape in Hugging Face, which swaps rows and columns of some tensors."""
     if kind_of(tensor.name) not in family.turned or len(tensor.shape) < 2:
         return tensor.shape
     return (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
 
 
 def _require_groups(tensors: list[StoredTensor], shapes: list[tuple[int, ...]]) -> None:
-    """Raise `ModelLoadError` unless rows of as many groups can follow each other."""
+    """Raise `ModelLoadError` unless the tensors' groups can be concatenated row by row."""
     fit = {(len(shape), shape[0], shape[-1]) for shape in shapes}
     if len(fit) > 1 or len(shapes[0]) != 3:
-        told = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
-        raise ModelLoadError(f"the GGUF tensors {told} must be of as many heads, and as wide")
+        names = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
+        raise ModelLoadError(f"the GGUF tensors {names} must have equal head counts and widths")
 
 
 def _expert(tensor: StoredTensor, number: int, experts: int) -> tuple[StoredTensor, range]:
-    """The rows of one of so many experts."""
+    """Return the rows of one expert."""
     size = _num_rows(tensor) // experts
     return tensor, range(number * size, (number + 1) * size)
 
 
 def _num_rows(tensor: StoredTensor) -> int:
-    """Vectors are rows of one number, so that they can be reordered as matrices are."""
+    """Return the number of rows. A vector has rows of one number, so that it can be reordered."""
     is_vector = len(tensor.shape) == 1 and tensor.kind in _KEPT
     return tensor.shape[0] if is_vector else tensor.num_rows
 
 
 def _columns(tensor: StoredTensor) -> int:
-    """Numbers of a row, see `_num_rows`."""
+    """Return the numbers per row, by the definition of `_num_rows`."""
     return 1 if _num_rows(tensor) != tensor.num_rows else tensor.shape[-1]
 
 
 def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
-    """Raise `ModelLoadError` unless they are what the decoder reads, one by one or fused."""
+    """Raise `ModelLoadError` unless these are the decoder's tensors, separate or fused."""
     table = param_table(spec_from_config(config))
     slots, fused = named_slots(table), fused_tensors(table)
     shapes = {name: each.shape for name, each in (*slots.items(), *fused.items())}
@@ -329,37 +328,37 @@ def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
     }
     for name, slot in slots.items():
         if name not in there and slot.tied_to is None:
-            raise ModelLoadError(f"the GGUF file has nothing for the tensor {name}")
+            raise ModelLoadError(f"the GGUF file lacks the tensor {name}")
     return checked
 
 
 def _checked(target: _Target, shapes: Mapping[str, tuple[int, ...]]) -> _Target:
-    """With the shape that is wanted, which may have dimensions of 1 more."""
+    """Return the target with the expected shape, which may have additional dimensions of 1."""
     origin = " and ".join(tensor.name for tensor, _ in target.pieces[:2])
-    wanted = shapes.get(target.name)
-    if wanted is None:
+    expected = shapes.get(target.name)
+    if expected is None:
         raise ModelLoadError(
-            f"the GGUF file holds {origin}, and its metadata has no place for {target.name}"
+            f"the GGUF file contains {origin}, but its metadata excludes {target.name}"
         )
-    if [size for size in wanted if size > 1] != [size for size in target.shape if size > 1]:
+    if [size for size in expected if size > 1] != [size for size in target.shape if size > 1]:
         raise ModelLoadError(
-            f"the GGUF file has shape {target.shape} for {target.name} ({origin}); its metadata "
-            f"asks for {wanted}"
+            f"the GGUF file has shape {target.shape} for {target.name} ({origin}), expected "
+            f"{expected} by its metadata"
         )
-    return _Target(target.name, wanted, target.dtype, target.pieces)
+    return _Target(target.name, expected, target.dtype, target.pieces)
 
 
 def _require_order(tensor: StoredTensor, family: Family, config: Config) -> None:
     order = family.row_orders.get(kind_of(tensor.name))
     if order is not None and len(order(config)) != tensor.shape[0]:
         raise ModelLoadError(
-            f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, and its metadata asks for "
-            f"{len(order(config))}"
+            f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, expected "
+            f"{len(order(config))} by its metadata"
         )
 
 
 def _stored_as(tensor: StoredTensor, family: Family) -> str:
-    """safetensors' name of the smallest dtype that holds a tensor's numbers."""
+    """Return the smallest dtype that holds a tensor's numbers, by safetensors' name."""
     if kind_of(tensor.name) in family.plus_one:
-        return "F32"  # 1 + w - 1 in 16 bits would lose the digits of a small w
+        return "F32"  # computing (1 + w) - 1 in 16 bits would lose the digits of a small w
     return tensor.kind if tensor.kind in _KEPT else "F32"

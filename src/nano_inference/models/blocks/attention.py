@@ -6,7 +6,7 @@ from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArg
 
 
 class Attention:
-    """Multi-head attention: one product makes queries, keys and values, another one ends it."""
+    """Multi-head attention: one product makes queries, keys and values, one the output."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         self.qkv = Linear(part, f"layers.{layer}.qkv")
@@ -18,9 +18,7 @@ class Attention:
 
 
 class Attend:
-    """What lies between the products: turn queries and keys by their positions, store keys and
-    values, attend.
-    """
+    """Attention between the products: rotate queries and keys, store keys and values, attend."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         spec = part.spec
@@ -43,7 +41,7 @@ class Attend:
         self.context, self.dtype = part.context, part.dtype
 
     def __call__(self, step: Step[X], qkv: X) -> X:
-        """Compute queries, keys and values side by side -> attention's output [N, heads * D]."""
+        """Compute [queries, keys, values] -> attention's output [N, heads * D]."""
         ops, batch, view, layer = step.ops, step.batch, step.view, self.layer
         q = ops.rope_and_store(qkv, self.rope, batch.positions, batch.slot_mapping, view, layer)
         if self.context is None:
@@ -53,7 +51,7 @@ class Attend:
 
 
 class OwnHeads:
-    """The product that ends attention, of those heads whose sums are this rank's."""
+    """The output product of attention, for the heads whose sums this rank computes."""
 
     def __init__(self, product: Block, start: int, stop: int) -> None:
         self.product, self.start, self.stop = product, start, stop
@@ -63,10 +61,10 @@ class OwnHeads:
 
 
 def output(part: ModelPart, layer: int) -> Block:
-    """Return the product that ends a layer's attention."""
-    own = part.exchange.part
-    product = row_parallel(part, f"layers.{layer}.o", own.head_segments_of(layer))
-    start, stop = own.own_columns
+    """Return the output product of a layer's attention."""
+    shard = part.exchange.part
+    product = row_parallel(part, f"layers.{layer}.o", shard.head_segments_of(layer))
+    start, stop = shard.own_columns
     if stop - start < part.spec.num_heads * part.spec.value_dim:
         return OwnHeads(product, start, stop)
     return product

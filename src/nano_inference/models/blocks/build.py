@@ -1,4 +1,4 @@
-"""`build_layer`: the blocks of a layer, chosen by the model's description."""
+"""`build_layer`: the blocks of a layer, chosen from the model's description."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,7 +25,7 @@ MIXERS: Mapping[str, Callable[[ModelPart, int], Block]] = {
 
 
 def mixer_kind(spec: ModelSpec, layer: int) -> str:
-    """Return the row of `MIXERS` that a layer has."""
+    """Return a layer's key in `MIXERS`."""
     if spec.state is not None and spec.state.layers[layer]:
         return "delta net" if isinstance(spec.state, DeltaNetSpec) else "short convolution"
     if spec.latent is not None:
@@ -34,7 +34,7 @@ def mixer_kind(spec: ModelSpec, layer: int) -> str:
 
 
 def build_mixtures(part: ModelPart) -> dict[int, Mixture]:
-    """Return the experts of every layer that has some."""
+    """Return the experts of every layer that has any."""
     moe = part.spec.moe
     if moe is None:
         return {}
@@ -43,7 +43,7 @@ def build_mixtures(part: ModelPart) -> dict[int, Mixture]:
 
 
 def build_layer(part: ModelPart, layer: int, mixtures: Mapping[int, Mixture]) -> AnyLayer:
-    """Return a layer of blocks."""
+    """Build a layer from its blocks."""
     spec, name = part.spec, f"layers.{layer}."
     beside = spec.moe is not None and spec.moe.beside
     mlp = _normed(part, _mlp(part, layer, mixtures), name, "dense" if beside else "mlp")
@@ -66,6 +66,6 @@ def _mlp(part: ModelPart, layer: int, mixtures: Mapping[int, Mixture]) -> Block:
 
 
 def _normed(part: ModelPart, block: Block, name: str, which: str) -> Block:
-    """Return the block with the norm of its output, if the model has one there."""
+    """Return the block, with a norm of its output if the model has one there."""
     norm = part.norm_after(f"{name}{which}_out_norm")
     return block if norm is None else NormedAfter(block, norm)

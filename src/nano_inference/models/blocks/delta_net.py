@@ -8,7 +8,7 @@ from nano_inference.ops.state import DeltaWeights
 
 
 class DeltaNet:
-    """A block that carries a matrix of each head along a sequence instead of attending to keys."""
+    """A block whose heads each carry a matrix along a sequence instead of attending to keys."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         name, params, net = f"layers.{layer}.", part.params, part.spec.state

@@ -1,4 +1,4 @@
-"""Layers of experts; see `ops/moe.py`."""
+"""Layers of experts, computed by `ops/moe.py`."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.interface import Ops, X
 from nano_inference.ops.moe import Biases, Experts, Note, Shared
 
-# as `Biases` has them
+# in the order of `Biases`
 EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
 
 
@@ -24,9 +24,7 @@ class Mixture:
         self.hidden_size = part.spec.hidden_size
 
     def __call__(self, step: Step[X], x: X, routed: X | None = None) -> X:
-        """Compute rows through their experts, which the router chooses by the rows `routed` if it
-        reads others.
-        """
+        """Pass rows through experts, chosen by the rows `routed` if the router reads others."""
         if step.routes is None:
             return step.ops.moe(x, self.experts, self.exchange, None, routed)
         noted = partial(step.routes.compute, self.layer, self._noting)
@@ -37,12 +35,12 @@ class Mixture:
         return self.ops.moe(x, self.experts, self.exchange, note, routed)
 
     def serve(self, ops: Ops, nothing: Tensor) -> None:
-        """Compute the rows of other ranks; `nothing` are this rank's: none."""
+        """Compute the rows of other ranks. `nothing` [0, H] stands in for this rank's."""
         ops.moe(nothing, self.experts, self.exchange)
 
 
 def experts_of(part: ModelPart, layer: int, moe: MoeSpec) -> Experts:
-    """Return the weights of a layer's experts, as operations read them."""
+    """Return the weights of a layer's experts in the form that operations read."""
     name, params = f"layers.{layer}.", part.params
     shared = None
     if moe.shared:

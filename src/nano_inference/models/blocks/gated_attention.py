@@ -7,8 +7,9 @@ from nano_inference.ops.interface import X
 
 
 class GatedAttention:
-    """Attention multiplied by the sigmoid of a projection, which the product of queries, keys and
-    values makes too: its columns come first.
+    """Attention whose output is multiplied by the sigmoid of a projection.
+
+    The product of queries, keys and values also makes that projection, in its first columns.
     """
 
     def __init__(self, part: ModelPart, layer: int) -> None:

@@ -1,5 +1,5 @@
-"""What Gemma 4 adds to a layer: experts beside the MLP, an input of each layer, and a number that
-the layer's output is multiplied by.
+"""Additions of Gemma 4 to a layer: experts parallel to the MLP, an input for each layer, and a
+factor of the layer's output.
 """
 
 from functools import partial
@@ -16,30 +16,30 @@ from nano_inference.ops.reference import backend as reference
 
 
 class Gemma4Layer:
-    """A layer, then what this model has after it.
+    """A layer with the additions of Gemma 4.
 
     Args:
-        layer: attention and MLP.
-        beside: experts beside the MLP; None: there are none.
-        own: what the layer's own input adds; None: it has none.
-        factor: [1], what the residual stream is multiplied by at the end; None: nothing.
+        layer: Attention and MLP.
+        beside: Experts parallel to the MLP. None: no experts.
+        own_input: Contribution of the layer's input. None: no such input.
+        factor: [1], factor of the residual stream after the layer. None: 1.
     """
 
     def __init__(
         self,
         layer: Layer,
         beside: "ExpertsBeside | None",
-        own: "OwnInput | None",
+        own_input: "OwnInput | None",
         factor: Tensor | None,
     ) -> None:
-        self.layer, self.beside, self.own, self.factor = layer, beside, own, factor
+        self.layer, self.beside, self.own_input, self.factor = layer, beside, own_input, factor
 
     def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X | None, X]:
         x, residual = self.layer(step, x, residual)
         if self.beside is not None:
             x = self.beside(step, x, residual)
-        if self.own is not None:
-            x, residual = self.own(step, x, residual)
+        if self.own_input is not None:
+            x, residual = self.own_input(step, x, residual)
         if self.factor is None:
             return x, residual
         _, residual = step.ops.rms_norm(x, residual, NOT_ROUNDED, self.layer.scale)
@@ -48,8 +48,9 @@ class Gemma4Layer:
 
 
 class ExpertsBeside:
-    """Experts that read the residual stream as the MLP beside them does, through norms of their
-    own, and are added to the MLP's output.
+    """Experts that read the same residual stream as the MLP, with their own norms.
+
+    Their output is added to the MLP's.
     """
 
     def __init__(self, part: ModelPart, layer: int, mixture: Mixture) -> None:
@@ -63,7 +64,7 @@ class ExpertsBeside:
         self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
 
     def __call__(self, step: Step[X], dense: X, residual: X) -> X:
-        """Compute the MLP's output [N, H] and the residual stream -> what both add to it."""
+        """Compute the MLP's output [N, H] and the residual stream -> output of both."""
         ops = step.ops
         rows = ops.rms_norm(None, residual, self.experts_norm, 1.0)[0]
         routed = None
@@ -76,20 +77,20 @@ class ExpertsBeside:
 
 
 class LayerInputs:
-    """The inputs of all layers, made of the token and of its embedding."""
+    """Inputs of all layers, made from the token and its embedding."""
 
     def __init__(self, part: ModelPart) -> None:
         spec, params = part.spec, part.params
         norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, torch.float32)
         self.project, self.embed = params["inputs_project"], params["inputs_embed"]
         self.rounding, self.residual_scale = Norm(None, 0.0, 0.0, part.dtype), spec.residual_scale
-        # rounded as the model was trained
+        # rounded as in training
         self.embed_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=part.dtype))
         self.join = partial(_join, norm, spec.hidden_size**-0.5)
         self.width = spec.num_layers * spec.layer_inputs
 
     def __call__(self, ops: Operations[X], batch: ForwardBatch, rows: X) -> X:
-        """Compute embeddings [N, H] -> the inputs side by side, float32 [N, layers * width]."""
+        """Compute embeddings [N, H] -> inputs of all layers, float32 [N, layers * width]."""
         rounded = ops.rms_norm(None, rows, self.rounding, self.residual_scale)[0]
         projected = ops.linear(rounded, self.project, None)
         known = ops.embed(batch.input_ids, self.embed, self.embed_scale)
@@ -97,7 +98,7 @@ class LayerInputs:
 
 
 class OwnInput:
-    """What a layer's own input adds to the residual stream."""
+    """Contribution of a layer's input to the residual stream."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         name, spec = f"layers.{layer}.", part.spec
@@ -109,13 +110,13 @@ class OwnInput:
         self.dtype = part.dtype
 
     def __call__(self, step: Step[X], x: X, residual: X) -> tuple[X, X]:
-        """Compute (what the blocks before add, residual) -> (what the input adds, residual)."""
+        """Compute (previous blocks' output, residual) -> (the input's contribution, residual)."""
         ops, batch = step.ops, step.batch
         rows, residual = ops.rms_norm(x, residual, self.rounding, self.residual_scale)
         gates = ops.linear(rows, self.gate, None)
         assert step.inputs is not None
-        own = ops.columns(step.inputs, self.first, self.first + self.width)
-        gated = ops.call(batch, self.apply, (gates, own), self.width, self.dtype)
+        inputs = ops.columns(step.inputs, self.first, self.first + self.width)
+        gated = ops.call(batch, self.apply, (gates, inputs), self.width, self.dtype)
         x = ops.linear(gated, self.out, None)
         if self.norm is not None:
             x = ops.rms_norm(None, x, self.norm, 1.0)[0]
@@ -129,8 +130,8 @@ def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None
 def _join(
     norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
 ) -> None:
-    """Fill `out` with the sum of a row's embedding, normalised layer by layer, and its token's
-    rows.
+    """Fill `out` with the sum of a row's projected embedding, normalised layer by layer, and the
+    rows of its token.
     """
     assert norm.weight is not None
     by_layer = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))

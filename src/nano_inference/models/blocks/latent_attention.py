@@ -1,4 +1,4 @@
-"""Attention over latents (DeepSeek-V2, arXiv:2405.04434); see `LatentOps` in `ops/interface.py`."""
+"""Attention over latents (DeepSeek-V2, arXiv:2405.04434), by `LatentOps` in `ops/interface.py`."""
 
 from nano_inference.models.blocks.attention import Attend, output
 from nano_inference.models.blocks.linear import Linear
@@ -7,8 +7,8 @@ from nano_inference.ops.interface import X
 
 
 class LatentAttention:
-    """Attention whose one KV head is a latent of the token, from which all heads' keys and values
-    would be made.
+    """Attention with a single KV head: the token's latent, which replaces the keys and values of
+    all heads.
     """
 
     def __init__(self, part: ModelPart, layer: int) -> None:
@@ -32,7 +32,7 @@ class LatentAttention:
         return self.o(step, latent.values(attended, self.kv_b, self.sizes))
 
     def _query_input(self, step: Step[X], x: X) -> X:
-        """Return what the queries are made of: the rows, or a latent of their own."""
+        """Return the input of the query product: the rows, or a latent of them."""
         if self.q_a is None:
             return x
         return step.ops.rms_norm(None, self.q_a(step, x), self.q_a_norm)[0]

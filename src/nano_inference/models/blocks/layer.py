@@ -7,12 +7,13 @@ from nano_inference.ops.interface import Norm, X
 
 
 class AnyLayer(Protocol):
-    """A layer. The residual stream is float32 [N, H]; what the layer before gives is not added to
-    it yet, as the addition is part of the next norm.
+    """A layer. The residual stream is float32 [N, H].
+
+    It lacks the previous layer's output, because the next norm includes the addition.
     """
 
     def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X | None, X]:
-        """Compute (what the layer before adds, residual) -> (what this layer adds, residual)."""
+        """Compute (previous layer's output, residual) -> (this layer's output, residual)."""
         ...
 
 
@@ -20,10 +21,10 @@ class Layer:
     """A transformer layer.
 
     Args:
-        part: of the model.
-        index: of the layer.
-        mixer: block that mixes the rows of a sequence, such as attention.
-        mlp: block that works on single rows.
+        part: Part of the model that holds the layer.
+        index: Number of the layer.
+        mixer: Block that mixes the rows of a sequence, such as attention.
+        mlp: Block that processes single rows.
     """
 
     def __init__(self, part: ModelPart, index: int, mixer: Block, mlp: Block) -> None:

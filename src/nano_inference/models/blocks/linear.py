@@ -1,4 +1,4 @@
-"""Products: `Linear`, and the same with its input columns spread over ranks."""
+"""Products of rows and weights: `Linear`, and a version with input columns spread over ranks."""
 
 from functools import partial
 
@@ -9,12 +9,12 @@ from nano_inference.ops.interface import X
 
 
 class Linear:
-    """A product of rows and a weight, with its bias and what the rows' adapters add.
+    """A product of rows and a weight, with its bias and the contribution of adapters.
 
     Args:
-        part: of the model.
-        name: of the weight.
-        segments: bounds of the columns that are added up by themselves; None: all in one piece.
+        part: Part of the model that holds the weight.
+        name: Name of the weight.
+        segments: Bounds of the columns that are summed separately. None: one segment.
     """
 
     def __init__(self, part: ModelPart, name: str, segments: tuple[int, ...] | None = None) -> None:
@@ -27,8 +27,9 @@ class Linear:
 
 
 class SummedLinear:
-    """A product whose input columns are spread over tensor ranks: each rank adds up its own
-    columns, then the ranks add up their sums.
+    """A product whose input columns are spread over tensor ranks.
+
+    Each rank sums its own columns, then the ranks add up their sums.
     """
 
     def __init__(self, part: ModelPart, name: str, segments: tuple[int, ...] | None = None) -> None:
@@ -40,13 +41,15 @@ class SummedLinear:
     def __call__(self, step: Step[X], x: X) -> X:
         bias = None if self.bias is None else self.bias.float()
         add_up = partial(self.exchange.add_up, bias=bias)
-        own = step.ops.linear(x, self.weight, None, self.segments)
-        return step.ops.call(step.batch, add_up, (own,), self.hidden_size, torch.float32)
+        partial_sum = step.ops.linear(x, self.weight, None, self.segments)
+        return step.ops.call(step.batch, add_up, (partial_sum,), self.hidden_size, torch.float32)
 
 
 def row_parallel(part: ModelPart, name: str, segments: tuple[int, ...] | None) -> Block:
-    """Return the product that ends a block. Its columns are added up in `segments`, so that any
-    number of ranks gives the same bits, if the backend can.
+    """Return the output product of a block.
+
+    Its columns are summed in `segments` if the backend can, so that the bits do not depend on the
+    number of ranks.
     """
     if part.exchange.tensor is not None:
         return SummedLinear(part, name, segments)

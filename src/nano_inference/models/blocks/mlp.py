@@ -1,4 +1,4 @@
-"""MLPs: with a gate, and without."""
+"""MLPs with and without a gate."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from nano_inference.ops.interface import X
 
 
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), where one product makes gate and up."""
+    """down(activation(gate(x)) * up(x)), with one product for gate and up."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         name = f"layers.{layer}."
@@ -43,5 +43,5 @@ class Mlp:
 def _activate(
     activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
 ) -> None:
-    """Fill `out` with the activation of x; `numbers` are the layer's own, if it has any."""
+    """Fill `out` with the activation of x; `numbers` are the layer's parameters of it, if any."""
     out.copy_(UNGATED[activation](x.float(), numbers))

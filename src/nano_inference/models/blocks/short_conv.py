@@ -7,7 +7,7 @@ from nano_inference.ops.state import ShortConvWeights
 
 
 class ShortConv:
-    """A block in which a row reads the few rows before it, through a convolution."""
+    """A block whose rows read a few previous rows through a convolution."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         name = f"layers.{layer}."

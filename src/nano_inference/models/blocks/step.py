@@ -1,4 +1,4 @@
-"""`ModelPart`, from which blocks are built, and `Step`, with which they are called."""
+"""`ModelPart`, the source of all blocks, and `Step`, the argument of their calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops, X
 
-NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds to the residual stream
+NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds x to the residual stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,14 @@ class ModelPart:
     """The part of a model that this rank holds.
 
     Attributes:
-        spec: of this part.
-        params: weights by name; a layer's begin with `layers.N.`.
-        ops: of the backend.
-        exchange: the other ranks of the model.
-        context: the ranks that share every sequence's keys and values; None: there are none.
-        ropes: rotary tables, one entry a layer.
-        dtype: of the weights.
-        ones: weights [width] of norms, in a model whose norms have none; else None.
+        spec: Description of this part.
+        params: Weights by name, with prefix `layers.N.` for those of a layer.
+        ops: Operations of the backend.
+        exchange: The other ranks of the model.
+        context: Ranks that share every sequence's keys and values. None: no such ranks.
+        ropes: Rotary tables of each layer.
+        dtype: Dtype of the weights.
+        ones: Weights [width] of norms, for a model whose norms have none. Otherwise None.
     """
 
     spec: ModelSpec
@@ -45,8 +45,9 @@ class ModelPart:
     ones: Tensor | None
 
     def norm(self, name: str, width: int | None = None) -> Norm:
-        """Return the norm of this name, as wide as the hidden state unless `width` is given. A
-        norm that the model does not have only rounds the residual stream for the next product.
+        """Return the norm of this name, as wide as the hidden state unless `width` is set.
+
+        A norm that the model lacks only rounds the residual stream for the next product.
         """
         spec = self.spec
         weight = self.params.get(name)
@@ -55,9 +56,7 @@ class ModelPart:
         return Norm(weight, spec.rms_norm_eps, spec.norm_offset, self.dtype)
 
     def norm_after(self, name: str) -> Norm | None:
-        """Return the norm of a block's output, which is not rounded; None if the model has no such
-        norm.
-        """
+        """Return the unrounded norm of a block's output, or None if the model has no such norm."""
         return self.norm(name)._replace(dtype=torch.float32) if name in self.params else None
 
 
@@ -66,13 +65,13 @@ class Step(Generic[X]):
     """One forward pass.
 
     Attributes:
-        ops: operations that compute at once, or record what they are asked for.
-        batch: its rows.
-        view: the KV tensors.
-        plans: what `Ops.plan_attention` gave, by window.
-        inputs: the inputs of all layers side by side (Gemma 4); None: layers have none.
-        routes: notes the experts of every row; None: they are not wanted.
-        taps: notes the residual stream before some layers; None: it is not wanted.
+        ops: Operations that compute immediately or record the calls.
+        batch: Rows of the pass.
+        view: The KV tensors.
+        plans: Plans from `Ops.plan_attention`, by window.
+        inputs: Inputs of all layers, concatenated (Gemma 4). None: no such inputs.
+        routes: Record of the experts of every row. None: not requested.
+        taps: Record of the residual stream before some layers. None: not requested.
     """
 
     ops: Operations[X]
@@ -84,7 +83,7 @@ class Step(Generic[X]):
     taps: Taps | None
 
     def tapped(self, layer: int, residual: X, hidden_size: int) -> X:
-        """Return the residual stream before a layer, noted if it is wanted."""
+        """Return the residual stream before a layer, recorded if requested."""
         if self.taps is None or layer not in self.taps.layers:
             return residual
         note = partial(self.taps.note, layer)
@@ -92,7 +91,7 @@ class Step(Generic[X]):
 
 
 class Block(Protocol):
-    """What a layer adds to the residual stream, as a function of its normed rows."""
+    """A function from normed rows to an addition to the residual stream."""
 
     def __call__(self, step: Step[X], x: X) -> X:
         """Compute rows [N, columns in] -> [N, columns out]."""

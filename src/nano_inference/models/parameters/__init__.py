@@ -1,1 +1,1 @@
-"""The parameters of a model: their table, where checkpoint tensors go, memory and numbers."""
+"""The parameters of a model: their table, the destinations of checkpoint tensors, and storage."""

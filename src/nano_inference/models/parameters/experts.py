@@ -8,14 +8,13 @@ from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.model import ModelSpec
 
-BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
+BLOCKS = "_blocks"  # suffix of checkpoint names of MXFP4 codes
 
 
-def expert_params(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
-    """The router, and the experts' matrices one below the other: the gate and up rows of each
-    expert together.
+def expert_params(part: ModelShard, moe: MoeSpec, prefix: str, layer: str) -> list[ParamSpec]:
+    """Return the router, and the experts' matrices stacked along rows.
 
-    Of experts that other ranks hold there are no rows here.
+    Gate and up rows of an expert are adjacent. Experts of other ranks have no rows.
     """
     hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
     gate, up, down = moe.projections
@@ -32,34 +31,34 @@ def expert_params(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[
             *(Fused(f"{layer}.{name}{BLOCKS}", *blocks) for name in names),
         )
 
-    gates: list[Source] = []  # of the shared expert: one more row of the router
+    gates: list[Source] = []  # gate of the shared expert: an additional row of the router
     if moe.shared is not None and moe.shared.gate is not None:
         gates = [Source(f"{layer}.{moe.shared.gate}.weight", (1, hidden))]
     return [
         ParamSpec(
-            f"{own}.router",
+            f"{prefix}.router",
             (count + len(gates), hidden),
             (Source(f"{hf}.{moe.router}", (count, hidden)), *gates),
             fused=() if gates else fused(names.router, count, hidden),
         ),
-        *_router_bias(moe, own, hf, layer),
+        *_router_bias(moe, prefix, hf, layer),
         ParamSpec(
-            f"{own}.experts_gate_up",
+            f"{prefix}.experts_gate_up",
             (len(part.experts) * 2 * inner, hidden),
             gate_up,
             fused=fused(names.gate_up, count, 2 * inner, hidden, axes="gate_up"),
             codes="layers",
         ),
         ParamSpec(
-            f"{own}.experts_down",
+            f"{prefix}.experts_down",
             (len(part.experts) * hidden, inner),
             _by_expert(part, count, hf, (down,), "weight", (hidden, inner)),
             fused=fused(names.down, count, hidden, inner, axes="down"),
             codes="layers",
         ),
-        *_expert_biases(part, moe, own, hf, layer),
-        *_shared_expert(hidden, moe, own, layer),
-        *_beside_an_mlp(part.whole, moe, own, layer),
+        *_expert_biases(part, moe, prefix, hf, layer),
+        *_shared_expert(hidden, moe, prefix, layer),
+        *_beside_an_mlp(part.whole, moe, prefix, layer),
     ]
 
 
@@ -71,7 +70,7 @@ def _by_expert(
     kind: str,
     shape: tuple[int, ...],
 ) -> tuple[Source, ...]:
-    """Tensors of each expert, of which the rank takes those of its own."""
+    """Return the tensors of each expert, empty if another rank holds it."""
     return tuple(
         Source(
             f"{hf}.experts.{expert}.{projection}.{kind}",
@@ -84,19 +83,20 @@ def _by_expert(
     )
 
 
-def _router_bias(moe: MoeSpec, own: str, hf: str, layer: str) -> list[ParamSpec]:
+def _router_bias(moe: MoeSpec, prefix: str, hf: str, layer: str) -> list[ParamSpec]:
     if moe.bias is None:
         return []
     source = Source(f"{hf}.{moe.bias}", moe.bias_shape)
     names = tuple(Fused(f"{layer}.{name}", moe.bias_shape) for name in moe.in_memory.bias)
-    return [ParamSpec(f"{own}.router_bias", source.shape, (source,), True, fused=names)]
+    return [ParamSpec(f"{prefix}.router_bias", source.shape, (source,), True, fused=names)]
 
 
 def _of_columns(
     count: int, hidden: int, inner: int
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """How gpt-oss holds all experts of a layer: what others have as rows are columns, and those of
-    gate and up take turns. Shape, axes and order, see `Fused`.
+    """Return gpt-oss's layout of all experts of a layer: shape, axes and order, as in `Fused`.
+
+    Matrices are transposed, and the columns of gate and up alternate.
     """
     return {
         "gate_up": ((count, hidden, 2 * inner), (count, hidden, inner, 2), (0, 3, 2, 1)),
@@ -109,7 +109,7 @@ def _of_columns(
 def _of_blocks(
     count: int, hidden: int, inner: int
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """How its blocks of MXFP4 hold the same, by rows."""
+    """Return gpt-oss's layout of MXFP4 blocks: not transposed, rows of gate and up alternate."""
     return {
         "gate_up": ((count, 2 * inner, hidden), (count, inner, 2, hidden), (0, 2, 1, 3)),
         "down": ((count, hidden, inner), (count, hidden, inner), (0, 1, 2)),
@@ -117,15 +117,15 @@ def _of_blocks(
 
 
 def _expert_biases(
-    part: ModelShard, moe: MoeSpec, own: str, hf: str, layer: str
+    part: ModelShard, moe: MoeSpec, prefix: str, hf: str, layer: str
 ) -> list[ParamSpec]:
-    """Of the router, and of every expert: gate and up, then down."""
+    """Return the biases of the router and of every expert: gate and up, then down."""
     if not moe.biases:
         return []
     hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
     gate, up, down = moe.projections
     router = Source(f"{hf}.router.bias", (count,))
-    table = [replace(plain_param(f"{own}.router_logits_bias", router), keep_float32=True)]
+    table = [replace(plain_param(f"{prefix}.router_logits_bias", router), keep_float32=True)]
     for name, projections, size in (
         ("gate_up", (gate, up), inner),
         ("down", (down,), hidden),
@@ -136,12 +136,12 @@ def _expert_biases(
             *_of_columns(count, hidden, inner)[f"{name}_bias"],
         )
         rows = len(part.experts) * len(projections) * size
-        table.append(ParamSpec(f"{own}.experts_{name}_bias", (rows,), sources, fused=(whole,)))
+        table.append(ParamSpec(f"{prefix}.experts_{name}_bias", (rows,), sources, fused=(whole,)))
     return table
 
 
-def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
-    """Whole on every rank."""
+def _shared_expert(hidden: int, moe: MoeSpec, prefix: str, layer: str) -> list[ParamSpec]:
+    """Return the shared expert, which every rank holds whole."""
     shared = moe.shared
     if shared is None:
         return []
@@ -149,13 +149,13 @@ def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[Para
     size, hf = 2 * inner // len(names), f"{layer}.{shared.module}"
     sources = tuple(Source(f"{hf}.{name}.weight", (size, hidden)) for name in names)
     return [
-        ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources, codes="layers"),
-        product_param(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
+        ParamSpec(f"{prefix}.shared_gate_up", (2 * inner, hidden), sources, codes="layers"),
+        product_param(f"{prefix}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
     ]
 
 
-def _beside_an_mlp(spec: ModelSpec, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
-    """What experts have that stand beside an MLP: norms, and what multiplies their weights."""
+def _beside_an_mlp(spec: ModelSpec, moe: MoeSpec, prefix: str, layer: str) -> list[ParamSpec]:
+    """Return the norms and factors of experts parallel to an MLP."""
     names: dict[str, str] = {}
     if moe.beside:
         names |= {
@@ -165,11 +165,11 @@ def _beside_an_mlp(spec: ModelSpec, moe: MoeSpec, own: str, layer: str) -> list[
         }
     if moe.router_norm is not None:
         names["router_norm"] = f"{moe.module}.{moe.router_norm}"
-    found = [
-        norm_param(spec, f"{own}.{name}", f"{layer}.{theirs}", spec.hidden_size)
+    params = [
+        norm_param(spec, f"{prefix}.{name}", f"{layer}.{theirs}", spec.hidden_size)
         for name, theirs in names.items()
     ]
     if moe.scales is not None:
         scales = Source(f"{layer}.{moe.module}.{moe.scales}", (moe.num_experts,))
-        found.append(replace(plain_param(f"{own}.router_scales", scales), keep_float32=True))
-    return found
+        params.append(replace(plain_param(f"{prefix}.router_scales", scales), keep_float32=True))
+    return params

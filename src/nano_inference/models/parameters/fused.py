@@ -1,4 +1,4 @@
-"""`FusedTensor`: tensors that hold several tensors of the checkpoint, and their parts."""
+"""`FusedTensor`: a tensor that holds several checkpoint tensors, split into its parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class FusedTensor:
     """A tensor that holds several checkpoint tensors of one shape.
 
     Attributes:
-        shape: of the whole.
-        parts: names in the checkpoint, in order.
-        axes, order: as `Fused` has them; the product of the leading axes is the number of parts.
+        shape: Shape of the whole tensor.
+        parts: Names of the parts in the checkpoint, in order.
+        axes, order: As in `Fused`. The product of the leading axes is the number of parts.
     """
 
     shape: tuple[int, ...]
@@ -27,29 +27,28 @@ class FusedTensor:
     order: tuple[int, ...]
 
     def split(self, whole: Tensor) -> list[tuple[str, Tensor]]:
-        """Each part with its name; `whole` has `shape`. Views where it is contiguous."""
+        """Return each part of `whole` [shape] with its name, as views if it is contiguous."""
         parts = whole.reshape(self.axes).permute(self.order)
         places = product(*(range(size) for size in parts.shape[: self._leading]))
         return [(name, parts[place]) for name, place in zip(self.parts, places, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`: the whole of its parts, in order."""
+        """Return the whole tensor of its parts, in order: the inverse of `split`."""
         ordered = torch.stack(list(parts)).reshape([self.axes[axis] for axis in self.order])
         back = [self.order.index(axis) for axis in range(len(self.axes))]
         return ordered.permute(back).reshape(self.shape)
 
     def cut(self, whole: Any) -> dict[str, Any]:
-        """Each part by its name, of what is read by slices."""
+        """Return each part by name, to be read by slices of `whole`."""
         if len(self.parts) == 1 and self.axes == self.shape:
             return {self.parts[0]: whole}
         matrices = _Matrices(self, whole)
         return {name: FusedPart(matrices, place) for place, name in enumerate(self.parts)}
 
     def split_places(self, places: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """Single numbers of the whole by the part that each is of: name, flat places in the part,
-        values.
+        """Assign single numbers of the whole to parts: name, flat indices in the part, values.
 
-        `places` are flat and row-major, int64 [n], inside of the whole.
+        `places` are flat row-major indices in the whole, int64 [n].
         """
         size = torch.Size(self.shape).numel() // len(self.parts)
         places = self._in_order(places)
@@ -66,7 +65,7 @@ class FusedTensor:
 
     @property
     def _leading(self) -> int:
-        """How many axes, in order, count the parts."""
+        """Number of leading axes, in order, that count the parts."""
         left, leading = len(self.parts), 0
         while left > 1:
             left //= self.axes[self.order[leading]]
@@ -74,47 +73,48 @@ class FusedTensor:
         return leading
 
     def _in_order(self, places: Tensor) -> Tensor:
-        """Flat places in the whole -> in the whole with its axes in order."""
+        """Convert flat indices in the whole to indices in the whole with its axes in order."""
         along = torch.unravel_index(places, self.axes)
-        found = torch.zeros_like(places)
+        index = torch.zeros_like(places)
         for axis in self.order:
-            found = found * self.axes[axis] + along[axis]
-        return found
+            index = index * self.axes[axis] + along[axis]
+        return index
 
 
 class _Matrices:
-    """A fused tensor that is read a matrix at a time, where its parts are of one matrix each. What
-    was read last is kept, as the next part is of it too.
+    """A fused tensor that is read one matrix at a time, if no part spans several matrices.
+
+    The matrix read last is kept, because the next part is usually in it too.
     """
 
     def __init__(self, fused: FusedTensor, whole: Any) -> None:
         self.whole, self._read, self._parts = whole, -1, list[Tensor]()
         self._each, self._one, self._by_matrix = len(fused.parts), fused, False
-        count, each = fused.shape[0], len(fused.parts) // fused.shape[0]
+        count, per_matrix = fused.shape[0], len(fused.parts) // fused.shape[0]
         axes, order = fused.axes, fused.order
-        if each > 1 and axes[0] == count * each and order == tuple(range(len(axes))):
-            # rows below rows, of one matrix after the other
-            axes, order = (count, each, *axes[1:]), (0, *(1 + axis for axis in order))
-        if len(fused.shape) == 3 and each and axes[0] == count and order[0] == 0:
-            self._each = each
-            self._by_matrix, names = True, fused.parts[:each]
+        if per_matrix > 1 and axes[0] == count * per_matrix and order == tuple(range(len(axes))):
+            # parts are consecutive rows of one matrix after the other
+            axes, order = (count, per_matrix, *axes[1:]), (0, *(1 + axis for axis in order))
+        if len(fused.shape) == 3 and per_matrix and axes[0] == count and order[0] == 0:
+            self._each = per_matrix
+            self._by_matrix, names = True, fused.parts[:per_matrix]
             self._one = FusedTensor((1, *fused.shape[1:]), names, (1, *axes[1:]), order)
-            if each == 1:  # the first axis counts no parts
+            if per_matrix == 1:  # the first axis does not count parts
                 order = tuple(axis - 1 for axis in order[1:])
                 self._one = FusedTensor(fused.shape[1:], names, axes[1:], order)
 
-    def part(self, place: int) -> Tensor:
-        """All of a part."""
-        which, within = divmod(place, self._each)
+    def part(self, index: int) -> Tensor:
+        """Return a whole part."""
+        which, within = divmod(index, self._each)
         if which != self._read:
-            self._parts.clear()  # before the next matrix is there
+            self._parts.clear()  # frees memory before the next matrix is read
             matrix = self.whole[which : which + 1] if self._by_matrix else self.whole[:]
             self._parts = [part for _, part in self._one.split(matrix)]
             self._read = which
-        found = self._parts[within]
+        part = self._parts[within]
         if within == self._each - 1:
             self._parts, self._read = [], -1
-        return found
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +122,26 @@ class FusedPart:
     """A part of a fused tensor, to be read by slices.
 
     Attributes:
-        matrices: of the whole.
-        place: which part it is.
+        matrices: The fused tensor.
+        index: Position of the part in it.
     """
 
     matrices: _Matrices
-    place: int
+    index: int
 
     @property
     def why(self) -> str | None:
-        """Why products do not read its codes; None: it has none."""
+        """Reason why products cannot read its codes. None: it has no codes or they can."""
         return getattr(self.matrices.whole, "why", None)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        """A part of it, or all."""
-        return self.matrices.part(self.place)[index]
+        """Return a slice of the part, or all of it."""
+        return self.matrices.part(self.index)[index]
 
 
 def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
-    """What transformers has in memory under other names than the checkpoint, or in one piece."""
-    found = {
+    """Return tensors that transformers holds under other names than the checkpoint, or fused."""
+    tensors = {
         each.name: _fused_tensor(each, tuple(source.name for source in param.sources))
         for param in table
         for each in param.fused
@@ -150,8 +150,8 @@ def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
         shapes = {each.name: each.shape for each in param.sources}
         for name, other in param.other_names:
             shape = shapes.get(name, param.sources[0].shape)
-            found[other] = FusedTensor(shape, (name,), shape, tuple(range(len(shape))))
-    return found
+            tensors[other] = FusedTensor(shape, (name,), shape, tuple(range(len(shape))))
+    return tensors
 
 
 def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:
@@ -170,12 +170,13 @@ def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:
 def unfused(
     fused: Mapping[str, FusedTensor], name: str, tensor: Tensor
 ) -> list[tuple[str, Tensor]]:
-    """A tensor by the names of its checkpoint. One of a name or shape that `fused` has not comes
-    back as it is.
+    """Split a tensor into checkpoint tensors.
+
+    A tensor whose name or shape is not in `fused` is returned unchanged.
     """
-    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # a number is a vector of one
+    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # the table has scalars as vectors
         return [(name, tensor.view(1))]
-    # callers err
+    # arguments may be of wrong types; the caller reports them
     known = fused.get(name) if isinstance(name, str) and isinstance(tensor, Tensor) else None
     if known is None or tuple(tensor.shape) != known.shape:
         return [(name, tensor)]

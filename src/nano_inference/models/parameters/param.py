@@ -1,4 +1,4 @@
-"""`ParamSpec`: one parameter of the decoder, what it is fused from, and how it may be split."""
+"""`ParamSpec`: one parameter of the decoder, its checkpoint tensors, and how ranks divide it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Literal, NamedTuple
 from nano_inference.ops.formats import QUANTIZATIONS, Format
 from nano_inference.ops.settings import Latent
 
-# How weights are quantised: one of `QUANTIZATIONS`, or the format of each parameter by its name.
+# Quantisation of weights: one of `QUANTIZATIONS`, or the format of each parameter by name.
 Formats = str | Mapping[str, Format] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor, and what of it goes into a parameter.
+    """A checkpoint tensor, and the part of it that goes into a parameter.
 
     Attributes:
-        name: in the checkpoint.
-        shape: in the checkpoint.
-        axis: along which parts of it are taken.
-        parts: these, in order, as [start, stop); None: all of it.
+        name: Name in the checkpoint.
+        shape: Shape in the checkpoint.
+        axis: Axis along which parts are taken.
+        parts: Parts to take, in order, as [start, stop). None: the whole tensor.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Source:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what is taken."""
+        """Shape of the parts together."""
         if self.parts is None:
             return self.shape
         size = sum(stop - start for start, stop in self.parts)
@@ -40,11 +40,11 @@ class Fused(NamedTuple):
     """A tensor that holds all sources of a parameter.
 
     Attributes:
-        name: of it.
-        shape: of it.
-        axes: as these sizes it is looked at; none: the sources' rows stand one below the other.
-        order: and in this order of them, the sources are its leading axes, in their order, and what
-            is left is one source.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        axes: Sizes to reshape it to. Empty: the sources' rows are stacked.
+        order: Order of these axes after which the leading axes count the sources and the remaining
+            ones are one source.
     """
 
     name: str
@@ -58,17 +58,16 @@ class ParamSpec:
     """One parameter of the decoder, as one rank holds it.
 
     Attributes:
-        name: the decoder's name for it.
-        shape: all sources together.
-        sources: what is stacked along axis 0 to make it.
-        keep_float32: held in float32 whatever dtype the model has.
-        tied: checkpoint name of a head that must equal the only source; None: there is none.
-        other_names: what a checkpoint may call a source or the tied head instead: ours, theirs.
-        fused: each tensor that holds all sources, in order, in a trainer's memory or in
-            checkpoints.
-        latent: it is what `LatentOps` multiplies by.
-        codes: it may be quantised, in the format of layers or of the head; None: it stays as it is.
-        segments: bounds of its columns' segments, as the decoder gives them to `Ops.linear`.
+        name: Name in the decoder.
+        shape: Shape of all sources together.
+        sources: Checkpoint tensors, stacked along axis 0.
+        keep_float32: Stored as float32 even if the model has another dtype.
+        tied: Checkpoint name of a head that must equal the only source. None: no such head.
+        other_names: Alternative checkpoint names of a source or the tied head: (usual, other).
+        fused: Tensors that hold all sources, in order, in a trainer's memory or in checkpoints.
+        latent: Sizes of latents if `LatentOps` multiplies by it.
+        codes: Part of the model whose format applies if it is quantised. None: never quantised.
+        segments: Bounds of its columns' segments, as the decoder passes them to `Ops.linear`.
     """
 
     name: str
@@ -83,10 +82,10 @@ class ParamSpec:
     segments: tuple[int, ...] | None = None
 
     def form(self, quantization: "Formats") -> Format | None:
-        """Its format under `EngineConfig.quantization`; None: it has none."""
+        """Return its format under `EngineConfig.quantization`, or None if unquantised."""
         if quantization is None or self.codes is None:
             return None
         if not isinstance(quantization, str):
             return quantization.get(self.name)
-        layers, head = QUANTIZATIONS.get(quantization, (None, None))  # a file says it itself
+        layers, head = QUANTIZATIONS.get(quantization, (None, None))  # "file": formats are by name
         return {"layers": layers, "head": head}[self.codes]

@@ -1,4 +1,4 @@
-"""Rows of the parameter table: the shapes that most of them have."""
+"""Rows of the parameter table, in their usual shapes."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from nano_inference.models.spec.model import ModelSpec
 
 
 def own_part(part: range, size: int) -> tuple[tuple[int, int], ...] | None:
-    """A part as `Source` says it."""
+    """Return a part for `Source.parts`, or None if it is everything."""
     return None if len(part) == size else ((part.start, part.stop),)
 
 
@@ -16,12 +16,12 @@ def plain_param(name: str, source: Source) -> ParamSpec:
 
 
 def product_param(name: str, source: Source, segments: tuple[int, ...] | None = None) -> ParamSpec:
-    """A matrix of a layer that `Ops.linear` multiplies by."""
+    """Return a layer's matrix that `Ops.linear` multiplies by."""
     return replace(plain_param(name, source), codes="layers", segments=segments)
 
 
 def norm_param(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:
-    # 1 + w in bfloat16 would lose the digits of a small w.
+    # bfloat16 would lose the digits of a small w in 1 + w
     return ParamSpec(
         name, (width,), (Source(source, (width,)),), keep_float32=spec.norm_offset != 0
     )

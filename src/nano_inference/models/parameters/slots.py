@@ -1,4 +1,4 @@
-"""`Slot`: where a tensor of the checkpoint goes."""
+"""`Slot`: the destination of a checkpoint tensor."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +11,10 @@ from nano_inference.models.parameters.param import ParamSpec, Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Source):
-    """Where a source goes: what `take` gives becomes rows [start, start + n) of a parameter.
+    """Destination of a source: `take` returns rows [start, start + n) of a parameter.
 
-    `tied_to` is for a tied head: the tensor whose slot this is. The head is compared with it, and
-    never written.
+    A tied head has `tied_to`, the name of the tensor with the same slot. The head is compared with
+    that tensor and never written.
     """
 
     param: str
@@ -22,9 +22,7 @@ class Slot(Source):
     tied_to: str | None = None
 
     def take(self, tensor: Any) -> Tensor:
-        """This rank's part of a checkpoint tensor, or of what safetensors reads by slices; a view
-        where it can be.
-        """
+        """Return this rank's part of a tensor or of a safetensors slice, as a view if possible."""
         if self.parts is None:
             return tensor[:]
         rows = (slice(None),) * self.axis
@@ -32,7 +30,7 @@ class Slot(Source):
         return cut[0] if len(cut) == 1 else torch.cat(cut, dim=self.axis)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
-        """The inverse of `take`: write this rank's part into a checkpoint tensor."""
+        """Write this rank's part into a checkpoint tensor: the inverse of `take`."""
         if self.parts is None:
             whole.copy_(part)
             return
@@ -44,36 +42,38 @@ class Slot(Source):
             start += last - first
 
     def take_places(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Of numbers of a checkpoint tensor, by flat row-major place: this rank's, by place in what
-        `take` gives.
+        """Select this rank's numbers from some numbers of a checkpoint tensor.
+
+        `indices` are flat row-major indices in that tensor. The returned indices refer to
+        the result of `take`.
         """
         if self.parts is None:
             return indices, values
         inner = torch.Size(self.shape[self.axis + 1 :]).numel()
         size, own_size = self.shape[self.axis], self.local_shape[self.axis]
         along = indices // inner % size
-        found: list[tuple[Tensor, Tensor]] = []
+        taken: list[tuple[Tensor, Tensor]] = []
         start = 0
         for first, last in self.parts:
             mine = (along >= first) & (along < last)
             places = indices[mine]
             outer, rest = places // (inner * size), places % inner
-            found.append(
+            taken.append(
                 ((outer * own_size + along[mine] - first + start) * inner + rest, values[mine])
             )
             start += last - first
-        return torch.cat([places for places, _ in found]), torch.cat(
-            [numbers for _, numbers in found]
+        return torch.cat([places for places, _ in taken]), torch.cat(
+            [numbers for _, numbers in taken]
         )
 
 
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
-    """Checkpoint name -> where it goes, of every tensor that has a place of its own."""
-    found: dict[str, Slot] = {}
+    """Return the slot of every checkpoint tensor that is stored."""
+    by_name: dict[str, Slot] = {}
     for param in table:
         start = 0
         for source in param.sources:
-            found[source.name] = Slot(
+            by_name[source.name] = Slot(
                 source.name,
                 source.shape,
                 source.axis,
@@ -82,14 +82,14 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
                 start=start,
             )
             start += source.local_shape[0]
-    return found
+    return by_name
 
 
 def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
-    """As `slots`, with tied heads: a checkpoint or an update may hold one."""
-    found = slots(table)
+    """Return `slots` and those of tied heads, which a checkpoint or an update may include."""
+    by_name = slots(table)
     for param in table:
         if param.tied is not None:
             name = param.sources[0].name
-            found[param.tied] = replace(found[name], name=param.tied, tied_to=name)
-    return found
+            by_name[param.tied] = replace(by_name[name], name=param.tied, tied_to=name)
+    return by_name

@@ -1,4 +1,4 @@
-"""Allocation of parameters, the bytes that they take, and their formats."""
+"""Allocation of parameters, their sizes in bytes, and their formats."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,9 @@ def allocate(
     matrix: Allocate = reference.allocate,
     quantization: Formats = None,
 ) -> dict[str, Any]:
-    """Uninitialised parameters by name. Matrices are what `matrix` makes, in the formats of
-    `quantization`; vectors are tensors.
+    """Allocate parameters, uninitialised, by name.
+
+    `matrix` makes the matrices, in the formats of `quantization`. Vectors are plain tensors.
     """
     return {
         param.name: matrix(param.shape, dtype, device, **_how(param, quantization))
@@ -37,7 +38,7 @@ def allocate(
 
 
 def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:
-    """What `Ops.allocate` is told beside the sizes."""
+    """Return the keyword arguments of `Ops.allocate`."""
     form = param.form(quantization)
     if form is not None:
         return {"form": form, "segments": param.segments}
@@ -47,12 +48,12 @@ def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:
 def num_bytes(
     table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats = None
 ) -> int:
-    """Bytes that the parameters of a table take."""
+    """Return the size of a table's parameters in bytes."""
     return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
 
 
 def codes_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats) -> int:
-    """Bytes that copies of those of them that may be quantised take."""
+    """Return the size in bytes of quantised copies of the parameters that may be quantised."""
     forms = ((param, param.form(quantization)) for param in table)
     return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
 
@@ -69,14 +70,15 @@ def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
 def require_whole_groups(
     spec: ModelSpec, ranks: int, name: str, quantization: Formats = None
 ) -> None:
-    """Raise `ConfigError` where a rank's columns of a quantised weight would not be whole groups,
-    or its sums not those of one rank.
+    """Raise `ConfigError` if tensor ranks cannot divide the quantised weights.
+
+    A rank's columns must be whole groups, and its sums must equal those of a single rank.
 
     Args:
-        spec: of the whole model.
-        ranks: that share a layer.
-        name: of `EngineConfig.quantization`.
-        quantization: the same, or the format of each parameter.
+        spec: Description of the whole model.
+        ranks: Number of ranks that share a layer.
+        name: Value of `EngineConfig.quantization`.
+        quantization: The same, or the format of each parameter.
     """
     for param in param_table(spec):
         form, segments = param.form(quantization), param.segments
@@ -85,37 +87,38 @@ def require_whole_groups(
         if bounds_of(segments, param.shape[1], form) != segments:
             raise ConfigError(
                 f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
-                f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not cut "
-                f"at multiples of {form.group or 4}; use tensor_parallel=1."
+                f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not "
+                f"divided at multiples of {form.group or 4}; use tensor_parallel=1."
             )
 
 
 def form_of(param: Any) -> Format | None:
-    """The format of a parameter; None: it is no codes."""
+    """Return the format of a parameter, or None if unquantised."""
     return getattr(param, "form", None)
 
 
 def numbers_of(param: Any) -> Tensor:
-    """All numbers of a parameter, [rows, columns]: a view, or a copy where it is packed."""
+    """Return all numbers of a parameter, [rows, columns]: a view, or a copy if it is packed."""
     return param if isinstance(param, Tensor) else param.read()
 
 
 def coded_copies(
     table: tuple[ParamSpec, ...], params: Mapping[str, Any], matrix: Allocate, quantization: Formats
 ) -> dict[str, Any]:
-    """The same parameters, with matrices that may be quantised as copies in codes; the others are
-    shared.
+    """Return the parameters with quantised copies of the matrices that may be quantised.
+
+    The others are shared, not copied.
     """
-    found = dict(params)
+    copies = dict(params)
     for param in table:
-        own = params[param.name]
-        if param.form(quantization) is not None and form_of(own) is None:
-            copy = matrix(param.shape, own.dtype, own.device, **_how(param, quantization))
-            copy.write(0, numbers_of(own))
-            found[param.name] = copy
-    return found
+        weight = params[param.name]
+        if param.form(quantization) is not None and form_of(weight) is None:
+            copy = matrix(param.shape, weight.dtype, weight.device, **_how(param, quantization))
+            copy.write(0, numbers_of(weight))
+            copies[param.name] = copy
+    return copies
 
 
 def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
-    """The format of each parameter that is codes."""
+    """Return the format of each quantised parameter."""
     return {name: form for name, param in params.items() if (form := form_of(param)) is not None}

@@ -1,8 +1,8 @@
-"""`param_table`: every parameter of a model, or of a rank's part of it.
+"""`param_table`: every parameter of a model or of a rank's part.
 
-The table drives allocation, loading from disk, weight updates and sharding: a rank's table says
-which part of each checkpoint tensor is its own. It also holds the other names that weights go by: a
-tied head's, and those under which transformers keeps all experts of a layer in one tensor.
+The table drives allocation, loading from disk, weight updates and sharding: a rank's table assigns
+it a part of each checkpoint tensor. It also holds other names of weights: those of a tied head, and
+those under which transformers holds all experts of a layer in one tensor.
 """
 
 from dataclasses import replace
@@ -22,14 +22,14 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.states import DeltaNet, ShortConv
 from nano_inference.models.spec.text_part import other_names
 
-HEAD = "lm_head.weight"  # in a checkpoint, whether it is tied to the embedding or not
+HEAD = "lm_head.weight"  # name in a checkpoint, also if the head is tied to the embedding
 
 
-# Numbers of an activation, of which the last two are not trained.
+# Numbers of an activation. The last two are not trained.
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 
-# Norms of a layer by their placement: (the decoder's name, the checkpoint's).
+# Norms of a layer by placement: (name in the decoder, name in the checkpoint).
 _NORMS = {
     "pre": (("attn_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
     "post": (
@@ -46,11 +46,11 @@ _NORMS = {
 
 
 def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamSpec, ...]:
-    """Every parameter of a model, or of a rank's part of it.
+    """Return every parameter of a model or of a rank's part.
 
     Args:
-        spec: of the whole model.
-        part: what the rank holds; None: all of it.
+        spec: Description of the whole model.
+        part: Part that the rank holds. None: everything.
     """
     part = part if part is not None else shard_of(spec)
     hidden, vocab = spec.hidden_size, spec.vocab_size
@@ -64,35 +64,35 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         table.append(embed if tied is None else replace(embed, tied=tied, codes="head"))
     if spec.layer_inputs:
         table += _layer_inputs(spec)
-    for place, i in enumerate(part.layers):
+    for index, i in enumerate(part.layers):
         if spec.state is not None and spec.state.layers[i]:
-            table += _with_state(spec, f"layers.{place}", f"model.layers.{i}")
+            table += _with_state(spec, f"layers.{index}", f"model.layers.{i}")
         else:
             attention = _attention if spec.latent is None else _latent_attention
-            table += attention(part, i, f"layers.{place}", f"model.layers.{i}.self_attn")
+            table += attention(part, i, f"layers.{index}", f"model.layers.{i}.self_attn")
         has_experts = spec.moe is not None and spec.moe.layers[i]
         if spec.moe is not None and has_experts:
-            table += expert_params(part, spec.moe, f"layers.{place}", f"model.layers.{i}")
+            table += expert_params(part, spec.moe, f"layers.{index}", f"model.layers.{i}")
         if spec.moe is None or not has_experts or spec.moe.beside:
-            table += _mlp(part, i, f"layers.{place}", f"model.layers.{i}.mlp")
-        table += _own_of_layer(spec, f"layers.{place}", f"model.layers.{i}")
+            table += _mlp(part, i, f"layers.{index}", f"model.layers.{i}.mlp")
+        table += _own_of_layer(spec, f"layers.{index}", f"model.layers.{i}")
         table += [
-            norm_param(spec, f"layers.{place}.{own}", f"model.layers.{i}.{hf}.weight", hidden)
-            for own, hf in _NORMS[spec.norms]
+            norm_param(spec, f"layers.{index}.{ours}", f"model.layers.{i}.{hf}.weight", hidden)
+            for ours, hf in _NORMS[spec.norms]
         ]
-    if part.place.is_last_stage:
+    if part.position.is_last_stage:
         table.append(norm_param(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
         head = plain_param("head", Source(HEAD, (vocab, hidden), 0, own_part(part.vocab, vocab)))
         table.append(replace(head, codes="head"))
     if spec.bare_norms:
         table = [param for param in table if not param.name.endswith("norm")]
-    found = tuple(_renamed(param, spec.renamed) for param in table)
-    return tuple(map(_also_named, found)) if spec.is_text_part else found
+    params = tuple(_renamed(param, spec.renamed) for param in table)
+    return tuple(map(_also_named, params)) if spec.is_text_part else params
 
 
 def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
-    """The same under the names of a checkpoint that calls some parts otherwise."""
+    """Replace parts of checkpoint names by this model's."""
     sources = param.sources
     for ours, theirs in names:
         sources = tuple(replace(each, name=each.name.replace(ours, theirs)) for each in sources)
@@ -100,7 +100,7 @@ def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
 
 
 def _also_named(param: ParamSpec) -> ParamSpec:
-    """With all names by which a checkpoint of a larger class may call its tensors."""
+    """Add the other names that a multimodal checkpoint may use for these tensors."""
     names = [each.name for each in param.sources] + ([] if param.tied is None else [param.tied])
     return replace(
         param, other_names=tuple((name, other) for name in names for other in other_names(name))
@@ -108,7 +108,7 @@ def _also_named(param: ParamSpec) -> ParamSpec:
 
 
 def _layer_inputs(spec: ModelSpec) -> list[ParamSpec]:
-    """What makes the inputs of all layers."""
+    """Return the weights that make the inputs of all layers."""
     hidden, width = spec.hidden_size, spec.num_layers * spec.layer_inputs
     known = Source("model.embed_tokens_per_layer.weight", (spec.layer_vocab, width))
     project = Source("model.per_layer_model_projection.weight", (width, hidden))
@@ -120,33 +120,33 @@ def _layer_inputs(spec: ModelSpec) -> list[ParamSpec]:
     ]
 
 
-def _own_of_layer(spec: ModelSpec, own: str, layer: str) -> list[ParamSpec]:
-    """What a layer does with its input, and the number that it is multiplied by."""
-    hidden, width, found = spec.hidden_size, spec.layer_inputs, list[ParamSpec]()
+def _own_of_layer(spec: ModelSpec, prefix: str, layer: str) -> list[ParamSpec]:
+    """Return a layer's weights for its input, and the factor of its output."""
+    hidden, width, params = spec.hidden_size, spec.layer_inputs, list[ParamSpec]()
     if width:
         gate = Source(f"{layer}.per_layer_input_gate.weight", (width, hidden))
         out = Source(f"{layer}.per_layer_projection.weight", (hidden, width))
         norm = f"{layer}.post_per_layer_input_norm.weight"
-        found += [
-            product_param(f"{own}.input_gate", gate),
-            product_param(f"{own}.input_out", out),
-            norm_param(spec, f"{own}.input_norm", norm, hidden),
+        params += [
+            product_param(f"{prefix}.input_gate", gate),
+            product_param(f"{prefix}.input_out", out),
+            norm_param(spec, f"{prefix}.input_norm", norm, hidden),
         ]
     if spec.layer_scales:
-        scale = plain_param(f"{own}.scale", Source(f"{layer}.layer_scalar", (1,)))
-        found.append(replace(scale, keep_float32=True))
-    return found
+        scale = plain_param(f"{prefix}.scale", Source(f"{layer}.layer_scalar", (1,)))
+        params.append(replace(scale, keep_float32=True))
+    return params
 
 
-def _with_state(spec: ModelSpec, own: str, layer: str) -> list[ParamSpec]:
+def _with_state(spec: ModelSpec, prefix: str, layer: str) -> list[ParamSpec]:
     if isinstance(spec.state, DeltaNet):
-        return _delta_net(spec, spec.state, own, f"{layer}.linear_attn")
+        return _delta_net(spec, spec.state, prefix, f"{layer}.linear_attn")
     assert spec.state is not None
-    return _short_conv(spec, spec.state, own, f"{layer}.conv")
+    return _short_conv(spec, spec.state, prefix, f"{layer}.conv")
 
 
-def _delta_net(spec: ModelSpec, net: DeltaNet, own: str, hf: str) -> list[ParamSpec]:
-    """Its projections as one: inputs of the convolution, gates, betas, decays."""
+def _delta_net(spec: ModelSpec, net: DeltaNet, prefix: str, hf: str) -> list[ParamSpec]:
+    """Return a layer's weights: its projections are one, for conv inputs, gates, betas, decays."""
     hidden, heads = spec.hidden_size, net.value_heads
     rows: dict[str, tuple[int, tuple[range, ...]]]
     if net.joint:
@@ -162,22 +162,25 @@ def _delta_net(spec: ModelSpec, net: DeltaNet, own: str, hf: str) -> list[ParamS
         rows = {f"in_proj_{name}": (size, (range(size),)) for name, size in sizes.items()}
     floats = {"log_decay": "A_log", "decay_bias": "dt_bias"}
     return [
-        replace(stacked_param(f"{own}.mix_in", hf, "weight", rows, (hidden,)), codes="layers"),
-        plain_param(f"{own}.conv", Source(f"{hf}.conv1d.weight", (net.channels, 1, net.taps))),
+        replace(stacked_param(f"{prefix}.mix_in", hf, "weight", rows, (hidden,)), codes="layers"),
+        plain_param(f"{prefix}.conv", Source(f"{hf}.conv1d.weight", (net.channels, 1, net.taps))),
         *(
             replace(
-                plain_param(f"{own}.{name}", Source(f"{hf}.{theirs}", (heads,))), keep_float32=True
+                plain_param(f"{prefix}.{name}", Source(f"{hf}.{theirs}", (heads,))),
+                keep_float32=True,
             )
             for name, theirs in floats.items()
         ),
-        plain_param(f"{own}.mix_norm", Source(f"{hf}.norm.weight", (net.value_dim,))),
-        product_param(f"{own}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))),
+        plain_param(f"{prefix}.mix_norm", Source(f"{hf}.norm.weight", (net.value_dim,))),
+        product_param(
+            f"{prefix}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))
+        ),
     ]
 
 
 def _by_part(sizes: tuple[int, ...], heads: int) -> tuple[range, ...]:
-    """Rows that stand by head, in each by part, in the order of parts: the first one of all
-    heads, then the second.
+    """Reorder rows that are grouped by head, then by part, into groups by part: all heads' first
+    part, then all heads' second.
     """
     whole, starts = sum(sizes), (0, *accumulate(sizes))
     return tuple(
@@ -187,30 +190,30 @@ def _by_part(sizes: tuple[int, ...], heads: int) -> tuple[range, ...]:
     )
 
 
-def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[ParamSpec]:
+def _short_conv(spec: ModelSpec, conv: ShortConv, prefix: str, hf: str) -> list[ParamSpec]:
     hidden, channels = spec.hidden_size, conv.channels
     shapes = {
         "mix_in": ("in_proj", (3 * channels, hidden)),
         "conv": ("conv", (channels, 1, conv.taps)),
         "mix_out": ("out_proj", (hidden, channels)),
     }
-    found: list[ParamSpec] = []
+    params: list[ParamSpec] = []
     for name, (theirs, shape) in shapes.items():
         make = plain_param if name == "conv" else product_param
-        found.append(make(f"{own}.{name}", Source(f"{hf}.{theirs}.weight", shape)))
+        params.append(make(f"{prefix}.{name}", Source(f"{hf}.{theirs}.weight", shape)))
         if conv.bias:
             bias = Source(f"{hf}.{theirs}.bias", shape[:1])
-            found.append(plain_param(f"{own}.{name}_bias", bias))
-    return found
+            params.append(plain_param(f"{prefix}.{name}_bias", bias))
+    return params
 
 
-def _attention(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpec]:
+def _attention(part: ModelShard, layer: int, prefix: str, hf: str) -> list[ParamSpec]:
     spec, kind, kv_heads = part.whole, part.whole.layer(layer), part.kv_heads_of(layer)
     size, makes_keys = kind.head_dim, kind.keys_of == layer
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, kind.kept
     group = spec.num_heads // kind.num_kv_heads
     kv = range(kv_heads.start * size, kv_heads.stop * size)
-    # all query heads that its KV heads serve
+    # all query heads of its KV heads
     q_heads = range(kv_heads.start * group, kv_heads.stop * group)
     q = range(q_heads.start * size, q_heads.stop * size)
     rows: dict[str, tuple[int, tuple[range, ...]]] = {"q_proj": (q_rows, (q,))}
@@ -218,7 +221,8 @@ def _attention(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpe
         rows["k_proj"] = (kv_rows, (kv,))
     if makes_keys and not kind.joint:
         rows["v_proj"] = (kv_rows, (kv,))
-    if spec.gated_attention:  # of each head queries, then gates: here all gates, then all queries
+    # the checkpoint has queries and gates of each head in turn, here all gates come first
+    if spec.gated_attention:
         parts = _by_part((size, size), spec.num_heads)
         rows["q_proj"] = (2 * q_rows, (*parts[spec.num_heads :], *parts[: spec.num_heads]))
     if spec.fused_qkv:
@@ -231,31 +235,31 @@ def _attention(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpe
         rows = {"qkv_proj": (q_rows + 2 * kv_rows, parts)}
     columns = range(part.heads.start * size, part.heads.stop * size)
     params = [
-        replace(stacked_param(f"{own}.qkv", hf, "weight", rows, (hidden,)), codes="layers"),
+        replace(stacked_param(f"{prefix}.qkv", hf, "weight", rows, (hidden,)), codes="layers"),
         product_param(
-            f"{own}.o",
+            f"{prefix}.o",
             Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, own_part(columns, q_rows)),
             part.head_segments_of(layer),
         ),
     ]
     if spec.qkv_bias:
-        params.append(stacked_param(f"{own}.qkv_bias", hf, "bias", rows, ()))
+        params.append(stacked_param(f"{prefix}.qkv_bias", hf, "bias", rows, ()))
     if spec.attention_sinks:
         sinks = Source(f"{hf}.sinks", (spec.num_heads,), 0, own_part(q_heads, spec.num_heads))
-        params.append(replace(plain_param(f"{own}.sinks", sinks), keep_float32=True))
+        params.append(replace(plain_param(f"{prefix}.sinks", sinks), keep_float32=True))
     if spec.o_bias:
-        params.append(plain_param(f"{own}.o_bias", Source(f"{hf}.o_proj.bias", (hidden,))))
+        params.append(plain_param(f"{prefix}.o_bias", Source(f"{hf}.o_proj.bias", (hidden,))))
     if spec.qk_norm:
         widths = (size, size) if spec.qk_norm == "head" else (q_rows, kv_rows)
         params += [
-            norm_param(spec, f"{own}.{which}_norm", f"{hf}.{which}_norm.weight", width)
+            norm_param(spec, f"{prefix}.{which}_norm", f"{hf}.{which}_norm.weight", width)
             for which, width in zip("qk", widths, strict=True)
             if which == "q" or makes_keys
         ]
     return params
 
 
-def _latent_attention(part: ModelShard, _layer: int, own: str, hf: str) -> list[ParamSpec]:
+def _latent_attention(part: ModelShard, _layer: int, prefix: str, hf: str) -> list[ParamSpec]:
     spec = part.whole
     latent = spec.latent
     assert latent is not None
@@ -276,7 +280,7 @@ def _latent_attention(part: ModelShard, _layer: int, own: str, hf: str) -> list[
     return [
         *(
             replace(
-                plain_param(f"{own}.{name}", Source(f"{hf}.{source}.weight", (rows, columns))),
+                plain_param(f"{prefix}.{name}", Source(f"{hf}.{source}.weight", (rows, columns))),
                 latent=sizes if name == "kv_b" else None,
                 codes=None if name == "kv_b" else "layers",
                 segments=part.head_segments if name == "o" else None,
@@ -284,13 +288,13 @@ def _latent_attention(part: ModelShard, _layer: int, own: str, hf: str) -> list[
             for name, (source, rows, columns) in matrices.items()
         ),
         *(
-            norm_param(spec, f"{own}.{name}", f"{hf}.{source}.weight", width)
+            norm_param(spec, f"{prefix}.{name}", f"{hf}.{source}.weight", width)
             for name, (source, width) in norms.items()
         ),
     ]
 
 
-def _mlp(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpec]:
+def _mlp(part: ModelShard, layer: int, prefix: str, hf: str) -> list[ParamSpec]:
     spec, held = part.whole, part.inner_of(layer)
     hidden, inner = spec.hidden_size, spec.layer(layer).intermediate_size
     rows = {"gate_proj": (inner, (held,)), "up_proj": (inner, (held,))}
@@ -302,15 +306,15 @@ def _mlp(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpec]:
     numbers: list[ParamSpec] = []
     if spec.activation == "xielu":
         sources = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
-        numbers.append(ParamSpec(f"{own}.act", (4,), sources, keep_float32=True))
+        numbers.append(ParamSpec(f"{prefix}.act", (4,), sources, keep_float32=True))
     up = stacked_param(
-        f"{own}.gate_up" if spec.gated else f"{own}.up", hf, "weight", rows, (hidden,)
+        f"{prefix}.gate_up" if spec.gated else f"{prefix}.up", hf, "weight", rows, (hidden,)
     )
     return [
         replace(up, codes="layers"),
         *numbers,
         product_param(
-            f"{own}.down",
+            f"{prefix}.down",
             Source(f"{hf}.down_proj.weight", (hidden, inner), 1, own_part(held, inner)),
             part.inner_segments_of(layer),
         ),

@@ -1,4 +1,4 @@
-"""Reading and writing the numbers of parameters by the names of the checkpoint."""
+"""Reading and writing of parameters by checkpoint name."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ from torch import Tensor
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.storage import form_of
 
-# What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes
-# of a quantisation: without their scales they are other numbers.
+# Dtypes in which a weight may be stored or sent. Integers, booleans and 8-bit floats are quantised
+# codes, which are meaningless without their scales.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def holds_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor has its numbers in memory, as they are: kernels read them there. A DTensor
-    has none of its own.
+    """Return True if a tensor has plain values in its own memory, as kernels need.
+
+    A DTensor does not.
     """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
         return False
@@ -23,20 +24,22 @@ def holds_numbers(tensor: Tensor) -> bool:
 
 
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
-    """Copy this rank's part of one checkpoint tensor (`Slot.take`) into its place, in place, cast
-    to the parameter's dtype; then, where the parameter is quantised, to codes.
+    """Write this rank's part of one checkpoint tensor (`Slot.take`) into its parameter, in place.
+
+    The values are cast to the parameter's dtype and then quantised if the parameter is.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
         param.narrow(0, slot.start, slot.local_shape[0]).copy_(tensor)
     else:
-        # so that a trainer may send more digits than the model's dtype has, or not
+        # quantise from the model's dtype, even if a trainer sends more digits
         param.write(slot.start, tensor if form_of(param) is None else tensor.to(param.dtype))
 
 
 def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
-    """Change single numbers of this rank's part of one checkpoint tensor in place: flat row-major
-    `indices` int64 [n], `values` [n]. Not of quantised parameters.
+    """Change single numbers of this rank's part of one checkpoint tensor, in place.
+
+    Takes flat row-major `indices` int64 [n] and `values` [n]. Not for quantised parameters.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
@@ -47,8 +50,9 @@ def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -
 
 
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
-    """What this rank holds of one checkpoint tensor, in the parameter's dtype: a view, or a copy
-    where weights are packed; of codes what they stand for.
+    """Return this rank's part of one checkpoint tensor, in the parameter's dtype.
+
+    The result is a view, or a copy if weights are packed. Codes are dequantised.
     """
     param, rows = params[slot.param], slot.local_shape[0]
     if isinstance(param, Tensor):
@@ -57,7 +61,8 @@ def read(params: dict[str, Any], slot: Slot) -> Tensor:
 
 
 def as_held(params: dict[str, Any], slot: Slot, tensor: Tensor) -> Tensor:
-    """What `read` would give once `write` had been given this tensor, on the parameter's device.
+    """Return the tensor that `read` would return after `write`, on the parameter's device.
+
     Nothing is written.
     """
     param = params[slot.param]

@@ -1,4 +1,4 @@
-"""How a model is divided among ranks.
+"""The division of a model among ranks.
 
 Begin with: shard.py.
 Tests: tests/parallel.

@@ -1,6 +1,4 @@
-"""`SharedContext`: what the decoder asks of the ranks that share every sequence's keys and values
-with it.
-"""
+"""`SharedContext`: the decoder's interface to ranks that share every sequence's keys and values."""
 
 from collections.abc import Callable
 
@@ -25,17 +23,17 @@ class SharedContext:
     """One rank of a context group.
 
     Args:
-        group: the ranks, by context rank. All of them run the same steps.
-        ops: of the backend, with `partial`.
-        spec: of the part of the model that is here.
+        group: The ranks, by context rank. All of them run the same steps.
+        ops: Operations of the backend, including `partial`.
+        spec: Description of the model part held here.
 
     Attributes:
-        rows_computed: that went through this rank's forwards.
+        rows_computed: Number of rows that this rank has computed.
     """
 
     def __init__(self, group: ProcessGroup, ops: Ops, spec: ModelSpec) -> None:
         if ops.partial is None:
-            raise ValueError(f"the {ops.name} backend computes attention whole.")
+            raise ValueError(f"the {ops.name} backend cannot split attention by keys.")
         self.rows_computed = 0
         self._group = group
         self._partial: PartialAttention = ops.partial
@@ -45,18 +43,20 @@ class SharedContext:
             1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim))
         )
         self._step: ContextStep | None = None
-        self._plans: dict[int, list[object]] = {}  # of the step, by window: one for each piece
+        # plans of the current step for each piece, by window
+        self._plans: dict[int, list[object]] = {}
 
     def own_rows(self, batch: ForwardBatch, block_size: int) -> ForwardBatch:
-        """This rank's rows of a batch; `block_size` is that of its storage."""
+        """Return this rank's rows of a batch. `block_size` is that of its storage."""
         split = ContextSplit(self._group.size, block_size * self._group.size)
-        own = own_rows(batch, split, self._group.rank, self._windows, self._most_states)
-        self.rows_computed += len(own.input_ids)
-        return own
+        mine = own_rows(batch, split, self._group.rank, self._windows, self._most_states)
+        self.rows_computed += len(mine.input_ids)
+        return mine
 
     def rejoin(self, rejoining: Rejoining, values: Tensor) -> Tensor:
-        """Values [n, ...] of own rows, and of all others', in the order of the batch. Every rank
-        gets all.
+        """Merge values [n, ...] of all ranks' rows in the order of the batch.
+
+        Every rank gets all of them.
         """
         return torch.cat(self._group.all_to_all([values] * self._group.size, rejoining.counts))[
             rejoining.order
@@ -69,8 +69,9 @@ class SharedContext:
         window: int,
         scores: AttentionArgs,
     ) -> Joint:
-        """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
-        ranks. The sinks [heads] are added by the rows' owners, once.
+        """Return a function for `Ops.call`: q [N, heads * D] of this rank's rows -> attention.
+
+        It attends to the keys of all ranks. Each row's owner adds the sinks [heads] once.
         """
 
         def attend(batch: ForwardBatch, out: Tensor, q: Tensor) -> None:
@@ -81,7 +82,7 @@ class SharedContext:
                 def states(rows: Tensor, plan: object = plan) -> Tensor:
                     return self._partial.states(rows, view, layer, plan, scores)
 
-                out[piece.own] = self._merged(piece, heads, states, scores.sinks)
+                out[piece.own_rows] = self._merged(piece, heads, states, scores.sinks)
 
         return attend
 
@@ -92,16 +93,16 @@ class SharedContext:
         states: Callable[[Tensor], Tensor],
         sinks: Tensor | None,
     ) -> Tensor:
-        """Queries to those who have keys for them, states back to the rows' owners."""
+        """Send queries to the ranks that hold keys for them, and merge the returned states."""
         asked = torch.cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
-        found = states(asked[piece.arrived])
+        computed = states(asked[piece.arrived])
         answers = torch.cat(
-            self._group.all_to_all([found[rows] for rows in piece.answers], piece.answered)
+            self._group.all_to_all([computed[rows] for rows in piece.answers], piece.answered)
         )
         return self._partial.merge(answers[piece.order], piece.counts, q.dtype, sinks)
 
     def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[object]:
-        """One plan a step and window, for all layers."""
+        """Return the plans of a step and window, which all layers share."""
         if self._step is not batch.context:
             self._step, self._plans = batch.context, {}
         if window not in self._plans:

@@ -1,4 +1,4 @@
-"""`ModelShard`: which part of a model one rank holds, as ranges of heads, columns, layers and
+"""`ModelShard`: the part of a model that one rank holds, as ranges of heads, columns, layers and
 tokens.
 """
 
@@ -13,29 +13,29 @@ from nano_inference.models.spec.traits import traits_of
 from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
 from nano_inference.parallel.mesh import Mesh, Place
 
-# Tokens are shared out by whole blocks of every backend's sums over the vocabulary, else by whole
-# panels, else singly.
+# Tokens are divided in whole blocks of every backend's sums over the vocabulary, otherwise in whole
+# panels, otherwise singly.
 VOCAB_UNITS = (1536, 16, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """What a rank holds of a model.
+    """The part of a model that a rank holds.
 
     Attributes:
-        place: the rank's.
-        whole: the model.
-        heads: query heads whose share of the attention's output is this rank's.
-        kv_heads: key-value heads that these need; other ranks may hold some of them too.
-        inner: columns of an MLP's inner side.
-        vocab: rows of embedding and head.
-        layers: of the pipeline stage.
-        experts: of the model's every layer of experts, whole ones; the others are at other ranks.
-        head_segments, inner_segments: bounds of the segments in which the columns that are this
-            rank's are added up, counted from its first; None: there are more ranks than segments.
+        position: Position of the rank in the mesh.
+        whole: Description of the whole model.
+        heads: Query heads whose share of the attention's output this rank computes.
+        kv_heads: Key-value heads that these need. Other ranks may hold some of them too.
+        inner: Columns of an MLP's inner side.
+        vocab: Rows of embedding and head.
+        layers: Layers of the pipeline stage.
+        experts: Experts of each expert layer that this rank holds, undivided.
+        head_segments, inner_segments: Bounds of the segments in which this rank's columns are
+            summed, counted from its first column. None: there are more ranks than segments.
     """
 
-    place: Place
+    position: Place
     whole: ModelSpec
     heads: range
     kv_heads: range
@@ -48,9 +48,7 @@ class ModelShard:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as this rank runs it: with the query heads of its KV heads, and with its layers
-        alone.
-        """
+        """The model as this rank runs it: only its layers, and the query heads of its KV heads."""
         group = self.whole.num_heads // self.whole.num_kv_heads
         first, last = self.layers.start, self.layers.stop
         moe = self.whole.moe
@@ -67,31 +65,29 @@ class ModelShard:
 
     @property
     def own_columns(self) -> tuple[int, int]:
-        """Where, in the attention output of the heads that it computes, its own ones stand: [start,
-        stop).
-        """
+        """This rank's columns [start, stop) in the attention output of the heads it computes."""
         group, size = self.whole.num_heads // self.whole.num_kv_heads, self.whole.value_dim
         first = self.kv_heads.start * group
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
 
     def kv_heads_of(self, layer: int) -> range:
-        """Its KV heads in a layer. Models whose layers are of several kinds are not shared."""
+        """Return its KV heads in a layer. Models with several kinds of layers are not divided."""
         count = self.whole.layer(layer).num_kv_heads
         return range(count) if self.whole.kinds else self.kv_heads
 
     def inner_of(self, layer: int) -> range:
-        """Its columns of an MLP's inner side in a layer."""
+        """Return its columns of an MLP's inner side in a layer."""
         return range(self.whole.layer(layer).intermediate_size) if self.whole.kinds else self.inner
 
     def head_segments_of(self, layer: int) -> tuple[int, ...] | None:
-        """`head_segments` of a layer."""
+        """Return `head_segments` for a layer."""
         if not self.whole.kinds:
             return self.head_segments
         size = self.whole.layer(layer).head_dim
         return tuple(bound * size for bound in row_segments(self.whole.num_heads, 1))
 
     def inner_segments_of(self, layer: int) -> tuple[int, ...] | None:
-        """`inner_segments` of a layer."""
+        """Return `inner_segments` for a layer."""
         if not self.whole.kinds:
             return self.inner_segments
         size = self.whole.layer(layer).intermediate_size
@@ -99,47 +95,46 @@ class ModelShard:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether it needs the embedding: to embed, or as a tied head."""
-        return self.place.is_first_stage or (
-            self.place.is_last_stage and self.whole.tie_word_embeddings
+        """True if it needs the embedding: as input or as a tied head."""
+        return self.position.is_first_stage or (
+            self.position.is_last_stage and self.whole.tie_word_embeddings
         )
 
     @property
     def has_head(self) -> bool:
-        """Whether it holds a head of its own."""
-        return self.place.is_last_stage and not self.whole.tie_word_embeddings
+        """True if it holds an untied head."""
+        return self.position.is_last_stage and not self.whole.tie_word_embeddings
 
     @property
     def vocab_bounds(self) -> tuple[int, ...]:
-        """Which tokens the ranks that share its layers hold: rank r from bounds[r] to bounds[r +
-        1].
-        """
-        return _vocab_bounds(self.whole.vocab_size, self.place.mesh.tensor)
+        """Bounds of the tokens of tensor ranks: rank r holds bounds[r] to bounds[r + 1]."""
+        return _vocab_bounds(self.whole.vocab_size, self.position.mesh.tensor)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole model."""
+        """True if it is the whole model."""
         every = self.whole.moe.num_experts if self.whole.moe is not None else 0
         return (
-            self.place.mesh == Mesh(context=self.place.mesh.context) and len(self.experts) == every
+            self.position.mesh == Mesh(context=self.position.mesh.context)
+            and len(self.experts) == every
         )
 
 
 def shard_of(
     spec: ModelSpec,
-    place: Place = Place(),  # noqa: B008 (frozen)
+    position: Place = Place(),  # noqa: B008 (frozen)
     engines: tuple[int, int] = (0, 1),
 ) -> ModelShard:
-    """What the rank at `place` holds. Raises `ConfigError` where a model cannot be shared so.
+    """Return the part of a rank. Raises `ConfigError` if the model cannot be divided that way.
 
     Args:
-        spec: of the whole model.
-        place: the rank's.
-        engines: which one this is of how many engines that have the experts in common; with one
-            tensor rank each.
+        spec: Description of the whole model.
+        position: Position of the rank in the mesh.
+        engines: Number of this engine, and the number of engines that share the experts. Each of
+            them has one tensor rank.
     """
-    ranks, index = place.mesh.tensor, place.tensor_rank
-    mesh = place.mesh
+    ranks, index = position.mesh.tensor, position.tensor_rank
+    mesh = position.mesh
     require(
         ENGINE_LIMITS,
         Setting(
@@ -169,13 +164,13 @@ def shard_of(
     group = spec.num_heads // spec.num_kv_heads
     vocab = _vocab_bounds(spec.vocab_size, ranks)
     return ModelShard(
-        place=place,
+        position=position,
         whole=spec,
         heads=own_heads,
         kv_heads=range(own_heads.start // group, -(-own_heads.stop // group)),
         inner=own_inner,
         vocab=range(vocab[index], vocab[index + 1]),
-        layers=split_layers(spec, place.mesh.pipeline)[place.stage],
+        layers=split_layers(spec, position.mesh.pipeline)[position.stage],
         experts=_experts(spec, (index, ranks) if ranks > 1 else engines),
         head_segments=head_segments,
         inner_segments=inner_segments,
@@ -183,7 +178,7 @@ def shard_of(
 
 
 def expert_bounds(spec: ModelSpec, ranks: int) -> tuple[int, ...]:
-    """The first expert of each of so many ranks, and the number of experts."""
+    """Return the first expert of each rank, and the number of experts."""
     assert spec.moe is not None
     return tuple(spec.moe.num_experts * rank // ranks for rank in range(ranks + 1))
 
@@ -194,8 +189,8 @@ def _experts(spec: ModelSpec, rank: tuple[int, int]) -> range:
     index, ranks = rank
     if ranks > spec.moe.num_experts:
         raise ConfigError(
-            f"{ranks} ranks are more than the model's {spec.moe.num_experts} experts; use at most "
-            "so many."
+            f"{ranks} ranks exceed the model's {spec.moe.num_experts} experts; use at most "
+            f"{spec.moe.num_experts}."
         )
     bounds = expert_bounds(spec, ranks)
     return range(bounds[index], bounds[index + 1])
@@ -203,21 +198,19 @@ def _experts(spec: ModelSpec, rank: tuple[int, int]) -> range:
 
 @cache
 def split_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
-    """Which layers each stage of a pipeline holds, so that stages hold about as many bytes of
-    weights each.
+    """Return the layers of each pipeline stage, so that stages hold similar numbers of weights.
 
-    The first stage bears the embedding, the last one the head. Raises `ConfigError` where there are
+    The first stage holds the embedding, the last one the head. Raises `ConfigError` if there are
     more stages than layers.
     """
     if stages > spec.num_layers:
         raise ConfigError(
-            f"pipeline_parallel={stages} is more than the model's {spec.num_layers} layers; use "
-            "at most "
-            f"{spec.num_layers}."
+            f"pipeline_parallel={stages} exceeds the model's {spec.num_layers} layers; use at "
+            f"most {spec.num_layers}."
         )
     if stages == 1:
         return (range(spec.num_layers),)
-    # numbers of an embedding, or a head
+    # size of an embedding or a head
     most, ends = spec.num_layers, spec.vocab_size * spec.hidden_size
     up_to = list(
         itertools.accumulate((_layer_size(spec, layer) for layer in range(most)), initial=0)
@@ -227,8 +220,7 @@ def split_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
         size = up_to[stop] - up_to[start] + ends * ((stage == 0) + (stage == stages - 1))
         return size * size  # the least sum of squares is the most even
 
-    # By how many layers the stages so far have: the least that it costs, and the first layer of
-    # each of them.
+    # Number of layers in the stages so far -> least cost, and the first layer of each stage.
     best = {stop: (cost(0, 0, stop), (0,)) for stop in range(1, most)}
     for stage in range(1, stages):
         left = stages - 1 - stage
@@ -245,7 +237,7 @@ def split_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
 
 
 def _layer_size(spec: ModelSpec, layer: int) -> int:
-    """Numbers that a layer's matrices hold."""
+    """Return how many numbers a layer's matrices hold."""
     heads, moe = 2 * spec.num_heads + 2 * spec.num_kv_heads, spec.moe
     mlp = 3 * spec.intermediate_size
     if moe is not None and moe.layers[layer]:
@@ -255,7 +247,7 @@ def _layer_size(spec: ModelSpec, layer: int) -> int:
 
 
 def _vocab_bounds(size: int, ranks: int) -> tuple[int, ...]:
-    """Where the tokens of each rank begin, and where the last one's end."""
+    """Return the first token of each rank, and the number of tokens."""
     unit = next(unit for unit in VOCAB_UNITS if size >= unit * ranks or unit == 1)
     units = -(-size // unit)
     return tuple(min(units * index // ranks * unit, size) for index in range(ranks + 1))
@@ -273,6 +265,6 @@ def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
         if mesh.tensor > count:
             most = 1 << count.bit_length() - 1  # a power of two
             raise ConfigError(
-                f"tensor_parallel={mesh.tensor} is more than the model's {count} {what}; use at "
-                f"most {most}."
+                f"tensor_parallel={mesh.tensor} exceeds the model's {count} {what}; use at most "
+                f"{most}."
             )

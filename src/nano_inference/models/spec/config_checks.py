@@ -1,7 +1,6 @@
-"""What a number, name or list of a config.json may be: a table, checked before anything is computed
-from them.
+"""Valid values of config.json's numbers, names and lists: a table, checked before any computation.
 
-Absent values and nulls pass: whether a key may be absent is said where it is read.
+Absent values and nulls pass. The code that reads a key decides if it may be absent.
 """
 
 import math
@@ -17,9 +16,9 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of value: what it is called in an error, and how it is told."""
+    """A kind of value: its description in errors and its check."""
 
-    told: str
+    description: str
     fits: Callable[[Any], bool]
 
 
@@ -30,7 +29,7 @@ def _whole(low: int, high: int) -> _Kind:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number, and finite as a float: 10**400 is not."""
+    """Return True for numbers that are finite as floats: not for 10**400."""
     try:
         return is_number(value) and math.isfinite(value)
     except OverflowError:
@@ -46,16 +45,16 @@ def _is_token_id(value: Any) -> bool:
 
 
 _POSITIVE = _Kind("a number above 0", lambda value: is_finite(value) and value > 0)
-_EPS = _Kind("a number from 0 to 1, and not 0", lambda value: is_finite(value) and 0 < value < 1)
+_EPS = _Kind("a number above 0 and below 1", lambda value: is_finite(value) and 0 < value < 1)
 _BASE = _Kind("a number above 1", lambda value: is_finite(value) and value > 1)
-_NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: is_finite(value) and value >= 0)
+_NOT_NEGATIVE = _Kind("a number of at least 0", lambda value: is_finite(value) and value >= 0)
 _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
 _NAMES = _Kind(
     "a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str))
 )
-_FLAGS = _Kind("a list of 0 and 1", lambda value: _is_list_of(value, lambda each: each in (0, 1)))
-_LAYERS = _Kind("a list of layers' numbers", lambda value: _is_list_of(value, is_whole))
+_FLAGS = _Kind("a list of 0s and 1s", lambda value: _is_list_of(value, lambda each: each in (0, 1)))
+_LAYERS = _Kind("a list of layer numbers", lambda value: _is_list_of(value, is_whole))
 _ENDS = _Kind(
     "a token id or a list of them",
     lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id),
@@ -68,7 +67,7 @@ _OBJECTS = _Kind(
 
 _PERIOD = _whole(0, 2**12)
 _PATTERN = _Kind(
-    f"{_PERIOD.told} or a name", lambda value: isinstance(value, str) or _PERIOD.fits(value)
+    f"{_PERIOD.description} or a name", lambda value: isinstance(value, str) or _PERIOD.fits(value)
 )
 _POSITIONS = _whole(1, 2**31 - 1)
 _KINDS: Mapping[str, _Kind] = {
@@ -198,7 +197,7 @@ SHOWN = 60  # characters of a value in an error
 
 
 def check_values(config: Config, file: str = "config.json") -> None:
-    """Raise `ModelLoadError` naming the first value that is of a wrong kind or out of range."""
+    """Raise `ModelLoadError` naming the first value of a wrong kind or out of range."""
     _check(config, _KINDS, file)
     for name in ("rope_parameters", "rope_scaling"):
         if config.get(name) is not None:
@@ -208,7 +207,7 @@ def check_values(config: Config, file: str = "config.json") -> None:
 
 
 def _check_rope(fields: Config, where: str) -> None:
-    """Of one description of rotary embedding, or of one for each kind of layer."""
+    """Check one description of rotary embedding, or one for each kind of layer."""
     _check(fields, _ROPE_KINDS, where)
     for name in ("full_attention", "sliding_attention"):
         if fields.get(name) is not None:
@@ -216,14 +215,14 @@ def _check_rope(fields: Config, where: str) -> None:
 
 
 def whole(config: Config, name: str) -> int:
-    """A number that a model must have. Raises `KeyError` where it is absent or null."""
+    """Return a number that a model must have. Raises `KeyError` if it is absent or null."""
     if config.get(name) is None:
         raise KeyError(name)
     return int(config[name])
 
 
 def check_end_ids(generation_config: Config) -> None:
-    """The same of generation_config.json, as far as it is part of a model."""
+    """Check the token ids of generation_config.json that end a sample."""
     _check(generation_config, {"eos_token_id": _ENDS}, "generation_config.json")
 
 
@@ -231,11 +230,13 @@ def _check(values: Config, kinds: Mapping[str, _Kind], where: str) -> None:
     for name, kind in kinds.items():
         value = values.get(name)
         if value is not None and not kind.fits(value):
-            raise ModelLoadError(f"{where} has {name}={shown(value)}; it must be {kind.told}.")
+            raise ModelLoadError(
+                f"{where} has {name}={shown(value)}; it must be {kind.description}."
+            )
 
 
 def shown(value: Any) -> str:
-    """A value for an error, cut short."""
+    """Return the text of a value, shortened for an error."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

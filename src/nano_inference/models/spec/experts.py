@@ -1,4 +1,4 @@
-"""`MoeSpec`: what config.json says of layers of experts, and what each family means by it."""
+"""`MoeSpec`: layers of experts, read from config.json by the rules of each family."""
 
 from dataclasses import dataclass, replace
 
@@ -6,18 +6,18 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.config_checks import Config, whole
 from nano_inference.ops.settings import CLAMP, SLOPE, Routing
 
-_MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
+_MOST_EXPERTS = 2**20  # limit for all layers, since each expert has rows in the parameter table
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """The expert that every token goes through.
+    """An expert that every token passes through.
 
     Attributes:
-        intermediate_size: of it.
-        module: the checkpoint's name of it in a layer.
-        gate: its name of what weighs the expert, whose sigmoid is taken; None: the weight is 1.
-        projections: its names of what is stacked to gate and up, and of down.
+        intermediate_size: Width of its MLP.
+        module: Name of the expert within a layer, in the checkpoint.
+        gate: Name of the projection whose sigmoid weighs the expert. None: the weight is 1.
+        projections: Names of the tensors stacked to gate and up, and name of down.
     """
 
     intermediate_size: int
@@ -28,8 +28,9 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Other names of a layer's router and of tensors that hold all of its experts: what
-    transformers has in memory, and what some checkpoints hold.
+    """Other names of a layer's router and of tensors that hold all its experts.
+
+    These names occur in transformers' memory and in some checkpoints.
     """
 
     router: tuple[str, ...] = ()
@@ -40,30 +41,29 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """The layers whose MLP is a choice of experts.
+    """Layers whose MLP is a choice of experts. Names are those in the checkpoint.
 
     Attributes:
-        num_experts: of a layer, without the shared one.
-        intermediate_size: of one expert.
-        routing: how a token's experts are chosen and weighed.
-        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate
-            size.
-        module: the checkpoint's name of such a layer's MLP.
-        router: its name, in `module`, of the router.
-        projections: its names of an expert's gate, up and down.
-        bias: its name, in `module`, of what is added to scores where experts are chosen; None:
-            there is none.
-        bias_shape: of that tensor.
-        in_memory: other names of the same.
-        stacked: the checkpoint holds all experts of a layer in one tensor: names of `in_memory`.
-        columns: such a tensor holds the experts' rows as columns, those of gate and up in turns.
-        biases: the router and every expert have them.
-        shared: the expert that every token goes through; None: there is none.
-        beside: such layers have an MLP too, and what both give of the residual stream, each
-            through norms of its own, is added.
-        router_norm: the checkpoint's name, in `module`, of the norm of what the router reads; None:
-            it reads what the experts do.
-        scales: its name, in `module`, of what multiplies the experts' weights; None: nothing does.
+        num_experts: Number of experts in a layer, without the shared one.
+        intermediate_size: Width of one expert.
+        routing: Selection and weighting of a token's experts.
+        layers: True for each layer with experts. The others have an MLP of the model's
+            `intermediate_size`.
+        module: Name of such a layer's MLP.
+        router: Name of the router, within `module`.
+        projections: Names of an expert's gate, up and down.
+        bias: Name, within `module`, of the bias added to scores for the selection. None: no bias.
+        bias_shape: Shape of that tensor.
+        in_memory: Other names of the same tensors.
+        stacked: The checkpoint holds all experts of a layer in one tensor, named by `in_memory`.
+        columns: Such a tensor is transposed, and its columns alternate between gate and up.
+        biases: The router and every expert have biases.
+        shared: Expert that every token passes through. None: no such expert.
+        beside: These layers also have an MLP. The outputs of MLP and experts, each with its own
+            norms, are added.
+        router_norm: Name, within `module`, of the norm of the router's input. None: the router
+            reads the experts' input.
+        scales: Name, within `module`, of factors of the experts' weights. None: no factors.
     """
 
     num_experts: int
@@ -86,12 +86,12 @@ class MoeSpec:
 
     @property
     def experts_per_token(self) -> int:
-        """How many of a layer's experts each token goes through, without the shared one."""
+        """Number of experts that each token passes through, without the shared one."""
         return self.routing.per_token
 
 
 def qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    """Read experts in every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step, dense = (
         int(config.get("decoder_sparse_step") or 1),
         set(config.get("mlp_only_layers") or ()),
@@ -103,15 +103,15 @@ def qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def qwen2_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """As Qwen 3, with a shared expert, which has a gate."""
+    """Read experts as in Qwen 3, with a gated shared expert."""
     inner = whole(config, "shared_expert_intermediate_size")
     shared = SharedExpertSpec(inner, "mlp.shared_expert", gate="mlp.shared_expert_gate")
-    found = qwen_experts(config, num_layers)
-    return found and replace(found, shared=shared)
+    moe = qwen_experts(config, num_layers)
+    return moe and replace(moe, shared=shared)
 
 
 def _in_every_layer(config: Config, num_layers: int, normed: bool = True) -> MoeSpec | None:
-    """In all layers, of the width that other models' MLPs have."""
+    """Read experts in all layers, as wide as `intermediate_size`."""
     inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
     return _with_experts(MoeSpec(count, inner, Routing(per_token, normed), (True,) * num_layers))
 
@@ -121,9 +121,9 @@ def olmoe_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    found = _in_every_layer(config, num_layers)
-    return found and replace(
-        found,
+    moe = _in_every_layer(config, num_layers)
+    return moe and replace(
+        moe,
         module="block_sparse_moe",
         projections=("w1", "w3", "w2"),
         in_memory=ExpertNames(router=("mlp.gate.weight",)),
@@ -132,15 +132,15 @@ def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 def granite_experts(config: Config, num_layers: int) -> MoeSpec | None:
     shared = int(config.get("shared_intermediate_size") or 0)
-    found, moe = _in_every_layer(config, num_layers), "block_sparse_moe"
-    return found and replace(
-        found,
-        module=moe,
+    moe, module = _in_every_layer(config, num_layers), "block_sparse_moe"
+    return moe and replace(
+        moe,
+        module=module,
         router="router.layer.weight",
         in_memory=ExpertNames(
-            (f"{moe}.router.weight",),
-            (f"{moe}.input_linear.weight", f"{moe}.experts.gate_up_proj"),
-            (f"{moe}.output_linear.weight", f"{moe}.experts.down_proj"),
+            (f"{module}.router.weight",),
+            (f"{module}.input_linear.weight", f"{module}.experts.gate_up_proj"),
+            (f"{module}.output_linear.weight", f"{module}.experts.down_proj"),
         ),
         stacked=True,
         shared=SharedExpertSpec(
@@ -155,14 +155,14 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
     for name, only in (("swiglu_limit", CLAMP), ("swiglu_alpha", SLOPE)):
         if float(config.get(name, only)) != only:
             raise ModelLoadError(
-                f"config.json has {name}={config[name]!r}; this decoder knows {only} alone."
+                f"config.json has {name}={config[name]!r}; only {only} is supported."
             )
-    found = _in_every_layer(config, num_layers)
-    return found and replace(found, router="router.weight", stacked=True, columns=True, biases=True)
+    moe = _in_every_layer(config, num_layers)
+    return moe and replace(moe, router="router.weight", stacked=True, columns=True, biases=True)
 
 
 def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Scores of a softmax, not divided by their sum; groups, if any, are as good as their best."""
+    """Read softmax scores that are not normalised. A group scores as high as its best expert."""
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelLoadError(
@@ -181,7 +181,7 @@ def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Sigmoids, chosen with a bias; a group is as good as its best two."""
+    """Read sigmoid scores with a selection bias. A group scores as the sum of its best two."""
     routing = Routing(
         whole(config, "num_experts_per_tok"),
         bool(config.get("norm_topk_prob", True)),
@@ -192,9 +192,9 @@ def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
         groups_kept=int(config.get("topk_group") or 1),
         group_best=2,
     )
-    found = _deepseek(config, num_layers, routing)
+    moe = _deepseek(config, num_layers, routing)
     name = "gate.e_score_correction_bias"
-    return found and replace(found, bias=name, bias_shape=(found.num_experts,))
+    return moe and replace(moe, bias=name, bias_shape=(moe.num_experts,))
 
 
 def _scaling(config: Config) -> float:
@@ -202,13 +202,15 @@ def _scaling(config: Config) -> float:
 
 
 def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | None:
-    """Every layer but for the first ones, with shared experts, which are one."""
+    """Read experts in all layers but the first ones, with shared experts merged into one."""
     dense, inner = (
         int(config.get("first_k_dense_replace") or 0),
         whole(config, "moe_intermediate_size"),
     )
     if int(config.get("moe_layer_freq") or 1) != 1:
-        raise ModelLoadError(f"config.json has moe_layer_freq={config['moe_layer_freq']!r}, not 1.")
+        raise ModelLoadError(
+            f"config.json has moe_layer_freq={config['moe_layer_freq']!r}; it must be 1."
+        )
     shared = int(config.get("n_shared_experts") or 0)
     return _with_experts(
         MoeSpec(
@@ -222,8 +224,9 @@ def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | No
 
 
 def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Every `moe_layer_interval`-th layer from one to another; scores of a softmax, chosen with a
-    bias.
+    """Read softmax scores with a selection bias.
+
+    Experts are in every `moe_layer_interval`-th layer from a first to a last one.
     """
     count, inner = whole(config, "moe_num_experts"), whole(config, "moe_intermediate_size")
     shared = inner * int(config.get("moe_num_shared_experts") or 0)
@@ -251,7 +254,7 @@ def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def gemma4_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """In every layer, beside its MLP."""
+    """Read experts in every layer, in addition to its MLP."""
     if not config.get("enable_moe_block"):
         return None
     routing = Routing(
@@ -275,27 +278,28 @@ def gemma4_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def _expert_counts(config: Config) -> tuple[int, int]:
-    """How many there are, which transformers has written under two names, and how many a token goes
-    through.
+    """Return the number of experts and how many of them each token passes through.
+
+    transformers has used two names for the former.
     """
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     return whole(config, name), whole(config, "num_experts_per_tok")
 
 
-def _with_experts(found: MoeSpec) -> MoeSpec | None:
-    if found.num_experts == 0 or not any(found.layers):
+def _with_experts(moe: MoeSpec) -> MoeSpec | None:
+    if moe.num_experts == 0 or not any(moe.layers):
         return None
-    if not 1 <= found.experts_per_token <= found.num_experts:
+    if not 1 <= moe.experts_per_token <= moe.num_experts:
         raise ModelLoadError(
-            f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}."
+            f"cannot choose {moe.experts_per_token} experts for each token from {moe.num_experts}."
         )
-    _check_groups(found.num_experts, found.routing)
-    if found.num_experts * len(found.layers) > _MOST_EXPERTS:
+    _check_groups(moe.num_experts, moe.routing)
+    if moe.num_experts * len(moe.layers) > _MOST_EXPERTS:
         raise ModelLoadError(
-            f"{found.num_experts} experts in {len(found.layers)} layers are more than "
-            f"{_MOST_EXPERTS:,} together."
+            f"{moe.num_experts} experts in {len(moe.layers)} layers exceed the limit of "
+            f"{_MOST_EXPERTS:,} in total."
         )
-    return found
+    return moe
 
 
 def _check_groups(num_experts: int, routing: Routing) -> None:
@@ -303,10 +307,11 @@ def _check_groups(num_experts: int, routing: Routing) -> None:
     size, rest = divmod(num_experts, groups)
     if rest or kept > groups or routing.group_best > size:
         raise ModelLoadError(
-            f"{num_experts} experts cannot be {groups} groups, of which {kept} are chosen by the "
-            f"best {routing.group_best} of each."
+            f"cannot choose {kept} of {groups} groups of {num_experts} experts by the best "
+            f"{routing.group_best} of each."
         )
     if routing.per_token > kept * size:
         raise ModelLoadError(
-            f"{routing.per_token} experts a token cannot be chosen of {kept} groups of {size}."
+            f"cannot choose {routing.per_token} experts for each token from {kept} groups of "
+            f"{size}."
         )

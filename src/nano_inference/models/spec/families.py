@@ -1,5 +1,6 @@
-"""The families of models: a row for each class name of config.json. A row holds facts that
-config.json leaves out, and reads values that a family gives under its own names.
+"""Families of models: one row for each class name of config.json.
+
+A row holds facts that config.json omits, and reads values with family-specific names.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,18 +57,18 @@ def _input_biases(config: Config) -> tuple[bool, bool]:
 
 def _ernie_biases(config: Config) -> tuple[bool, bool]:
     if config.get("use_bias"):
-        raise ModelLoadError("config.json has use_bias=True; this decoder's MLPs have no biases.")
+        raise ModelLoadError("config.json has use_bias=True; biases of MLPs are not supported.")
     return False, False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the name of an architecture says, and its config.json does not."""
+    """Facts that follow from an architecture's name, not from its config.json."""
 
-    # config -> whether q, k and v have biases, and whether the output projection has one
+    # config -> True if q, k and v have biases, True if the output projection has one
     biases: Callable[[Config], tuple[bool, bool]] = _every_bias
     qk_norm: QkNorm | None = None
-    qk_norm_if: str | None = None  # what says that there are such norms; None: there always are
+    qk_norm_if: str | None = None  # switch in config.json for `qk_norm` (None: always on)
     attention_sinks: bool = False
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
@@ -78,12 +79,12 @@ class Family:
     tied_by_default: bool = False
     bare_norms: bool = False
     embed_norm: bool = False
-    caps: tuple[str, ...] = ()  # of `CAPS`, which config.json may name
-    # (config, layers); None: the family has none
+    caps: tuple[str, ...] = ()  # keys of `CAPS` that config.json may have
+    # (config, layers) (None: no windows)
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
-    windows_if: str | None = None  # what says that there are windows; None: there are
+    windows_if: str | None = None  # switch in config.json for `windows` (None: always on)
     ropes: ReadRopes = ropes_by_window
-    partial_rotary: bool = False  # partial_rotary_factor may say that some numbers do not turn
+    partial_rotary: bool = False  # partial_rotary_factor may be below 1
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
@@ -91,14 +92,15 @@ class Family:
     unused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     is_text_part: bool = False
-    read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
+    # renames keys to those of other families, and adds defaults
+    read: Callable[[Config], Config] = lambda config: config
     latent: Callable[[Config], LatentSpec | None] = lambda _: None
-    # (config, windows); layers are of several kinds
+    # (config, windows) -> layers, if they are of several kinds
     kinds: Callable[[Config, tuple[int, ...]], tuple[LayerSpec, ...]] = lambda _, __: ()
-    own: Callable[[Config], dict[str, Any]] = lambda _: {}  # what no other family has
+    extras: Callable[[Config], dict[str, Any]] = lambda _: {}  # fields of this family only
 
 
-# What transformers takes for said.
+# Defaults of transformers for Gemma 4.
 _USUAL: Config = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -116,7 +118,7 @@ _USUAL: Config = {
     "vocab_size_per_layer_input": 262144,
     "hidden_size_per_layer_input": 256,
 }
-# Of the classes that read all that they read with the text model.
+# Other defaults of the classes whose text model reads all modalities.
 _UNIFIED: Config = {
     "max_position_embeddings": 262144,
     "sliding_window": 1024,
@@ -133,11 +135,11 @@ _ROPES: Config = {
 
 
 def gemma4_config(config: Config) -> Config:
-    """With what it leaves out; the last layer sees everything, whatever is said of it."""
+    """Add defaults to a config of Gemma 4. The last layer always has full attention."""
     unified = any("Unified" in name for name in config["architectures"])
     usual = {**_USUAL, **(_UNIFIED if unified else {})}
-    told = {name: value for name, value in config.items() if value is not None}
-    read = {**usual, "rope_parameters": _ROPES, **told}
+    values = {name: value for name, value in config.items() if value is not None}
+    read = {**usual, "rope_parameters": _ROPES, **values}
     if types := read.get("layer_types"):
         read["layer_types"] = [*types[:-1], "full_attention"]
     else:
@@ -146,23 +148,23 @@ def gemma4_config(config: Config) -> Config:
             "sliding_attention" if (layer + 1) % 6 and layer < last else "full_attention"
             for layer in range(last + 1)
         ]
-    if read.get("use_bidirectional_attention") == "vision":  # of pictures, and text sees the past
+    if read.get("use_bidirectional_attention") == "vision":  # for images only
         del read["use_bidirectional_attention"]
     return read
 
 
 def gemma4_text_config(config: Config) -> Config:
-    """The same, of the text part of a class that also reads pictures or sounds."""
+    """Add defaults to the text part of a class that also reads images or audio."""
     return gemma4_config(text_config(config))
 
 
 def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
-    """The same `sliding_window` in every layer, unless `layer_types` says otherwise."""
+    """Use the same `sliding_window` in every layer, unless `layer_types` differs."""
     return _windows(config, ["sliding_attention"] * num_layers)
 
 
 def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Qwen: in the layers from `max_window_layers` on."""
+    """Qwen: use windows in the layers from `max_window_layers` on."""
     first = int(config.get("max_window_layers", num_layers))
     return _windows(
         config, ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
@@ -172,13 +174,13 @@ def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
 def _alternating_windows(
     config: Config, num_layers: int, usual: int, nth: int = 0
 ) -> tuple[int, ...]:
-    """One layer in so many sees everything: the last of them, or the `nth`."""
-    told = config.get("sliding_window_pattern")  # as transformers: not what it writes with "_"
-    if told == 0 and not config.get("layer_types"):
+    """Make one layer in each period full: the last one, or number `nth`."""
+    pattern = config.get("sliding_window_pattern")  # transformers ignores what it writes with "_"
+    if pattern == 0 and not config.get("layer_types"):
         raise ModelLoadError(
             "config.json has sliding_window_pattern=0; without layer_types it must be above 0."
         )
-    period = told if isinstance(told, int) and told else usual
+    period = pattern if isinstance(pattern, int) and pattern else usual
     return _windows(
         config,
         [
@@ -189,7 +191,7 @@ def _alternating_windows(
 
 
 def _windows_without_rope(config: Config, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3: in the layers that do not turn, unless `layer_types` says otherwise."""
+    """SmolLM3: use windows in the layers without rotary embedding, unless `layer_types` differs."""
     turning = turning_layers(config, num_layers)
     return _windows(config, ["full_attention" if each else "sliding_attention" for each in turning])
 
@@ -199,9 +201,8 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown or len(types) != len(default_types):
         raise ModelLoadError(
-            f"config.json has layer_types {shown(types)}; {len(default_types)} entries are needed, "
-            "each 'full_attention' or "
-            "'sliding_attention'."
+            f"config.json has layer_types {shown(types)}; it must have {len(default_types)} "
+            "entries, each 'full_attention' or 'sliding_attention'."
         )
     window = int(config.get("sliding_window") or 0)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
@@ -218,7 +219,7 @@ def _gemma_scales(config: Config) -> dict[str, float]:
 
 
 def _gemma2(config: Config) -> Config:
-    """The caps of Gemma 2, where config.json does not name them."""
+    """Add the caps of Gemma 2 if config.json does not have them."""
     return {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
 
 
@@ -231,24 +232,24 @@ def _granite_scales(config: Config) -> dict[str, float]:
     }
 
 
-def _gemma4_own(config: Config) -> dict[str, Any]:
-    """Raises `ModelLoadError` where tokens have no input for the layers."""
+def _gemma4_extras(config: Config) -> dict[str, Any]:
+    """Read the layers' inputs. Raises `ModelLoadError` if some tokens have none."""
     width, known = int(config["hidden_size_per_layer_input"]), config["vocab_size_per_layer_input"]
     if width and known < config["vocab_size"]:
         raise ModelLoadError(
-            f"config.json has vocab_size_per_layer_input={known}; the vocabulary has "
-            f"{config['vocab_size']} tokens."
+            f"config.json has vocab_size_per_layer_input={known}; it must be at least the "
+            f"vocabulary size ({config['vocab_size']})."
         )
     inputs = {"layer_inputs": width, "layer_vocab": known} if width else {}
     return {"value_norm": True, "layer_scales": True, **inputs}
 
 
-# Gemma's first release calls it so, and means the approximation by tanh.
+# The first release of Gemma writes "gelu" but means the tanh approximation.
 _GEMMA_ACTIVATIONS: dict[str, Activation] = {**_ACTIVATIONS, "gelu": "gelu_tanh"}
 
 
 def _lfm2(config: Config) -> Config:
-    """LFM2 names its epsilon and its MLP's width otherwise, and makes the latter smaller."""
+    """Rename LFM2's epsilon and MLP width, and adjust the latter."""
     inner = int(config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"])
     if config.get("block_auto_adjust_ff_dim", True):
         unit = int(config.get("block_multiple_of", 256))
@@ -257,12 +258,12 @@ def _lfm2(config: Config) -> Config:
         if factor is not None:
             inner = -(-int(factor * inner) // unit) * unit
     tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
-    own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": inner}
-    return {**config, **own, "tie_word_embeddings": tied}
+    renamed = {"rms_norm_eps": config["norm_eps"], "intermediate_size": inner}
+    return {**config, **renamed, "tie_word_embeddings": tied}
 
 
 def _partly_turning(config: Config, share: float) -> Config:
-    """The part of a head that turns where config.json does not say it."""
+    """Set the rotated share of a head if config.json does not."""
     return {"partial_rotary_factor": share, **config}
 
 
@@ -350,7 +351,7 @@ ARCHITECTURES: dict[str, Family] = {
         read=gemma4_config,
         moe=gemma4_experts,
         kinds=gemma4_layers,
-        own=_gemma4_own,
+        extras=_gemma4_extras,
     ),
     "Gemma2ForCausalLM": Family(
         norms="both",

@@ -1,4 +1,4 @@
-"""`LatentSpec`: what config.json says of attention over latents (DeepSeek-V2, V3 and their kin)."""
+"""`LatentSpec`: attention over latents (DeepSeek-V2, V3 and derivatives), from config.json."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ from nano_inference.models.spec.config_checks import Config, whole
 from nano_inference.models.spec.rope import RopeSpec, ropes_by_window
 from nano_inference.ops.settings import Latent
 
-_EPS = 1e-6  # of the norms of latents, whatever that of the others is
+_EPS = 1e-6  # of latent norms, independent of the model's rms_norm_eps
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Attention whose cache holds one latent a token (`LatentOps` in `ops/interface.py`).
+    """Attention whose cache holds one latent for each token (`LatentOps` in `ops/interface.py`).
 
     Attributes:
-        sizes: of a layer.
-        query_rank: queries too are made of a latent, so wide; None: of the hidden state.
-        eps: of the latents' norms.
+        sizes: Widths of a layer's latents and heads.
+        query_rank: Width of the latent that queries are made from. None: from the hidden state.
+        eps: Epsilon of the latents' norms.
     """
 
     sizes: Latent
@@ -27,25 +27,25 @@ class LatentSpec:
 
 
 def read_latent(config: Config) -> LatentSpec:
-    """Of a config.json that has latents. Raises `ModelLoadError`, `KeyError`."""
+    """Read the latents of a config.json that has them. Raises `ModelLoadError`, `KeyError`."""
     for name in ("index_topk", "attention_bias"):
         if config.get(name):
             raise ModelLoadError(
-                f"config.json has {name}={config[name]!r}; attention over latents has no {name} "
-                "here."
+                f"config.json has {name}={config[name]!r}; {name} is not supported with attention "
+                "over latents."
             )
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     rank, rotary, plain, value = (whole(config, name) for name in names)
     if rotary % 2:
         raise ModelLoadError(
-            f"qk_rope_head_dim={rotary} must be even: rotary embedding turns pairs."
+            f"qk_rope_head_dim={rotary} must be even: rotary embedding rotates pairs."
         )
     query_rank = config.get("q_lora_rank")
     return LatentSpec(Latent(rank, rotary, plain, value), query_rank and int(query_rank))
 
 
 def latent_scale(config: Config) -> dict[str, float]:
-    """The scale of whole queries; where yarn stretches them, its factor squared."""
+    """Return the scale of whole queries, multiplied by YaRN's factor squared if it applies."""
     scale = (whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")) ** -0.5
     fields: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight, factor = fields.get("mscale_all_dim"), float(fields.get("factor") or 1.0)
@@ -58,8 +58,8 @@ def latent_scale(config: Config) -> dict[str, float]:
 def latent_ropes(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """Neighbours are pairs, unless `rope_interleave` is false; a key's latent does not turn."""
+    """Pair neighbours unless `rope_interleave` is false. A key's latent is not rotated."""
     sizes = read_latent(config).sizes
     share, interleaved = sizes.rotary / sizes.key, bool(config.get("rope_interleave", True))
-    found = ropes_by_window(config, max_position, windows)
-    return tuple(replace(rope, share=share, interleaved=interleaved) for rope in found)
+    ropes = ropes_by_window(config, max_position, windows)
+    return tuple(replace(rope, share=share, interleaved=interleaved) for rope in ropes)

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the facts about a model that the decoder needs."""
+"""`ModelSpec`: static description of a model for the decoder."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,52 +18,53 @@ QkNorm = Literal["head", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything that the decoder must know of a model; no tensors.
+    """Static description of a model: everything the decoder needs except weights.
 
     Attributes:
-        architecture: the class name in config.json.
-        rms_norm_eps: added to the mean square before its root.
-        tie_word_embeddings: the head is the embedding.
-        max_position: tokens that the model was made for.
-        eos_token_ids: ids that end a sample.
-        checkpoint_dtype: name of the dtype that the checkpoint says it has.
-        quantisation: how the checkpoint says that its weights are stored; None: as they are.
-        quantized_source: the checkpoint was made from a quantised file, so its dtype says nothing.
-        windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all
+        architecture: Class name in config.json.
+        rms_norm_eps: Constant added to the mean square before the root.
+        tie_word_embeddings: The head is the embedding.
+        max_position: Context length that the model was trained for.
+        eos_token_ids: Token ids that end a sample.
+        checkpoint_dtype: Name of the dtype that the checkpoint declares.
+        quantisation: Storage of the weights that the checkpoint declares. None: unquantised.
+        quantized_source: The checkpoint was made from a quantised file, so its dtype is arbitrary.
+        windows: Number of tokens that a token attends to, itself included, for each layer. 0: all
             before it.
-        ropes: one entry a layer: its rotary embedding.
-        qkv_bias, o_bias: the attention's projections have biases.
-        qk_norm: queries and keys are normalised before they are rotated: each head for itself
-            (`"head"`), or all heads of a token together (`"full"`).
-        norms: where a layer has its norms: before attention and MLP (`"pre"`), after them
+        ropes: Rotary embedding of each layer.
+        qkv_bias, o_bias: The attention's projections have biases.
+        qk_norm: Normalisation of queries and keys before rotation: of each head (`"head"`) or of
+            all heads of a token together (`"full"`).
+        norms: Position of a layer's norms: before attention and MLP (`"pre"`), after them
             (`"post"`), or `"both"`.
-        norm_offset: added to the weights of norms; such weights are kept in float32.
-        activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`; or of an MLP
-            without a gate, `"xielu"` or `"relu2"`.
-        bare_norms: norms have no weights.
-        embed_norm: embeddings are normalised, by the last norm.
-        attention_scale: multiplies queries times keys.
-        attention_cap, logits_cap: such a score, or a logit, s becomes cap * tanh(s / cap); 0: it
-            stays.
-        gated_attention: what attention gives is multiplied by the sigmoid of a projection.
-        attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
-        embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
-            the residual stream is multiplied, logits are divided by it.
-        fused_qkv, fused_gate_up: the checkpoint stores q, k, v in one tensor, gate and up in one.
-        moe: its layers of experts; None: it has none.
-        state: its layers that carry a state instead of attending to keys; None: it has none.
-        renamed: parts of names in the checkpoint: ours, and what stands there instead.
-        is_text_part: the checkpoint also holds what reads pictures or sounds; it is passed over.
-        latent: its attention is over latents, and `num_kv_heads` and `head_dim` are those of these;
-            None: over keys and values.
-        unused: what names of checkpoint tensors begin with that are not used.
-        kinds: one entry a layer, where layers are of several kinds, and `num_kv_heads`, `head_dim`
-            and `intermediate_size` are those of most; none: all are as these say (`layer`).
-        value_norm: values are normalised by head too, without weights.
-        layer_inputs: numbers of an input of its own that each layer gets, made of the token and of
-            its embedding; 0: there are none.
-        layer_vocab: tokens that such inputs are known of.
-        layer_scales: what leaves a layer is multiplied by a number of the layer.
+        norm_offset: Constant added to the weights of norms, which are then kept in float32.
+        activation: Activation of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`, or
+            of an MLP without a gate, `"xielu"` or `"relu2"`.
+        bare_norms: Norms have no weights.
+        embed_norm: Embeddings are normalised, by the last norm.
+        attention_scale: Factor of the products of queries and keys.
+        attention_cap, logits_cap: Soft cap: a score or logit s becomes cap * tanh(s / cap). 0: no
+            cap.
+        gated_attention: The attention output is multiplied by the sigmoid of a projection.
+        attention_sinks: Each query head has an additional score without a key in its softmax's sum.
+        embed_scale, residual_scale: Factors of embeddings, and of a block's output before it is
+            added to the residual stream.
+        logits_divisor: Divisor of logits.
+        fused_qkv, fused_gate_up: The checkpoint stores q, k and v, or gate and up, in one tensor.
+        moe: Layers of experts. None: no such layers.
+        state: Layers that carry a state instead of attending to keys. None: no such layers.
+        renamed: Parts of checkpoint names: the usual one, and this model's replacement.
+        is_text_part: The checkpoint also holds image or audio parts, which are ignored.
+        latent: Attention over latents, to which `num_kv_heads` and `head_dim` then refer. None:
+            attention over keys and values.
+        unused: Prefixes of checkpoint tensors that are not used.
+        kinds: One entry for each layer if layers differ. `num_kv_heads`, `head_dim` and
+            `intermediate_size` then describe most layers. Empty: all layers are alike (`layer`).
+        value_norm: Values are normalised by head too, without weights.
+        layer_inputs: Width of the additional input of each layer, made from the token and its
+            embedding. 0: no such inputs.
+        layer_vocab: Number of tokens that have such inputs.
+        layer_scales: The output of each layer is multiplied by a number of the layer.
     """
 
     architecture: str
@@ -114,7 +115,7 @@ class ModelSpec:
     layer_scales: bool = False
 
     def layer(self, layer: int) -> LayerSpec:
-        """What a layer has for itself."""
+        """Return the sizes of one layer."""
         if self.kinds:
             return self.kinds[layer]
         heads = self.num_kv_heads, self.head_dim
@@ -122,20 +123,20 @@ class ModelSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether MLPs have a gate."""
+        """True if MLPs have a gate."""
         return self.activation not in ("xielu", "relu2")
 
     @property
     def logit_scale(self) -> LogitScale:
-        """From the head's products to logits."""
+        """Scaling of the head's products into logits."""
         return LogitScale(self.logits_divisor, self.logits_cap)
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a head's output."""
+        """Width of a head's output."""
         return self.head_dim if self.latent is None else self.latent.sizes.value
 
     @property
     def kv_tensors(self) -> int:
-        """Keys and values; of latents, which are both, one."""
+        """Tensors in the KV cache: keys and values (2), or latents, which serve as both (1)."""
         return 2 if self.latent is None else 1

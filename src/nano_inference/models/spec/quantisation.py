@@ -1,5 +1,5 @@
-"""What a checkpoint says of its quantisation: read first, from config.json or a file beside it,
-into one small description. No tensors.
+"""A checkpoint's quantisation, read from config.json or a file next to it into one small
+description. No tensors.
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.config_checks import Config
 from nano_inference.system.regular_files import read_json
 
-# A row of `quantised_weights.FORMATS` each.
+# One row of `quantised_weights.FORMATS` each.
 FormatName = Literal[
     "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",
     "mxfp4-packed", "nvfp4", "nvfp4-modelopt", "packed-int",
@@ -24,15 +24,15 @@ Block = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weight of a module is stored.
+    """Storage of a module's weight.
 
     Attributes:
-        format: which tensors hold it, and how they are read.
-        bits: of a code.
-        block: rows and columns that share a scale; None: all of them.
-        symmetric: codes count from the middle of their range; else there are zero points.
-        zero_offset: what the stored zero points lack (GPTQ: 1).
-        by_column: a tensor says for each column which group's scale it has.
+        format: Format of the stored tensors.
+        bits: Width of a code.
+        block: Rows and columns that share a scale. None: all of them.
+        symmetric: Codes count from the middle of their range. False: there are zero points.
+        zero_offset: Constant to add to stored zero points (GPTQ: 1).
+        by_column: A tensor assigns each column to the group of its scale.
     """
 
     format: FormatName
@@ -45,15 +45,14 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a checkpoint says of its quantisation.
+    """Quantisation that a checkpoint declares.
 
     Attributes:
-        method: its name.
-        where: the file that says so.
-        schemes: by patterns of modules' names; the first that matches holds.
-        left_out: patterns of the modules that are stored as they are.
-        activations: how activations were to be quantised, which is not done here; empty: they were
-            not.
+        method: Name of the quantisation method.
+        where: File that declares it.
+        schemes: Schemes by patterns of module names. The first match applies.
+        left_out: Patterns of modules that are stored unquantised.
+        activations: Intended quantisation of activations, which is not applied here. Empty: none.
     """
 
     method: str
@@ -63,40 +62,40 @@ class Quantisation:
     activations: str = ""
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """How a module's weight is stored; None: as it is."""
+        """Return the storage of a module's weight, or None if unquantised."""
         if any(_compiled(pattern).match(module) for pattern in self.left_out):
             return None
         matching = (each for pattern, each in self.schemes if _compiled(pattern).match(module))
         return next(matching, None)
 
     def __str__(self) -> str:
-        """The method and its schemes, for a line."""
-        if self.method == "gguf":  # each of its matrices has a scheme of its own
+        """Return the method and its schemes, for a log line."""
+        if self.method == "gguf":  # each matrix has its own scheme
             return "the blocks of a .gguf file"
-        kinds = dict.fromkeys(_told(scheme) for _, scheme in self.schemes)
+        kinds = dict.fromkeys(_words(scheme) for _, scheme in self.schemes)
         return f"{self.method} ({'; '.join(kinds)})"
 
     @property
     def computed(self) -> str:
-        """What `quantization="file"` makes of it, for a line."""
+        """Description of a model loaded with `quantization="file"`, for a log line."""
         return f"quantised with {self}, computed with its own codes"
 
     def becomes(self, dtype: str) -> str:
-        """What is made of it, for a line."""
+        """Describe the dequantised weights, for a log line."""
         left = f"; activations are not quantised, to {self.activations}" if self.activations else ""
         return f"quantised with {self}, dequantised to {dtype}{left}"
 
 
-# Where a config.json says it: transformers' key, compressed-tensors' old one, MLX's; each also
-# inside `text_config`.
+# Keys of config.json: of transformers, of old compressed-tensors, of MLX. Each may also be inside
+# `text_config`.
 KEYS = ("quantization_config", "compression_config", "quantization")
-# Files that say it beside config.json -> the method.
+# Files next to config.json that declare a quantisation -> the method.
 SIDE_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-# Of a description that names no method: a field that this method writes, the most telling first.
+# Fields from which to infer the method if none is named, the most specific first.
 _TRACES = {
     "load_in_4bit": "bitsandbytes",
     "load_in_8bit": "bitsandbytes",
@@ -106,47 +105,47 @@ _TRACES = {
     "desc_act": "gptq",
     "bits": "mlx",
 }
-GGUF = "gguf"  # what `checkpoints.gguf` writes of a file whose blocks products read as they are
+GGUF = "gguf"  # written by `checkpoints.gguf` for files whose blocks are used without conversion
 _NONE = (None, "", "none", "no_quant")
 _ANY = ""  # matches every name
 
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """`re` itself keeps 512 of them; some checkpoints leave out more modules than that."""
+    """Compile with a cache of its own: that of `re` is too small for some checkpoints (512)."""
     return re.compile(pattern)
 
 
 def read_quantisation(config: Config, folder: Path | None = None) -> Quantisation | None:
-    """What a config.json, or a file beside it in `folder`, says of the weights; None: they are
-    plain.
+    """Read the quantisation of a config.json or of a file next to it in `folder`.
 
-    Raises `ModelLoadError` naming the method, or the value, that is not known.
+    Returns None if the weights are unquantised. Raises `ModelLoadError` naming the unknown method
+    or value.
     """
-    for where, fields, default in _descriptions(config, folder):
+    for source, fields, default in _descriptions(config, folder):
         method = _method(fields, default) if isinstance(fields, Mapping) else str(fields)
         if method is None:
             return None
         if method not in _READERS or not isinstance(fields, Mapping):
-            raise _unknown(method, _detail(fields) if isinstance(fields, Mapping) else "", where)
+            raise _unknown(method, _detail(fields) if isinstance(fields, Mapping) else "", source)
         try:
-            return _READERS[method](_Description(method, where, fields))
+            return _READERS[method](_Description(method, source, fields))
         except (TypeError, ValueError, AttributeError, KeyError, re.error) as problem:
             raise ModelLoadError(
-                f"{where} describes a quantisation ({method}) with a value of the wrong kind: "
+                f"{source} describes a quantisation ({method}) with a value of the wrong kind: "
                 f"{problem}."
             ) from problem
     return None
 
 
 def quantisation_of(folder: Path) -> Quantisation | None:
-    """The same of a model's folder."""
+    """Read the quantisation of a model's folder."""
     path = folder / "config.json"
     return read_quantisation(read_json(path) if path.exists() else {}, folder)
 
 
 def _descriptions(config: Config, folder: Path | None) -> Iterable[tuple[str, Any, str | None]]:
-    """Where it is said, what is said, and the method where none is named."""
+    """Yield the source of each description, its fields, and the default method."""
     inner = config.get("text_config")
     for source in (config, inner if isinstance(inner, Mapping) else {}):
         for key in KEYS:
@@ -154,22 +153,22 @@ def _descriptions(config: Config, folder: Path | None) -> Iterable[tuple[str, An
                 yield "config.json", source[key], None
     for name, method in SIDE_FILES.items():
         if folder is not None and (folder / name).exists():
-            told = read_json(folder / name)
-            inner = told.get("quantization")
-            yield str(folder / name), inner if isinstance(inner, Mapping) else told, method
+            content = read_json(folder / name)
+            inner = content.get("quantization")
+            yield str(folder / name), inner if isinstance(inner, Mapping) else content, method
 
 
 def _unknown(method: str, detail: str, where: str) -> ModelLoadError:
-    told = f" ({detail})" if detail else ""
+    details = f" ({detail})" if detail else ""
     return ModelLoadError(
-        f"the checkpoint is quantised with {method}{told}, as {where} says, and that is not "
-        "supported; use the unquantised checkpoint, or a GGUF file of the model."
+        f"quantisation {method}{details}, declared in {where}, is not supported; use the "
+        "unquantised checkpoint, or a GGUF file of the model."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """The fields of a description, read with errors that name them."""
+    """Fields of a description, read with errors that name them."""
 
     method: str
     where: str
@@ -181,7 +180,7 @@ class _Description:
     def wrong(self, key: str, needed: str) -> ModelLoadError:
         return ModelLoadError(
             f"{self.where} describes a quantisation ({self.method}) with "
-            f"{key}={self.fields.get(key)!r}; {needed} is needed."
+            f"{key}={self.fields.get(key)!r}; it must be {needed}."
         )
 
     def one_of(self, key: str, known: Iterable[Any], default: Any) -> Any:
@@ -192,24 +191,24 @@ class _Description:
         return value
 
     def group(self, key: str, default: int | None) -> int | None:
-        """Columns that share a scale; -1 there is None here: all of them."""
+        """Return how many columns share a scale. None (-1 in the file): all of them."""
         value = self.fields.get(key)
         value = default if value is None else value
         if value in (None, -1):
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "a number of columns, or -1 for all,")
+            raise self.wrong(key, "a number of columns, or -1 for all")
         return value
 
     def block(self, key: str) -> Block:
         value = self.fields.get(key)
         sizes = value if isinstance(value, list | tuple) else ()
         if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-            raise self.wrong(key, "rows and columns of a block")
+            raise self.wrong(key, "the rows and columns of a block")
         return (sizes[0], sizes[1])
 
     def names(self, *keys: str) -> list[str]:
-        """All names that these keys list."""
+        """Return all names listed under these keys."""
         return [str(name) for key in keys for name in self.fields.get(key) or ()]
 
     def build(
@@ -228,25 +227,25 @@ _LEFT_OUT = ("modules_to_not_convert",)
 
 
 def _read_one(
-    told: _Description,
+    description: _Description,
     scheme: Scheme,
     left_out: tuple[str, ...] = _LEFT_OUT,
     activations: str = "",
 ) -> Quantisation:
-    """One scheme for all modules but for those that the keys `left_out` list."""
-    patterns = _parts_of_names(told.names(*left_out))
-    return told.build((_ANY, scheme), left_out=patterns, activations=activations)
+    """Read one scheme for all modules except those listed under the keys `left_out`."""
+    patterns = _parts_of_names(description.names(*left_out))
+    return description.build((_ANY, scheme), left_out=patterns, activations=activations)
 
 
-def _read_fp8(told: _Description) -> Quantisation:
-    """transformers' and DeepSeek's, and AutoFP8's."""
-    blocked = told.fields.get("weight_block_size") is not None
-    block: Block = told.block("weight_block_size") if blocked else (None, None)
+def _read_fp8(description: _Description) -> Quantisation:
+    """Read the formats of transformers, DeepSeek and AutoFP8."""
+    blocked = description.fields.get("weight_block_size") is not None
+    block: Block = description.block("weight_block_size") if blocked else (None, None)
     return _read_one(
-        told,
+        description,
         Scheme("fp8", 8, block),
         (*_LEFT_OUT, "ignored_layers"),
-        f"fp8, {told.fields.get('activation_scheme', 'dynamic')}",
+        f"fp8, {description.fields.get('activation_scheme', 'dynamic')}",
     )
 
 
@@ -258,66 +257,69 @@ _MODELOPT = {
 }
 
 
-def _read_modelopt(told: _Description) -> Quantisation:
-    algorithm = str(told.fields.get("quant_algo"))
+def _read_modelopt(description: _Description) -> Quantisation:
+    algorithm = str(description.fields.get("quant_algo"))
     if algorithm not in _MODELOPT:
-        raise told.refuse(algorithm)
+        raise description.refuse(algorithm)
     scheme, activations = _MODELOPT[algorithm]
     left_out = (
-        _whole_name(fnmatch.translate(name)) for name in told.names("exclude_modules", "ignore")
+        _whole_name(fnmatch.translate(name))
+        for name in description.names("exclude_modules", "ignore")
     )
-    return told.build((_ANY, scheme), left_out=left_out, activations=activations)
+    return description.build((_ANY, scheme), left_out=left_out, activations=activations)
 
 
-def _read_gptq(told: _Description) -> Quantisation:
-    if told.fields.get("is_marlin_format"):
-        raise told.refuse("marlin format")
-    layout = told.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    schemes = [(_ANY, _gptq_scheme(told, layout))]
+def _read_gptq(description: _Description) -> Quantisation:
+    if description.fields.get("is_marlin_format"):
+        raise description.refuse("marlin format")
+    layout = description.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    schemes = [(_ANY, _gptq_scheme(description, layout))]
     left_out: list[str] = []
-    # gptqmodel's: pattern -> what is other there; "-:" before it: left out
-    changes = told.fields.get("dynamic") or {}
+    # gptqmodel: pattern -> fields that differ for it ("-:" before a pattern: left out)
+    changes = description.fields.get("dynamic") or {}
     for name, fields in changes.items():
         if name.startswith("-:"):
             left_out.append(name[2:])
         else:
-            own = replace(told, fields={**told.fields, **fields})
-            schemes.insert(-1, (name.removeprefix("+:"), _gptq_scheme(own, layout)))
-    return told.build(*schemes, left_out=left_out)
+            changed = replace(description, fields={**description.fields, **fields})
+            schemes.insert(-1, (name.removeprefix("+:"), _gptq_scheme(changed, layout)))
+    return description.build(*schemes, left_out=left_out)
 
 
-def _gptq_scheme(told: _Description, layout: str) -> Scheme:
-    symmetric = bool(told.fields.get("sym", True))
-    bits = told.one_of("bits", (2, 4, 8), None)
+def _gptq_scheme(description: _Description, layout: str) -> Scheme:
+    symmetric = bool(description.fields.get("sym", True))
+    bits = description.one_of("bits", (2, 4, 8), None)
     offset = 1 if layout == "gptq" else 0
-    group = (1, told.group("group_size", 128))
-    ordered = bool(told.fields.get("desc_act", False))
+    group = (1, description.group("group_size", 128))
+    ordered = bool(description.fields.get("desc_act", False))
     return Scheme("gptq", bits, group, symmetric, offset, ordered)
 
 
-def _read_awq(told: _Description) -> Quantisation:
+def _read_awq(description: _Description) -> Quantisation:
     for key in ("version", "checkpoint_format", "format"):
-        layout = str(told.fields.get(key) or "gemm").lower()
+        layout = str(description.fields.get(key) or "gemm").lower()
         if layout != "gemm":
-            raise told.refuse(layout)
-    bits = told.one_of("w_bit" if "w_bit" in told.fields else "bits", (4,), 4)
-    group = told.group("q_group_size" if "q_group_size" in told.fields else "group_size", 128)
-    scheme = Scheme("awq", bits, (1, group), not told.fields.get("zero_point", True))
-    return _read_one(told, scheme)
+            raise description.refuse(layout)
+    bits = description.one_of("w_bit" if "w_bit" in description.fields else "bits", (4,), 4)
+    group = description.group(
+        "q_group_size" if "q_group_size" in description.fields else "group_size", 128
+    )
+    scheme = Scheme("awq", bits, (1, group), not description.fields.get("zero_point", True))
+    return _read_one(description, scheme)
 
 
-def _read_bitsandbytes(told: _Description) -> Quantisation:
-    """A block of 4-bit codes is as large as each weight's own statistics say."""
-    fields = told.fields
+def _read_bitsandbytes(description: _Description) -> Quantisation:
+    """Read bitsandbytes. Each weight's own statistics define the size of its 4-bit blocks."""
+    fields = description.fields
     four = bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
     eight = bool(fields.get("load_in_8bit") or fields.get("_load_in_8bit"))
     if four == eight:
-        raise told.wrong("load_in_4bit", "one of load_in_4bit and load_in_8bit")
+        raise description.wrong("load_in_4bit", "the opposite of load_in_8bit")
     scheme = Scheme("bitsandbytes-4bit", 4) if four else Scheme("bitsandbytes-int8", 8, (1, None))
-    return _read_one(told, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
+    return _read_one(description, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
 
 
-# compressed-tensors' formats: -> this one's, type and bits of the codes.
+# Formats of compressed-tensors -> format here, type of the codes, and their possible bits.
 _COMPRESSED: dict[str, tuple[FormatName, str, tuple[int, ...]]] = {
     "float-quantized": ("fp8", "float", (8,)),
     "int-quantized": ("int8", "int", (4, 8)),
@@ -335,24 +337,28 @@ _BLOCKS: dict[str, Callable[[_Description], Block]] = {
 }
 
 
-def _read_compressed(told: _Description) -> Quantisation:
-    sparse = (told.fields.get("sparsity_config") or {}).get("format") or "dense"
+def _read_compressed(description: _Description) -> Quantisation:
+    sparse = (description.fields.get("sparsity_config") or {}).get("format") or "dense"
     if sparse != "dense":
-        raise told.refuse(f"{sparse} sparsity")
-    if (told.fields.get("transform_config") or {}).get("config_groups"):
-        raise told.refuse("transforms of activations")
-    found: list[tuple[int, str, Scheme]] = []
+        raise description.refuse(f"{sparse} sparsity")
+    if (description.fields.get("transform_config") or {}).get("config_groups"):
+        raise description.refuse("transforms of activations")
+    targets: list[tuple[int, str, Scheme]] = []
     activations = ""
-    for group in (told.fields.get("config_groups") or {}).values():
+    for group in (description.fields.get("config_groups") or {}).values():
         if group.get("weights") is None:
             continue
-        weights = replace(told, fields=group["weights"])
-        scheme = _compressed_scheme(weights, group.get("format") or told.fields.get("format"))
-        found += [(*_target(str(target)), scheme) for target in group.get("targets") or ()]
+        weights = replace(description, fields=group["weights"])
+        scheme = _compressed_scheme(
+            weights, group.get("format") or description.fields.get("format")
+        )
+        targets += [(*_target(str(target)), scheme) for target in group.get("targets") or ()]
         activations = activations or _activations(group.get("input_activations"))
-    schemes = [(pattern, scheme) for _, pattern, scheme in sorted(found, key=lambda each: each[0])]
-    left_out = (_target(name)[1] for name in told.names("ignore"))
-    return told.build(*schemes, left_out=left_out, activations=activations)
+    schemes = [
+        (pattern, scheme) for _, pattern, scheme in sorted(targets, key=lambda each: each[0])
+    ]
+    left_out = (_target(name)[1] for name in description.names("ignore"))
+    return description.build(*schemes, left_out=left_out, activations=activations)
 
 
 def _compressed_scheme(weights: _Description, layout: Any) -> Scheme:
@@ -373,8 +379,9 @@ def _compressed_scheme(weights: _Description, layout: Any) -> Scheme:
 
 
 def _target(target: str) -> tuple[int, str]:
-    """How nearly a target of compressed-tensors names a module, and its pattern: a name, a pattern,
-    or a class of modules.
+    """Return the precedence of a target of compressed-tensors (lowest first) and its pattern.
+
+    A target is a module's name, a pattern, or a class of modules.
     """
     if target.startswith("re:"):
         return 1, target[3:]
@@ -383,11 +390,11 @@ def _target(target: str) -> tuple[int, str]:
     return 0, _whole_name(re.escape(target))
 
 
-def _activations(told: Any) -> str:
-    if not isinstance(told, Mapping):
+def _activations(fields: Any) -> str:
+    if not isinstance(fields, Mapping):
         return ""
-    kind = "fp" if told.get("type") == "float" else "int"
-    return f"{kind}{told.get('num_bits', 8)}, {'dynamic' if told.get('dynamic') else 'static'}"
+    kind = "fp" if fields.get("type") == "float" else "int"
+    return f"{kind}{fields.get('num_bits', 8)}, {'dynamic' if fields.get('dynamic') else 'static'}"
 
 
 _READERS: dict[str, Callable[[_Description], Quantisation]] = {
@@ -406,7 +413,7 @@ _READERS: dict[str, Callable[[_Description], Quantisation]] = {
 
 
 def _parts_of_names(names: Iterable[str]) -> list[str]:
-    """transformers' rule: the beginning of a name up to a dot, as a pattern, or its end."""
+    """Return patterns by transformers' rule: a name's prefix up to a dot, or its end."""
     return [
         rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name.removeprefix('.'))}$" for name in names
     ]
@@ -416,8 +423,8 @@ def _whole_name(pattern: str) -> str:
     return rf"(?:{pattern})$"
 
 
-def _told(scheme: Scheme) -> str:
-    """A scheme in words."""
+def _words(scheme: Scheme) -> str:
+    """Describe a scheme in words."""
     rows, columns = scheme.block
     if scheme.format == "bitsandbytes-4bit":
         return "4 bits"
@@ -429,7 +436,7 @@ def _told(scheme: Scheme) -> str:
 
 
 def _method(fields: Config, default: str | None) -> str | None:
-    """None: the description says that nothing is quantised."""
+    """Return the method's name, or None if the description declares no quantisation."""
     for key in ("quant_method", "quant_algo"):
         if key in fields and _is_none(fields[key]):
             return None
@@ -441,7 +448,7 @@ def _method(fields: Config, default: str | None) -> str | None:
 
 
 def _detail(fields: Config) -> str:
-    """Of how many bits, or of which kind, its codes are; empty: it does not say."""
+    """Return the bits or the kind of the codes, empty if not declared."""
     bits = next(
         (fields[key] for key in ("bits", "w_bit", "wbits") if isinstance(fields.get(key), int)),
         None,

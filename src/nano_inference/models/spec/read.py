@@ -1,4 +1,4 @@
-"""From config.json to a `ModelSpec`."""
+"""Translation of config.json into a `ModelSpec`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +15,16 @@ from nano_inference.models.spec.refused import refusal
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.models.spec.text_part import other_names
 
-CONVERTED = "nano_inference_converted_from"  # what config.json has of a converted .gguf file
+CONVERTED = "nano_inference_converted_from"  # key in config.json of converted .gguf files
 
 
 def spec_from_config(
     config: Config, generation_config: Config | None = None, folder: Path | None = None
 ) -> ModelSpec:
-    """Read config.json (and generation_config.json) of a model, and what files beside it in
-    `folder` say of a quantisation.
+    """Read config.json and generation_config.json of a model.
 
-    Raises `ModelLoadError` for what the decoder lacks, for a quantisation that is not known, and
-    for a value that no model has.
+    Files next to them in `folder` may declare a quantisation. Raises `ModelLoadError` if the
+    decoder lacks a feature, the quantisation is unknown, or a value is invalid.
     """
     check_values({"architectures": config.get("architectures")})
     architectures = config.get("architectures") or []
@@ -56,7 +55,7 @@ def _read(
     max_position = int(config["max_position_embeddings"])
     qkv_bias, o_bias = family.biases(config)
     windows = (0,) * num_layers
-    if family.windows is not None and _told(config, family.windows_if):
+    if family.windows is not None and _is_on(config, family.windows_if):
         windows = family.windows(config, num_layers)
     ropes, kinds = family.ropes(config, max_position, windows), family.kinds(config, windows)
     for kind in kinds:
@@ -84,7 +83,7 @@ def _read(
         quantized_source=CONVERTED in config,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        qk_norm=family.qk_norm if _told(config, family.qk_norm_if) else None,
+        qk_norm=family.qk_norm if _is_on(config, family.qk_norm_if) else None,
         attention_sinks=family.attention_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,
@@ -102,18 +101,18 @@ def _read(
         unused=(*family.unused, *_unused(config, num_layers), *_unread(kinds, family)),
         kinds=kinds,
         **scales,
-        **family.own(config),
+        **family.extras(config),
     )
 
 
 def _checked(config: Config, family: Family) -> Config:
-    """Return the config by the names of other families. Raises `KeyError` and `ModelLoadError`."""
+    """Rename keys to those of other families. Raises `KeyError` and `ModelLoadError`."""
     config = family.read(config)
-    check_values(config)  # again: under the names that they have now
+    check_values(config)  # again, under the new names
     for name in _UNSUPPORTED:
         if config.get(name) and name not in family.caps:
             raise ModelLoadError(
-                f"config.json has {name}={config[name]!r}; this decoder has no {name}."
+                f"config.json has {name}={config[name]!r}; {name} is not supported for this model."
             )
     if missing := [name for name in _REQUIRED if config.get(name) is None]:
         raise KeyError(missing[0])
@@ -138,30 +137,31 @@ def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         )
     if head_dim < 2 or head_dim % 2:
         raise ModelLoadError(
-            f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
+            f"head_dim={head_dim} must be even and at least 2: rotary embedding rotates pairs."
         )
 
 
 def _check_rope(rope: RopeSpec, head_dim: int, architecture: str, family: Family) -> None:
-    """Of heads that are so wide."""
+    """Check a rotary embedding against the width of heads."""
     if rope.share != 1 and not family.partial_rotary:
         raise ModelLoadError(
-            f"partial_rotary_factor other than 1 is not supported of {architecture}."
+            f"partial_rotary_factor={rope.share:g} is not supported for {architecture}; it must be "
+            "1."
         )
     turning = rope.turning(head_dim)
     if turning < 2 or turning % 2 or turning > head_dim:
         raise ModelLoadError(
-            f"partial_rotary_factor={rope.share:g} of heads {head_dim} wide turns {turning} "
-            "numbers; it must be an even number of them."
+            f"partial_rotary_factor={rope.share:g} rotates {turning} of {head_dim} dimensions of a "
+            "head; the number must be even and from 2 to head_dim."
         )
     if rope.factors and len(rope.factors) != turning // 2:
         raise ModelLoadError(
-            f"rope scaling has {len(rope.factors)} factors; heads {head_dim} wide need "
+            f"rope scaling has {len(rope.factors)} factors; heads of {head_dim} dimensions need "
             f"{turning // 2}."
         )
 
 
-def _told(config: Config, switch: str | None) -> bool:
+def _is_on(config: Config, switch: str | None) -> bool:
     return switch is None or bool(config.get(switch))
 
 
@@ -182,20 +182,20 @@ def _activation(config: Config, family: Family) -> Activation:
     name = config.get(key) or "silu"
     if name not in known:
         raise ModelLoadError(
-            f"config.json has {key}={name!r}; this decoder knows {', '.join(known)}."
+            f"config.json has {key}={name!r}; it must be one of {', '.join(known)}."
         )
     return known[name]
 
 
 def _unused(config: Config, num_layers: int) -> tuple[str, ...]:
-    """What predicts further tokens: layers behind the last one, or Ernie's."""
+    """Return prefixes of multi-token prediction: extra layers after the last one, or Ernie's."""
     count = int(config.get("num_nextn_predict_layers") or 0)
-    behind = tuple(f"model.layers.{num_layers + layer}." for layer in range(count))
-    return (*behind, "model.mtp_") if count else ()
+    extra = tuple(f"model.layers.{num_layers + layer}." for layer in range(count))
+    return (*extra, "model.mtp_") if count else ()
 
 
 def _unread(kinds: tuple[LayerSpec, ...], family: Family) -> tuple[str, ...]:
-    """What makes keys and values in layers that read another's."""
+    """Return prefixes of tensors that make keys and values in layers that read another's."""
     names = [
         f"model.layers.{layer}.self_attn.{part}."
         for layer, kind in enumerate(kinds)
@@ -207,7 +207,7 @@ def _unread(kinds: tuple[LayerSpec, ...], family: Family) -> tuple[str, ...]:
 
 
 def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:
-    found = generation_config.get("eos_token_id", config.get("eos_token_id"))
-    if found is None:
+    eos_ids = generation_config.get("eos_token_id", config.get("eos_token_id"))
+    if eos_ids is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    return tuple(eos_ids) if isinstance(eos_ids, list) else (int(eos_ids),)

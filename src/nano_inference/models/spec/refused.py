@@ -1,15 +1,15 @@
-"""Classes of transformers that are not read, and what of them the decoder lacks."""
+"""Unsupported architectures of transformers, and the missing feature of each."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-_INDEXER = "its attention chooses keys by a sparse indexer"
+_INDEXER = "its attention selects keys with a sparse indexer"
 _LAYER_NORM = "its norms subtract the mean (LayerNorm)"
-_MAMBA = "its layers, or some of them, are state-space models (Mamba)"
-_STATE = "its layers, or some of them, carry a state that the decoder does not compute"
-_ENCODER = "it reads its prompt with an encoder"
-_AFTER_ROPE = "it normalises queries and keys after they are rotated"
-_BIDIRECTIONAL = "it was made to see both sides of a token"
+_MAMBA = "some or all of its layers are state-space models (Mamba)"
+_STATE = "some or all of its layers carry a recurrent state of an unsupported kind"
+_ENCODER = "it encodes the prompt with a separate encoder"
+_AFTER_ROPE = "it normalises queries and keys after rotary embedding"
+_BIDIRECTIONAL = "its attention is bidirectional"
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
     _INDEXER: (
@@ -59,10 +59,10 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     ),
     "its attention subtracts one softmax from another": ("DiffLlamaForCausalLM",),
-    "it has norms inside attention and MLP, and weights of three values": (
+    "it has norms inside attention and MLP, and ternary weights": (
         *("BitNetForCausalLM", "BitnetForCausalLM"),
     ),
-    "its attention sees chunks of the context, and its norms of queries have no weights": (
+    "its attention is chunked, and its query norms have no weights": (
         *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     ),
     "it reads bytes, not tokens": ("BltForCausalLM",),
@@ -71,19 +71,19 @@ REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for n
 
 
 def refusal(architectures: Iterable[str], known: Iterable[str]) -> str:
-    """Why a model of these classes, none of which is known, is not loaded: one sentence."""
+    """Return one sentence on why a model of these classes, all unknown, is not loaded."""
     names, listed = tuple(architectures), sorted(known)
     if not names:
         return (
-            f"architecture missing: config.json names none; {len(listed)} are known, such as "
+            f"config.json names no architecture; {len(listed)} are supported, such as "
             "LlamaForCausalLM and Qwen3ForCausalLM (docs/models.md lists them)."
         )
     for name in names:
         if name in REFUSED:
-            return f"{name} is not supported: {REFUSED[name]}, which the decoder lacks."
+            return f"{name} is not supported: {REFUSED[name]}, which is not implemented."
     near = get_close_matches(names[0], listed, n=3, cutoff=0.8)
     such = near or ["LlamaForCausalLM", "Qwen3ForCausalLM"]
     return (
         f"architecture {', '.join(names)} is not supported; {len(listed)} are, "
-        f"{'near it' if near else 'such as'} {' and '.join(such)} (docs/models.md lists them)."
+        f"{'the nearest' if near else 'such as'} {' and '.join(such)} (docs/models.md lists them)."
     )

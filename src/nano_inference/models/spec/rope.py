@@ -1,6 +1,4 @@
-"""`RopeSpec`: what config.json says of rotary position embedding, in every spelling that it is
-found in.
-"""
+"""`RopeSpec`: rotary position embedding, read from every known spelling in config.json."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,25 +11,24 @@ from nano_inference.models.spec.config_checks import Config
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (arXiv:2104.09864) and how its frequencies are stretched.
+    """Rotary position embedding (arXiv:2104.09864) and the scaling of its frequencies.
 
     Attributes:
-        theta: base of the frequencies.
+        theta: Base of the frequencies.
         kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071), `"longrope"`
-            (arXiv:2402.13753) or `"proportional"`; `"none"`: nothing turns.
-        factor: how far the context is stretched.
-        original_max_position: context that the model was first trained for (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3's band of interpolation.
-        beta_fast, beta_slow, truncate: yarn's band of interpolation.
-        attention_factor: multiplies cosine and sine.
-        factors: divide the frequencies one by one, [turning / 2] (longrope, of which one list
-            serves all lengths).
-        share: of a head's numbers, so many from the first on turn; the rest stays as it is. Of
-            `"proportional"` it is pairs: so many of them from the first on turn, as they would if
-            all did.
-        interleaved: neighbours are the two coordinates of a pair, not halves.
-        query_beta: queries are multiplied by 1 + query_beta * log(1 + the whole contexts of
-            `original_max_position` before their position).
+            (arXiv:2402.13753) or `"proportional"`. `"none"`: no rotation.
+        factor: Factor by which the context is extended.
+        original_max_position: Context length of the first training (llama3, yarn).
+        low_freq_factor, high_freq_factor: Band of interpolation of llama3.
+        beta_fast, beta_slow, truncate: Band of interpolation of yarn.
+        attention_factor: Factor of cosine and sine.
+        factors: Divisors of the frequencies, [rotated dimensions / 2] (longrope, with one list for
+            all lengths).
+        share: Share of a head's dimensions that rotate, the first ones. For `"proportional"`: share
+            of its pairs, with the same frequencies as if all rotated.
+        interleaved: A pair is two neighbours, not one coordinate from each half.
+        query_beta: Queries are multiplied by 1 + query_beta * log(1 + n), with n the number of
+            whole contexts of `original_max_position` before their position.
     """
 
     theta: float = 10000.0
@@ -50,13 +47,13 @@ class RopeSpec:
     query_beta: float = 0.0
 
     def turning(self, head_dim: int) -> int:
-        """How many numbers of a head turn."""
-        if self.kind == "proportional":  # the other pairs turn by nothing
+        """Return how many dimensions of a head rotate."""
+        if self.kind == "proportional":  # the other pairs rotate by an angle of 0
             return head_dim
-        return int(head_dim * self.share + 1e-6)  # a share may be a quotient
+        return int(head_dim * self.share + 1e-6)  # a share may be an inexact quotient
 
 
-# (config, max_position, windows) -> of each layer
+# (config, max_position, windows) -> one entry for each layer
 ReadRopes = Callable[[Config, int, tuple[int, ...]], tuple[RopeSpec, ...]]
 NO_ROPE = RopeSpec(kind="none")
 
@@ -64,8 +61,9 @@ NO_ROPE = RopeSpec(kind="none")
 def ropes_by_window(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """One rotary embedding for layers with a sliding window, one for those without; equal for most
-    models.
+    """Read one rotary embedding for layers with a sliding window and one for all others.
+
+    Most models use the same for both.
     """
     rope, sliding_rope = _pair(config, max_position)
     return tuple(sliding_rope if window else rope for window in windows)
@@ -74,76 +72,78 @@ def ropes_by_window(
 def ropes_backwards(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """nanochat: heads turn the other way."""
-    found = ropes_by_window(config, max_position, windows)
-    if any(rope.kind != "default" for rope in found):
-        raise ModelLoadError(f"rope scaling {found[0].kind!r} of nanochat is not supported.")
-    return tuple(replace(rope, kind="linear", factor=-1.0) for rope in found)
+    """nanochat: rotate heads in the opposite direction."""
+    ropes = ropes_by_window(config, max_position, windows)
+    if any(rope.kind != "default" for rope in ropes):
+        raise ModelLoadError(f"rope scaling {ropes[0].kind!r} is not supported for nanochat.")
+    return tuple(replace(rope, kind="linear", factor=-1.0) for rope in ropes)
 
 
 def ropes_unscaled_in_windows(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """OLMo 3: a `rope_scaling` is that of layers without a window."""
-    found = ropes_by_window(config, max_position, windows)
+    """OLMo 3: apply `rope_scaling` only to layers without a window."""
+    ropes = ropes_by_window(config, max_position, windows)
     if "full_attention" in (config.get("rope_parameters") or {}):
-        return found
+        return ropes
     return tuple(
         RopeSpec(theta=rope.theta) if window else rope
-        for rope, window in zip(found, windows, strict=True)
+        for rope, window in zip(ropes, windows, strict=True)
     )
 
 
 def ropes_in_windows_alone(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """EXAONE 4: where some layers have a window, those without do not turn."""
-    found = ropes_by_window(config, max_position, windows)
+    """EXAONE 4: if some layers have a window, rotate only in those."""
+    ropes = ropes_by_window(config, max_position, windows)
     if not config.get("sliding_window"):
-        return found
-    return tuple(rope if window else NO_ROPE for rope, window in zip(found, windows, strict=True))
+        return ropes
+    return tuple(rope if window else NO_ROPE for rope, window in zip(ropes, windows, strict=True))
 
 
 def ropes_but_for_some(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """SmolLM3: as `turning_layers` says."""
-    found, turning = (
+    """SmolLM3: rotate only in the layers of `turning_layers`."""
+    ropes, turning = (
         ropes_by_window(config, max_position, windows),
         turning_layers(config, len(windows)),
     )
-    return tuple(rope if turns else NO_ROPE for rope, turns in zip(found, turning, strict=True))
+    return tuple(rope if turns else NO_ROPE for rope, turns in zip(ropes, turning, strict=True))
 
 
 def interleaved_ropes(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """GLM, Ernie, Helium: neighbours are pairs."""
-    found = ropes_by_window(config, max_position, windows)
-    return tuple(replace(rope, interleaved=True) for rope in found)
+    """GLM, Ernie, Helium: pair neighbours."""
+    ropes = ropes_by_window(config, max_position, windows)
+    return tuple(replace(rope, interleaved=True) for rope in ropes)
 
 
 def turning_layers(config: Config, num_layers: int) -> list[bool]:
-    """`no_rope_layers` has a 0 for each layer that does not turn; without it, that is every
-    fourth, or as `no_rope_layer_interval` says. Raises `ModelLoadError`.
+    """Return True for each layer that rotates.
+
+    `no_rope_layers` has a 0 for every other layer. Without it, every fourth layer (or every
+    `no_rope_layer_interval`-th) does not rotate. Raises `ModelLoadError`.
     """
     every = int(config.get("no_rope_layer_interval") or 4)
-    told = config.get("no_rope_layers")
-    if told is None:
+    flags = config.get("no_rope_layers")
+    if flags is None:
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
-    if len(told) != num_layers:
+    if len(flags) != num_layers:
         raise ModelLoadError(
-            f"config.json has no_rope_layers of {len(told)} entries; {num_layers} are needed."
+            f"config.json has no_rope_layers of {len(flags)} entries; it must have {num_layers}."
         )
-    return [bool(each) for each in told]
+    return [bool(each) for each in flags]
 
 
 def _pair(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """Rotary embeddings of layers without and with a sliding window.
+    """Return the rotary embeddings of layers without and with a sliding window.
 
-    transformers 5 writes `rope_parameters` (one, or one a kind of layer), earlier versions
-    `rope_theta` with `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises `ModelLoadError`
-    for a kind that is not known.
+    transformers 5 writes `rope_parameters`: one, or one for each kind of layer. Earlier versions
+    write `rope_theta` with `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises
+    `ModelLoadError` if the kind of scaling is unknown.
     """
     fields: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in fields:
@@ -159,7 +159,7 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _KINDS:
         known = ", ".join(kind for kind in _KINDS if kind != "mrope")
-        raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {known}.")
+        raise ModelLoadError(f"rope scaling {kind!r} is not supported; it must be one of {known}.")
     theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
     original = int(fields.get("original_max_position_embeddings") or max_position)
     factor = float(fields.get("factor") or max_position / original)
@@ -189,8 +189,7 @@ def _llama3(fields: Config, theta: float, original: int, factor: float) -> RopeS
     if fields["low_freq_factor"] >= fields["high_freq_factor"]:
         raise ModelLoadError(
             f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which "
-            "must be less than "
-            f"high_freq_factor={fields['high_freq_factor']!r}."
+            f"must be less than high_freq_factor={fields['high_freq_factor']!r}."
         )
     return RopeSpec(
         theta=theta,
@@ -216,14 +215,14 @@ def _yarn(fields: Config, theta: float, original: int, factor: float) -> RopeSpe
 
 
 def _longrope(fields: Config, theta: float, _original: int, _factor: float) -> RopeSpec:
-    """One table serves all lengths here, so that a token's place does not depend on how long its
-    sequence gets.
+    """Read longrope with a single table for all lengths.
+
+    With two tables, a token's rotation would depend on the final length of its sequence.
     """
     if fields["short_factor"] != fields["long_factor"] or fields.get("attention_factor") is None:
         raise ModelLoadError(
-            "rope scaling 'longrope' is supported where short_factor and long_factor are equal "
-            "and attention_factor is "
-            "given."
+            "rope scaling 'longrope' requires equal short_factor and long_factor, and an "
+            "attention_factor."
         )
     factors = tuple(float(each) for each in fields["short_factor"])
     return RopeSpec(
@@ -253,6 +252,6 @@ _KINDS: Mapping[str, Callable[[Config, float, int, float], RopeSpec]] = {
     "longrope": _longrope,
     "proportional": _proportional,
     "yarn": _yarn,
-    # three positions a token, of pictures and films; text has one
+    # images and videos have three positions for each token, text has one
     "mrope": _default,
 }

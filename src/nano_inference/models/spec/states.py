@@ -1,5 +1,5 @@
-"""Layers that carry a state along a sequence instead of attending to keys: what they are made of,
-and what of it is kept in the cache.
+"""Layers that carry a state along a sequence instead of attending to keys, and the parts of it that
+the cache keeps.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from nano_inference.models.spec.config_checks import Config, shown, whole
 
 
 class StateColumn(NamedTuple):
-    """Numbers of one kind that a layer keeps.
+    """Values of one kind that a layer keeps.
 
     Attributes:
-        shape: of a token's, or of a block's.
-        per_token: one for each token of a block; else one for the whole of it, which stands for all
-            tokens up to the block's end.
-        keep_float32: whatever dtype the model has.
+        shape: Shape for a token or for a block.
+        per_token: One entry for each token of a block. False: one for the whole block, which
+            summarises all tokens up to the block's end.
+        keep_float32: Stored as float32 even if the model has another dtype.
     """
 
     shape: tuple[int, ...]
@@ -26,13 +26,13 @@ class StateColumn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """Layers of a gated short convolution (LFM2): out = c * conv(b * x), of three projections.
+    """Layers of a gated short convolution (LFM2): out = c * conv(b * x), with three projections.
 
     Attributes:
-        layers: one entry a layer: whether it is of this kind.
-        channels: each is convolved by itself.
-        taps: tokens that a token sees, itself included.
-        bias: of the projections and of the convolution.
+        layers: True for each layer of this kind.
+        channels: Number of channels, each convolved separately.
+        taps: Number of tokens that a token sees, itself included.
+        bias: The projections and the convolution have biases.
     """
 
     layers: tuple[bool, ...]
@@ -42,21 +42,21 @@ class ShortConv:
 
     @property
     def columns(self) -> dict[str, StateColumn]:
-        """What a layer keeps: b * x of each token."""
+        """Values that a layer keeps: b * x of each token."""
         return {"inputs": StateColumn((self.channels,))}
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of what its kernels go through at once."""
+        """Widths that its kernels process at a time."""
         return (self.channels,)
 
     @property
     def by_block(self) -> bool:
-        """Whether the bits of a row depend on where blocks end."""
+        """True if the bits of a row depend on block boundaries."""
         return False
 
     def window(self, block_size: int) -> int:
-        """How many tokens back, the row's own included, a row reads what the layer keeps."""
+        """Return how many tokens back, the row itself included, a row reads kept values."""
         return self.taps
 
 
@@ -65,16 +65,16 @@ class DeltaNet:
     """Layers of a gated delta rule (arXiv:2412.06464; Qwen3-Next, Qwen3.5).
 
     Each value head carries a matrix S [key_dim, value_dim]. A token multiplies it by its decay a,
-    then adds k u^T with u = beta (v - S^T k), so that S^T k comes closer to v; its output is S^T q.
+    then adds k u^T with u = beta (v - S^T k), so that S^T k comes closer to v. Its output is S^T q.
     Queries, keys and values went through a short convolution.
 
     Attributes:
-        layers: one entry a layer: whether it is of this kind.
-        key_heads, value_heads: each key head serves so many value heads that follow each other.
-        key_dim, value_dim: widths of these heads.
-        taps: tokens that the convolution sees, the row's own included.
-        joint: the checkpoint has two projections, in which what belongs to a key head stands
-            together, instead of four.
+        layers: True for each layer of this kind.
+        key_heads, value_heads: Numbers of heads. Each key head serves value_heads / key_heads
+            consecutive value heads.
+        key_dim, value_dim: Widths of these heads.
+        taps: Number of tokens that the convolution sees, the row's own included.
+        joint: The checkpoint has two projections, grouped by key head, instead of four.
     """
 
     layers: tuple[bool, ...]
@@ -87,18 +87,20 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_width
 
     @property
     def value_width(self) -> int:
-        """Of all value heads."""
+        """Total width of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
     def columns(self) -> dict[str, StateColumn]:
-        """What a layer keeps: of a token what goes into the convolution, its key, u, and the
-        logarithm of the decay since the block's begin; of a block the matrices at its end.
+        """Values that a layer keeps.
+
+        For each token: the convolution's input, the key, u, and the logarithm of the decay since
+        the block's start. For each block: the matrices at its end.
         """
         return {
             "inputs": StateColumn((self.channels,)),
@@ -112,17 +114,18 @@ class DeltaNet:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of what its kernels go through at once."""
+        """Widths that its kernels process at a time."""
         return self.channels, self.key_dim, self.value_dim
 
     @property
     def by_block(self) -> bool:
-        """Whether the bits of a row depend on where blocks end."""
+        """True if the bits of a row depend on block boundaries."""
         return True
 
     def window(self, block_size: int) -> int:
-        """How many tokens back, the row's own included, a row reads what the layer keeps: its
-        block's tokens, and the state at the end of the block before.
+        """Return how many tokens back, the row itself included, a row reads kept values.
+
+        A row reads the tokens of its block and the state at the end of the previous block.
         """
         return max(block_size + 1, self.taps)
 
@@ -131,7 +134,7 @@ StateSpec = ShortConv | DeltaNet
 
 
 def short_conv(config: Config, num_layers: int) -> ShortConv:
-    """The layers of LFM2 that `layer_types`, or `full_attn_idxs`, says are no attention."""
+    """Read LFM2's layers: `layer_types` or `full_attn_idxs` separates them from attention."""
     full = config.get("full_attn_idxs")
     types = config.get("layer_types") or [
         "full_attention" if full is None or i in full else "conv" for i in range(num_layers)
@@ -146,15 +149,17 @@ def short_conv(config: Config, num_layers: int) -> ShortConv:
 
 
 def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
-    """The layers of Qwen3-Next and Qwen3.5 that `layer_types` says are `linear_attention`; else all
-    but every `full_attention_interval`-th.
+    """Read the delta-rule layers of Qwen3-Next and Qwen3.5.
+
+    Those are the `linear_attention` entries of `layer_types`. Without that field, they are all but
+    every `full_attention_interval`-th layer.
     """
     every = int(config.get("full_attention_interval") or 4)
     types = config.get("layer_types") or [
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
     ]
     require_types(types, num_layers, "linear_attention")
-    found = DeltaNet(
+    spec = DeltaNet(
         tuple(kind == "linear_attention" for kind in types),
         whole(config, "linear_num_key_heads"),
         whole(config, "linear_num_value_heads"),
@@ -163,22 +168,22 @@ def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
         whole(config, "linear_conv_kernel_dim"),
         joint,
     )
-    if found.value_heads % found.key_heads:
+    if spec.value_heads % spec.key_heads:
         raise ModelLoadError(
-            f"{found.value_heads} value heads of the delta rule cannot share {found.key_heads} "
+            f"{spec.value_heads} value heads of the delta rule cannot share {spec.key_heads} "
             "key heads evenly."
         )
-    return found
+    return spec
 
 
-def require_types(types: Any, num_layers: int, own: str) -> None:
-    """Raise `ModelLoadError` unless each layer is attention or of this kind, and one of them each.
+def require_types(types: Any, num_layers: int, state_type: str) -> None:
+    """Raise `ModelLoadError` unless every layer is attention or `state_type`, and both occur.
 
-    The keys of an engine lie in blocks of which each has some: a model needs a layer of attention.
+    An engine stores keys in blocks, so a model needs at least one attention layer.
     """
-    wanted = {"full_attention", own}
+    wanted = {"full_attention", state_type}
     if len(types) != num_layers or set(types) != wanted:
         raise ModelLoadError(
-            f"config.json has layer_types {shown(types)}; {num_layers} entries are needed, each "
-            f"'full_attention' or {own!r}, and of each at least one."
+            f"config.json has layer_types {shown(types)}; it must have {num_layers} entries, each "
+            f"'full_attention' or {state_type!r}, and at least one of each."
         )

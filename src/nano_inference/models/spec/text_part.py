@@ -1,23 +1,22 @@
-"""The text part of classes that also read pictures or sounds: `…ForConditionalGeneration`.
+"""The text part of classes that also read images or audio: `…ForConditionalGeneration`.
 
-Their config.json holds the text model's under `text_config`, or beside the rest. Their checkpoints
-call the same tensor by one of several names, as transformers changed its mind; what belongs to the
-other parts is passed over.
+Their config.json holds the text model's values under `text_config` or at the top level. Their
+checkpoints use one of several names for the same tensor, because transformers renamed it over time.
+Tensors of the other parts are ignored.
 """
 
 from nano_inference.models.spec.config_checks import Config, check_values
 
-# Instead of `model.` before the names of the text model's tensors.
+# Replacements of `model.` in the names of the text model's tensors.
 _MODELS = ("model.language_model.", "language_model.model.")
-_HEADS = ("language_model.lm_head.",)  # instead of `lm_head.`
-# How names of the other parts' tensors begin, with or without `model.`.
+_HEADS = ("language_model.lm_head.",)  # replacement of `lm_head.`
+# Prefixes of tensor names of the other parts, with or without `model.`.
 _OTHERS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision."),
     *("audio_tower.", "embed_audio.", "vision_embedder."),
 )
 
-# What transformers takes a `text_config` of Gemma 3 to say where it says nothing; published ones
-# rely on it.
+# Defaults of transformers for a `text_config` of Gemma 3. Published models rely on them.
 GEMMA3_TEXT: Config = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -37,30 +36,31 @@ _GEMMA3_BASES: Config = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_0
 
 
 def text_config(config: Config) -> Config:
-    """The text model's values, and those beside them; the class itself says whether the head is the
-    embedding, if it says anything. Raises `ModelLoadError`.
+    """Merge the text model's values into the top-level ones.
+
+    `tie_word_embeddings` at the top level wins over `text_config`. Raises `ModelLoadError`.
     """
     inner = config.get("text_config") or {}
     check_values(inner, "config.json: text_config")
-    told = {name: value for name, value in inner.items() if value is not None}
+    values = {name: value for name, value in inner.items() if value is not None}
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**config, **told, **tied, "architectures": config["architectures"]}
+    return {**config, **values, **tied, "architectures": config["architectures"]}
 
 
 def gemma3_text_config(config: Config) -> Config:
-    """The same, of Gemma 3."""
+    """Merge as `text_config` does, with the defaults of Gemma 3."""
     inner = config.get("text_config") or {}
     bases = {} if "rope_parameters" in inner else _GEMMA3_BASES
     return {**GEMMA3_TEXT, **bases, **text_config(config)}
 
 
 def other_names(name: str) -> tuple[str, ...]:
-    """What checkpoints, and transformers in memory, may call a tensor of the text model."""
+    """Return other names of a text tensor, in checkpoints and in transformers' memory."""
     if name.startswith("model."):
         return tuple(prefix + name.removeprefix("model.") for prefix in _MODELS)
     return tuple(prefix + name.removeprefix("lm_head.") for prefix in _HEADS)
 
 
 def is_of_another_part(name: str) -> bool:
-    """Whether a tensor belongs to what reads pictures or sounds."""
+    """Return True if a tensor belongs to the image or audio part."""
     return name.removeprefix("model.").startswith(_OTHERS)

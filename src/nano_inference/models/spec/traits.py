@@ -1,12 +1,13 @@
-"""Traits of a model that some features do not go with."""
+"""Traits of a model that exclude some features."""
 
 from nano_inference.features import CAPS, KINDS, LATENTS, SINKS, STATES, WIDE_NORMS
 from nano_inference.models.spec.model import ModelSpec
 
 
 def traits_of(spec: ModelSpec) -> dict[str, str]:
-    """Return the traits of a model, each with the name of its architecture, as facts for
-    `nano_inference.features.Setting`.
+    """Return a model's traits, each with the name of its architecture.
+
+    The result is the facts for `nano_inference.features.Setting`.
     """
     has = {
         SINKS: spec.attention_sinks,

@@ -1,14 +1,14 @@
-"""Ways of weights from a trainer to an engine; each yields buckets until done, and none waits
-beyond its deadline.
+"""Transports of weights from a trainer to an engine. Each yields buckets until all have arrived,
+and none waits beyond its deadline.
 
-The classes are imported from their modules, since some of them need `torch.distributed`:
+Import the classes from their modules, since some need `torch.distributed`:
 
-- `files.WeightFolder`: safetensors files with a marker that is written last; `files.write_folder`
+- `files.WeightFolder`: safetensors files with a marker that is written last. `files.write_folder`
   writes them.
-- `broadcast.BroadcastReceiver`: a `torch.distributed` broadcast; `sender.WeightSender` is the
+- `broadcast.BroadcastReceiver`: a `torch.distributed` broadcast. `sender.WeightSender` is the
   trainer's side.
 
-`interface.receive_update` runs one of them into a `WeightSyncManager` on threads of its own.
+`interface.receive_update` runs a transport into a `WeightSyncManager` on separate threads.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ _lazy = lazy(__name__, {"flat_bucket": "wire", "opened_bucket": "wire"})
 
 def __getattr__(name: str) -> object:
     if name in ("in_process", "InProcess"):
-        raise ImportError(f"{name} is removed; give the state dict to update_weights.")
+        raise ImportError(f"{name} was removed; pass the state dict to update_weights.")
     return _lazy(name)
 
 

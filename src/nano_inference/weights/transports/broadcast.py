@@ -1,8 +1,8 @@
-"""Weights by `torch.distributed` broadcast, the engine's side: gloo on a CPU, NCCL on CUDA, by the
+"""Engine's side of weights by `torch.distributed` broadcast: gloo on a CPU, NCCL on CUDA, with the
 same code.
 
-The order of an update: the length of its description, the description, whether every
-rank accepts it, then each bucket as one flat run of bytes, and whether every rank has them all.
+An update is sent in this order: the length of its description, the description, the ranks'
+agreement on it, each bucket as one flat run of bytes, and the ranks' confirmation.
 """
 
 import threading
@@ -31,13 +31,13 @@ from nano_inference.weights.transports.reuse import ReusedMemory
 
 
 class GroupReceiver:
-    """An engine's end of a group that was joined already, whose rank 0 sends by
-    `WeightSender.over`. An error in the middle of an update ends the group.
+    """Engine's end of an existing group, whose rank 0 sends with `WeightSender.over`. An error
+    during a transfer ends the group.
 
     Args:
-        group: None: `_join` makes one for the first update.
-        device: where the weights arrive.
-        memory: for what arrives.
+        group: Process group. None lets `_join` make one for the first update.
+        device: Device of received weights.
+        memory: Memory for received weights.
     """
 
     def __init__(
@@ -54,32 +54,34 @@ class GroupReceiver:
             length = self._empty(1, torch.int64)
             group.broadcast(length, deadline, "the description of the weights")
             size, most = int(length.item()), wire.most_bytes(shapes)
-            # A trainer that speaks another format sends a small number first, such as how many
-            # messages will come; then something longer, at which gloo would end this process.
+            # A trainer with another format may send a small number first, such as a count of
+            # messages, and then a longer message, at which gloo would end this process.
             if not wire.LEAST_BYTES <= size <= most:
                 raise WeightUpdateError(
-                    f"the trainer announces a description of {size} bytes; from "
-                    f"{wire.LEAST_BYTES} to {most} make "
-                    "sense. Only what WeightSender sends is understood: descriptions of other "
-                    "kinds may be pickles."
+                    f"the trainer announced a description of {size} bytes, outside of "
+                    f"{wire.LEAST_BYTES} to {most}; send updates with WeightSender, since other "
+                    "formats may contain pickles."
                 )
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")
-            told = refusal = None
+            description = refusal = None
             try:
-                told = wire.decode(bytes(content.cpu().numpy()), shapes)
+                description = wire.decode(bytes(content.cpu().numpy()), shapes)
             except WeightUpdateError as problem:
                 refusal = problem
-            accepted = group.agree(told is not None, deadline, "the answer to the description")
+            is_valid = description is not None
+            accepted = group.agree(is_valid, deadline, "the answer to the description")
         except BaseException:
             self._drop(group)
             raise
-        if told is None or not accepted:
-            raise refusal or WeightUpdateError("another engine refused the trainer's weights.")
-        return Incoming(told.version, self._buckets(group, told, deadline))
+        if description is None or not accepted:
+            raise refusal or WeightUpdateError(
+                "another engine rejected the trainer's weights; its error has the reason."
+            )
+        return Incoming(description.version, self._buckets(group, description, deadline))
 
     def close(self) -> None:
-        """End the group, and give memory back; the next `receive` makes a new one."""
+        """End the group and release memory. The next `receive` makes a new group."""
         self._memory.forget()
         with self._closing:
             group, self._group = self._group, None
@@ -87,17 +89,17 @@ class GroupReceiver:
             group.close()
 
     def _drop(self, group: ProcessGroup) -> None:
-        """End a group; not the one that a later update has made meanwhile."""
+        """End a group, unless a later update has already replaced it."""
         with self._closing:
             if self._group is group:
                 self._group = None
         group.close()
 
     def _buckets(
-        self, group: ProcessGroup, told: wire.Description, deadline: Deadline
+        self, group: ProcessGroup, description: wire.Description, deadline: Deadline
     ) -> Iterator[Bucket]:
-        """One bucket travels while the one before it is handed on."""
-        count = len(told.buckets)
+        """Yield buckets. One is transferred while the previous one is processed."""
+        count = len(description.buckets)
 
         def begin(
             numbered: tuple[int, Sequence[wire.TensorInfo]],
@@ -117,10 +119,10 @@ class GroupReceiver:
             return wire.unpack(bucket, flat)
 
         try:
-            yield from overlapped(enumerate(told.buckets, start=1), begin, finish)
+            yield from overlapped(enumerate(description.buckets, start=1), begin, finish)
             group.agree(True, deadline, "the confirmation")
         except BaseException:
-            # also when the caller stops taking buckets, maybe when the next update has begun
+            # also if the caller stops iterating, possibly after the next update has begun
             self._drop(group)
             raise
 
@@ -131,30 +133,29 @@ class GroupReceiver:
 
     def _join(self, deadline: Deadline) -> ProcessGroup:
         """Make the next group. Raises `WeightUpdateError`."""
-        raise WeightTransferError("the group that the receiver was given was closed.")
+        raise WeightTransferError("the receiver's group was closed; make a new receiver.")
 
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
 
 
 class BroadcastReceiver(GroupReceiver):
-    """An engine's end of a group that has the trainer as rank 0; the trainer uses
-    `sender.WeightSender`.
+    """Engine's end of a group in which the trainer is rank 0 and uses `sender.WeightSender`.
 
-    The group is made with the first update and kept for the next ones, as is the memory that it was
-    staged in. After an error in the middle of an update it is gone on both sides, and the next
-    update makes a new one. A description that is refused leaves it standing.
+    The group is made for the first update and kept for later ones, as is the staging memory. An
+    error during a transfer ends the group on both sides, and the next update makes a new one. A
+    rejected description does not end the group.
 
     Args:
-        address: "tcp://host:port" of the trainer.
-        rank: of this engine, from 1 on.
-        world_size: the trainer and all engines.
+        address: Address of the trainer, "tcp://host:port".
+        rank: Rank of this engine, from 1 on.
+        world_size: Number of ranks: the trainer and all engines.
         backend: "gloo" or "nccl".
-        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with
-            NCCL.
-        host: address of this machine that the trainer reaches it at; gloo listens there alone.
-        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`.
-            Such a group cannot be joined a second time.
+        device: Device of received weights. None is the CPU with gloo and the current CUDA device
+            with NCCL.
+        host: Address of this machine that the trainer can reach. Gloo listens only there.
+        default_group: True if the trainer called `init_process_group` and sends with
+            `WeightSender.over`. Such a group cannot be joined a second time.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from nano_inference.weights.staging import Bucket, version_of
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
 
 MARKER = "complete.json"
-LOOK = 0.02  # seconds between two looks for the marker
+LOOK = 0.02  # seconds between checks for the marker
 
 
 def write_folder(
@@ -31,17 +31,15 @@ def write_folder(
     version: int | None = None,
     max_file_bytes: int = 16 * BUCKET_BYTES,
 ) -> Path:
-    """Write an update for `WeightFolder` to read; returns the folder. What it held of an earlier
-    one is replaced.
+    """Write an update for `WeightFolder` to read, and return the folder. Files of an earlier update
+    are replaced.
 
-    Nothing is complete before the marker is there, and each file appears whole: a reader never sees
-    half of one.
+    The update is complete only when the marker exists, and each file appears as a whole, so a
+    reader never sees a partial file.
     """
     folder = Path(folder)
     if not weights:
-        raise WeightUpdateError(
-            "there is nothing to write: weights must be a non-empty state dict."
-        )
+        raise WeightUpdateError("the state dict is empty; pass at least one tensor.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     for old in folder.glob("*.safetensors"):
@@ -50,7 +48,7 @@ def write_folder(
     for number, bucket in enumerate(cut_into_buckets(weights, max_file_bytes), start=1):
         name = f"weights-{number:05d}.safetensors"
         unfinished = folder / f".{name}.unfinished"
-        # Clones: safetensors refuses tensors that share memory.
+        # cloned, because safetensors rejects tensors that share memory
         save_file(
             {key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()},
             unfinished,
@@ -64,34 +62,34 @@ def write_folder(
 
 
 class WeightFolder:
-    """Reads what `write_folder` wrote, as soon as its marker is there."""
+    """Transport that reads the output of `write_folder` once its marker exists."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Wait for the marker. Raises `WeightUpdateError` naming what is missing, cut short or not
-        readable.
+        """Wait for the marker. Raises `WeightUpdateError` that names a missing, truncated or
+        unreadable file.
         """
         marker = self.folder / MARKER
         while not marker.exists():
             deadline.check(f"{marker} was not written")
             time.sleep(deadline.at_most(LOOK))
-        before, told = _identity(marker), _read_marker(marker)
-        for name, size in told["files"].items():
+        before, contents = _identity(marker), _read_marker(marker)
+        for name, size in contents["files"].items():
             path = self.folder / name
             if Path(name).name != name or not path.is_file():
-                raise WeightUpdateError(f"{path} is named by {MARKER} and missing.")
+                raise WeightUpdateError(f"{path} is listed in {MARKER} but missing.")
             if path.stat().st_size != size:
                 raise WeightUpdateError(
-                    f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut "
-                    "short."
+                    f"{path} has {path.stat().st_size} bytes, but {MARKER} lists {size}; the file "
+                    "is truncated."
                 )
-        files = [self.folder / name for name in told["files"]]
-        return Incoming(told["version"], self._buckets(files, deadline, before))
+        files = [self.folder / name for name in contents["files"]]
+        return Incoming(contents["version"], self._buckets(files, deadline, before))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no connection is open."""
 
     def _buckets(
         self, files: list[Path], deadline: Deadline, before: tuple[int, int] | None
@@ -102,25 +100,27 @@ class WeightFolder:
                 yield bucket
         if before is None or _identity(self.folder / MARKER) != before:
             raise WeightUpdateError(
-                f"{self.folder} was written anew while it was read; what came is of two updates."
+                f"{self.folder} was rewritten while being read, so the tensors mix two updates."
             )
 
 
 class WeightFiles:
-    """Weights that are on disk already: a safetensors file, or a folder of them, with a marker or
-    without.
+    """Transport of existing files: a safetensors file, or a folder of them, with or without a
+    marker.
 
-    Errors call files by their names alone.
+    Errors name files without their folder.
     """
 
     def __init__(self, path: str | Path) -> None:
-        # of ".", taken out of a message, nothing would be left but words
+        # absolute, because removing "." from a message would damage other words
         self.path = Path(path).absolute()
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Look what is there. Raises `WeightUpdateError`."""
+        """Open the files. Raises `WeightUpdateError`."""
         if not _exists(self.path):
-            raise WeightUpdateError("there is no such file or folder on the engine's machine.")
+            raise WeightUpdateError(
+                "the path does not exist on the engine's machine; pass a file or folder there."
+            )
         with self._without_folder():
             if (self.path / MARKER).is_file():
                 incoming = WeightFolder(self.path).receive(shapes, deadline)
@@ -129,7 +129,7 @@ class WeightFiles:
         return Incoming(incoming.version, self._buckets(incoming.buckets, deadline))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no connection is open."""
 
     def _buckets(self, buckets: Iterator[Bucket], deadline: Deadline) -> Iterator[Bucket]:
         with self._without_folder():
@@ -143,13 +143,13 @@ class WeightFiles:
             yield
         except WeightUpdateError as problem:
             folder = self.path if self.path.is_dir() else self.path.parent
-            raise type(problem)(_by_names_alone(str(problem), str(folder))) from problem
+            raise type(problem)(_without_path(str(problem), str(folder))) from problem
 
 
-def _by_names_alone(told: str, folder: str) -> str:
-    """A sentence without the path of a folder; where it is no part of a longer word."""
+def _without_path(message: str, folder: str) -> str:
+    """Return a message without the path of a folder, unless it is part of a longer word."""
     named = rf"(?<![\w./-]){re.escape(folder)}"
-    inside = re.sub(rf"{named}{re.escape(os.sep)}+(?=[^\s{re.escape(os.sep)}])", "", told)
+    inside = re.sub(rf"{named}{re.escape(os.sep)}+(?=[^\s{re.escape(os.sep)}])", "", message)
     return re.sub(rf"{named}(?![\w./-])", "the folder", inside)
 
 
@@ -157,29 +157,29 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError):
-        # a name that is too long, that runs in circles, or that holds a zero byte
+        # a path that is too long, has a loop of links, or holds a zero byte
         return False
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a marker from the next one; None: there is none."""
+    """Return values that differ between a marker and the next one, or None without a marker."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(read_text(path))
+        contents = json.loads(read_text(path))
     except (OSError, ValueError) as problem:
         raise WeightUpdateError(f"{path} cannot be read: {problem}") from problem
-    files = told.get("files") if isinstance(told, dict) else None
+    files = contents.get("files") if isinstance(contents, dict) else None
     if (
         not isinstance(files, dict)
         or not files
         or not all(isinstance(size, int) for size in files.values())
     ):
-        raise WeightUpdateError(f"{path} does not name files and their sizes.")
-    return {"version": version_of(told.get("version"), path), "files": files}
+        raise WeightUpdateError(f"{path} must list files and their sizes.")
+    return {"version": version_of(contents.get("version"), path), "files": files}

@@ -1,5 +1,5 @@
-"""What every transport is: something that yields buckets until done, before a deadline. And how one
-runs into a session of the manager: on threads of its own, with a deadline that holds.
+"""Interface of transports, which yield buckets before a deadline, and functions that run a
+transport into a session of the manager.
 """
 
 import queue
@@ -18,39 +18,40 @@ from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.update import WeightUpdate
 
 AHEAD = 2  # buckets that may wait while one is staged
-LOOK = 0.05  # seconds between two looks at whether the session was cancelled
-GRACE = 0.25  # seconds that a transport has to say itself what is late
+LOOK = 0.05  # seconds between checks for a cancelled session
+GRACE = 0.25  # seconds after the deadline in which a transport may raise its own, clearer error
 
 Item = TypeVar("Item")
 Begun = TypeVar("Begun")
 Done = TypeVar("Done")
-Shapes = Mapping[str, tuple[int, ...]]  # of every tensor that an update of the model may name
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of all tensors that an update may name
 Kind = Literal["version", "bucket", "done", "failed"]
 
 
 class Incoming(NamedTuple):
-    """An update that begins to arrive."""
+    """Update that begins to arrive."""
 
-    version: int | None  # that the trainer gave it
-    buckets: Iterator[Bucket]  # the caller owns a bucket's tensors
+    version: int | None  # version that the trainer named
+    buckets: Iterator[Bucket]  # buckets whose tensors the caller owns
 
 
 class WeightTransport(Protocol):
-    """A way for weights to arrive. One update at a time."""
+    """Transport of weights. It carries one update at a time."""
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Wait for an update to begin. Raises `WeightUpdateError`, as the buckets' iterator does.
+        """Wait for an update to begin. Both this method and the buckets' iterator raise
+        `WeightUpdateError`.
 
-        The peer's words are checked against `shapes`, the model's own table, before anything is
-        allocated.
+        The peer's description is checked against `shapes`, the model's own table, before any memory
+        is allocated.
         """
         ...
 
     def close(self) -> None:
-        """Tear down what is open; called from another thread while `receive` or its iterator may
-        wait, or twice.
+        """Close all connections. Another thread may call it while `receive` or its iterator waits,
+        and may call it twice.
 
-        A later `receive` starts anew.
+        A later `receive` opens new connections.
         """
         ...
 
@@ -61,16 +62,16 @@ def overlapped(
     finish: Callable[[Begun], Done],
     depth: int = 2,
 ) -> Iterator[Done]:
-    """Each item begun, then finished when `depth` of them are under way: in order, so that one
-    travels while the one before it is worked on.
+    """Begin each item, and finish items in order once `depth` of them are in progress. One is then
+    transferred while the previous one is processed.
     """
-    under_way: deque[Begun] = deque()
+    in_progress: deque[Begun] = deque()
     for item in items:
-        under_way.append(begin(item))
-        if len(under_way) == depth:
-            yield finish(under_way.popleft())
-    while under_way:
-        yield finish(under_way.popleft())
+        in_progress.append(begin(item))
+        if len(in_progress) == depth:
+            yield finish(in_progress.popleft())
+    while in_progress:
+        yield finish(in_progress.popleft())
 
 
 def receive_update(
@@ -80,20 +81,21 @@ def receive_update(
     timeout: float = 300.0,
     **options: Unpack[UpdateOptions],
 ) -> WeightUpdate:
-    """Begin to receive an update and return at once; it is queued and announced when all of it was
-    checked.
+    """Start to receive an update and return immediately. It is queued and announced after all of it
+    was checked.
 
-    Two threads: one waits for the transport, one checks what it brings and keeps the deadline, even
-    where a call into a library does not come back. Whatever goes wrong fails the returned update,
-    closes the session and, in the middle of the bytes, the transport, and leaves the old version
-    serving.
+    One thread waits for the transport. Another checks the buckets and enforces the deadline, even
+    if a call into a library does not return. Any failure fails the returned update and closes the
+    session. If it occurs during a transfer, it also closes the transport. The old version stays
+    live.
 
     Args:
-        manager: whose session it is; raises `WeightUpdateError` at once if one is open.
-        transport: what brings the buckets.
-        timeout: seconds from now by which everything must have arrived.
-        options: see `InferenceEngine.update_weights`; `version` None: the transport's, or counted
-            up.
+        manager: Manager of the session. Raises `WeightUpdateError` immediately if a session is
+            open.
+        transport: Transport that delivers the buckets.
+        timeout: Seconds within which everything must arrive.
+        options: Options of `InferenceEngine.update_weights`. `version` None is the transport's, or
+            counts up.
     """
     deadline = Deadline(timeout)
     update = manager.begin(**options)
@@ -102,7 +104,7 @@ def receive_update(
     def receive() -> None:
         try:
             receive_into(manager, transport, update, deadline, version=version, end=True)
-        except Exception as problem:  # the update has it, if it has begun
+        except Exception as problem:  # the update reports it, if it has begun
             manager.cancel(_reason(problem), of=update)
 
     threading.Thread(target=receive, name="weight-session", daemon=True).start()
@@ -118,11 +120,11 @@ def receive_into(
     version: int | None = None,
     end: bool = False,
 ) -> int | None:
-    """Run a transport into the session that is open, on the calling thread; returns the version
-    that the peer named. With `end` also end the session, as `version` or else the peer's.
+    """Run a transport into the open session, on the calling thread. Return the version that the
+    peer named. With `end`, also end the session, as `version` or else the peer's version.
 
-    Whatever goes wrong closes the session and, in the middle of the bytes, the transport; so does a
-    session that is cancelled meanwhile. Raises `WeightUpdateError`.
+    Any failure, including a cancelled session, closes the session. If it occurs during a transfer,
+    it also closes the transport. Raises `WeightUpdateError`.
     """
     arrivals = _Arrivals(transport, manager.shapes, deadline, update)
     try:
@@ -139,7 +141,7 @@ def receive_into(
         if end:
             manager.end(version=number, of=update)
     except Exception as problem:
-        # first: the thread that sees the update failed may begin the next one with this transport
+        # stop first: a thread that sees the update fail may reuse this transport for the next one
         arrivals.stop()
         manager.cancel(_reason(problem), of=update)
         raise
@@ -150,12 +152,12 @@ def _reason(problem: Exception) -> str:
     return (
         str(problem)
         if isinstance(problem, WeightUpdateError)
-        else f"weights cannot be received: {problem!r}"
+        else f"receiving the weights failed: {problem!r}"
     )
 
 
 class _Arrivals:
-    """What a transport brings, on a thread of its own: its version, then its buckets."""
+    """Output of a transport, which runs on a separate thread: its version, then its buckets."""
 
     def __init__(
         self, transport: WeightTransport, shapes: Shapes, deadline: Deadline, update: WeightUpdate
@@ -168,13 +170,13 @@ class _Arrivals:
         )
         self._arrived: queue.Queue[tuple[Kind, Any]] = queue.Queue(AHEAD)
         self._stopped = threading.Event()
-        self._settled = False  # the transport has nothing under way
+        self._settled = False  # True if the transport has no transfer in progress
         self._buckets = 0
         threading.Thread(target=self._bring, name="weight-transport", daemon=True).start()
 
     def take(self) -> tuple[Kind, Any]:
-        """What came next. Raises what the transport raised, what the update was cancelled with, and
-        `WeightTransferError` at the deadline.
+        """Return the next item. Raises the transport's exception, the error of a cancelled update,
+        or `WeightTransferError` at the deadline.
         """
         late = Deadline(self.deadline.left() + GRACE)
         while True:
@@ -185,11 +187,11 @@ class _Arrivals:
                 if self.update.error is not None:
                     raise self.update.error from None
                 if not late.left():
-                    came = (
-                        f"the weights did not arrive within {self.deadline.seconds:g} s; "
-                        f"{self._buckets} buckets did."
+                    text = (
+                        f"received only {self._buckets} buckets of the weights within "
+                        f"{self.deadline.seconds:g} s."
                     )
-                    raise WeightTransferError(came) from None
+                    raise WeightTransferError(text) from None
         self._settled = kind in ("done", "failed")
         self._buckets += kind == "bucket"
         if kind == "failed":
@@ -197,8 +199,11 @@ class _Arrivals:
         return kind, content
 
     def stop(self) -> None:
-        """Take no more; what is under way is torn down, unless that waits for a call that does not
-        come back. Once: the transport may be another update's afterwards.
+        """Accept no more items, and tear down a transfer in progress, without waiting for a call
+        that does not return.
+
+        Only the first call has an effect, since the transport may belong to another update
+        afterwards.
         """
         if self._stopped.is_set():
             return
@@ -219,7 +224,7 @@ class _Arrivals:
                 self._put("bucket", bucket)
             self._put("done", None)
         except Exception as problem:
-            # works that they hold would keep their group's sockets open
+            # pending works in the frames would keep their group's sockets open
             traceback.clear_frames(problem.__traceback__)
             if not self._stopped.is_set():
                 self._put("failed", problem)

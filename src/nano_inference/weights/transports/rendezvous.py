@@ -1,8 +1,8 @@
-"""How a trainer and its engines find each other: a `TCPStore` that the trainer serves, and keys in
-it below which the ranks of a process group meet.
+"""Rendezvous of a trainer and its engines: a `TCPStore` that the trainer serves, and key prefixes
+in it at which the ranks of a process group find each other.
 
-The keys of a process's first ordinary group are known ("default_pg", its name "0", the device; seen
-with torch 2.13), so that an engine can also meet a trainer that called `init_process_group` itself.
+The keys of a process's first ordinary group are known ("default_pg", its name "0", the device; as
+of torch 2.13), so an engine can also join a trainer that called `init_process_group` itself.
 """
 
 import secrets
@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 
 def parse_address(address: str) -> Address:
-    """(host, port) of "tcp://host:port". Raises `WeightUpdateError`."""
+    """Return (host, port) of "tcp://host:port". Raises `WeightUpdateError`."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
@@ -37,7 +37,7 @@ def parse_address(address: str) -> Address:
 
 
 def check_host(host: str) -> None:
-    """Raise `WeightUpdateError` for what can be no name or address of a machine."""
+    """Raise `WeightUpdateError` for text that cannot be a host name or address."""
     try:
         fits = (
             0 < len(host.encode("idna")) <= 255
@@ -47,24 +47,26 @@ def check_host(host: str) -> None:
     except UnicodeError:
         fits = False
     if not fits:
-        raise WeightUpdateError(f"{host!r:.80} is no name or address of a machine.")
+        raise WeightUpdateError(f"{host!r:.80} must be a host name or an IP address.")
 
 
 def url_of(address: Address) -> str:
-    """What `parse_address` reads."""
+    """Return the text that `parse_address` reads."""
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"tcp://{host}:{address[1]}"
 
 
 def serve_store(address: Address, timeout: float) -> Any:
-    """The store that a group meets at. It listens on this address alone; port 0: any free one."""
+    """Return a store for the rendezvous of a group. It listens only on this address. Port 0 picks a
+    free one. Raises `WeightUpdateError`.
+    """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
-        # Left to itself the store would listen on every address of the machine.
+        # By default the store would listen on every address of the machine.
         return dist.TCPStore(
             address[0],
             listener.getsockname()[1],
@@ -76,11 +78,13 @@ def serve_store(address: Address, timeout: float) -> Any:
         )
     except (OSError, RuntimeError) as problem:
         listener.close()
-        raise WeightUpdateError(f"no group can meet at {url_of(address)}: {problem}") from problem
+        raise WeightUpdateError(
+            f"cannot serve a rendezvous at {url_of(address)}: {problem}"
+        ) from problem
 
 
 def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
-    """The store that the trainer serves, as soon as it does. Raises `WeightUpdateError`."""
+    """Return the trainer's store, once the trainer serves it. Raises `WeightUpdateError`."""
 
     def store() -> Any:
         return dist.TCPStore(
@@ -89,24 +93,24 @@ def join_store(address: Address, world_size: int, deadline: Deadline) -> Any:
 
     def join() -> Any:
         socket.create_connection(address, timeout=deadline.at_most()).close()
-        # A trainer that came by init_process_group waits until the store has counted all of its
-        # workers. It keeps no deadline while it waits for the first word of the listener there.
+        # A trainer that called init_process_group waits until the store has counted all of its
+        # workers. TCPStore ignores its timeout while it waits for the listener's first reply.
         return before(deadline, store, url_of(address))
 
-    # the store's own way to wait says little and in many lines
+    # the store's own wait raises long, vague errors
     return when_served(address, deadline, join)
 
 
 def when_served(address: Address, deadline: Deadline, connect: Callable[[], Made]) -> Made:
-    """What `connect` returns, tried again until the trainer is there. Raises `WeightTransferError`
-    at the deadline.
+    """Call `connect` until the trainer is reachable, and return its result. Raises
+    `WeightTransferError` at the deadline.
     """
     while True:
         try:
             return connect()
         except (OSError, RuntimeError) as problem:
             if not deadline.left():
-                # without the number of a system's error
+                # the system's message without its error number
                 said = (isinstance(problem, OSError) and problem.strerror) or first_line(problem)
                 raise WeightTransferError(
                     f"no trainer at {url_of(address)} within {deadline.seconds:g} s: {said}"
@@ -115,11 +119,9 @@ def when_served(address: Address, deadline: Deadline, connect: Callable[[], Made
 
 
 def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
-    """Say that this engine is here, and wait until the trainer names the place in the store where
-    both meet.
+    """Announce this engine, and wait until the trainer names the key prefix for the rendezvous.
 
-    Each try has a token of its own, so that neither takes what is left of an earlier one for the
-    other's.
+    Each attempt has its own token, so that neither side uses leftovers of an earlier one.
     """
     here, token = f"engine/{rank}", secrets.token_hex(8)
     room = f"room/{rank}/{token}"
@@ -128,15 +130,17 @@ def ask_for_room(store: Any, rank: int, deadline: Deadline) -> str:
         while not store.check([room]):
             if not deadline.left():
                 store.delete_key(here)
-            deadline.check("the trainer came, and began no update")
+            deadline.check("the trainer connected but began no update")
             time.sleep(deadline.at_most(0.01))
         return store.get(room).decode()
     except RuntimeError as problem:
-        raise WeightTransferError(f"the trainer is gone: {first_line(problem)}") from problem
+        raise WeightTransferError(f"lost the trainer: {first_line(problem)}") from problem
 
 
 def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> None:
-    """Wait until every engine is here, and tell them where to meet."""
+    """Wait until every engine has announced itself, and send each the key prefix for the
+    rendezvous.
+    """
     try:
         for rank in range(1, num_receivers + 1):
             while not store.check([f"engine/{rank}"]):
@@ -147,19 +151,19 @@ def open_room(store: Any, num_receivers: int, name: str, deadline: Deadline) -> 
             store.delete_key(f"engine/{rank}")
             store.set(f"room/{rank}/{token}", name)
     except RuntimeError as problem:
-        raise WeightTransferError(
-            f"the engines cannot be found: {first_line(problem)}"
-        ) from problem
+        raise WeightTransferError(f"lost the engines: {first_line(problem)}") from problem
 
 
 def default_room(backend: str) -> str:
-    """Where the ranks of a process's first ordinary group meet."""
+    """Return the key prefix at which the ranks of a process's first ordinary group find
+    each other.
+    """
     return "default_pg/" + device_room("0", backend)
 
 
 def device_room(group_name: str, backend: str) -> str:
-    """Where the ranks of a group that torch knows by this name meet, below what its maker put in
-    front of its store.
+    """Return the key prefix of a group with this name in torch, below the prefix that its maker
+    adds.
     """
     return f"{group_name}//" + ("cpu/" if backend == "gloo" else "cuda/")
 
@@ -175,36 +179,38 @@ def join_group(
     deadline: Deadline,
     alive: Callable[[], object] | None = None,
 ) -> ProcessGroup:
-    """The group whose ranks meet in a room of a store; `alive` as in `ProcessGroup`. Raises
-    `WeightUpdateError` if they do not in time.
+    """Join the group whose ranks find each other at a key prefix of a store. `alive` is as in
+    `ProcessGroup`. Raises `WeightUpdateError` if they do not in time.
     """
     store = dist.PrefixStore(room, store)
     limit = deadline.remaining()
     try:
-        made = make_backend(backend, store, rank, world_size, device, limit, host, survives=True)
+        group = make_backend(backend, store, rank, world_size, device, limit, host, survives=True)
     except RuntimeError as problem:
         raise WeightTransferError(
-            f"rank {rank} of {world_size} found no group within {deadline.seconds:g} s: "
+            f"rank {rank} of {world_size} could not join its group within {deadline.seconds:g} s: "
             f"{first_line(problem)}"
         ) from problem
-    return ProcessGroup(made, device, rank, world_size, alive)
+    return ProcessGroup(group, device, rank, world_size, alive)
 
 
 def device_for(backend: str, device: str | torch.device | None) -> torch.device:
-    """Where what travels must lie: the CPU with gloo, the current CUDA device with NCCL, or the one
-    that is given.
+    """Return the device of transferred tensors: the given one, else the CPU with gloo and the
+    current CUDA device with NCCL.
 
-    A CUDA device gets its number here: on another thread the current one is another.
+    A CUDA device gets its number here, because the current device differs between threads.
     """
-    found = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
-    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found
+    resolved = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+    if resolved.type == "cuda" and resolved.index is None and torch.cuda.is_available():
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
 
 
 def check_backend(backend: str) -> None:
-    """Raise `WeightUpdateError` for one that is unknown or not part of this torch."""
+    """Raise `WeightUpdateError` for a backend that is unknown or not part of this torch build."""
     if backend not in ("gloo", "nccl"):
         raise WeightUpdateError(f"backend={backend!r} must be 'gloo' or 'nccl'.")
     if not (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()):
-        raise WeightUpdateError(f"backend={backend!r} is not part of this build of torch.")
+        raise WeightUpdateError(
+            f"backend={backend!r} is not part of this build of torch; use another one."
+        )

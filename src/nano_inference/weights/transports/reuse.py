@@ -1,4 +1,4 @@
-"""Memory that is used again: to have the system find pages takes about as long as to fill them."""
+"""Reused memory. Mapping new pages takes the system about as long as filling them."""
 
 import ctypes
 import weakref
@@ -13,15 +13,16 @@ CPU = torch.device("cpu")
 
 
 class ReusedMemory:
-    """Gives out pieces of memory. A piece comes back when the last tensor on it is gone."""
+    """Pool of memory blocks. A block returns to the pool when the last tensor on it is freed."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int, slack: int = 0, device: torch.device = CPU) -> Tensor:
-        """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that
-        was used before, if any; of other devices torch itself keeps the memory. For the slack the
-        system finds pages only when they are written to.
+        """Return an uninitialised tensor, uint8 [num_bytes + slack]. From 2 MiB on it reuses
+        earlier CPU memory, if any. On other devices torch manages the memory.
+
+        Pages of the slack are mapped only when they are written.
         """
         used, num_bytes = num_bytes, num_bytes + slack
         if used < HUGE_PAGE or device.type != "cpu":
@@ -33,18 +34,18 @@ class ReusedMemory:
             populate(piece[:used])
         kind: Any = type("Lease", (ctypes.c_uint8 * num_bytes,), {})
         lease = kind.from_address(piece.data_ptr())
-        # torch holds the lease while it holds memory
+        # torch keeps the lease alive while a tensor uses the memory
         weakref.finalize(lease, self._free.append, piece).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Give unused memory back to the system."""
+        """Release unused memory to the system."""
         self._free.clear()
 
     def _find(self, num_bytes: int) -> Tensor | None:
-        """The smallest free piece that is large enough, and not twice as large."""
+        """Return the smallest free block that is large enough, but less than twice as large."""
         fitting = [
             (len(p), at) for at, p in enumerate(self._free) if num_bytes <= len(p) < 2 * num_bytes
         ]
-        # in place: leases append to this very list
+        # in place, because leases append to this list
         return self._free.pop(min(fitting)[1]) if fitting else None

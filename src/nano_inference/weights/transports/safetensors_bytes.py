@@ -1,4 +1,4 @@
-"""A safetensors file that comes as bytes, in parts: its header is checked before there is memory
+"""Safetensors file received as bytes, in parts. Its header is checked before memory is allocated
 for the rest.
 """
 
@@ -15,35 +15,35 @@ from nano_inference.weights.transports.interface import Deadline, Incoming, Shap
 from nano_inference.weights.transports.reuse import ReusedMemory
 
 LENGTH = 8  # bytes of the header's length, little-endian
-METADATA = 2**20  # bytes that the header may have beside its tensors
+METADATA = 2**20  # maximum bytes of the header in addition to its tensors
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsBytes:
-    """Takes the parts of one file in order; a transport when it is whole.
+    """Receiver of the parts of one file, in order. It is a transport once the file is complete.
 
     Args:
-        size: bytes of the file.
-        shapes: of the model's tensors.
-        seen: names that came before in the same update; gets those of the file.
-        memory: for the tensors.
+        size: Size of the file in bytes.
+        shapes: Shapes of the model's tensors.
+        seen: Names received earlier in the same update. Names in the file are added to it.
+        memory: Memory for the tensors.
     """
 
     def __init__(self, size: int, shapes: Shapes, seen: set[str], memory: ReusedMemory) -> None:
         self._size, self._shapes, self._seen, self._memory = size, shapes, seen, memory
-        self._head = bytearray()  # until the header is whole
+        self._head = bytearray()  # bytes received until the header is complete
         self._places: list[tuple[wire.TensorInfo, int, int]] | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parts have come."""
+        """True if all parts were received."""
         return self._places is not None and self._filled == len(self._data)
 
     def add(self, part: bytes | memoryview) -> None:
-        """Take the next part. Raises `WeightUpdateError` as soon as it is known that the file is of
-        no use.
+        """Accept the next part. Raises `WeightUpdateError` as soon as the file is known to be
+        invalid.
         """
         if self._places is None:
             self._head += part
@@ -51,7 +51,7 @@ class SafetensorsBytes:
             if start is None or len(self._head) < start:
                 if len(self._head) >= self._size:
                     raise WeightUpdateError(
-                        "these bytes end in the middle of a safetensors header."
+                        "the file ends in the middle of a safetensors header; send all of it."
                     )
                 return
             part = bytes(self._head[start:])
@@ -61,18 +61,18 @@ class SafetensorsBytes:
             self._data = self._memory.take(self._size - start)
             self._head.clear()
         if self._filled + len(part) > len(self._data):
-            raise WeightUpdateError(f"more than the {self._size} bytes came that were announced.")
+            raise WeightUpdateError(f"received more than the announced {self._size} bytes.")
         if part:
             into = self._data[self._filled : self._filled + len(part)]
             into.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
             self._filled += len(part)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """All is there."""
+        """Return the complete file."""
         return Incoming(None, self._buckets())
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no connection is open."""
 
     def _header_end(self) -> int | None:
         if len(self._head) < LENGTH:
@@ -81,7 +81,7 @@ class SafetensorsBytes:
         most = wire.most_bytes(self._shapes) + METADATA
         if not 2 <= length <= most:
             raise WeightUpdateError(
-                f"these bytes are not a safetensors file: its header would have {length} bytes."
+                f"the file is not a safetensors file: its header would have {length} bytes."
             )
         return LENGTH + length
 
@@ -94,15 +94,15 @@ class SafetensorsBytes:
 def _places(
     header: bytes, size: int, shapes: Shapes, seen: set[str]
 ) -> list[tuple[wire.TensorInfo, int, int]]:
-    """Each tensor with where it stands, in order. They must fill the file without gaps, as the
-    format wants.
+    """Return each tensor with its start and end, in order. Tensors must fill the file without gaps,
+    as the format requires.
     """
     try:
-        told: dict[str, Any] = json.loads(header)
-        told.pop("__metadata__", None)
+        fields: dict[str, Any] = json.loads(header)
+        fields.pop("__metadata__", None)
         entries = [
             (name, each["dtype"], each["shape"], *each["data_offsets"])
-            for name, each in told.items()
+            for name, each in fields.items()
         ]
         entries.sort(key=lambda entry: entry[3:])
         described = [
@@ -116,15 +116,16 @@ def _places(
     places: list[tuple[wire.TensorInfo, int, int]] = []
     at = 0
     for info, (name, _, _, start, stop) in zip(infos, entries, strict=True):
-        # JSON's 0.0 is equal too, and no place
+        # the type check rejects JSON's 0.0, which equals 0
         if type(start) is not int or start != at or stop != start + info.nbytes:
             raise WeightUpdateError(
-                f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size."
+                f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, which do not "
+                "match its size."
             )
         at = start + info.nbytes
         places.append((info, start, at))
     if not places or at != size:
         raise WeightUpdateError(
-            f"the safetensors header tells of {at} bytes of tensors, and {size} came."
+            f"the safetensors header describes {at} bytes of tensors, but the file has {size}."
         )
     return places

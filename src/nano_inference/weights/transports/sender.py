@@ -1,4 +1,4 @@
-"""Weights by `torch.distributed` broadcast, the trainer's side."""
+"""Trainer's side of weights by `torch.distributed` broadcast."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -21,23 +21,22 @@ from nano_inference.weights.transports.rendezvous import (
     serve_store,
 )
 
-UNDER_WAY = 3  # runs that travel at once
+UNDER_WAY = 3  # runs in transfer at the same time
 
 
 class GroupSender:
-    """Sends state dicts over a group, whose rank 0 this is. A context manager.
+    """Sender of state dicts over a group in which it is rank 0. Use it as a context manager.
 
-    An error in the middle of an update ends the group. A description that engines refuse leaves it
-    standing.
+    An error during a transfer ends the group. A description that engines reject does not.
 
     Args:
-        group: None: `_join` makes one.
-        device: from where the weights leave.
-        bucket_bytes: how much travels at once.
-        timeout: seconds that `connect` and `send` may take.
+        group: Process group. None lets `_join` make one.
+        device: Device from which the weights are sent.
+        bucket_bytes: Maximum bytes per bucket.
+        timeout: Seconds that `connect` and `send` may take.
     """
 
-    can_rejoin = False  # engines that ended the group may join another one
+    can_rejoin = False  # True if engines that ended the group can join a new one
 
     def __init__(
         self, group: ProcessGroup | None, device: torch.device, bucket_bytes: int, timeout: float
@@ -47,7 +46,7 @@ class GroupSender:
         self._rooms: list[Tensor] = []
 
     def connect(self, *, timeout: float | None = None) -> None:
-        """Wait for the engines to join; `send` does it too. Raises `WeightUpdateError`."""
+        """Wait for the engines to join, as `send` also does. Raises `WeightUpdateError`."""
         self._connect(Deadline(self.timeout if timeout is None else timeout))
 
     def send(
@@ -57,10 +56,10 @@ class GroupSender:
         version: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send an update; returns when every engine has all its bytes. What they then make of it,
-        they say.
+        """Send an update. Return when every engine has received all bytes. Errors in applying them
+        are reported by the engines only.
 
-        Raises `WeightUpdateError`: within `timeout` seconds whatever the engines do.
+        Raises `WeightUpdateError`, within `timeout` seconds even if engines do not respond.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
@@ -76,8 +75,8 @@ class GroupSender:
             raise
         if not accepted:
             raise WeightUpdateError(
-                "an engine refused the weights by their names, shapes or types; its error says "
-                "which."
+                "an engine rejected the names, shapes or types of the weights; its error has the "
+                "details."
             )
 
     def close(self) -> None:
@@ -91,8 +90,8 @@ class GroupSender:
         self.close()
 
     def _describe(self, description: wire.Description, deadline: Deadline) -> bool:
-        """Whether every engine accepts what will come. Those that ended the group since the last
-        update join again.
+        """Return True if every engine accepts the description. Engines that ended the group since
+        the last update join a new one.
         """
         kept = self.can_rejoin and self._group is not None
         what = "the description of the weights"
@@ -114,7 +113,7 @@ class GroupSender:
     def _send(
         self, group: ProcessGroup, buckets: list[list[wire.Sendable]], deadline: Deadline
     ) -> None:
-        """Some runs travel while the next is laid out."""
+        """Send the runs. Several are in transfer while the next one is laid out."""
 
         def laid_out() -> Iterator[tuple[Tensor, str]]:
             sent = 0
@@ -135,7 +134,7 @@ class GroupSender:
         group.agree(True, deadline, "the engines' confirmation")
 
     def _room(self, sent: int) -> Tensor:
-        """Memory for a run, that no run under way has."""
+        """Return memory for a run that no run in transfer uses."""
         if len(self._rooms) < UNDER_WAY:
             self._rooms.append(torch.empty(wire.RUN_BYTES, dtype=torch.uint8, device=self.device))
         return self._rooms[sent % UNDER_WAY]
@@ -147,33 +146,31 @@ class GroupSender:
 
     def _join(self, deadline: Deadline) -> ProcessGroup:
         """Make the next group. Raises `WeightUpdateError`."""
-        raise WeightUpdateError(
-            "the sender is closed, or the group that it was given is; make a new one."
-        )
+        raise WeightUpdateError("the sender or its group is closed; make a new sender.")
 
     def _drop(self) -> None:
         group, self._group = self._group, None
-        self._rooms = []  # what still travels keeps its own
+        self._rooms = []  # transfers in progress keep their memory
         if group is not None:
             group.close()
 
 
 class WeightSender(GroupSender):
-    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context
-    manager.
+    """Sender of state dicts to engines that receive with `broadcast.BroadcastReceiver`. Use it as a
+    context manager.
 
-    An error in the middle of an update ends the group; the next `send` waits for the engines to
-    join a new one. One that engines refuse by its description alone leaves it standing.
+    An error during a transfer ends the group, and the next `send` waits for the engines to join a
+    new one. A description that engines reject does not end the group.
 
     Args:
-        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address`
-            afterwards. Nothing listens elsewhere.
-        num_receivers: engines, of ranks 1 to `num_receivers`.
+        address: Address at which engines join, "tcp://host:port". Port 0 picks a free port, found
+            in `address` afterwards. The sender listens nowhere else.
+        num_receivers: Number of engines. Their ranks are 1 to `num_receivers`.
         backend: "gloo" or "nccl".
-        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with
-            NCCL.
-        bucket_bytes: how much travels at once.
-        timeout: seconds that `connect` and `send` may take.
+        device: Device from which the weights are sent. None is the CPU with gloo and the current
+            CUDA device with NCCL.
+        bucket_bytes: Maximum bytes per bucket.
+        timeout: Seconds that `connect` and `send` may take.
     """
 
     can_rejoin = True
@@ -195,7 +192,7 @@ class WeightSender(GroupSender):
         self._host = host
         self._store: Any = serve_store((host, port), timeout)
         self.address = f"tcp://{host}:{self._store.port}"
-        self._groups = 0  # that were made
+        self._groups = 0  # number of groups made
 
     @staticmethod
     def over(
@@ -205,14 +202,14 @@ class WeightSender(GroupSender):
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 300.0,
     ) -> GroupSender:
-        """A sender over a group that there is already and whose rank 0 this is, like
+        """Return a sender over an existing group in which this process is rank 0, such as
         `dist.group.WORLD`.
         """
-        own = device_for("gloo", device)
-        return GroupSender(ProcessGroup(process_group, own), own, bucket_bytes, timeout)
+        source = device_for("gloo", device)
+        return GroupSender(ProcessGroup(process_group, source), source, bucket_bytes, timeout)
 
     def close(self) -> None:
-        """End the group and serve no more."""
+        """End the group and the rendezvous."""
         super().close()
         self._store = None
 

@@ -1,12 +1,11 @@
-"""Broadcasts of a trainer that made the `torch.distributed` group itself: it is rank 0, and serves
-the store that all meet at. Its tensors come in an order that it told by other means: one each, or
-packed.
+"""Broadcasts of a trainer that made the `torch.distributed` group itself. The trainer is rank 0 and
+serves the store. Its tensors, described in advance by other means, arrive one by one or packed.
 
-Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the
-trainer's process. A named one stands beside it, as trainers of the SGLang kind make it: by a
-rendezvous of its own, whose store gets the group's name as prefix, and torch's
-`_new_process_group_helper(..., group_name=name)`, which puts the name and the device in front once
-more (so in torch 2.13, and in the sources of older ones).
+Two kinds of groups are supported. An ordinary one is the first `init_process_group` of the
+trainer's process. A named one exists in addition to it, as in SGLang-style trainers. It has its own
+rendezvous, whose store uses the group's name as prefix. `_new_process_group_helper(...,
+group_name=name)` then adds the name and the device as further prefixes (in torch 2.13 and the
+sources of older versions).
 """
 
 import secrets
@@ -38,32 +37,32 @@ from nano_inference.weights.transports.rendezvous import (
 from nano_inference.weights.transports.reuse import ReusedMemory
 from nano_inference.weights.transports.wire import ALIGNMENT, TensorInfo, tensor_of
 
-GRACE = 0.5  # seconds that the backend has to say itself which rank did not come
-CANARY = 8  # bytes
-SLACK = 2**30  # bytes; of addresses, not of memory, until a rank writes there
-Run = Sequence[TensorInfo]  # what travels by one broadcast, one behind the other without gaps
+GRACE = 0.5  # seconds after the deadline in which the backend may name the missing rank
+CANARY = 8  # bytes of a mark
+SLACK = 2**30  # bytes of address space, which take no memory until they are written
+Run = Sequence[TensorInfo]  # tensors of one broadcast, without gaps
 
 
 class TrainerGroup:
-    """A group that a trainer made by itself, and that was joined by `join_trainer`.
+    """Group made by a trainer and joined with `join_trainer`.
 
     Attributes:
-        group: for collectives.
+        group: Process group for collectives.
     """
 
     def __init__(self, group: ProcessGroup, watch: socket.socket) -> None:
         self.group, self._watch = group, watch
 
     def trainer_lives(self) -> bool:
-        """Whether the process that serves the store is there; one that was stopped is."""
+        """Return True if the process that serves the store exists, even if it is stopped."""
         return _is_open(self._watch)
 
     def stream(self, memory: ReusedMemory) -> GroupReceiver:
-        """What takes the updates of a `WeightSender.over` this group."""
+        """Return a receiver of the updates that `WeightSender.over` sends over this group."""
         return GroupReceiver(self.group, self.group.device, memory)
 
     def close(self) -> None:
-        """Leave. What is under way fails on every side."""
+        """Leave the group. Transfers in progress fail on every side."""
         self.group.close()
         self._watch.close()
 
@@ -78,19 +77,18 @@ def join_trainer(
     device: torch.device | None = None,
     name: str | None = None,
 ) -> TrainerGroup:
-    """Meet the trainer at its store.
+    """Join the trainer's group at its store. Raises `WeightUpdateError`, and `WeightTransferError`
+    if some rank is missing at the deadline.
 
     Args:
-        address: host and port of the store.
-        rank: of this engine, from 1 on.
-        world_size: the trainer and all engines.
-        deadline: by which all of them must be there.
+        address: Host and port of the store.
+        rank: Rank of this engine, from 1 on.
+        world_size: Number of ranks: the trainer and all engines.
+        deadline: Deadline for all ranks to join.
         backend: "gloo" or "nccl".
-        device: where what is received must lie; None: the CPU with gloo, the current CUDA device
+        device: Device of received tensors. None is the CPU with gloo and the current CUDA device
             with NCCL.
-        name: of a named group; None: an ordinary one.
-
-    Raises `WeightUpdateError`; `WeightTransferError` if they are not there in time.
+        name: Name of a named group. None for an ordinary group.
     """
     check_ranks(rank, world_size)
     check_backend(backend)
@@ -100,14 +98,16 @@ def join_trainer(
 
     def alive() -> None:
         if not _is_open(watch):
-            raise RuntimeError("its store has closed the connection")
+            raise RuntimeError("the trainer's store has closed the connection")
 
     try:
         room = default_room(backend) if name is None else f"{name}/{device_room(name, backend)}"
         host = watch.getsockname()[0]
-        where = store, room, rank, world_size, backend, device, host, deadline
-        # a store whose process was stopped keeps the thread that asks it, whatever its deadline
-        group = before(deadline, lambda: join_group(*where, alive), url_of(address), grace=GRACE)
+        arguments = store, room, rank, world_size, backend, device, host, deadline
+        # a store of a stopped process blocks the calling thread beyond any deadline
+        group = before(
+            deadline, lambda: join_group(*arguments, alive), url_of(address), grace=GRACE
+        )
     except BaseException:
         watch.close()
         raise
@@ -116,10 +116,11 @@ def join_trainer(
 
 
 def _watch(address: Address, deadline: Deadline) -> socket.socket:
-    """A connection to the store that nothing is ever sent over: it ends with the trainer's process.
+    """Return a connection to the store that carries no data and closes when the trainer's process
+    ends.
 
-    Its own end has the address of this machine that the trainer reaches. To ask the store something
-    instead would wait for a trainer that is stopped, without a limit.
+    Its local end has the address of this machine that the trainer can reach. Querying the store
+    instead would wait for a stopped trainer without limit.
     """
 
     def connect() -> socket.socket:
@@ -132,9 +133,7 @@ def _watch(address: Address, deadline: Deadline) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the system ask now and then whether the other machine is still there: one that is cut off
-    says no goodbye.
-    """
+    """Let the system probe the connection, since a machine that is cut off does not close it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
@@ -151,18 +150,18 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 class TrainerBroadcasts:
-    """A transport of tensors that were described already, and checked.
+    """Transport of tensors whose descriptions were already received and checked.
 
-    Gloo looks at no sizes: of a message that is too short the rest of the memory stays as it was,
-    and one that is too long ends the process (seen with torch 2.13). So each one gets room for far
-    more, and its ends are marked.
+    Gloo does not check sizes. A message that is too short leaves the rest of the memory unchanged,
+    and one that is too long ends the process (as of torch 2.13). Each receive buffer is therefore
+    much larger than needed, and its expected end is marked.
 
     Args:
-        joined: the trainer's group.
-        infos: the tensors, in the trainer's order.
-        packed_bytes: they come as flat runs, of tensors up to the one with which a run is longer
-            than this; None: each alone.
-        memory: for what arrives, on a CPU.
+        joined: Trainer's group.
+        infos: Descriptions of the tensors, in the trainer's order.
+        packed_bytes: Size limit of packed runs. A run ends with the tensor that exceeds it. None
+            sends each tensor separately.
+        memory: Memory for received tensors on a CPU.
     """
 
     def __init__(
@@ -179,25 +178,25 @@ class TrainerBroadcasts:
         )
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """Begin; there is nothing to wait for."""
+        """Start to receive, without waiting."""
         slack = max(SLACK, 8 * max(map(prod, shapes.values()))) if self._sees_sizes() else 0
         return Incoming(None, self._buckets(deadline, slack))
 
     def close(self) -> None:
-        """Leave the group: bytes that were sent and not taken would be taken for those that it
-        sends next.
+        """Leave the group. Bytes sent but not received would otherwise be mistaken for the next
+        update.
         """
         self._joined.close()
 
     def _sees_sizes(self) -> bool:
-        """Whether what this rank has received goes to no other one: gloo would pass the whole room
-        on.
+        """Return True if this rank forwards nothing to other ranks. Gloo would forward the whole
+        buffer.
         """
         group = self._joined.group
         return group.device.type == "cpu" and (group.rank % 2 == 1 or group.rank + 1 == group.size)
 
     def _buckets(self, deadline: Deadline, slack: int) -> Iterator[dict[str, Tensor]]:
-        """One bucket travels while the one before it is handed on."""
+        """Yield buckets. One is transferred while the previous one is processed."""
         return overlapped(
             in_groups(self._runs, lambda run: sum(info.nbytes for info in run), BUCKET_BYTES),
             lambda runs: self._begin(runs, deadline, slack),
@@ -213,7 +212,7 @@ class TrainerBroadcasts:
             else None
         )
         works: list[Any] = []
-        if mark is not None:  # all marks, before the first byte can come
+        if mark is not None:  # write all marks before the first byte can arrive
             for start, stop in starts:
                 _ends(flat, start, stop, mark)
         for run, (start, stop) in zip(runs, starts, strict=True):
@@ -232,7 +231,7 @@ class TrainerBroadcasts:
 
 
 class _Bucket(NamedTuple):
-    """Runs under way, and where in `flat` each one goes."""
+    """Runs in progress, and their ranges in `flat`."""
 
     runs: Sequence[Run]
     starts: list[tuple[int, int]]
@@ -242,8 +241,8 @@ class _Bucket(NamedTuple):
 
 
 def packed(infos: Sequence[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
-    """Tensors in runs; a run ends with the tensor that makes it longer than `max_bytes`, as vLLM
-    packs them.
+    """Split tensors into runs. A run ends with the tensor that makes it longer than `max_bytes`, as
+    in vLLM.
     """
     runs: list[list[TensorInfo]] = [[]]
     size = 0
@@ -257,7 +256,7 @@ def packed(infos: Sequence[TensorInfo], max_bytes: int) -> list[list[TensorInfo]
 
 
 def _laid_out(runs: Sequence[Run]) -> tuple[list[tuple[int, int]], int]:
-    """Where each run begins and ends, with room for a mark behind it, and the size of it all."""
+    """Return the start and end of each run, with room for a mark after it, and the total size."""
     places: list[tuple[int, int]] = []
     at = 0
     for run in runs:
@@ -277,11 +276,11 @@ def _require_size(flat: Tensor, start: int, stop: int, mark: Tensor, what: str) 
     inside = min(CANARY, stop - start)
     if not torch.equal(flat[stop : stop + CANARY], mark):
         raise WeightUpdateError(
-            f"the trainer sent more than the {stop - start} bytes that it told of {what}."
+            f"the trainer sent more than the announced {stop - start} bytes of {what}."
         )
     if inside and torch.equal(flat[stop - inside : stop], mark[:inside]):
         raise WeightUpdateError(
-            f"the trainer sent less than the {stop - start} bytes that it told of {what}."
+            f"the trainer sent less than the announced {stop - start} bytes of {what}."
         )
 
 
@@ -298,5 +297,5 @@ def _named(run: Run) -> str:
     return (
         repr(run[0].name)
         if len(run) == 1
-        else f"{run[0].name!r} and {len(run) - 1} tensors behind it"
+        else f"{run[0].name!r} and the {len(run) - 1} tensors after it"
     )

@@ -1,8 +1,8 @@
-"""What goes ahead of the bytes: a description of every bucket in JSON, checked against the model
-before it is used.
+"""Wire format of updates: a JSON description of every bucket is sent first, and checked against the
+model before it is used.
 
-A bucket is one flat run of bytes. Its tensors lie one after the other, each from a multiple of 16
-on: whole tensors row by row; of a patch the int64 indices, then the values.
+A bucket is one flat run of bytes. Its tensors follow each other, each aligned to 16 bytes. A whole
+tensor is stored row by row. A patch is stored as int64 indices, then values.
 """
 
 import json
@@ -21,7 +21,7 @@ from nano_inference.weights.transports.interface import Shapes
 
 FORMAT = 1
 ALIGNMENT = 16
-RUN_BYTES = 2**23  # that travel at once: fewer cost more messages, more leave less to do meanwhile
+RUN_BYTES = 2**23  # bytes per message: a balance between message overhead and overlap
 DTYPES = {
     str(each).removeprefix("torch."): each
     for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,7 +31,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a bucket, or with `count` a patch of so many numbers."""
+    """Description of a tensor of a bucket or, with `count`, of a patch of that many elements."""
 
     name: str
     dtype: torch.dtype
@@ -39,33 +39,33 @@ class TensorInfo:
     count: int | None = None
 
     def sizes(self) -> list[int]:
-        """Bytes of its tensors."""
+        """Return the size of each stored tensor in bytes."""
         if self.count is not None:
             return [8 * self.count, self.dtype.itemsize * self.count]
         return [self.dtype.itemsize * torch.Size(self.shape).numel()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total size in bytes."""
         return sum(self.sizes())
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """An update as it will travel."""
+    """Description of an update, sent before its buckets."""
 
     version: int | None
     buckets: tuple[tuple[TensorInfo, ...], ...]
 
 
-Sendable = tuple[TensorInfo, list[Tensor]]  # what describes it, and its tensors
+Sendable = tuple[TensorInfo, list[Tensor]]  # description and tensors
 
 
 def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Sendable]:
-    """Tensors by name, or patches, with what describes them. Raises `WeightUpdateError`."""
-    found: list[Sendable]
+    """Return tensors by name, or patches, with their descriptions. Raises `WeightUpdateError`."""
+    entries: list[Sendable]
     if isinstance(weights, Mapping):
-        found = [
+        entries = [
             (
                 TensorInfo(name, _known(name, tensor.dtype), tuple(tensor.shape)),
                 [tensor.detach().contiguous()],
@@ -73,27 +73,27 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
             for name, tensor in cast(Mapping[str, Tensor], weights).items()
         ]
     else:
-        found = [
+        entries = [
             (
                 TensorInfo(name, _known(name, values.dtype), (), len(indices)),
                 [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
             )
             for name, indices, values in weights
         ]
-    if not found:
-        raise WeightUpdateError(
-            "there is nothing to send: weights must be a non-empty state dict or patches."
-        )
-    return found
+    if not entries:
+        raise WeightUpdateError("the update is empty; pass a non-empty state dict or patches.")
+    return entries
 
 
 def cut(sent: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
-    """Tensors and patches in buckets of at most `max_bytes`; a larger one goes alone."""
+    """Split tensors and patches into buckets of at most `max_bytes`. A larger one gets its own
+    bucket.
+    """
     return list(in_groups(sent, lambda each: num_bytes([each[0]]), max_bytes))
 
 
 def encode(description: Description) -> bytes:
-    """The description as JSON."""
+    """Return the description as JSON."""
     buckets = [
         [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket]
         for bucket in description.buckets
@@ -107,24 +107,25 @@ LEAST_BYTES = len(encode(Description(None, ())))
 
 
 def most_bytes(shapes: Shapes) -> int:
-    """Longer than this no description of an update of the model is."""
+    """Return the maximum size in bytes of a description of an update of the model."""
     return 4096 + sum(256 + 4 * len(name) for name in shapes)
 
 
 def decode(content: bytes, shapes: Shapes) -> Description:
-    """A description from its JSON, with every name, shape, type and size checked. Raises
+    """Return a description from its JSON, after checking every name, shape, type and size. Raises
     `WeightUpdateError`.
     """
     try:
-        told = json.loads(content)
-        if told["format"] != FORMAT:
+        message = json.loads(content)
+        if message["format"] != FORMAT:
             raise WeightUpdateError(
-                f"the trainer speaks format {told['format']!r} of weight updates, not {FORMAT}."
+                f"the trainer uses format {message['format']!r} of weight updates, not {FORMAT}; "
+                "install equal versions of nano-inference."
             )
-        version = version_of(told["version"], "the trainer's description")
+        version = version_of(message["version"], "the trainer's description")
         buckets = [
             [(str(name), dtype, shape, count) for name, dtype, shape, count in each]
-            for each in told["buckets"]
+            for each in message["buckets"]
         ]
     except (ValueError, KeyError, TypeError) as problem:
         raise WeightUpdateError(
@@ -135,38 +136,40 @@ def decode(content: bytes, shapes: Shapes) -> Description:
         version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets)
     )
     if not seen:
-        raise WeightUpdateError("the trainer sent an update of no tensors.")
+        raise WeightUpdateError("the trainer sent an empty update; send at least one tensor.")
     if any(len({info.count is None for info in bucket}) != 1 for bucket in description.buckets):
         raise WeightUpdateError(
-            "the trainer sent a bucket that is empty, or of both tensors and patches."
+            "the trainer sent a bucket that is empty or mixes tensors and patches."
         )
     return description
 
 
 def described(
-    told: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]
+    tensors: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]
 ) -> list[TensorInfo]:
-    """Whole tensors that a trainer describes by (name, dtype, shape), checked against the model.
+    """Return checked descriptions of whole tensors, given as (name, dtype, shape) by a trainer.
 
-    `seen` has the names that came before in this update, and gets theirs. Raises
+    `seen` holds the names received earlier in this update, and gets these names. Raises
     `WeightUpdateError`.
     """
-    return [_checked((name, dtype, list(shape), None), shapes, seen) for name, dtype, shape in told]
+    return [
+        _checked((name, dtype, list(shape), None), shapes, seen) for name, dtype, shape in tensors
+    ]
 
 
 def num_bytes(bucket: Iterable[TensorInfo]) -> int:
-    """Length of a bucket."""
+    """Return the length of a bucket in bytes."""
     return sum(_aligned(size) for info in bucket for size in info.sizes())
 
 
 def runs(size: int) -> Iterator[tuple[int, int]]:
-    """A bucket of `size` bytes as it travels: [start, stop) by [start, stop)."""
+    """Return the ranges [start, stop) in which a bucket of `size` bytes is sent."""
     return ((start, min(start + RUN_BYTES, size)) for start in range(0, size, RUN_BYTES))
 
 
 def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Tensor:
-    """Bytes [start, stop) of a bucket: where they lie if they are of one tensor, else copied into
-    `room`, uint8.
+    """Return bytes [start, stop) of a bucket: a view if they belong to one tensor, otherwise a copy
+    in `room`, uint8.
     """
     flat = room[: stop - start]
     at = 0
@@ -188,7 +191,7 @@ def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Ten
 
 
 def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | list[WeightPatch]:
-    """The tensors of a bucket: views of `flat`. Patches come alone: no bucket has both."""
+    """Return the tensors or patches of a bucket as views of `flat`. No bucket has both."""
     tensors: dict[str, Tensor] = {}
     patches: list[WeightPatch] = []
     start = 0
@@ -207,8 +210,8 @@ def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | li
 
 
 def flat_bucket(bucket: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
-    """Return an update of one bucket as it travels: its description, and uint8 [n] on the CPU.
-    Raises `WeightUpdateError` for a tensor of a type that does not travel.
+    """Return an update of one bucket as sent: its description, and its bytes, uint8 [n] on the CPU.
+    Raises `WeightUpdateError` for a tensor of a dtype that cannot be sent.
     """
     sent = sendable(bucket)
     pieces = tuple(piece for piece, _ in sent)
@@ -218,57 +221,57 @@ def flat_bucket(bucket: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
 
 
 def opened_bucket(description: bytes, content: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Return the tensors of `flat_bucket`, which share the memory of `content`, checked against the
-    model's table before they are made. Raises `WeightUpdateError`.
+    """Return the tensors of `flat_bucket`, which share the memory of `content`. They are checked
+    against the model's table first. Raises `WeightUpdateError`.
     """
     (pieces,) = decode(description, shapes).buckets
     size = num_bytes(pieces)
     if content.dtype != torch.uint8 or content.shape != (size,):
         kind = str(content.dtype).removeprefix("torch.")
         raise WeightUpdateError(
-            f"a bucket that was described as {size} bytes is {kind} {list(content.shape)}."
+            f"a bucket described as {size} bytes has type {kind} and shape {list(content.shape)}."
         )
     tensors = unpack(pieces, content)
     if not isinstance(tensors, dict):
-        raise WeightUpdateError("the trainer sent patches; whole tensors are expected.")
+        raise WeightUpdateError("the trainer sent patches; send whole tensors.")
     return tensors
 
 
 def tensor_of(info: TensorInfo, content: Tensor) -> Tensor:
-    """The tensor whose bytes these are, uint8: a view, or a copy where they do not begin at a
-    multiple of its type's size.
+    """Return the tensor stored in these bytes, uint8: a view, or a copy if they are not aligned to
+    its dtype.
     """
     if content.data_ptr() % info.dtype.itemsize:
         content = content.clone()
     return content.view(info.dtype).view(info.shape)
 
 
-def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> TensorInfo:
-    name, dtype, shape, count = told
+def _checked(entry: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> TensorInfo:
+    name, dtype, shape, count = entry
     known = shapes.get(name)
     if known is None:
         raise WeightUpdateError(
-            f"{name!r} is not a tensor of this model; names are those of its checkpoint."
+            f"{name!r} is not a tensor of this model; use the names of its checkpoint."
         )
     if name in seen:
-        raise WeightUpdateError(f"{name!r} came twice in one update.")
+        raise WeightUpdateError(f"{name!r} occurs twice in one update; send it once.")
     seen.add(name)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise WeightUpdateError(f"{name!r} has dtype {dtype!r}; only {', '.join(DTYPES)} travel.")
+        raise WeightUpdateError(f"{name!r} has dtype {dtype!r}; use one of {', '.join(DTYPES)}.")
     if count is None:
         if shape != list(known):
             raise WeightUpdateError(f"{name!r} has shape {shape!r}, expected {known}.")
     elif not is_whole(count, 0) or count > torch.Size(known).numel():
         raise WeightUpdateError(
-            f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there "
-            "are."
+            f"the patch of {name!r} has {count!r} elements; it must have 0 to "
+            f"{torch.Size(known).numel()}."
         )
     return TensorInfo(name, DTYPES[dtype], known, count)
 
 
 def _known(name: str, dtype: torch.dtype) -> torch.dtype:
     if dtype not in DTYPE_NAMES:
-        raise WeightUpdateError(f"{name!r} has dtype {dtype}; only {', '.join(DTYPES)} travel.")
+        raise WeightUpdateError(f"{name!r} has dtype {dtype}; use one of {', '.join(DTYPES)}.")
     return dtype
 
 

@@ -175,7 +175,7 @@ def test_trainer_that_fails_in_the_middle_of_a_bucket(
     failing = trainers()
     tensors = specs(new_weights(failing.folder, 1))
     seconds = 20.0 if how == "killed" else 1.5
-    told = "the other side is gone" if how == "killed" else "did not travel within 1.5 s"
+    told = "the other side is gone" if how == "killed" else "did not arrive within 1.5 s"
 
     async def test() -> None:
         async with requests_meanwhile(client):

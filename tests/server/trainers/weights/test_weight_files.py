@@ -66,21 +66,24 @@ FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not a safetensors file"),
     "text": (b'{"names": []}', "not a safetensors file"),
     "long header": ((2**62).to_bytes(8, "little") + b"{}" + bytes(9), "its header would have"),
-    "cut header": (header(one(), 0)[:30], "end in the middle of a safetensors header"),
-    "cut": (header(one(), 100), "tells of 256 bytes of tensors, and 100 came"),
-    "more": (header(one(), 300), "tells of 256 bytes of tensors, and 300 came"),
+    "cut header": (header(one(), 0)[:30], "ends in the middle of a safetensors header"),
+    "cut": (header(one(), 100), "describes 256 bytes of tensors, but the file has 100"),
+    "more": (header(one(), 300), "describes 256 bytes of tensors, but the file has 300"),
     "no json": (header("x", 0).replace(b'"x"', b"{x}"), "header cannot be read"),
     "deep": (
         header({}, 0)[:0] + (4000).to_bytes(8, "little") + b'{"a":' + b"[" * 3995,
         "header cannot be read",
     ),
-    "offsets": (header(one(data_offsets=[8, 264]), 264), "bytes 8 to 264, not its size"),
+    "offsets": (
+        header(one(data_offsets=[8, 264]), 264),
+        "bytes 8 to 264, which do not match its size",
+    ),
     "negative": (header(one(data_offsets=[-256, 0]), 256), "bytes -256 to 0"),
     "words": (header(one(data_offsets=["a", "b"]), 256), "bytes 'a' to 'b'"),
     "dtype": (header(one(dtype="I64"), 256), "has dtype 'I64'"),
     "shape": (header(one(shape=[8, 8]), 256), "has shape"),
     "name": (header({"x": one()[NORM]}, 256), "'x' is not a tensor of this model"),
-    "nothing": (header({}, 0), "tells of 0 bytes"),
+    "nothing": (header({}, 0), "describes 0 bytes"),
 }
 
 
@@ -122,8 +125,8 @@ def test_folders_and_files_on_disk(
         (tmp_path / "empty").mkdir()
         torch.save(weights, tmp_path / "model.bin")
         for path, told in (
-            (tmp_path / "nowhere", "no such file or folder on the engine's machine"),
-            (tmp_path / "empty", "the folder is empty; a model's folder holds"),
+            (tmp_path / "nowhere", "the path does not exist on the engine's machine"),
+            (tmp_path / "empty", "the folder is empty; a model folder holds"),
             (tmp_path / "model.bin", "model.bin cannot be read as safetensors"),
             (marked, "weights-00002.safetensors has 1 bytes"),
             (plain, "came twice"),
@@ -153,7 +156,7 @@ def test_engine_itself_closes_a_session_that_something_failed_in(
             ("receive_file", again),
             ("finish_update", end),
         ):
-            with pytest.raises(WeightUpdateError, match="came twice"):
+            with pytest.raises(WeightUpdateError, match="occurs twice"):
                 await client.call(name, **told, **more)
         assert await control.checksums.get() == before
 

@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[list[TensorSpec], str]] = {
     "shape": ([TensorSpec(UP, "float32", (64, 96))], r"has shape \[64, 96\], expected \(96, 64\)"),
     "huge": ([TensorSpec(UP, "float32", (2**40, 2**20))], "has shape"),
     "dtype": ([TensorSpec(UP, "int64", (96, 64))], "has dtype 'int64'"),
-    "twice": ([TensorSpec(UP, "float32", (96, 64))] * 2, "came twice"),
+    "twice": ([TensorSpec(UP, "float32", (96, 64))] * 2, "occurs twice"),
     "none": ([], "the list of tensors is empty"),
 }
 

@@ -251,7 +251,7 @@ class BlockStream(Blocks):
     def __init__(self, *, omit_thinking: bool = False, one_tool: bool = False) -> None:
         super().__init__(one_call=one_tool)
         self._omit_thinking = omit_thinking
-        self._index = -1  # of the last block
+        self._index = -1  # index of the last block
         self._thought: list[str] = []  # text of the open thinking block
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:

@@ -175,7 +175,7 @@ class CompletionRequest(OpenAIFields):
     refused = OpenAIFields.refused | {
         "suffix": ("",),
         "store": (False,),
-        "top_logprobs": (0,),  # of chats; ignoring it would give another answer than expected
+        "top_logprobs": (0,),  # chats only: ignoring it would change the answer
     }
 
 

@@ -255,7 +255,7 @@ class ItemStream(Blocks):
         self._logprobs = logprobs
         self._said: list[str] = []  # text of the open item
         self._broke = False  # True if the open item is a broken call
-        self._number = 0  # of the next event
+        self._number = 0  # number of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is still to come
         self._scored: list[Any] = []  # logprobs in the events of the open item
         self._is_cut = False  # True if the answer ended inside the open item

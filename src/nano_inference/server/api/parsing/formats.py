@@ -53,7 +53,7 @@ class ReasoningParser(TextReader):
         self._format, self._inside, self._answer = format, inside, answer
         self._over = False  # True once the rest is the answer
         self._space_before: list[str] = []
-        self._reasoning: list[str] = []  # of the next `Parsed`
+        self._reasoning: list[str] = []  # pieces for the next `Parsed`
 
     def push(self, text: str) -> Parsed:
         """Parse the next text."""

@@ -48,13 +48,13 @@ class HarmonyParser:
         self._tools, self._reasoning, self._mark = tools, reasoning, mark
         self._marker, self._beginnings = _looks(mark)
         self._held = ""  # a possible beginning of a marker
-        self._kind: Kind = "content"  # of the message
+        self._kind: Kind = "content"  # kind of the message
         self._header: str | None = None  # received part; None: its message has begun
         self._from_prompt = 0  # characters of the header that are in the prompt
         self._has_marker = False  # True once the header has one, and is certain to be a header
         self._new_message = False  # True until its first text
         self._calls = 0
-        self._arguments = JsonMender()  # of the last call
+        self._arguments = JsonMender()  # arguments of the last call
         self._has_begun = False  # True once the arguments have begun
         self._body: list[str] = []  # the arguments as the model wrote them
         self._said: dict[Kind, list[str]] = {"reasoning": [], "content": []}

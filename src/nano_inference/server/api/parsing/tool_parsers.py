@@ -124,7 +124,7 @@ class ToolCallParser(TextReader):
         self._cut_off = False
         # whitespace, markers and parts of a call; content if they do not become a call
         self._held: list[str] = []
-        self._content: list[str] = []  # of the next `Parsed`, as are `_calls`
+        self._content: list[str] = []  # like `_calls`, for the next `Parsed`
         self._calls: dict[int, ToolCallDelta] = {}
 
     def push(self, text: str) -> Parsed:

@@ -326,7 +326,7 @@ RETENTION: Any = Field(
 
 
 MAX_CONTAINERS = 200_000  # `[],[],[]...` takes thirty times its length as Python objects
-MAX_KEYS = 200_000  # of all objects together
+MAX_KEYS = 200_000  # limit for all objects together
 
 # Every pattern matches about a megabyte at most, so that other threads run between two matches.
 # _RUN: numbers, words, commas, colons and short strings
