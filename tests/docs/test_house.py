@@ -1,4 +1,4 @@
-"""docs/house.md tells the truth: the ways that it describes are traced, and its files are there."""
+"""docs/house.md: its files exist, and its four ways are those of a traced run."""
 
 import importlib.util
 import json
