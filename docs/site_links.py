@@ -1,5 +1,5 @@
-"""A hook of mkdocs: a link to a file that is not in docs/ becomes the file's name, since a site of
-the pages alone has no such file.
+"""Hook of mkdocs: replace links to files outside docs/ by the files' names, because the site holds
+only the pages.
 """
 
 import re
@@ -9,4 +9,10 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].removeprefix('../')}`)", markdown)
+    return OUTSIDE.sub(_name, markdown)
+
+
+def _name(link: re.Match[str]) -> str:
+    path = link[2].removeprefix("../")
+    name = link[1].strip("`")
+    return link[1] if path.rstrip("/").endswith(name.rstrip("/")) else f"{link[1]} (`{path}`)"
