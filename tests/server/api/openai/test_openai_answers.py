@@ -501,7 +501,7 @@ def test_documents_and_roles_that_a_template_renders(tmp_path: Path) -> None:
         assert "does not render messages of the role 'ghost'" in error["message"]
     client = ScriptedClient()
     with running_server(client, ServerConfig(port=0, in_process=True)) as url:
-        assert "no documents" in post(f"{url}/v1/chat/completions", body, 400)["error"]["message"]
+        assert "does not render documents" in post(f"{url}/v1/chat/completions", body, 400)["error"]["message"]
         post(f"{url}/v1/chat/completions", body | {"documents": []})
 
 
