@@ -97,7 +97,8 @@ class EngineConfig:
         kv_cache_memory: Size of the KV cache in bytes. None takes a quarter of the free memory on a
             CPU and the rest of `gpu_memory_utilization` on CUDA, but at most the memory of
             `max_batch_size * max_model_len` tokens. Free memory respects the limits of control
-            groups, such as a container's (docs/caches.md). A value above it raises `ConfigError`.
+            groups, such as a container's (docs/caches.md). A value above the free memory raises
+            `ConfigError`.
         kv_cache_dtype: Format of keys and values. `"auto"` stores them in `dtype`. `"int8"` stores
             codes of 8 bits with a scale per token and head, in about half the memory of bfloat16
             (docs/caches.md). Needs `backend="cpu"` or `"reference"`.
@@ -120,9 +121,9 @@ class EngineConfig:
             Needs `backend="cpu"` or `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
         backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
-            on first use within seconds. `"cuda"`: Triton kernels, built on first use, and cuBLAS.
-            `"reference"`: plain torch. `"auto"`: the best one that the machine and the other
-            options allow.
+            on first use in about a minute. `"cuda"`: Triton kernels, built on first use, and
+            cuBLAS. `"reference"`: plain torch. `"auto"`: the best one that the machine and the
+            other options allow.
         attention: Implementation of attention. `"auto"` uses the backend's own. `"reference"` and
             `"flex"` belong to the reference backend, `"cpu"` to the CPU backend, `"triton"` to the
             CUDA backend. `"flex"` is torch's flex_attention, compiled on demand for a handful of
@@ -176,14 +177,15 @@ class EngineConfig:
             (`SamplingParams.keep_cache_seconds`) and that are evicted from memory. They are read
             back when a prompt begins with them (docs/caches.md). The engine writes to a private
             subfolder, which it removes at its end. On one rank. None drops such blocks.
-        kept_cache_bytes: Maximum size of these files in bytes. Beyond it the oldest are removed.
-            None is 4 GiB.
-        seed: Seed of the seeds drawn for requests without one. None uses the operating system's
+        kept_cache_bytes: Maximum size of the files in `kept_cache_folder`, in bytes. Beyond it the
+            oldest are removed. None means 4 GiB.
+        seed: Seed from which requests without a seed get theirs. None uses the operating system's
             entropy.
         tensor_parallel: Ranks that share every layer: 1, 2, 4, 8 and so on. Each is a process. The
             first is the engine's own.
-        pipeline_parallel: Stages, each with its own layers. As many groups of sequences take turns
-            in them, so some stages idle if there are fewer sequences than stages.
+        pipeline_parallel: Number of stages, each with its own layers. The sequences form as many
+            groups, which take turns in the stages, so some stages idle if there are fewer sequences
+            than stages.
         context_parallel: Ranks that share the keys and values of every sequence: 1, 2, 4 and so on.
             Each stores its part of every block, so `block_size` must be a multiple of 512 tokens
             per rank. All of them compute long prompts. Needs `backend="cpu"` or `"reference"`.
@@ -204,7 +206,7 @@ class EngineConfig:
     block_size: int = option(16, ENGINE, "Tokens per KV block.", least=1)
     max_batch_size: int = option(256, ENGINE, "Maximum sequences per step.", least=1)
     max_tokens_per_batch: int = option(
-        8192, ENGINE, "Maximum tokens per step. Fewer keep running streams smooth.", least=1
+        8192, ENGINE, "Maximum tokens per step. Lower values keep running streams smooth.", least=1
     )
     max_chunk_tokens: int | None = option(
         None, ENGINE, "Maximum tokens of one prompt per step.", least=1
@@ -219,7 +221,7 @@ class EngineConfig:
         None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
     )
     kv_cache_dtype: KVCacheDType = option(
-        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype says."
+        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype."
     )
     gpu_memory_utilization: float = option(0.9, ENGINE, "Share of a GPU's memory to use, 0 to 1.")
     dtype: DType = option(

@@ -118,7 +118,7 @@ class Row:
         ranks: Options of several ranks that it can be combined with.
         models: Traits that a model must not have.
         excludes: Other settings that it cannot be combined with.
-        needs: Settings of which one must be on.
+        needs: Settings, at least one of which must be on.
         when: Settings that must all be on for the row to apply.
     """
 
@@ -188,7 +188,7 @@ def require(limits: Limits, setting: Setting) -> None:
 
 
 def _backends(setting: Setting) -> Iterator[tuple[str, str]]:
-    """Yield each backend that is requested or in use, after its text for a message."""
+    """Yield (text for a message, backend) for each backend that is requested or in use."""
     if setting.is_on(Asked("backend")):
         yield f"with backend={setting.value('backend')!r}", setting.value("backend")
     attention = setting.value("attention")

@@ -89,7 +89,7 @@ class GrowingGrammar(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why the grammar failed, or None."""
+        """Reason why the grammar failed, or None."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -352,7 +352,7 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """Number of sequences that it counts as: the samples that it represents."""
+        """Number of samples that the sequence represents, at least 1."""
         return max(self.num_samples, 1)
 
     @property
