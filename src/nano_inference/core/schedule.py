@@ -171,9 +171,10 @@ class _Plan:
 
     @cached_property
     def num_seqs(self) -> int:
-        """Number of sequences that hold blocks, where an unforked group counts as all its samples.
+        """Number of sequences that hold blocks.
 
-        Like `computing`, counted only if a new sequence may enter.
+        A group that is not forked yet counts as all its samples. Like `computing`, the number is
+        computed only if a new sequence may enter.
         """
         return sum(seq.width for seq in self.alive)
 

@@ -93,7 +93,7 @@ def choose_ops(
         if asked != "auto":
             raise ConfigError(f"backend={backend!r} is not available: {problem}")
         _warn_once(
-            f"The reference backend runs, many times slower than the {backend.upper()} kernels: "
+            f"Using the reference backend, many times slower than the {backend.upper()} kernels: "
             f"{problem}"
         )
     require(ENGINE_LIMITS, Setting(config, runs=Runs(ops.name, str(device))))

@@ -17,7 +17,7 @@ from nano_inference.device.memory import gibibytes
 from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 
-LEAST_IN_BLOCKS = 0.5  # share of a model's weights
+LEAST_IN_BLOCKS = 0.5  # least share of weights in blocks that the kernels multiply
 _CAUTION = "answers may differ slightly"
 LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
@@ -110,8 +110,8 @@ def _name(dtype: torch.dtype) -> str:
 def _allows_blocks(config: EngineConfig) -> bool:
     """Return True if no other option needs plain weights.
 
-    Such options are a dtype, several ranks, a reference model or quantised draft for a trainer's
-    comparisons, and a draft model without blocks. Embedded models are always plain, because
+    Options that need plain weights are a dtype, several ranks, another backend, a reference model,
+    quantised drafts, and a draft model without blocks. Embedded models are always plain, because
     trainers use them as checkpoints.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel

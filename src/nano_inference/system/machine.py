@@ -124,7 +124,7 @@ def _cpu_limit(root: Path) -> float:
             shares.append(int(quota) / max(int(period), 1))
     for group in _groups(root, "cpu"):
         quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
-        if quota is not None and period is not None:  # no quota is -1
+        if quota is not None and period is not None:  # None for -1: no quota
             shares.append(quota / max(period, 1))
     return min(shares)
 
