@@ -108,7 +108,8 @@ class EngineConfig:
             dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
             it faster (docs/models.md), and float32 on others. Quantised checkpoints, which are
             dequantised during loading, use bfloat16, and so does any model with `quantization`.
-            Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
+            Float16 checkpoints use bfloat16 on CPU kernels that compute it at least as fast as
+            float32, because the kernels do not support float16.
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
             (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32
@@ -143,9 +144,9 @@ class EngineConfig:
             kernels, and the reference backend on a CPU).
         cuda_graphs: Replay captured graphs in decode-only steps (CUDA backend only). False launches
             every kernel from Python, for measuring or debugging.
-        num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64 or the
-            number of cores. None uses the physical cores available to this process, within the
-            limits of control groups. For torch the value applies to the whole process.
+        num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64, or the
+            number of processors if larger. None uses the physical cores available to this process,
+            within the limits of control groups. For torch the value applies to the whole process.
         max_request_entries: Maximum numbers that the engine holds and returns for one request, over
             all its samples: logprobs, ids of sampling masks, biases and so on (docs/sampling.md).
             Larger requests are rejected. A sample ends early if its mask outgrows its share.

@@ -41,9 +41,9 @@ def schedule(
         num_in_flight: Number of steps in flight. Read only if `config.groups` > 1.
         drafts: Sequence id -> guesses of the tokens after its known ones.
 
-    Running sequences come first. Those that need one token precede those that need more. If the
-    step is too small for all, older requests precede newer ones, and the samples of a request
-    progress evenly.
+    Running sequences come first, and among them sequences that need only one token. If the step is
+    too small for all, older requests precede newer ones, and the samples of a request progress
+    evenly.
 
     Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
     preempted. If layers have a sliding window, a chunk longer than the window is shortened to the

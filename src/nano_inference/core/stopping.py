@@ -77,7 +77,7 @@ logger = logging.getLogger("nano_inference")
 def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
     """Log an exception of one sequence and return the sequence's finish.
 
-    Callers see the exception type; the log has the traceback.
+    Callers see the exception type, and the log has the traceback.
 
     Args:
         seq: The sequence.

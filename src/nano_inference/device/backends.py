@@ -103,10 +103,9 @@ def choose_ops(
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """Return the dtype of a model's weights and activations on this machine.
 
-    `"auto"` is the checkpoint's dtype with three exceptions. Quantised weights use bfloat16, since
-    their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at least as
-    fast as float32, bfloat16 replaces float16, which has no CPU kernels. On such a CPU, `.gguf`
-    files, which have no dtype, also use bfloat16.
+    `"auto"` is the result of `resolve_dtype` with two exceptions. Quantised weights use bfloat16,
+    since their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at
+    least as fast as float32, bfloat16 replaces float16, which has no CPU kernels.
     """
     if config.dtype != "auto":
         return resolve_dtype(config.dtype, spec)

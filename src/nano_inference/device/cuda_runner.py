@@ -258,7 +258,7 @@ def graph_memory(
 ) -> int:
     """Return the bytes that an engine's graphs take, measured by capturing them over `storages`.
 
-    Returns 0 if graphs are off.
+    Return 0 if graphs are off.
     """
     if not captures_graphs(config):
         return 0

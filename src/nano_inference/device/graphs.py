@@ -98,7 +98,7 @@ class DrawResults:
     def keep_tokens(self, draw: Draw) -> Tensor:
         """Store the tokens of an eager draw for the next step. Return the tensor that holds them.
 
-        Returns the draw's own tensor if the buffer is too small.
+        Return the draw's own tensor if the buffer is too small.
         """
         rows = len(draw.token_ids)
         if rows > self.largest:  # a group that forks in one step may be wider than any step

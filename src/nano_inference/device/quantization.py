@@ -39,7 +39,7 @@ def settle_quantization(config: EngineConfig, device: torch.device) -> EngineCon
 def blocks_bytes(model_path: str) -> int:
     """Return the bytes of a model's matrices as `"file"` holds them.
 
-    Returns 0 for other files than `.gguf`, or if the kernels multiply less than half of the weights
+    Return 0 for other files than `.gguf`, or if the kernels multiply less than half of the weights
     in blocks.
     """
     file = gguf_of(model_path)
@@ -86,7 +86,7 @@ def faster_setting(
 ) -> str | None:
     """Return a setting that decodes faster in less memory on the CPU kernels, with its gain.
 
-    Returns None if there is no such setting, the caller has ruled it out, or the model is too small
+    Return None if there is no such setting, the caller has ruled it out, or the model is too small
     to gain. The arguments are those of `told_weights`.
     """
     runs_kernels = wants_cpu_kernels(config) and available_instruction_set() is not None

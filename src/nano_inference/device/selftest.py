@@ -113,7 +113,7 @@ class KernelSet(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Result of one set of kernels; `problem` is None if it agrees with the reference."""
+    """Result of one set of kernels. `problem` is None if it agrees with the reference."""
 
     kernels: KernelSet
     problem: str | None

@@ -2,7 +2,7 @@
 
 A kept block is free like any other block that holds a prefix, so it does not affect planning. It is
 evicted when nothing else is free, before a sequence is preempted. This module handles names and
-times; `BlockPool` maps the names to blocks.
+times, and `BlockPool` maps the names to blocks.
 """
 
 import heapq
