@@ -413,7 +413,7 @@ def _check_adapters(config: EngineConfig) -> None:
             raise ConfigError(f"loras: {entry!r} must be NAME=FOLDER.")
         names.append(parts[0])
     if len({*names}) < len(names):
-        raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
+        raise ConfigError(f"loras={config.loras!r} names an adapter twice; name each once.")
     if config.max_lora_rank > 256:
         raise ConfigError(f"max_lora_rank={config.max_lora_rank} must be at most 256.")
 

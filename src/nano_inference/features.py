@@ -23,10 +23,10 @@ ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
 }
 # facts that no option holds
 LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
-# calls; the value of one is its name in messages
+# facts about a call; their value is the call's name in messages
 WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
 _CLASHES = {LOCKSTEP: "for engines in lockstep", SHARED: "with several ranks"}
-# facts about a model; the value of one is the architecture's name
+# facts about a model; their value is the architecture's name
 SINKS, CAPS = "attention sinks", "caps of attention scores"
 LATENTS, STATES = "attention over latents", "layers with a state"
 KINDS, WIDE_NORMS = "layers of several kinds", "a norm of queries and keys over all heads"

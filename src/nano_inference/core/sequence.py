@@ -26,7 +26,7 @@ POLICY = "policy"  # the weight set that samples are drawn from
 PREVIOUS = "previous"  # the policy's old weights, while sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores samples
 DRAFT = "draft"  # a model that drafts tokens; no sequence belongs to it
-# weight set -> the set whose versions it holds, which names its blocks
+# weight set -> weight set in the names of its blocks
 _LINEAGE = {PREVIOUS: POLICY}
 
 

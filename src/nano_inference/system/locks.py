@@ -32,7 +32,7 @@ class FairLock:
             try:
                 if not self._take(blocking):
                     return False
-            except BaseException:  # Ctrl-C, before or after one of them was taken
+            except BaseException:  # Ctrl-C, before or after one of the locks was taken
                 for taken in (self._lock, self._turn):
                     with suppress(RuntimeError):  # not taken
                         taken.release()
