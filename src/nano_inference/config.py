@@ -25,7 +25,7 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-# formats of quantised weights
+# formats of quantized weights
 Codes = Literal["int8", "int8-32", "int4", "file"]
 Quantization = Literal["auto", "none", Codes]
 KVCacheDType = Literal["auto", "int8"]
@@ -106,19 +106,19 @@ class EngineConfig:
             cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
         dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`. `"auto"` uses the checkpoint's
             dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
-            it faster (docs/models.md), and float32 on others. Quantised checkpoints, which are
-            dequantised during loading, use bfloat16, and so does any model with `quantization`.
+            it faster (docs/models.md), and float32 on others. Quantized checkpoints, which are
+            dequantized during loading, use bfloat16, and so does any model with `quantization`.
             Float16 checkpoints use bfloat16 on CPU kernels that compute it at least as fast as
             float32, because the kernels do not support float16.
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
             (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32
             weights. `"int4"`: 4 bits in layers and 8 in the head, a scale per 32 weights. `"file"`:
-            the blocks of a `.gguf` file or the codes of a quantised checkpoint, unchanged. None or
+            the blocks of a `.gguf` file or the codes of a quantized checkpoint, unchanged. None or
             `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
             reference model need plain weights. Otherwise, and for embedded models, None. Weight
-            updates are quantised on arrival. The engine warns of this if `"auto"` chose the blocks.
+            updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
             Needs `backend="cpu"` or `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
         backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
@@ -354,7 +354,7 @@ class EngineConfig:
 
     @property
     def codes(self) -> Codes | None:
-        """Format of quantised weights. None for plain weights, and for `"auto"` until an engine is
+        """Format of quantized weights. None for plain weights, and for `"auto"` until an engine is
         built from the configuration.
         """
         codes = self.quantization

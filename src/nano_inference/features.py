@@ -284,10 +284,10 @@ ENGINE_ROWS = (
     _feature("summation orders of the CPU kernels", "cpu_sums")(
         "only the CPU kernels have several orders", "omit cpu_sums", backends=("cpu",)
     ),
-    _feature("quantised weights", "quantization")(
+    _feature("quantized weights", "quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),
-    _feature("quantised drafts", "draft_quantization")(
+    _feature("quantized drafts", "draft_quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),
     _coded_keys(
@@ -342,8 +342,8 @@ ENGINE_ROWS = (
         "set one of them",
         needs=(Asked("draft_layers"), Asked("draft_quantization")),
     ),
-    _feature("quantised drafts", "draft_quantization")(
-        "it quantises plain weights",
+    _feature("quantized drafts", "draft_quantization")(
+        "it quantizes plain weights",
         "use quantization=None",
         excludes=(Asked("quantization"),),
     ),

@@ -224,7 +224,7 @@ class KVStorage:
             row = self.format.width(spec.head_dim)
             shape = (layers, spec.num_kv_heads, num_units, block_size, row)
             self.places = _places(spec, layout, layers)
-        # Not initialised: every slot is written before it is read (tests fill them with NaN), and
+        # Not initialized: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=stored, device=device)
         self.values = (

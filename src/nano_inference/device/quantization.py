@@ -67,7 +67,7 @@ def told_weights(
     Args:
         config: Resolved config of the engine.
         asked: Original config. The hint does not contradict its explicit options.
-        dtype: Dtype of the unquantised weights.
+        dtype: Dtype of the unquantized weights.
         weights: Bytes of all weights.
         device: Device of the weights.
     """
@@ -111,7 +111,7 @@ def _allows_blocks(config: EngineConfig) -> bool:
     """Return True if no other option needs plain weights.
 
     Options that need plain weights are a dtype, several ranks, another backend, a reference model,
-    quantised drafts, and a draft model without blocks. Embedded models are always plain, because
+    quantized drafts, and a draft model without blocks. Embedded models are always plain, because
     trainers use them as checkpoints.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel

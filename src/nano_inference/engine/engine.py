@@ -573,7 +573,7 @@ class InferenceEngine:
         weights are kept. The bits are those of a model loaded from merged weights, which differ
         from those of an unmerged adapter.
 
-        Raises `AdapterError`, with nothing changed, for quantised weights (`quantization`) and for
+        Raises `AdapterError`, with nothing changed, for quantized weights (`quantization`) and for
         an adapter of a tied head. The same error is raised while the weights are asleep, while a
         request uses an adapter, and during an update. Merging needs a single rank, like all
         adapters.

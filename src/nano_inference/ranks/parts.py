@@ -286,7 +286,7 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
 
 
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
-    """Return a log line on the conversion and memory of each quantised model."""
+    """Return a log line on the conversion and memory of each quantized model."""
     dtype = str(plan.dtype).removeprefix("torch.")
     config, codes = plan.config, plan.config.codes
     names = {
