@@ -25,7 +25,7 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-# formats of quantised weights
+# formats of quantized weights
 Codes = Literal["int8", "int8-32", "int4", "file"]
 Quantization = Literal["auto", "none", Codes]
 KVCacheDType = Literal["auto", "int8"]
@@ -97,7 +97,8 @@ class EngineConfig:
         kv_cache_memory: Size of the KV cache in bytes. None takes a quarter of the free memory on a
             CPU and the rest of `gpu_memory_utilization` on CUDA, but at most the memory of
             `max_batch_size * max_model_len` tokens. Free memory respects the limits of control
-            groups, such as a container's (docs/caches.md). A value above it raises `ConfigError`.
+            groups, such as a container's (docs/caches.md). A value above the free memory raises
+            `ConfigError`.
         kv_cache_dtype: Format of keys and values. `"auto"` stores them in `dtype`. `"int8"` stores
             codes of 8 bits with a scale per token and head, in about half the memory of bfloat16
             (docs/caches.md). Needs `backend="cpu"` or `"reference"`.
@@ -105,24 +106,25 @@ class EngineConfig:
             cache, workspace of a step, CUDA graphs, and the memory of other processes. CUDA only.
         dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`. `"auto"` uses the checkpoint's
             dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
-            it faster (docs/models.md), and float32 on others. Quantised checkpoints, which are
-            dequantised during loading, use bfloat16, and so does any model with `quantization`.
-            Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
+            it faster (docs/models.md), and float32 on others. Quantized checkpoints, which are
+            dequantized during loading, use bfloat16, and so does any model with `quantization`.
+            Float16 checkpoints use bfloat16 on CPU kernels that compute it at least as fast as
+            float32, because the kernels do not support float16.
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
             (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32
             weights. `"int4"`: 4 bits in layers and 8 in the head, a scale per 32 weights. `"file"`:
-            the blocks of a `.gguf` file or the codes of a quantised checkpoint, unchanged. None or
+            the blocks of a `.gguf` file or the codes of a quantized checkpoint, unchanged. None or
             `"none"`: plain weights of `dtype`. `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
             reference model need plain weights. Otherwise, and for embedded models, None. Weight
-            updates are quantised on arrival. The engine warns of this if `"auto"` chose the blocks.
+            updates are quantized on arrival. The engine warns of this if `"auto"` chose the blocks.
             Needs `backend="cpu"` or `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"` or `"auto"`. `"auto"` uses a GPU if there is one.
         backend: Implementation of the operations. `"cpu"`: C++ kernels, which a C++ compiler builds
-            on first use within seconds. `"cuda"`: Triton kernels, built on first use, and cuBLAS.
-            `"reference"`: plain torch. `"auto"`: the best one that the machine and the other
-            options allow.
+            on first use in about a minute. `"cuda"`: Triton kernels, built on first use, and
+            cuBLAS. `"reference"`: plain torch. `"auto"`: the best one that the machine and the
+            other options allow.
         attention: Implementation of attention. `"auto"` uses the backend's own. `"reference"` and
             `"flex"` belong to the reference backend, `"cpu"` to the CPU backend, `"triton"` to the
             CUDA backend. `"flex"` is torch's flex_attention, compiled on demand for a handful of
@@ -142,9 +144,9 @@ class EngineConfig:
             kernels, and the reference backend on a CPU).
         cuda_graphs: Replay captured graphs in decode-only steps (CUDA backend only). False launches
             every kernel from Python, for measuring or debugging.
-        num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64 or the
-            number of cores. None uses the physical cores available to this process, within the
-            limits of control groups. For torch the value applies to the whole process.
+        num_threads: Threads of the CPU kernels and of torch's CPU operations, at most 64, or the
+            number of processors if larger. None uses the physical cores available to this process,
+            within the limits of control groups. For torch the value applies to the whole process.
         max_request_entries: Maximum numbers that the engine holds and returns for one request, over
             all its samples: logprobs, ids of sampling masks, biases and so on (docs/sampling.md).
             Larger requests are rejected. A sample ends early if its mask outgrows its share.
@@ -176,14 +178,15 @@ class EngineConfig:
             (`SamplingParams.keep_cache_seconds`) and that are evicted from memory. They are read
             back when a prompt begins with them (docs/caches.md). The engine writes to a private
             subfolder, which it removes at its end. On one rank. None drops such blocks.
-        kept_cache_bytes: Maximum size of these files in bytes. Beyond it the oldest are removed.
-            None is 4 GiB.
-        seed: Seed of the seeds drawn for requests without one. None uses the operating system's
+        kept_cache_bytes: Maximum size of the files in `kept_cache_folder`, in bytes. Beyond it the
+            oldest are removed. None means 4 GiB.
+        seed: Seed from which requests without a seed get theirs. None uses the operating system's
             entropy.
         tensor_parallel: Ranks that share every layer: 1, 2, 4, 8 and so on. Each is a process. The
             first is the engine's own.
-        pipeline_parallel: Stages, each with its own layers. As many groups of sequences take turns
-            in them, so some stages idle if there are fewer sequences than stages.
+        pipeline_parallel: Number of stages, each with its own layers. The sequences form as many
+            groups, which take turns in the stages, so some stages idle if there are fewer sequences
+            than stages.
         context_parallel: Ranks that share the keys and values of every sequence: 1, 2, 4 and so on.
             Each stores its part of every block, so `block_size` must be a multiple of 512 tokens
             per rank. All of them compute long prompts. Needs `backend="cpu"` or `"reference"`.
@@ -204,7 +207,7 @@ class EngineConfig:
     block_size: int = option(16, ENGINE, "Tokens per KV block.", least=1)
     max_batch_size: int = option(256, ENGINE, "Maximum sequences per step.", least=1)
     max_tokens_per_batch: int = option(
-        8192, ENGINE, "Maximum tokens per step. Fewer keep running streams smooth.", least=1
+        8192, ENGINE, "Maximum tokens per step. Lower values keep running streams smooth.", least=1
     )
     max_chunk_tokens: int | None = option(
         None, ENGINE, "Maximum tokens of one prompt per step.", least=1
@@ -219,7 +222,7 @@ class EngineConfig:
         None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
     )
     kv_cache_dtype: KVCacheDType = option(
-        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype says."
+        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype."
     )
     gpu_memory_utilization: float = option(0.9, ENGINE, "Share of a GPU's memory to use, 0 to 1.")
     dtype: DType = option(
@@ -351,7 +354,7 @@ class EngineConfig:
 
     @property
     def codes(self) -> Codes | None:
-        """Format of quantised weights. None for plain weights, and for `"auto"` until an engine is
+        """Format of quantized weights. None for plain weights, and for `"auto"` until an engine is
         built from the configuration.
         """
         codes = self.quantization
@@ -410,7 +413,7 @@ def _check_adapters(config: EngineConfig) -> None:
             raise ConfigError(f"loras: {entry!r} must be NAME=FOLDER.")
         names.append(parts[0])
     if len({*names}) < len(names):
-        raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
+        raise ConfigError(f"loras={config.loras!r} names an adapter twice; name each once.")
     if config.max_lora_rank > 256:
         raise ConfigError(f"max_lora_rank={config.max_lora_rank} must be at most 256.")
 

@@ -23,10 +23,10 @@ ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
 }
 # facts that no option holds
 LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
-# calls; the value of one is its name in messages
+# facts about a call; their value is the call's name in messages
 WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
 _CLASHES = {LOCKSTEP: "for engines in lockstep", SHARED: "with several ranks"}
-# facts about a model; the value of one is the architecture's name
+# facts about a model; their value is the architecture's name
 SINKS, CAPS = "attention sinks", "caps of attention scores"
 LATENTS, STATES = "attention over latents", "layers with a state"
 KINDS, WIDE_NORMS = "layers of several kinds", "a norm of queries and keys over all heads"
@@ -118,7 +118,7 @@ class Row:
         ranks: Options of several ranks that it can be combined with.
         models: Traits that a model must not have.
         excludes: Other settings that it cannot be combined with.
-        needs: Settings of which one must be on.
+        needs: Settings, at least one of which must be on.
         when: Settings that must all be on for the row to apply.
     """
 
@@ -188,7 +188,7 @@ def require(limits: Limits, setting: Setting) -> None:
 
 
 def _backends(setting: Setting) -> Iterator[tuple[str, str]]:
-    """Yield each backend that is requested or in use, after its text for a message."""
+    """Yield (text for a message, backend) for each backend that is requested or in use."""
     if setting.is_on(Asked("backend")):
         yield f"with backend={setting.value('backend')!r}", setting.value("backend")
     attention = setting.value("attention")
@@ -284,10 +284,10 @@ ENGINE_ROWS = (
     _feature("summation orders of the CPU kernels", "cpu_sums")(
         "only the CPU kernels have several orders", "omit cpu_sums", backends=("cpu",)
     ),
-    _feature("quantised weights", "quantization")(
+    _feature("quantized weights", "quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),
-    _feature("quantised drafts", "draft_quantization")(
+    _feature("quantized drafts", "draft_quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),
     _coded_keys(
@@ -342,8 +342,8 @@ ENGINE_ROWS = (
         "set one of them",
         needs=(Asked("draft_layers"), Asked("draft_quantization")),
     ),
-    _feature("quantised drafts", "draft_quantization")(
-        "it quantises plain weights",
+    _feature("quantized drafts", "draft_quantization")(
+        "it quantizes plain weights",
         "use quantization=None",
         excludes=(Asked("quantization"),),
     ),

@@ -317,8 +317,8 @@ class RoutedExperts:
     of `shape` without a copy. Raises `InvalidRequest` if `shape`, `dtype` and `data` do not match.
 
     Attributes:
-        shape: Number of rows, of layers of the model, and of experts per token. Every token of
-            prompt and completion has a row, except the last one, which is never fed to the model.
+        shape: (rows, layers of the model, experts per token). Every token of prompt and completion
+            has a row, except the last one, which is never fed to the model.
         dtype: Data type of an expert id.
         data: Expert ids in C order, little-endian, ascending within a token and layer. A layer
             without experts has zeros.
@@ -354,9 +354,9 @@ class RoutedExperts:
 class ContextVersions(NamedTuple):
     """Weight versions that computed the context of completion tokens [token_start, token_end).
 
-    Spans in `versions` tile the context of the last of these tokens, by position in the whole
-    sequence. Earlier tokens attended to the part before them. Adjacent positions of equal version
-    share a span.
+    Spans in `versions` cover the context of the last of these tokens, by position in prompt and
+    completion. The context of an earlier token is the part before that token. Adjacent positions of
+    equal version share a span.
     """
 
     token_start: int
@@ -557,7 +557,8 @@ class EngineStats:
     Attributes:
         num_waiting, num_running: Sequences in each state. A group whose prompt is not computed yet
             counts once.
-        num_held: Sequences that wait for a weight version or for the end of a pause.
+        num_held: Sequences that wait for a weight version, for their grammar or for the end of a
+            pause.
         weight_version: Version of the weights that new tokens are computed with.
         num_free_blocks, num_blocks: Free and total blocks. For layers with a window, read `kv_use`
             instead to see how full the memory is.
@@ -570,7 +571,7 @@ class EngineStats:
         tokens_computed: Rows computed by forward passes, over all weight sets.
         prompt_tokens_computed, prompt_tokens_cached: Prompt tokens of the policy that were
             computed, and found in the prefix cache.
-        hit_rate: `prompt_tokens_cached` as a share of both.
+        hit_rate: `prompt_tokens_cached` divided by the sum of both.
         prompt_tokens: Prompt tokens of admitted requests. A prompt counts once, regardless of
             samples and recomputations.
         prompt_tokens_queried: Tokens looked up in the prefix cache, of which `prompt_tokens_cached`
@@ -581,10 +582,11 @@ class EngineStats:
             time spent waiting for the device. On a CPU, `forward` and `sample` include the
             computation itself.
         ranks_busy, ranks_waiting: Seconds that each rank spent in steps on its own part, and
-            waiting for other pipeline stages (rank 0: for samples). Measured on the host, which on
-            a GPU only runs ahead of the device.
-        grammars_compiled, grammars_failed: Compilations of grammars, which run in parallel to
-            steps. All requests of a grammar share one while it is kept.
+            waiting for other pipeline stages (rank 0: for samples). Host times: on a GPU, the host
+            runs ahead of the device.
+        grammars_compiled, grammars_failed: Number of compiled grammars, and of grammars that failed
+            to compile. Compilation runs in parallel to steps. Requests share a compiled grammar
+            while it is kept.
         grammar_seconds: Seconds spent in these compilations.
         speculation: Draft counters. None if speculation is off.
         num_kept_blocks: Blocks in memory that requests asked to keep

@@ -346,7 +346,7 @@ def test_vocabulary_of_their_own_needs_its_map(model: Path, tmp_path: Path) -> N
         engine_of(model, draft_model=str(folder))
     tensors["token_map"][3] = 300
     folder = write_heads(tmp_path / "b", config, tensors)
-    with pytest.raises(ConfigError, match="has token 300, but the policy only 300 tokens"):
+    with pytest.raises(ConfigError, match="has token 300, but the policy has only 300 tokens"):
         engine_of(model, draft_model=str(folder))
 
 

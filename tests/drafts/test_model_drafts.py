@@ -323,7 +323,7 @@ def test_layers_are_spread() -> None:
         ),
         (
             {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
-            "quantises plain weights",
+            "quantizes plain weights",
         ),
         ({"draft_model": "self", "draft_layers": 3}, "exceeds the 2 layers"),
         ({"draft_model": "self", "draft_layers": 1, "tensor_parallel": 2}, "runs on one rank"),

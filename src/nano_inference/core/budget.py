@@ -10,7 +10,7 @@ from typing import NamedTuple
 from nano_inference.errors import RequestTooLarge
 from nano_inference.types import SamplingParams
 
-IDS_OF_AN_ENTRY = 16  # routed experts per entry: one takes a byte or two, other numbers are text
+IDS_OF_AN_ENTRY = 16  # routed experts per entry: an id takes 1 or 2 bytes
 RL_ENTRIES = 40_000_000  # a server's default budget for trainers
 
 

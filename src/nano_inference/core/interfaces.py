@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     @property
     def arrays(self) -> Arrays[Any]:
-        """Factory of the arrays that batches for this runner consist of."""
+        """Factory of the arrays in this runner's batches."""
         ...
 
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
@@ -70,7 +70,7 @@ class Returning(Protocol):
     def __len__(self) -> int: ...
 
     def missing(self, names: Listed[int]) -> range:
-        """Return the indices in a chain, after its cached blocks, of restorable blocks."""
+        """Return the chain indices of restorable blocks that directly follow the cached blocks."""
         ...
 
     def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> list[int]:

@@ -133,13 +133,13 @@ class LoopHooks:
     Attributes:
         gate: Decisions of other engines.
         weights: The policy's weights and its queue of updates.
-        start_grammar: Attaches a matcher to a new sequence, or posts `GrammarReady` once there is
-            one.
-        drafter: Proposes draft tokens. None disables drafts.
+        start_grammar: Function that attaches a matcher to a new sequence, or posts `GrammarReady`
+            once there is one.
+        drafter: Source of draft tokens. None disables drafts.
         kept_files: Files of kept blocks that were evicted. None if such blocks are lost.
-        watches: Called with every launched step before its draw.
-        on_finish: Called in order with each sequence that finishes without being aborted, before
-            the loop's own hooks.
+        watches: Functions called with every launched step before its draw.
+        on_finish: Functions called in order with each sequence that finishes without being aborted,
+            before the loop's own hooks.
     """
 
     gate: Gate = field(default_factory=Gate)
@@ -186,7 +186,7 @@ class EngineLoop:
 
     Args:
         cache: KV cache.
-        runner: Computes the steps.
+        runner: Runner that computes the steps.
         config: Limits of a step.
         lookahead: Number of steps that may be in flight while another is launched.
         numerics: Numerics fingerprint that samples carry.

@@ -41,9 +41,9 @@ def schedule(
         num_in_flight: Number of steps in flight. Read only if `config.groups` > 1.
         drafts: Sequence id -> guesses of the tokens after its known ones.
 
-    Running sequences come first. Those that need one token precede those that need more. If the
-    step is too small for all, older requests precede newer ones, and the samples of a request
-    progress evenly.
+    Running sequences come first, and among them sequences that need only one token. If the step is
+    too small for all, older requests precede newer ones, and the samples of a request progress
+    evenly.
 
     Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
     preempted. If layers have a sliding window, a chunk longer than the window is shortened to the
@@ -79,7 +79,7 @@ def _share_budget(
     """Return running sequences with the tokens that they need and get, in scheduling order.
 
     If there are not enough for all, the order is: priority, single tokens first, arrival of the
-    request. Of a request's samples the shortest comes first, so that they end together.
+    request. Within a request the shortest sample comes first, so that the samples end together.
     """
     seqs, wants = plan.wanted(running)
     budget = config.max_tokens_per_batch
@@ -118,7 +118,7 @@ def _share_budget(
 
 
 class _Turns(NamedTuple):
-    """Sequences that take turns in the stages of a pipeline."""
+    """Counts of the sequences that take turns in the stages of a pipeline."""
 
     config: SchedulerConfig
     num_running: int
@@ -171,9 +171,10 @@ class _Plan:
 
     @cached_property
     def num_seqs(self) -> int:
-        """Number of sequences that hold blocks, each as wide as its group.
+        """Number of sequences that hold blocks.
 
-        Like `computing`, counted only if a new sequence may enter.
+        A group that is not forked yet counts as all its samples. Like `computing`, the number is
+        computed only if a new sequence may enter.
         """
         return sum(seq.width for seq in self.alive)
 
@@ -358,9 +359,9 @@ class _Plan:
         )
 
     def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
-        """Return the units that a new sequence needs in addition to its match.
+        """Return the units that a new sequence needs for its known tokens and the next one.
 
-        They suffice for its known tokens and the next one.
+        The units of its match are not included.
         """
         most = self.layout.most_units(
             seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size
@@ -424,9 +425,9 @@ class _Plan:
         return max(0, most - held)
 
     def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
-        """Return how many of `length` tokens from `start` on fit into the blocks.
+        """Return how many of `length` tokens from `start` on fit into a table.
 
-        These are the blocks already held plus `fresh` new ones.
+        The table has `held` blocks and can get `fresh` new ones.
         """
         fits = max(0, min(length, (held + fresh) * self.block_size - start))
         return fits if fits == length or self.config.enable_chunked_prefill else 0

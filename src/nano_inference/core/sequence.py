@@ -26,7 +26,7 @@ POLICY = "policy"  # the weight set that samples are drawn from
 PREVIOUS = "previous"  # the policy's old weights, while sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores samples
 DRAFT = "draft"  # a model that drafts tokens; no sequence belongs to it
-# weight set -> the set whose versions it holds, which names its blocks
+# weight set -> weight set in the names of its blocks
 _LINEAGE = {PREVIOUS: POLICY}
 
 
@@ -89,7 +89,7 @@ class GrowingGrammar(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why the grammar failed, or None."""
+        """Reason why the grammar failed, or None."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -352,7 +352,7 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """Number of sequences that it counts as: the samples that it represents."""
+        """Number of samples that the sequence represents, at least 1."""
         return max(self.num_samples, 1)
 
     @property

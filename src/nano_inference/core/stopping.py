@@ -11,7 +11,7 @@ from nano_inference.types import ERROR, FinishReason
 
 
 class Finish(NamedTuple):
-    """Why a sequence ended.
+    """Reason why a sequence ended.
 
     `stop_reason` is the id or string that stopped it, or the explanation of an abort.
     """
@@ -77,7 +77,7 @@ logger = logging.getLogger("nano_inference")
 def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
     """Log an exception of one sequence and return the sequence's finish.
 
-    Callers see the exception type; the log has the traceback.
+    Callers see the exception type, and the log has the traceback.
 
     Args:
         seq: The sequence.
@@ -97,7 +97,7 @@ def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
 
 
 class LostText:
-    """Stands in for a text that could not be copied. Every use raises the original exception."""
+    """Replacement for a text that could not be copied. Every use raises the original exception."""
 
     def __init__(self, problem: Exception) -> None:
         self._problem = problem

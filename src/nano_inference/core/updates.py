@@ -36,7 +36,7 @@ class _Place:
 
 
 class UpdateQueue(Generic[U]):
-    """Validated updates that were neither written nor canceled, oldest first.
+    """Validated updates that were neither written nor cancelled, oldest first.
 
     A thread that queues an update appends it immediately and posts a message. The loop counts the
     update from that message on (`arrive`). Requests that were posted before the message therefore
@@ -77,12 +77,12 @@ class UpdateQueue(Generic[U]):
         self._places[update] = _Place()
 
     def arrive(self, update: U) -> None:
-        """Count an update as arrived, unless it was canceled."""
+        """Count an update as arrived, unless it was cancelled."""
         if (state := self._places.get(update)) is not None:
             state.has_arrived = True
 
     def remove(self, update: U) -> None:
-        """Remove an update that was written or canceled."""
+        """Remove an update that was written or cancelled."""
         del self._places[update]
 
     def clear(self) -> None:
@@ -101,7 +101,7 @@ class Weights(Protocol):
     def apply(self, update: Any, *, keep_old: bool) -> int | None:
         """Write an update and remove it from the queue. Nothing may be in flight.
 
-        Return the version that is now live, or None if the update was canceled.
+        Return the version that is now live, or None if the update was cancelled.
 
         Args:
             update: The oldest update of `pending`.

@@ -48,10 +48,11 @@ def change_version(
 ) -> None:
     """Adapt sequences and cache to new weights of a weight set. Nothing may be in flight.
 
-    Running sequences recompute their context under the new weights, or with `keep` keep their keys
-    and values. Their blocks then mix versions and are no longer published. A prompt that is being
-    scored is always recomputed, because scores must come from one version. With `finish_old`,
-    sequences that have begun stay on the old version, now in the weight set `previous`.
+    Running sequences recompute their context under the new weights. With `keep` they retain their
+    keys and values instead, so their blocks mix versions and are no longer published. A prompt that
+    is being scored is always recomputed, because scores must come from one version. With
+    `finish_old`, sequences that have begun stay on the old version, now in the weight set
+    `previous`.
 
     Old blocks cannot match other sequences, because block names include the version.
     """
@@ -201,7 +202,7 @@ def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
 
 
 def _is_stale(seq: Sequence, newest: int) -> bool:
-    """Return True if the oldest version exceeds `max_staleness`."""
+    """Return True if a sequence's oldest version lags behind `newest` by more than allowed."""
     if seq.request.max_staleness is None:
         return False
     oldest = seq.oldest_version

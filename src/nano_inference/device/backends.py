@@ -93,7 +93,7 @@ def choose_ops(
         if asked != "auto":
             raise ConfigError(f"backend={backend!r} is not available: {problem}")
         _warn_once(
-            f"The reference backend runs, many times slower than the {backend.upper()} kernels: "
+            f"Using the reference backend, many times slower than the {backend.upper()} kernels: "
             f"{problem}"
         )
     require(ENGINE_LIMITS, Setting(config, runs=Runs(ops.name, str(device))))
@@ -103,10 +103,9 @@ def choose_ops(
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """Return the dtype of a model's weights and activations on this machine.
 
-    `"auto"` is the checkpoint's dtype with three exceptions. Quantised weights use bfloat16, since
-    their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at least as
-    fast as float32, bfloat16 replaces float16, which has no CPU kernels. On such a CPU, `.gguf`
-    files, which have no dtype, also use bfloat16.
+    `"auto"` is the result of `resolve_dtype` with two exceptions. Quantized weights use bfloat16,
+    since their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at
+    least as fast as float32, bfloat16 replaces float16, which has no CPU kernels.
     """
     if config.dtype != "auto":
         return resolve_dtype(config.dtype, spec)
@@ -337,7 +336,7 @@ def no_cpu_kernels_for(
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
         if widest > MOST_COLUMNS:
             return (
-                f"the CPU kernels support at most {MOST_COLUMNS} columns in a quantised matrix; "
+                f"the CPU kernels support at most {MOST_COLUMNS} columns in a quantized matrix; "
                 f"this model has {widest}."
             )
     return next(filter(None, map(_width_without_kernels, specs.values())), None)

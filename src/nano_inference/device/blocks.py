@@ -23,7 +23,7 @@ def put_blocks(
 
     No step may be in flight. `parts` has a tensor for each rank, uint8 [blocks, bytes].
 
-    Returns a block table of the inserted blocks and their prefix, and how many of its blocks were
+    Return a block table of the inserted blocks and their prefix, and how many of its blocks were
     already cached. The caller deallocates the table.
     """
     table, cached = cache.reserve(token_ids, prefix, first, first + len(parts[0]))

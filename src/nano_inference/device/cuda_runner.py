@@ -56,7 +56,7 @@ class Arriving:
     Args:
         queue: Queue of the device.
         event: Event after which the samples are on the host.
-        draw, scores, best: Results in pinned memory; see `sampled_tokens`.
+        draw, scores, best: Results in pinned memory, as in `sampled_tokens`.
         held: Source tensors of the copy, kept alive until the event.
     """
 
@@ -98,7 +98,7 @@ class CudaRunner(ModelRunner):
         queue: Queue of their device.
         largest: Number of rows of the largest decode step.
         max_blocks: Maximum length of a sequence's block table.
-        graphs: Whether to capture graphs.
+        graphs: True to capture graphs.
         gate: Coordinator of forwards with other engines, or None if there are none.
 
     Attributes:
@@ -258,7 +258,7 @@ def graph_memory(
 ) -> int:
     """Return the bytes that an engine's graphs take, measured by capturing them over `storages`.
 
-    Returns 0 if graphs are off.
+    Return 0 if graphs are off.
     """
     if not captures_graphs(config):
         return 0

@@ -9,7 +9,7 @@ A step replays two graphs, because the host processes the previous step in betwe
 grammars):
 
 1. the forward: tokens drawn by the previous step (`relay_tokens`), then `Decoder.trunk`. Small
-   batches use `Ops.few_rows` if the backend has it,
+   batches use `Ops.few_rows` if the backend has it.
 2. the draw: noise keys of this step's positions, the product with the head, the draw, and its
    results at fixed addresses.
 """
@@ -98,7 +98,7 @@ class DrawResults:
     def keep_tokens(self, draw: Draw) -> Tensor:
         """Store the tokens of an eager draw for the next step. Return the tensor that holds them.
 
-        Returns the draw's own tensor if the buffer is too small.
+        Return the draw's own tensor if the buffer is too small.
         """
         rows = len(draw.token_ids)
         if rows > self.largest:  # a group that forks in one step may be wider than any step
@@ -170,7 +170,7 @@ class DecodeGraph(NamedTuple):
 
     inputs: DecodeInputs
     forward: Captured  # output: hidden rows [size, H], valid until the next forward
-    draws: dict[bool, Captured]  # key: whether filters are applied
+    draws: dict[bool, Captured]  # key: True if filters are applied
 
 
 class DecodeGraphs:

@@ -3,8 +3,8 @@ begins with them.
 
 A file's name is a hash of everything that its contents depend on: the model, the numerics, the
 chain of tokens, the weight version, the adapter, the salt. The file holds a checksum and is renamed
-into place when complete. Only the engine that wrote it reads it. Other engines never do, even later
-engines with the same folder.
+into place when complete. Only the engine that wrote a file reads it, never another or a later
+engine with the same folder.
 """
 
 import contextlib
@@ -181,7 +181,7 @@ class KeptFiles:
     def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> list[int]:
         """Restore these blocks of a chain to the cache. No step may be in flight.
 
-        Returns a block table of the restored blocks and their prefix, which the caller deallocates.
+        Return a block table of the restored blocks and their prefix, which the caller deallocates.
         A damaged file ends the restored range.
         """
         held: list[int] = []

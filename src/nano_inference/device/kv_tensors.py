@@ -55,11 +55,11 @@ def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> 
 
 
 def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | None:
-    """Return the block layout of the memory of layers with a state, or None if a block is its unit.
+    """Return the layout of separate memory for the states of layers, or None if there is none.
 
-    All models must have the same state. The memory is separate, with one unit for each block
-    within the window. Keys and values are stored in the block itself: the other layers of such
-    models keep all tokens.
+    The memory has one unit for each block within the window. Keys and values are stored in the
+    block itself, because the other layers of such models keep all tokens. Without separate memory
+    (models without states, or with different ones), each block also holds its states.
     """
     kinds = {spec.state for spec in specs}
     state = kinds.pop()
@@ -172,7 +172,7 @@ class KVStorage:
     block is in one of the block's units. If a model has layers with a state, the units belong to
     those layers. If layers are of several kinds, the two tensors are [units, numbers of a unit],
     with a layer's [kv heads, block_size, head_dim] in one piece. A layer that reads another layer's
-    keys has the same place.
+    keys shares its place.
 
     Args:
         spec: Specification of the model, or of a rank's part of it.
@@ -224,7 +224,7 @@ class KVStorage:
             row = self.format.width(spec.head_dim)
             shape = (layers, spec.num_kv_heads, num_units, block_size, row)
             self.places = _places(spec, layout, layers)
-        # Not initialised: every slot is written before it is read (tests fill them with NaN), and
+        # Not initialized: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=stored, device=device)
         self.values = (

@@ -415,7 +415,7 @@ def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smalles
 def _less_workspace(config: EngineConfig, claims: Claims, smallest: int, memory: int) -> str:
     """Return advice on the `max_tokens_per_batch` that leaves room for a cache of `smallest` bytes.
 
-    Returns an empty string if there is no such value.
+    Return an empty string if there is no such value.
     """
     room = memory - (claims.sum - claims.workspace) - smallest
     tokens = config.max_tokens_per_batch * max(room, 0) // max(claims.workspace, 1)

@@ -234,7 +234,7 @@ def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, K
             shared[key] = KVStorage(
                 model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device
             )
-            shared[key].keys.zero_()  # uninitialised memory may contain NaN
+            shared[key].keys.zero_()  # uninitialized memory may contain NaN
             shared[key].values.zero_()
         storages[name] = shared[key]
     return storages

@@ -17,7 +17,7 @@ from nano_inference.device.memory import gibibytes
 from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 
-LEAST_IN_BLOCKS = 0.5  # share of a model's weights
+LEAST_IN_BLOCKS = 0.5  # least share of weights in blocks that the kernels multiply
 _CAUTION = "answers may differ slightly"
 LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
@@ -39,7 +39,7 @@ def settle_quantization(config: EngineConfig, device: torch.device) -> EngineCon
 def blocks_bytes(model_path: str) -> int:
     """Return the bytes of a model's matrices as `"file"` holds them.
 
-    Returns 0 for other files than `.gguf`, or if the kernels multiply less than half of the weights
+    Return 0 for other files than `.gguf`, or if the kernels multiply less than half of the weights
     in blocks.
     """
     file = gguf_of(model_path)
@@ -67,7 +67,7 @@ def told_weights(
     Args:
         config: Resolved config of the engine.
         asked: Original config. The hint does not contradict its explicit options.
-        dtype: Dtype of the unquantised weights.
+        dtype: Dtype of the unquantized weights.
         weights: Bytes of all weights.
         device: Device of the weights.
     """
@@ -86,7 +86,7 @@ def faster_setting(
 ) -> str | None:
     """Return a setting that decodes faster in less memory on the CPU kernels, with its gain.
 
-    Returns None if there is no such setting, the caller has ruled it out, or the model is too small
+    Return None if there is no such setting, the caller has ruled it out, or the model is too small
     to gain. The arguments are those of `told_weights`.
     """
     runs_kernels = wants_cpu_kernels(config) and available_instruction_set() is not None
@@ -110,8 +110,8 @@ def _name(dtype: torch.dtype) -> str:
 def _allows_blocks(config: EngineConfig) -> bool:
     """Return True if no other option needs plain weights.
 
-    Such options are a dtype, several ranks, a reference model or quantised draft for a trainer's
-    comparisons, and a draft model without blocks. Embedded models are always plain, because
+    Options that need plain weights are a dtype, several ranks, another backend, a reference model,
+    quantized drafts, and a draft model without blocks. Embedded models are always plain, because
     trainers use them as checkpoints.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel

@@ -99,7 +99,7 @@ class HostQueue:
         return contextlib.nullcontext()
 
     def pinned(self, num_words: int) -> Tensor:
-        """Allocate uninitialised host memory for asynchronous copies: int64 [num_words]."""
+        """Allocate uninitialized host memory for asynchronous copies: int64 [num_words]."""
         return torch.empty(num_words, dtype=torch.int64)
 
     def upload(self, source: Tensor, target: Tensor) -> Event:

@@ -15,7 +15,7 @@ from nano_inference.types import RoutedExperts
 def route_taker(policy: Decoder) -> Callable[[Sequence], None] | None:
     """Return a function that stores a finished sequence's experts (`CheckedRequest.at_end`).
 
-    Returns None if experts are not recorded.
+    Return None if experts are not recorded.
     """
     record, moe = policy.routes, policy.spec.moe
     if record is None or moe is None:

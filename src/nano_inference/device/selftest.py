@@ -113,7 +113,7 @@ class KernelSet(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Result of one set of kernels; `problem` is None if it agrees with the reference."""
+    """Result of one set of kernels. `problem` is None if it agrees with the reference."""
 
     kernels: KernelSet
     problem: str | None
@@ -192,8 +192,8 @@ def check(
 ) -> None:
     """Compare operations approximately with the reference, with the widths of a model.
 
-    With plain weights, each operation is compared. With packed weights, the steps of a whole model
-    are compared.
+    CUDA kernels are compared operation by operation. CPU kernels pack weights, so the steps of a
+    whole model are compared.
 
     Raises `Differs`, which names the failing operation.
     """

@@ -1,6 +1,6 @@
 """Release of memory while an engine sleeps.
 
-Weights are saved to a file, the KV cache is discarded.
+Weights are saved to a file. The KV cache is discarded.
 """
 
 import tempfile

@@ -53,7 +53,7 @@ class StateStorage:
         nth = itertools.count()
         self.places = {layer: next(nth) for layer, has_state in enumerate(spec.layers) if has_state}
         sizes = (len(self.places), self.num_units)
-        # Not initialised, like keys and values.
+        # Not initialized, like keys and values.
         self.tensors = {
             name: torch.empty(
                 (*sizes, *_shape(column, block_size)), dtype=_dtype(column, dtype), device=device

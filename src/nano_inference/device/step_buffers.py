@@ -92,7 +92,7 @@ class Ring:
 
 
 class Uploads:
-    """Copies to the device, each of many tensors together. The host waits for none of them."""
+    """Copies to the device. Each one sends many tensors together, and the host waits for none."""
 
     def __init__(self, queue: HostQueue, device: torch.device) -> None:
         self._queue, self._device = queue, device

@@ -46,7 +46,7 @@ from nano_inference.ops.interface import (
 )
 from nano_inference.sampling.tensors import to_device
 
-UNKNOWN = 256  # remembered sequences, in addition to four times those of a step
+UNKNOWN = 256  # sequences to remember beyond four times the number in a step
 
 
 class _Part(NamedTuple):

@@ -284,8 +284,8 @@ def mapped_ids(spec: HeadsSpec, stored: Tensor) -> Tensor:
     wrong = ids[(ids < 0) | (ids >= vocab_of(spec))]
     if len(wrong):
         raise ConfigError(
-            f"draft heads: the vocabulary map has token {int(wrong[0])}, but the policy only "
-            f"{vocab_of(spec)} tokens."
+            f"draft heads: the vocabulary map has token {int(wrong[0])}, but the policy has "
+            f"only {vocab_of(spec)} tokens."
         )
     return ids
 

@@ -137,7 +137,8 @@ class ModelDrafts:
             block.
         has_own_cache: True if the storage is the model's own, so that it computes prompts too.
             Otherwise the policy has computed all tokens except the newest.
-        follow: Updates the model's weights, called before every guess. None if they never change.
+        follow: Function that updates the model's weights, called before every guess. None if they
+            never change.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}  # by number of sequences, rounded up to a power of 2
-        self._begun: set[int] = set()  # sizes whose first run is over, which had extra work
+        self._begun: set[int] = set()  # sizes that have run once; the first run has extra work
 
     def of(self, num_seqs: int) -> float:
         """Return the seconds for `num_seqs` sequences, or 0 if unknown."""

@@ -47,7 +47,7 @@ class TimedSource(DraftSource, Protocol):
 
 
 class BadSource(Exception):
-    """A source violated the protocol of `DraftSource`."""
+    """Violation of the `DraftSource` protocol by a source."""
 
 
 class Watched:

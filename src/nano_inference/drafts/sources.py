@@ -84,7 +84,7 @@ def make_drafter(
         cache: The policy's KV cache.
         runner: Runner, which has the models.
         heads: Draft heads, or None.
-        measure: Measures the costs of steps. Called only if there is a drafter.
+        measure: Function that measures the costs of steps. Called only if there is a drafter.
     """
     if not config.drafts:
         return MadeDrafter()
@@ -124,7 +124,7 @@ class CodedCopies:
     Args:
         policy: Model to copy.
         draft: Draft model of the same shape. Some of its matrices may be quantized copies.
-        version: Returns the version of the policy's weights.
+        version: Function that returns the version of the policy's weights.
     """
 
     def __init__(self, policy: Decoder, draft: Decoder, version: Callable[[], int]) -> None:

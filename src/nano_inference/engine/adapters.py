@@ -10,9 +10,10 @@ Merged weights differ numerically from weights with a separate adapter, so their
 bits. Merging is therefore explicit, never automatic. It is an ordinary update of the weights: the
 version rises, and no cached block of the old version matches.
 
-`Sequences.merging` and `merged` name the adapter. They change only under the loop's lock, and
-`merged` together with the weights. `settle_adapter` resolves the adapter of a request when the
-request enters the loop, under the same lock.
+`Sequences.merging` names the adapter being merged or unmerged, and `Sequences.merged` the merged
+one. Both change only under the loop's lock, and `merged` changes together with the weights.
+`settle_adapter` resolves the adapter of a request when the request enters the loop, under the same
+lock.
 """
 
 import json
@@ -351,8 +352,8 @@ class Merging:
             raise AdapterError(f"{being_merged(merging)}; try again afterwards.")
 
     def _require_awake(self, name: str) -> None:
-        """Raise `AdapterError` while the weights are asleep, when they can be neither read nor
-        written.
+        """Raise `AdapterError` while the weights are asleep, because they can then be neither read
+        nor written.
         """
         if not self._shared.life.has_weights:
             raise AdapterError(
@@ -422,8 +423,8 @@ class Merging:
 
 
 def merged(weight: Tensor, part: LoraPart) -> Tensor:
-    """Return a weight [out, in] with an adapter merged into it. Ranks are added one after the
-    other, element by element, so that neither threads nor sizes change the order.
+    """Return a weight [out, in] with an adapter merged into it. The rank-1 products are added one
+    after the other, element by element, so that neither threads nor sizes change the order.
     """
     added = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for row, column in zip(part.a, part.b, strict=True):  # [in], [out]

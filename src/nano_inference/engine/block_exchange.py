@@ -1,9 +1,10 @@
 """Export of KV blocks from an engine and import into another one, by name.
 
-A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter. The
-importing engine recomputes it from the tokens that come with the blocks, so a block is never found
-under a wrong name. Its contents are trusted: engines that exchange blocks trust each other, and
-equal versions name equal weights.
+A block's name is a chained hash over the token ids up to its end, rooted in weight set, version,
+salt and adapter. The importing engine recomputes the name from the tokens that come with the
+blocks, so a block is never found under a wrong name. The contents of a block are not checked:
+engines that exchange blocks must trust each other, and use equal version numbers only for equal
+weights.
 """
 
 import math
@@ -158,8 +159,8 @@ class BlockExchange:
     def import_blocks(self, piece: BlockPiece) -> int:
         """Import blocks. Return how many blocks of the chain, from its head on, are cached now.
 
-        Imported blocks are free, hold a prefix, and are evicted last. If too few blocks are free,
-        or the blocks before them are missing, fewer are imported, or none.
+        Imported blocks are cached but not in use, and count as the most recently used. If too few
+        blocks are free, or the blocks before them are missing, fewer are imported, or none.
 
         Raises `InvalidRequest`, with nothing changed, if format, sizes or names do not match, and
         `VersionGone` if the weights have another version.

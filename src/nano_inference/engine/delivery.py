@@ -32,7 +32,7 @@ class Delivery:
         `InvalidRequest`.
         """
         if request_id in self._waiting:
-            raise InvalidRequest(f"request id {request_id} is in use; request a new one.")
+            raise InvalidRequest(f"request id {request_id} is in use; pass another id.")
         self._waiting[request_id] = _Waiting(sink, num_samples)
 
     def abandon(self, request_ids: Iterable[int]) -> list[int]:

@@ -567,15 +567,16 @@ class InferenceEngine:
         """Merge an adapter into the weights until `unmerge_adapter`. Each weight becomes W + scale
         * B A, computed in float32 and rounded once. Return the new weight version.
 
-        Requests for no adapter or for this one are then computed with the merged weights. Requests
-        for other adapters, weight updates, and reloading or unloading this adapter are rejected.
-        During merging and unmerging, requests for any adapter are rejected. The original weights
-        are kept. The bits are those of a model loaded from merged weights, which differ from those
-        of an unmerged adapter.
+        Requests without an adapter or for this one are then computed with the merged weights.
+        Requests for other adapters, weight updates, and reloading or unloading this adapter are
+        rejected. During merging and unmerging, requests for any adapter are rejected. The original
+        weights are kept. The bits are those of a model loaded from merged weights, which differ
+        from those of an unmerged adapter.
 
-        Raises `AdapterError`, with nothing changed, for quantised weights (`quantization`), for an
-        adapter of a tied head, while the weights are asleep, while a request uses an adapter, and
-        during an update. It needs a single rank, like all adapters.
+        Raises `AdapterError`, with nothing changed, for quantized weights (`quantization`) and for
+        an adapter of a tied head. The same error is raised while the weights are asleep, while a
+        request uses an adapter, and during an update. Merging needs a single rank, like all
+        adapters.
         """
         self.shared.require_alive()
         if self.config.codes is not None:
@@ -676,9 +677,9 @@ class InferenceEngine:
         """Reallocate the memory, restore its contents and resume. It does nothing if the engine is
         not asleep.
 
-        `memory` selects the parts to wake. The engine resumes once all parts are awake and, if it
-        was paused as well, `resume` is called. Awake weights can be updated while the KV cache
-        sleeps.
+        Without `memory`, all parts are woken and a pause ends too. `memory` selects the parts to
+        wake. The engine then resumes once all parts are awake and `resume` has ended a pause, if
+        there was one. Awake weights can be updated while the KV cache sleeps.
         """
         self.shared.wake(None if memory is None else set(memory))
 

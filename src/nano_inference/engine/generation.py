@@ -13,7 +13,7 @@ from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import EngineDead
 from nano_inference.types import Delta, TrainingSample
 
-# (finished samples, samples in all, completion tokens so far), called after every step
+# called after every step with (finished samples, total samples, completion tokens so far)
 ProgressFunction = Callable[[int, int, int], None]
 Progress = ProgressFunction | bool | None
 
@@ -89,7 +89,7 @@ def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSa
 
 
 def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, str]]:
-    """Yield new text of requests as it arrives, after the index of its request."""
+    """Yield (index of the request, new text) for each piece of text as it arrives."""
     places = {request.request_id: place for place, request in enumerate(requests)}
     for delta in run(engine, requests, False):
         if delta.text:

@@ -40,7 +40,8 @@ class Intake:
         checks: Limits of the engine.
         sequences: Sequences of the engine, which hand out sequence ids.
         numerics: Fingerprint of the engine. Samples of another one cannot be resumed.
-        seed: Seed of the seeds of requests. None uses entropy.
+        seed: Seed from which requests without a seed get theirs. None uses the operating system's
+            entropy.
         take_routes: Function called with each sequence whose routed experts are requested, at its
             end. None if the engine does not record them.
     """

@@ -42,7 +42,7 @@ def resumed(
         max_new_tokens: Number of new tokens, as in `InferenceEngine.resume_from`.
         stream: Streaming, as in `Intake.sequence`.
         request_id: Id of the new request, as in `Intake.sequence`.
-        group: Group of which only some samples are wanted.
+        group: Shared state if only some samples of the group are wanted.
         max_staleness: Limit, as in `InferenceEngine.add_request`.
     """
     checks = intake.checks
@@ -127,9 +127,8 @@ def resumed_here(
 def _may_have_ended(intake: Intake, seq: Sequence) -> bool:
     """Return True if the last token of a sequence may have been its last one.
 
-    A sample that waited for its reference logprobs looks unfinished, and so does one whose text
-    already holds a stop string, since tokens are streamed before the end is. A grammar ends a
-    sample only by `eos`.
+    A sample that has ended still looks unfinished while it waits for its reference logprobs, and
+    between the streaming of its last token and of its end. A grammar ends a sample only by `eos`.
     """
     request, last = seq.request, seq.token_ids[-1]
     if seq.grammar is not None and last in intake.checks.spec.eos_token_ids:

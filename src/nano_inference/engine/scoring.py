@@ -93,7 +93,7 @@ def score_tokens(
 
     If the weights or the adapter change meanwhile, everything is scored again under the new
     version. Any thread may call this. Raises `RequestAborted`, `EngineDead`, and
-    `WeightUpdateError` if they change in every attempt.
+    `WeightUpdateError` if the weights or the adapter change in every attempt.
     """
     wanted = [request for request in requests if request.start < len(request.token_ids)]
     versions = engine.loop.sequences.versions

@@ -424,8 +424,8 @@ class SharedLoop:
     def sleep(self, memory: Collection[Memory], give_back: Callable[[Memory], Sleep]) -> None:
         """Stop the loop and release these parts of the memory, unless they are already asleep.
 
-        Without a KV cache no sequence holds blocks. Raises `NanoInferenceError`, with nothing
-        changed.
+        Releasing the KV cache takes all blocks away from the sequences, which recompute their
+        context after `wake`. Raises `NanoInferenceError`, with nothing changed.
         """
         self.require_alive()
         if unknown := sorted(set(memory) - set(get_args(Memory))):
@@ -457,7 +457,7 @@ class SharedLoop:
             for part in parts:
                 if part == "kv_cache":
                     self.loop.vacate()
-                self._given_back[part] = give_back(part)  # the weights first, since they may fail
+                self._given_back[part] = give_back(part)  # weights first: saving may fail
                 self._become(FallAsleep(part, sleeper))
         except OSError as problem:
             raise NanoInferenceError(
@@ -565,8 +565,8 @@ class SharedLoop:
             raise EngineDead(f"{dead.text}; build a new one.", dead.public)
 
     def require_weights(self) -> None:
-        """Raise `InvalidRequest` while the weights are asleep, when they can be neither read nor
-        written.
+        """Raise `InvalidRequest` while the weights are asleep, because they can then be neither
+        read nor written.
         """
         if not self.life.has_weights:
             raise InvalidRequest("the weights are asleep; call wake() first.")

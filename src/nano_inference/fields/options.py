@@ -65,7 +65,7 @@ def is_optional(option_field: "Field[Any]") -> bool:
 
 
 def choices(option_field: "Field[Any]") -> tuple[object, ...]:
-    """Return the values allowed by a field of literals or bools; empty for other types."""
+    """Return the values allowed by a field of literals or bools, or () for other types."""
     members: tuple[Any, ...] = get_args(option_field.type) or (option_field.type,)
     if bool in members:
         return (None, True, False) if is_optional(option_field) else (True, False)

@@ -74,7 +74,7 @@ class BlockChanges:
     def _note(self, name: int, *, came: bool) -> None:
         if self._changes is None:
             return
-        # otherwise the change cancels an unreported one
+        # the opposite change of the same name cancels an unreported one
         if self._changes.pop(name, came) == came:
             self._changes[name] = came
         if len(self._changes) > self._most:

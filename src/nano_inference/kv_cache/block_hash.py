@@ -37,7 +37,7 @@ class Namespace:
     def encode(self) -> bytes:
         """Return an injective encoding.
 
-        The length precedes each part, and None differs from the empty string.
+        Each part follows its length, and None differs from the empty string.
         """
         parts = [self.weight_set.encode(), str(self.version).encode()]
         parts += [

@@ -63,8 +63,8 @@ class BlockPool:
 
     Args:
         num_blocks: Number of blocks.
-        emptied: Called with a free block that has no name, or lost it.
-        unkept: Called with a block that is no longer kept.
+        emptied: Function called with a free block that has no name or has lost it.
+        unkept: Function called with a block that is no longer kept.
 
     Attributes:
         num_cached: Number of free blocks with a name, which can still be matched.
@@ -163,7 +163,7 @@ class BlockPool:
                 self._unpin(block.above)
 
     def release_all(self, block_ids: Iterable[int]) -> None:
-        """Release many blocks in order. Aborting all requests releases thousands."""
+        """Release many blocks in order, fast: aborting all requests releases thousands."""
         blocks, release = self.blocks, self.release
         for block_id in block_ids:
             block = blocks[block_id]

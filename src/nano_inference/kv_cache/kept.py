@@ -2,7 +2,7 @@
 
 A kept block is free like any other block that holds a prefix, so it does not affect planning. It is
 evicted when nothing else is free, before a sequence is preempted. This module handles names and
-times; `BlockPool` maps the names to blocks.
+times, and `BlockPool` maps the names to blocks.
 """
 
 import heapq
@@ -62,8 +62,8 @@ class Kept:
 
     Args:
         most: Maximum number of kept blocks. Beyond that the smallest marks are dropped.
-        is_free: Returns True if no table holds the block of this name.
-        clock: Returns the time in seconds.
+        is_free: Function that returns True if no table holds the block of a name.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(

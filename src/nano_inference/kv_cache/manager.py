@@ -126,8 +126,8 @@ class KVCacheManager(ABC):
             block_size: Tokens per block.
             layout: Memory units of a block.
             num_units: Number of memory units. None for enough to have all blocks within the window.
-            evicted: Returns the storage of evicted kept blocks, or None to discard them. Called on
-                each use, so the storage may be created later.
+            evicted: Function that returns the storage of evicted kept blocks, or None to discard
+                them. It is called on each use, so the storage may be created later.
         """
         if num_units is None:
             num_units = num_blocks * layout.num_units

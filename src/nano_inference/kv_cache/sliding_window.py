@@ -77,8 +77,8 @@ class UnitPool:
     """Units of each block, and the free units.
 
     A block has its units of full layers while a table holds it or its contents have a name. Its
-    units of sliding layers stay too, but may be reclaimed once the block is in no table's window:
-    least recently released first.
+    units of sliding layers stay too. They may be reclaimed once the block is in no table's window,
+    in the order in which blocks left their last window.
 
     Attributes:
         unit_of: Unit of each block, row by row [layout.num_units, num_blocks], full layers first.
@@ -113,7 +113,7 @@ class UnitPool:
         self._drop(block, self._places(block))
 
     def reclaim(self, spares: Callable[[Block], bool] | None = None) -> bool:
-        """Free the sliding units of the block that was released first.
+        """Free the sliding units of the block that left its last window first.
 
         Return False if there is no such block. Blocks that `spares` selects are skipped and moved
         to `spared`, so each is checked once.
@@ -142,7 +142,8 @@ class UnitPool:
     def leave(self, block: Block, still_held: bool) -> None:
         """Remove a table that had this block in its window.
 
-        A block that is no longer held keeps its units, for the reason given in `offer`.
+        A block that no table holds keeps its units, because it is reused only as a whole (see
+        `offer`).
         """
         block.num_users -= 1
         if not block.num_users:

@@ -65,7 +65,7 @@ def assemble_ranks(
         worker_group = WorkerGroup(
             rendezvous.collect(handles, meet_seconds), handles, config.rank_timeout
         )
-        where, _store = _place_of_groups(rendezvous, launcher)  # keep the store until all have met
+        where, _store = _place_of_groups(rendezvous, launcher)  # keep it until all are connected
         build = Build(
             config,
             digest_of(plan),
@@ -121,7 +121,7 @@ def _built(
 
 
 def _place_of_groups(rendezvous: Rendezvous, launcher: Launcher) -> tuple[str, Any]:
-    """Return the process groups' meeting point: a file in a private folder or a network store."""
+    """Return the rendezvous address of process groups: a file in a private folder, or a store."""
     if rendezvous.folder is not None:
         return f"file:{rendezvous.folder}/groups", None
     assert launcher.host is not None
@@ -149,7 +149,7 @@ def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> Engin
 def digest_of(plan: EnginePlan) -> str:
     """Return a digest of the models' specifications.
 
-    Ranks with different digests read other models.
+    Ranks with different digests have read different models.
     """
     return hashlib.sha256(repr(sorted(plan.specs.items())).encode()).hexdigest()
 
@@ -189,9 +189,9 @@ def least(sizes: list[Size]) -> Size:
 def process_groups(
     meeting: str, rank: int, device: torch.device, patience: float, host: str
 ) -> tuple[MakeGroup, list[ProcessGroup]]:
-    """Return a factory for process groups that meet at "file:PATH" or "tcp:HOST:PORT".
+    """Return a factory for process groups whose rendezvous is "file:PATH" or "tcp:HOST:PORT".
 
-    Also returns the list of all groups that the factory has made.
+    The second value lists all groups that the factory has made.
     """
     kind, _, where = meeting.partition(":")
     if kind == "file":

@@ -47,9 +47,10 @@ class Rank:
         ranks_here: Number of ranks that share this machine, its memory and cores.
         rank_exchange: Factory of the communication for a shard of a model. It returns None for a
             whole model.
-        agree: Function from the KV cache that fits on this rank to that of all ranks.
+        agree: Function that returns the KV cache agreed on by all ranks, given the one that fits
+            here.
         engines: Index of its engine, and the number of engines in lockstep.
-        gate: Coordinator with other engines; None if there are none.
+        gate: Coordinator with other engines. None if there are none.
     """
 
     mesh_place: Place
@@ -89,7 +90,7 @@ class EnginePlan:
     ops: Ops
     memory_budget: MemoryBudget  # on CUDA with an estimated workspace, since nothing has run yet
     numerics: Numerics
-    heads: tuple[Path, HeadsSpec] | None = None  # drafting heads and their folder
+    heads: tuple[Path, HeadsSpec] | None = None  # draft heads and their folder
 
 
 def plan_engine(
@@ -101,7 +102,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Read the configurations of a config's models and plan the engine.
 
-    The function reads no weights and has no side effects.
+    Reads no weights and has no side effects.
 
     Args:
         config: Config of the engine.
@@ -164,7 +165,7 @@ def plan_engine(
 def _sources(
     config: EngineConfig, resolve: Callable[[str], Path]
 ) -> tuple[dict[str, Path], dict[str, ModelSpec], tuple[Path, HeadsSpec] | None]:
-    """Return the folders and specs of the models by weight set, and the drafting heads."""
+    """Return the folders and specs of the models by weight set, and the draft heads."""
     folder = resolve(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:

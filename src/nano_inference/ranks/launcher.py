@@ -25,7 +25,7 @@ class Handle(Protocol):
         ...
 
     def ended(self) -> str:
-        """Return how it ended, to follow the name of its rank: "was killed by signal 9"."""
+        """Return how the process ended, to follow the rank's name: "was killed by signal 9"."""
         ...
 
     def kill(self) -> None:

@@ -5,20 +5,21 @@ Rows are sent to the engine that holds their expert (`models/sharding/rank_excha
 engine can compute a layer while another is idle. A step of one is a **round** of all, and engines
 without rows take part with none. Consecutive rounds form a **wave**. A wave begins when an idle
 engine has work and rings the bell for the next wave. The wave ends with a round in which no engine
-had work: then all are idle, and count the wave. A ring for an ended wave is ignored, so a bell that
-is heard late has no effect. (vLLM's engines with data-parallel attention use a similar counter.)
+had work. All are then idle and increment their number of ended waves. A ring for an ended wave is
+ignored, so a bell that is heard late has no effect. (vLLM's engines with data-parallel attention
+use a similar counter.)
 
 At the start of a round, every engine reports its state. The reports determine, equally on all
 engines:
 
-- which weight sets are computed, one after the other;
-- whether the wave ends;
-- which weight update all apply before the next round: an update that all have received, checked,
-  and can apply. So rows never meet experts of another version.
-- whether the weights may sleep: only if all engines want it, as each needs the experts of all. An
-  engine whose weights are to sleep stops, reports it in the next round, and serves the others
-  until all have reported it. Then none computes until a round in which all have their weights
-  again.
+- which weight sets are computed, one after the other.
+- whether the wave ends.
+- which weight update all apply before the next round: an update that all have received and checked,
+  and can apply. Rows are therefore never sent to experts of another version.
+- whether the weights may sleep: only if all engines were asked to, because each needs the experts
+  of all. An engine whose weights are to sleep stops, reports it in the next round, and serves the
+  others until all have reported it. Then none computes until a round in which all have their
+  weights again.
 """
 
 import math
@@ -75,7 +76,7 @@ class StoreBell:
             raise RankLost("the store of the engines in lockstep is gone: an engine has ended.")
 
     def heard(self) -> float:
-        """Return the latest wave that an engine has rung for, or -1."""
+        """Return the latest wave that was rung for: -1 if none, infinity if the store is gone."""
         return self._wave
 
     def listen(self, wake: Callable[[], None]) -> None:

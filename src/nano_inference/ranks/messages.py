@@ -41,9 +41,9 @@ class Begin(msgspec.Struct, frozen=True):
 # -- from rank 0 -----------------------------------------------------------------------------------
 
 
-# Answers to `Build`, in this order: the rank has found the model and connects to the others; the
-# possible size of its KV cache, after which it receives the actual size; it is ready for steps. Or,
-# at any time, the reason why it cannot be built.
+# Answers to `Build`, in this order. PLANNED: the rank has found the model and connects to the
+# others. SIZED: the size of the KV cache that fits, after which it receives the agreed size. BUILT:
+# it is ready for steps. REFUSED, at any time: the reason why it cannot be built.
 PLANNED, SIZED, BUILT, REFUSED = -1, -2, -3, -4
 
 
@@ -55,7 +55,7 @@ class Build(msgspec.Struct, tag="build", frozen=True):
         config: Config of the engine.
         model: Digest of the models' configurations on rank 0.
         numerics: Numerics fingerprint, which must be equal on all ranks.
-        meeting: Meeting point of process groups: "file:PATH" or "tcp:HOST:PORT".
+        meeting: Rendezvous address of process groups: "file:PATH" or "tcp:HOST:PORT".
         ranks_here: Number of ranks that share a machine, its memory and cores.
         timeout: Timeout of a wait for another rank in seconds.
     """

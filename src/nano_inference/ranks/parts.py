@@ -66,7 +66,7 @@ class Parts:
     cache: KVCache
     memory_budget: MemoryBudget
     numerics: Numerics
-    heads: HeadWeights | None = None  # drafting heads
+    heads: HeadWeights | None = None  # draft heads
     kept_files: KeptFiles | None = None  # files of evicted kept blocks
 
 
@@ -130,7 +130,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         *(budget.num_blocks, config.block_size),
         layout=budget.layout,
         num_units=budget.num_units,
-        evicted=lambda: kept_files,  # lazy: they need the runner, which needs the cache
+        evicted=lambda: kept_files,  # lazy: the files need the runner, which needs the cache
     )
     storages = _storages(plan, cache)
     record, moe, kept = None, plan.parts[POLICY].spec.moe, storages[POLICY]
@@ -286,7 +286,7 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
 
 
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
-    """Return a log line on the conversion and memory of each quantised model."""
+    """Return a log line on the conversion and memory of each quantized model."""
     dtype = str(plan.dtype).removeprefix("torch.")
     config, codes = plan.config, plan.config.codes
     names = {
@@ -319,7 +319,7 @@ def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
 
 
 def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
-    """Return the card's share that holds the longest sequence, if the KV cache limits it."""
+    """Return advice on the card's share that would hold the longest sequence, or an empty text."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     if (
         memory is None
@@ -369,5 +369,5 @@ def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
 
 
 def require_one_rank(runner: ModelRunner, what: str) -> None:
-    """Raise `InvalidRequest` if several ranks share the model. `what` needs it in one process."""
+    """Raise `InvalidRequest` if several ranks share the model. `what` names the call."""
     require(CALL_LIMITS, Setting(whole_model=what, shared=runner.shares is not None))

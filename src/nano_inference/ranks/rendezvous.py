@@ -171,7 +171,7 @@ def _heard(link: Link, kind: Any, otherwise: str) -> Any:
 
 
 class Rendezvous:
-    """Meeting point of ranks while they connect.
+    """Rank 0's side of the rendezvous, which listens until all ranks are connected.
 
     Raises `ConfigError` if rank 0 cannot listen.
     """

@@ -1,5 +1,5 @@
-"""Replay of steps by workers: rank 0 sends the scheduler's decision and other unknown data, and
-each worker builds its own batches from them with the same `BatchBuilder`.
+"""Replay of steps by workers: rank 0 sends the scheduler's decision and data that workers cannot
+derive. Each worker builds its own batches from them with the same `BatchBuilder`.
 
 A worker keeps a `Sequence` for each of rank 0's. A new sequence is sent once. Afterwards, only its
 new tokens and new blocks are sent.
@@ -85,7 +85,7 @@ class Draw(msgspec.Struct, tag="draw", frozen=True):
 
 
 class StepSender:
-    """Rank 0's end.
+    """Rank 0's end, which builds the messages of steps.
 
     Args:
         block_size: Tokens per block.
@@ -288,7 +288,7 @@ def _sequence(new: NewSequence) -> Sequence:
 
 
 def _changed_units(pool: UnitPool) -> bytes:
-    # `changed` is not cleared here: rank 0's device mirror does that
+    # `changed` is not cleared here: rank 0's device mirror does, or `RankedRunner` on a CPU
     blocks = np.fromiter(pool.changed, dtype=np.int64, count=len(pool.changed))
     return np.concatenate((blocks[None], _units(pool)[:, blocks])).tobytes()
 

@@ -137,7 +137,7 @@ class RankedRunner(ModelRunner):
         self.own.drop(weight_set)
 
     def give_back(self, memory: Memory) -> "RankedSleep":
-        """Release the memory of all ranks."""
+        """Release the memory of weights or KV cache on all ranks."""
         return RankedSleep(self.worker_group, memory, lambda: self.own.give_back(memory))
 
     def block_shapes(self) -> list[tuple[int, ...]]:
@@ -190,7 +190,9 @@ class RankedRunner(ModelRunner):
         self.own.close()
 
     def _together(self, run: Callable[[], Any]) -> Any:
-        """Run a part of a step that waits for other ranks. Raise `RankLost` with the lost rank."""
+        """Run a part of a step that waits for other ranks. Raise `RankLost`, which names the lost
+        rank.
+        """
         try:
             return run()
         except RankLost as problem:

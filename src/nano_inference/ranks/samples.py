@@ -16,7 +16,7 @@ class Samples(msgspec.Struct, tag="samples", frozen=True):
 
     Attributes:
         tokens: Samples without their masks.
-        masks: Packed masks; see `PackedRow`.
+        masks: Packed masks (`PackedRow`).
     """
 
     tokens: SampledTokens

@@ -72,7 +72,7 @@ class Shard:
     def draw(self, message: Draw) -> Samples | None:
         """Run the draw of a step.
 
-        Returns the samples if rank 0 is in another stage and this is the reporting rank of the last
+        Return the samples if rank 0 is in another stage and this is the reporting rank of the last
         stage.
         """
         batch = self._steps.draw(message)
@@ -144,7 +144,7 @@ class Shard:
     def _on_read(self, name: str, start: int) -> bytes:
         """Return some bytes of this rank's part of a checkpoint tensor from offset `start` on.
 
-        Returns no bytes if the rank holds none of the tensor.
+        Return no bytes if the rank holds none of the tensor.
         """
         slot = self._slots.get(name)
         if slot is None:

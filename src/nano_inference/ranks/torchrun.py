@@ -104,7 +104,7 @@ def serve_rank() -> None:
     try:
         begin = msgspec.json.decode(store.get(f"{ROOM}/{round_}/{rank}"), type=Begin)
     except RuntimeError as problem:
-        raise ConfigError(f"rank 0 has built no engine within {WAIT_SECONDS:g} s.") from problem
+        raise ConfigError(f"rank 0 did not build an engine within {WAIT_SECONDS:g} s.") from problem
     _engines_served += 1
     alone = variables["LOCAL_WORLD_SIZE"] == variables["WORLD_SIZE"]
     host = "" if alone else _own_address(variables["MASTER_ADDR"])

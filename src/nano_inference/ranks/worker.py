@@ -129,7 +129,7 @@ class WorkerProcess:
             raise
         except Exception as problem:
             if not isinstance(problem, NanoInferenceError):
-                logger.exception("rank %d cannot be built", self._begin.rank)
+                logger.exception("rank %d cannot build its part", self._begin.rank)
                 problem = NanoInferenceError(f"{type(problem).__name__}: {problem}")
             self._tell(Answer(REFUSED, None, type(problem).__name__, str(problem)))
             self._linger()

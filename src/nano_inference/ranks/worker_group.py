@@ -166,7 +166,7 @@ class WorkerGroup:
     def require_no_refusal(self) -> None:
         """Raise the error of a rank that cannot be built, if it has reported one or is about to."""
         with self._changed:
-            if self.lost is not None:  # a refusing rank ends, and then the ranks that wait for it
+            if self.lost is not None:  # a refusing rank ends, then its waiting peers
                 self._changed.wait_for(lambda: any(map(_has_refused, self.workers)), LAST_WORDS)
             refused = [worker for worker in self.workers if _has_refused(worker)]
         for worker in refused:
@@ -178,7 +178,7 @@ class WorkerGroup:
             self._wait(
                 lambda worker: stage in worker.answers or _has_refused(worker),
                 BUILD_SECONDS,
-                "its part of the model",
+                "a report on its part of the model",
                 beats=True,
             )
         except RankLost:
@@ -266,7 +266,7 @@ class WorkerGroup:
                 if now > end or silent:
                     self._lose(
                         worker,
-                        f"did not give {what} within {self.timeout if silent else seconds:g} s",
+                        f"did not send {what} within {self.timeout if silent else seconds:g} s",
                     )
 
     def _slowest(self) -> Worker:

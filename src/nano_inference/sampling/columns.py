@@ -33,7 +33,7 @@ class Arrays(Generic[A]):
     """Creates arrays of one type.
 
     Args:
-        make: Converts a numpy array, which is not modified afterwards. Examples:
+        make: Function that converts a numpy array, which is not modified afterwards. Examples:
             `torch.from_numpy`, or a function that returns its argument.
     """
 

@@ -53,8 +53,8 @@ class Stage(NamedTuple):
 
     Attributes:
         name: Name of the stage's parameter in `SamplingParams`.
-        used: Returns True if some row of a batch needs the stage.
-        apply: Changes the rows.
+        used: Function that returns True if some row of a batch needs the stage.
+        apply: Function that changes the rows.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Folder of files that can be made again, such as kernels and converted models, and locks on them.
+"""Folder of files that can be rebuilt, such as kernels and converted models, and locks on them.
 Only this module reads the environment for its path.
 """
 

@@ -32,7 +32,7 @@ class FairLock:
             try:
                 if not self._take(blocking):
                     return False
-            except BaseException:  # Ctrl-C, before or after one of them was taken
+            except BaseException:  # Ctrl-C, before or after one of the locks was taken
                 for taken in (self._lock, self._turn):
                     with suppress(RuntimeError):  # not taken
                         taken.release()
@@ -70,11 +70,11 @@ class FairLock:
 
 
 class HeldInterrupts:
-    """Block that delays Ctrl-C until its end. An interrupt in the middle of a step would leave the
-    engine in an unknown state.
+    """Context manager that delays Ctrl-C until the end of its block. An interrupt in the middle of
+    a step would leave the engine in an unknown state.
 
-    A second Ctrl-C takes effect immediately. Nothing is delayed in threads other than the main one,
-    which Ctrl-C does not reach, or if the handler is not Python's default.
+    A second Ctrl-C takes effect immediately. Nothing is delayed in other threads, because Ctrl-C
+    reaches only the main one, or if the handler is not Python's default.
     """
 
     def __enter__(self) -> "HeldInterrupts":

@@ -39,8 +39,9 @@ class FreeMemory:
 
 
 def free_memory(root: Path = ROOT) -> FreeMemory:
-    """Return the least of the machine's available memory, the memory left in the control groups of
-    this process and of all groups above, and the memory left under RLIMIT_AS.
+    """Return the memory that this process can still allocate. The least of three limits applies:
+    the machine's available memory, the memory left in this process's control group and all groups
+    above it, and RLIMIT_AS.
 
     Files that a group has read count as free, as in the machine's own figure, because the system
     drops them when a process needs memory. Mapped files do not, since their pages are in use.
@@ -116,7 +117,7 @@ def _left(group: Path, limit: str, usage: str, freed: int) -> Iterator[FreeMemor
 
 
 def _cpu_limit(root: Path) -> float:
-    """Return the number of processors that this process may keep busy; infinity without a limit."""
+    """Return how many processors this process may keep busy, infinity without a limit."""
     shares = [math.inf]
     for group in _groups(root, ""):
         quota, _, period = _text(group / "cpu.max").partition(" ")
@@ -124,7 +125,7 @@ def _cpu_limit(root: Path) -> float:
             shares.append(int(quota) / max(int(period), 1))
     for group in _groups(root, "cpu"):
         quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
-        if quota is not None and period is not None:  # no quota is -1
+        if quota is not None and period is not None:  # None for -1: no quota
             shares.append(quota / max(period, 1))
     return min(shares)
 

@@ -25,7 +25,7 @@ class Removed:
     """Descriptor for a removed attribute. Reading it raises an `AttributeError` that names the
     replacement.
 
-    It costs other attributes nothing. A `__getattr__` in a class would slow all of them down.
+    Unlike a `__getattr__` of the class, the descriptor slows down no other attribute.
 
     Args:
         message: Removed name and its replacement.
@@ -43,7 +43,8 @@ def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoRetu
 
     Args:
         module: Name of the module.
-        names: New module by name. Importing such a name raises an `ImportError` that names it.
+        names: New module by name. Importing such a name raises an `ImportError` with its new
+            module.
     """
 
     def look(name: str) -> NoReturn:

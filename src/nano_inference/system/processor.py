@@ -1,4 +1,6 @@
-"""Vendor of the processor. Libraries choose their code, and so the bits of products, by it."""
+"""Vendor of the processor. Libraries choose their code by vendor, which decides the bits of
+products.
+"""
 
 import functools
 import platform

@@ -37,8 +37,8 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextmanager
 def heard_by(hear: Show) -> Iterator[None]:
-    """Pass every state of the work inside to `hear`, in addition to the terminal and the log. It is
-    called in the thread that works.
+    """Pass every state of the work inside to `hear`, in addition to the terminal and the log.
+    `hear` is called in the thread that works.
     """
     _heard_by.append(hear)
     try:
@@ -152,7 +152,7 @@ class FileProgress(Progress):
         what: Name of the work for the line.
         work: Amount of work per file, in any unit, in the order in which the files are begun.
         ready: Files that were done before.
-        at_once: Number of files in work at a time, which count as half done.
+        at_once: Number of files worked on at a time, which count as half done.
         stream: Output stream. None is standard error.
         clock: Function that returns seconds.
     """

@@ -228,8 +228,8 @@ class WeightSyncManager:
             with self.lock:
                 if update in self.pending:
                     reason = (
-                        f"not enough memory to keep the old weights: {problem}; use another "
-                        "kv_policy than 'finish_old'."
+                        f"not enough memory to keep the old weights: {problem}; use a "
+                        "kv_policy other than 'finish_old'."
                     )
                     self._give_up(update, WeightUpdateError(reason))
             return None
@@ -257,8 +257,8 @@ class WeightSyncManager:
             self._give_up(self.pending[0], WeightUpdateError(reason))
 
     def withdraw(self, update: WeightUpdate, reason: WeightUpdateError) -> bool:
-        """Cancel an update that is not live yet. Return False if it is too late. Its version
-        becomes free again.
+        """Cancel an update that is not live yet, and free its version number. Return False if it is
+        too late.
 
         Later updates that build on it fail too.
         """

@@ -99,7 +99,7 @@ class WeightSet:
         return bool(self._forms) and self.slots[name].param in self._codes
 
     def form_of(self, name: str) -> Format | None:
-        """Return the format of a quantised tensor. None if it is stored plainly, or only on other
+        """Return the format of a quantized tensor. None if it is stored plainly, or only on other
         ranks.
         """
         return self._forms.get(self._codes.get(self.slots[name].param))

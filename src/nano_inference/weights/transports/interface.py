@@ -90,8 +90,7 @@ def receive_update(
     live.
 
     Args:
-        manager: Manager of the session. Raises `WeightUpdateError` immediately if a session is
-            open.
+        manager: Manager of the session. If one is open, `WeightUpdateError` is raised immediately.
         transport: Transport that delivers the buckets.
         timeout: Seconds within which everything must arrive.
         options: Options of `InferenceEngine.update_weights`. `version` None is the transport's, or

@@ -180,7 +180,7 @@ def join_group(
     alive: Callable[[], object] | None = None,
 ) -> ProcessGroup:
     """Join the group whose ranks find each other at a key prefix of a store. `alive` is as in
-    `ProcessGroup`. Raises `WeightUpdateError` if they do not in time.
+    `ProcessGroup`. Raises `WeightUpdateError` if the ranks do not connect in time.
     """
     store = dist.PrefixStore(room, store)
     limit = deadline.remaining()

@@ -86,8 +86,8 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
 
 
 def cut(sent: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
-    """Split tensors and patches into buckets of at most `max_bytes`. A larger one gets its own
-    bucket.
+    """Split tensors and patches into buckets of at most `max_bytes`. A larger tensor or patch gets
+    its own bucket.
     """
     return list(in_groups(sent, lambda each: num_bytes([each[0]]), max_bytes))
 
