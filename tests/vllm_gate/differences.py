@@ -1,4 +1,4 @@
-"""Where our server answers otherwise than vLLM's, and why. docs/server.md has each reason in its
+"""Where our server answers otherwise than vLLM's, and why. docs/differences.md has each reason in its
 table.
 """
 
@@ -13,7 +13,7 @@ class Difference:
     """Lines of outlines that may differ.
 
     Attributes:
-        why: the reason, as docs/server.md tells it.
+        why: the reason, as docs/differences.md tells it.
         cases: patterns of names, as a shell's.
         line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ `
             where only we do.
