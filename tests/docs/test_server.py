@@ -21,7 +21,15 @@ from tests.docs.test_docs import ROOT
 from tests.ports import free_port
 
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
-PAGES = ("server", "routes", "operations", "security", "differences", "troubleshooting", "migrating")
+PAGES = (
+    "server",
+    "routes",
+    "operations",
+    "security",
+    "differences",
+    "troubleshooting",
+    "migrating",
+)
 TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 CURL = [
     block
