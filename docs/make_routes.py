@@ -1,4 +1,4 @@
-"""`python docs/make_routes.py`: writes the table of control routes in docs/server.md between its
+"""`python docs/make_routes.py`: writes the table of control routes in docs/routes.md between its
 markers, from the routes' own rows. A test holds it current.
 """
 
@@ -10,7 +10,7 @@ from nano_inference.server.api.shared.openapi import schema_of
 from nano_inference.server.control.requests.field_types import ControlRequest
 from nano_inference.server.control.requests.table import DIALECTS
 
-TARGET = Path(__file__).parent / "server.md"
+TARGET = Path(__file__).parent / "routes.md"
 BEGIN, END = "<!-- control routes -->\n", "<!-- end of control routes -->"
 KEYS = {"admin": "admin", "user": "API", "all": "none"}
 

@@ -15,7 +15,13 @@ import nano_inference
 ROOT = Path(__file__).parents[2]
 # Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py,
 # test_training_service.py, ../ray_fleet/test_ray.py.
-ELSEWHERE = {"docs/server.md", "docs/rl-frameworks.md", "docs/ray.md", "docs/training-service.md"}
+ELSEWHERE = {
+    "docs/server.md",
+    "docs/routes.md",
+    "docs/rl-frameworks.md",
+    "docs/ray.md",
+    "docs/training-service.md",
+}
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",

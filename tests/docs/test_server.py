@@ -1,4 +1,4 @@
-"""What docs/server.md tells people to run is run, against a server of SmolLM2."""
+"""The commands and programs of the server pages run against a server of SmolLM2."""
 
 import json
 import re
@@ -21,7 +21,16 @@ from tests.docs.test_docs import ROOT
 from tests.ports import free_port
 
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
-TEXT = (ROOT / "docs" / "server.md").read_text()
+PAGES = (
+    "server",
+    "routes",
+    "operations",
+    "security",
+    "differences",
+    "troubleshooting",
+    "migrating",
+)
+TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 CURL = [
     block
     for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S)

@@ -1,4 +1,4 @@
-"""Where our server answers otherwise than vLLM's, and why. docs/server.md has each reason in its
+"""Where our server answers otherwise than vLLM's, and why. docs/differences.md has each reason in its
 table.
 """
 
@@ -13,7 +13,7 @@ class Difference:
     """Lines of outlines that may differ.
 
     Attributes:
-        why: the reason, as docs/server.md tells it.
+        why: the reason, as docs/differences.md tells it.
         cases: patterns of names, as a shell's.
         line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ `
             where only we do.
@@ -53,15 +53,15 @@ _ECHO = ("completions/echo-*logprobs*",)
 DIFFERENCES = (
     # -- other answers
     Difference("`n` may be above 1 at temperature 0.", ("*/n-greedy",), "[-+] status: .*"),
-    Difference("`bad_words` is refused.", ("*/bad-words",), "[-+] status: .*"),
-    Difference("`logit_bias` beyond 100 is refused.", ("*/bias-over",), "[-+] status: .*"),
+    Difference("`bad_words` is rejected.", ("*/bad-words",), "[-+] status: .*"),
+    Difference("`logit_bias` beyond 100 is rejected.", ("*/bias-over",), "[-+] status: .*"),
     Difference(
         "`prompt_logprobs` in a stream come in its last chunk.",
         ("*/prompt-logprobs-streamed",),
         "[-+] status: .*",
     ),
     Difference(
-        "With `--rl`, all logprobs may be asked for.",
+        "With `--rl`, you may request all logprobs.",
         (
             "*/prompt-logprobs-all",
             "*/logprobs-all",
@@ -71,10 +71,10 @@ DIFFERENCES = (
         "[-+] status: .*",
     ),
     Difference(
-        "`echo` of a chat is refused.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"
+        "`echo` of a chat is rejected.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"
     ),
     Difference(
-        "`documents` are refused where the template renders none.",
+        "`documents` are rejected if the template renders none.",
         ("chat/documents",),
         "[-+] status: .*",
     ),
@@ -94,23 +94,23 @@ DIFFERENCES = (
     Difference(
         "`logprobs` of a completion is a number.", ("completions/logprobs-true",), "[-+] status: .*"
     ),
-    Difference("`sampling_params` may be left out.", ("generate/no-params",), "[-+] status: .*"),
+    Difference("You may omit `sampling_params`.", ("generate/no-params",), "[-+] status: .*"),
     Difference(
-        "Ids outside the vocabulary are refused.", ("detokenize/outside",), "[-+] status: .*"
+        "Ids outside the vocabulary are rejected.", ("detokenize/outside",), "[-+] status: .*"
     ),
     # -- fields
     Difference(
-        "Choices tell `seed`, `weight_version` and `weight_versions`.",
+        "Choices have `seed`, `weight_version` and `weight_versions`.",
         _ALL,
         r"\+ (chunks: )?choices\[\]\.(seed|weight_version|weight_versions\[\]\..*): .*",
     ),
     Difference(
-        "`usage` always tells the cached tokens.",
+        "`usage` always has the cached tokens.",
         _ALL,
         r"[-+] (chunks: )?usage\.prompt_tokens_details(: null|\.cached_tokens: int)",
     ),
     Difference(
-        "Fields of features that are not here are left out.",
+        "Fields of unsupported features are omitted.",
         _ALL,
         r"- (chunks: )?(ec_transfer_params|metrics|service_tier|prompt_text|mm_placeholders|"
         r"prompt_token_id_logprobs"
@@ -123,7 +123,7 @@ DIFFERENCES = (
         r"\+ choices\[\]\.message\.reasoning_content: null",
     ),
     Difference(
-        "Logprobs of a chat tell a `refusal`, as OpenAI's do.",
+        "Logprobs of a chat have a `refusal`, like OpenAI's.",
         ("chat/*",),
         r"\+ .*logprobs\.refusal: null",
     ),
@@ -159,7 +159,7 @@ DIFFERENCES = (
         ("health", "ping"),
         "[-+] (body|model_loaded|status): (nothing|bool|str)",
     ),
-    Difference("`/v1/models` tells no permissions.", ("models",), r"- data\[\]\.permission.*"),
+    Difference("`/v1/models` has no permissions.", ("models",), r"- data\[\]\.permission.*"),
     # -- streams
     Difference(
         "The chunk that ends a choice has an empty delta, and nulls where there is nothing to "

@@ -65,12 +65,12 @@ def test_answers_as_vllm_does(lines_of: Callable[[Case], list[str]], case: Case)
 
 @pytest.mark.thorough
 def test_every_difference_is_there_and_documented(lines_of: Callable[[Case], list[str]]) -> None:
-    page = (ROOT / "docs" / "server.md").read_text()
+    page = (ROOT / "docs" / "differences.md").read_text()
     for each in DIFFERENCES:
         concerned = (case for case in CASES if each.concerns(case.name))
         found = any(each.covers(case.name, line) for case in concerned for line in lines_of(case))
         assert found or each.by_chance, f"stale: {each}"
-        assert each.why in page, f"docs/server.md does not say: {each.why}"
+        assert each.why in page, f"docs/differences.md does not say: {each.why}"
 
 
 @pytest.mark.slow

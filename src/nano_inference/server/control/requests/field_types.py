@@ -1,5 +1,5 @@
 """`ControlRequest`: fields of a control request. `Route`: row of a control route. Body checks,
-`/openapi.json`, `/docs` and a table of docs/server.md are made from them.
+`/openapi.json`, `/docs` and a table of docs/routes.md are made from them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
