@@ -116,7 +116,7 @@ def run_batch(
     from nano_bench.batches import Output, Reader, lines_of, run_lines
 
     if model is not None:
-        # the most samples that can be in flight
+        # maximum number of samples in flight
         served["max_queued_samples"] = concurrency * (served["max_samples"] or 128)
         config = ServerConfig(in_process=True, request_timeout=timeout, **served)
         asker = _of_engine(EngineConfig(model, **engine), config)
@@ -195,7 +195,7 @@ async def _of_server(target: Target, timeout: float) -> "AsyncIterator[Ask]":
 
 
 class _Progress:
-    """Progress of a run: a line of the terminal, or a printed line now and then."""
+    """Progress of a run: a live line on a terminal, otherwise a printed line now and then."""
 
     def __init__(self, counts: "Counts", position: Callable[[], int], size: int) -> None:
         self._counts, self._position, self._size = counts, position, size
