@@ -95,7 +95,7 @@ def test_what_a_row_may_hold() -> None:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (b'{"token_texts": ["a"', "not JSON.*cut off"),
+        (b'{"token_texts": ["a"', "not JSON.*incomplete"),
         (b"nonsense\n", "not JSON"),
         ([1], "not an object"),
         ({}, "are both missing"),
