@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "house.svg"
-# What is in each room, in a few words. A room that the contract has and this table lacks fails.
+# Content of each room in a few words. A room of the contract that is missing here is an error.
 ROOMS = {
     "nano_ray": "replicas as Ray actors; verl",
     "nano_training_service": "LoRA training over HTTP",
@@ -50,7 +50,7 @@ COLOURS = (
 
 
 def layers() -> list[list[str]]:
-    """The contract's rooms, top first; those of one list do not know each other."""
+    """Return the contract's rooms, top first. Rooms in one list do not import each other."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
@@ -64,7 +64,7 @@ def layers() -> list[list[str]]:
 
 
 def colour(room: str) -> tuple[str, str]:
-    """Outside blue, decisions green, tensors orange, nouns grey."""
+    """Return a room's colours: outside blue, decisions green, tensors orange, nouns grey."""
     if room in ("cli", "server", "fleet", "remote", "rl") or room.startswith("nano_"):
         return COLOURS[0]
     if room in ("core", "kv_cache", "structured"):
@@ -87,7 +87,7 @@ def colour(room: str) -> tuple[str, str]:
 
 
 def drawing() -> str:
-    """The whole picture."""
+    """Return the whole picture."""
     rows = layers()
     height = 30 + len(rows) * (ROW + GAP) + 30
     out = [

@@ -1,5 +1,5 @@
-"""A hook of mkdocs: a link to a file that is not in docs/ becomes the file's name, since a site of
-the pages alone has no such file.
+"""An mkdocs hook that replaces a link to a file outside docs/ by the file's name, since the site
+contains only the pages.
 """
 
 import re
