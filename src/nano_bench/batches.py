@@ -240,13 +240,13 @@ class Counts:
     Attributes:
         rows: Rows in the file, including those of earlier runs.
         failed: Failed rows among them.
-        found: Rows of earlier runs.
+        earlier: Rows of earlier runs.
         tokens: Output tokens of this run, from the usage of the responses.
     """
 
     rows: int = 0
     failed: int = 0
-    found: int = 0
+    earlier: int = 0
     tokens: int = 0
 
 
@@ -304,7 +304,7 @@ class Output:
             self.counts.failed += not is_good(old)
         self._file.truncate(whole)
         self._whole = whole
-        self.counts.found = self.counts.rows
+        self.counts.earlier = self.counts.rows
 
     def write(self, row: Row) -> None:
         """Write a complete row. If that fails, remove the partial row and raise

@@ -130,8 +130,8 @@ def run_batch(
         with source.open("rb") as file:
             lines = lines_of(file)
             output.pass_over(lines, reader)
-            if output.counts.found:
-                errors.print(f"Resuming after {output.counts.found:,} rows.", style="dim")
+            if output.counts.earlier:
+                errors.print(f"Resuming after {output.counts.earlier:,} rows.", style="dim")
             async with asker as ask:
                 with _Progress(output.counts, file.tell, source.stat().st_size) as progress:
                     await run_lines(lines, reader, ask, output, concurrency, progress.look)
@@ -210,7 +210,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-        if self._counts.rows > self._counts.found:
+        if self._counts.rows > self._counts.earlier:
             errors.print(self._text(), style="dim", soft_wrap=True)
 
     def look(self) -> None:
@@ -227,7 +227,7 @@ class _Progress:
 
     def _text(self) -> str:
         counts, seconds = self._counts, max(time.monotonic() - self._began, 1e-9)
-        made = counts.rows - counts.found
+        made = counts.rows - counts.earlier
         return (
             f"{made:,} rows in {seconds:.1f} s: {made / seconds:,.1f} rows/s, "
             f"{counts.tokens / seconds:,.1f} tok/s, {counts.failed:,} failed"
