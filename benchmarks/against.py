@@ -39,7 +39,7 @@ def main() -> None:
         other = Path(folder) / "other"
         git("worktree", "add", "--detach", str(other), options.commit)
         try:
-            for tree in (ROOT, other):  # kernels are built, files are read
+            for tree in (ROOT, other):  # build kernels and read files first
                 turn(tree)
             turns = [{"here": turn(ROOT), "there": turn(other)} for _ in range(options.turns)]
         finally:
@@ -81,7 +81,7 @@ def turn(tree: Path) -> dict[str, float]:
 
 
 def run(tree: Path, *arguments: str) -> str:
-    """Run Python in a tree, on its own sources; returns what it prints."""
+    """Run Python in a tree, on its own sources. Return the output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=tree,

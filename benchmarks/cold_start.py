@@ -6,7 +6,7 @@ Run by `latency`, which passes the options as JSON and watches the clock from ou
 
 import time
 
-BEGAN = time.perf_counter()  # before the imports, which are part of what is measured
+BEGAN = time.perf_counter()  # before the imports, since their time counts
 
 import json  # noqa: E402
 import sys  # noqa: E402

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, and keys and values in 8: speed, memory and quality, all in turns."""
+"""Weights in 8 and 4 bits, keys and values in 8: speed, memory and quality, in turns."""
 
 import hashlib
 import math
@@ -143,9 +143,9 @@ def measure_caches(model: str, dtype: str, repeats: int) -> list[Row]:
 
 
 def _decode_speed(engine: InferenceEngine, prompts: list[list[int]], turn: int) -> float:
-    """Tokens a second behind prompts that are cached but for their last block."""
+    """Return tokens per second after prompts that are cached except for the last block."""
     seconds: list[float] = []
-    for count in (1, 1, 64):  # the first computes the prompts
+    for count in (1, 1, 64):  # the first run computes the prompts
         began = time.perf_counter()
         engine.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True, seed=turn))
         seconds.append(time.perf_counter() - began)
@@ -181,7 +181,7 @@ def _speeds(engine: InferenceEngine, prompts: list[list[int]], turn: int) -> dic
 
 
 def _logprobs(engine: InferenceEngine, tokens: list[int], context: int = CONTEXT) -> list[float]:
-    """Of each token of a text, behind those before it in its piece."""
+    """Return the logprob of each token of a text, given the earlier tokens of its piece."""
     pieces = [tokens[at : at + context] for at in range(0, len(tokens), context)]
     scores = score_tokens(engine, [ScoreRequest(piece, 1) for piece in pieces])
     return [value for each in scores for value in each.logprobs]

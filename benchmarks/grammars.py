@@ -28,10 +28,10 @@ PERSON = {
     "required": ["name", "age", "kind", "tags"],
     "additionalProperties": False,
 }
-# of those that follow a grammar; none of them can end within a window
+# tokens of samples with a grammar; none can end within a window
 GRAMMARS: Mapping[str, Grammar | None] = {
     "none": None,
-    "none again": None,  # how far two equal runs differ
+    "none again": None,  # difference of two equal runs
     "regex": Grammar.regex("[0-9a-f ]{4000}"),
     "JSON schema": Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 200}),
     "any JSON": Grammar.json_schema({"type": "array", "items": {}, "minItems": 2000}),
@@ -97,7 +97,7 @@ def decode(
 
 
 def row(name: str, own: list[dict[str, float]], plain: list[dict[str, float]]) -> Row:
-    """A row of the report; the ratio is of windows of the same round."""
+    """Return a row of the report. The ratio compares windows of the same round."""
     return {
         "name": name,
         "cpu_ms": spread(each["cpu"] for each in own),

@@ -91,7 +91,7 @@ class Row:
 
 
 class NullRunner:
-    """Implements the loop's `Runner`: computes nothing, draws the same token for everyone."""
+    """A `Runner` that computes nothing and draws the same token for all rows."""
 
     arrays = TORCH
 
@@ -123,7 +123,7 @@ class NullRunner:
 
 
 class Bench:
-    """A loop with the sequences of a case, and what keeps it full."""
+    """A loop with the sequences of a case, refilled as they end."""
 
     def __init__(self, case: Case, steps: int) -> None:
         self.case, self.steps = case, steps
@@ -160,7 +160,7 @@ class Bench:
             self.add()
 
     def warm_up(self) -> None:
-        """Until every prompt is computed, or every first sample has ended."""
+        """Run until every prompt is computed, or every first sample has ended."""
         for _ in range(self.case.turnover):
             self.step()
         while self.loop.sequences.waiting or len(self.loop.sequences.running) < self.case.running:
@@ -171,7 +171,7 @@ class Bench:
             self.step()
 
     def window(self) -> tuple[dict[str, float], float]:
-        """Microseconds a step by phase, "step" and "cpu" for the whole of it; and tokens a step."""
+        """Return microseconds per step by phase ("step" and "cpu": the whole), and tokens per step."""
         clock = self.loop.clock
         clock.nanoseconds = dict.fromkeys(PHASES, 0)
         tokens, spent, busy = self.loop.num_completion_tokens, 0, 0
@@ -228,7 +228,7 @@ def summary(case: Case, steps: int, windows: list[tuple[dict[str, float], float]
 
 
 def table(rows: list[Row]) -> str:
-    """Microseconds a step as Markdown: the median, the extremes, and the phases' medians."""
+    """Format microseconds per step as Markdown: median, extremes, and the phases' medians."""
     phases = [name for name in PHASES if any(row.phases[name] >= 1 for row in rows)]
     lines = [["µs a step", "running", "median", "least", "most", "CPU", "CPU least", *phases]]
     lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
@@ -246,7 +246,7 @@ def table(rows: list[Row]) -> str:
 
 
 def report(rows: list[Row]) -> dict[str, Any]:
-    """The figures with what they were measured on."""
+    """Return the figures with a description of the machine."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,

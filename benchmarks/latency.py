@@ -56,7 +56,7 @@ def streamed(engine: InferenceEngine, name: str, repeats: int) -> list[Row]:
     if any(gaps):
         figures += [("between tokens", "p50", 50, gaps), ("between tokens", "p99", 99, gaps)]
         figures += [("between tokens", "longest", 100, gaps)]
-    # of one sequence there is one first token: no percentiles
+    # one sequence has one first token, so no percentiles
     if workload(name).num_sequences == 1:
         figures = [(what, "", share, runs) for what, _, share, runs in figures[:1]] + figures[2:]
     return [
@@ -71,7 +71,7 @@ def streamed(engine: InferenceEngine, name: str, repeats: int) -> list[Row]:
 
 
 def arrivals(engine: InferenceEngine, load: Workload) -> tuple[list[float], list[float]]:
-    """Seconds until each sequence's first token, and between any two deliveries of a sequence."""
+    """Return seconds until each sequence's first token, and between its deliveries."""
     began = time.perf_counter()
     last: dict[tuple[int, int], float] = {}
     first: list[float] = []

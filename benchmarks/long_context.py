@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def prefill(engine: InferenceEngine, context: int) -> None:
-    """Leave one sequence running that has computed so many tokens."""
+    """Return with one running sequence that has computed this many tokens."""
     engine.flush_cache()
     ids = [random.randrange(100, 49000) for _ in range(context)]
     engine.add_request(ids, SamplingParams(max_tokens=2 * STEPS, ignore_eos=True))
@@ -54,7 +54,7 @@ def prefill(engine: InferenceEngine, context: int) -> None:
 
 
 def state_dicts(model: str) -> dict[str, dict]:
-    """The checkpoint in float32 and in bfloat16."""
+    """Return the checkpoint in float32 and in bfloat16."""
     whole = dict(read_tensors(resolve_model(model)))
     return {
         "float32": {name: tensor.float() for name, tensor in whole.items()},

@@ -28,17 +28,17 @@ FAR_NS = 200.0  # 33 to 104 ns was seen where both cores share a cache, 300 to 3
 
 
 class Kernels:
-    """The part of the CPU backend's library that measures the machine."""
+    """Machine measurements in the CPU backend's library."""
 
     def __init__(self, functions: Any) -> None:
         self._c = functions
 
     def ping(self, rounds: int) -> float:
-        """Seconds for one barrier of two threads: how far apart their cores are."""
+        """Return the seconds of a barrier of two threads, which show the distance of their cores."""
         return self._c.nano_ping(rounds)
 
     def read_rate(self, num_bytes: int, num_threads: int) -> float:
-        """Bytes a second that threads read from memory; the best of three passes."""
+        """Return the bytes per second that threads read from memory, the best of three passes."""
         from nano_inference.ops.cpu.memory import Arena  # pyright: ignore
 
         data = Arena().take((num_bytes // 4,), torch.float32)
@@ -56,7 +56,7 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The library of the CPU backend; None where it cannot be built or is not there."""
+    """Return the library of the CPU backend, or None if it is missing and cannot be built."""
     try:
         from nano_inference.ops.cpu import library  # pyright: ignore
 
@@ -66,7 +66,7 @@ def kernels() -> Kernels | None:
 
 
 def handover_ns() -> float | None:
-    """Nanoseconds of one hand-over between two cores, now; None where it cannot be measured."""
+    """Measure the nanoseconds of a hand-over between two cores. None if that is impossible."""
     library = kernels()
     if library is None or available_cores() < 2:
         return None

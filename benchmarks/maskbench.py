@@ -57,25 +57,25 @@ KEYWORD = re.compile(
 
 
 class Walk(Protocol):
-    """A document under way: `words` is the mask of its next token, int32 [W]."""
+    """A document in progress. `words` is the mask of its next token, int32 [W]."""
 
     words: np.ndarray
 
     def accept(self, token_id: int) -> None:
-        """The document goes on with this token."""
+        """Append a token to the document."""
         ...
 
     def fill(self) -> None:
-        """Make the next mask."""
+        """Compute the next mask."""
         ...
 
 
 class Refused(Exception):
-    """A backend does not take a schema."""
+    """A backend rejects a schema."""
 
 
 class Stopped(Exception):
-    """A compilation came to one of our limits."""
+    """A compilation exceeded one of our limits."""
 
 
 # A schema becomes what makes walks; raises `Refused`.
@@ -114,7 +114,7 @@ def measure(data: Path, model: str, backends: Sequence[str], every: int, limit: 
 
 
 def schemas(data: Path, every: int) -> dict[str, dict[str, Any]]:
-    """Every so-manieth schema with its tests, by name."""
+    """Return every n-th schema with its tests, by name."""
 
     def git(*command: str, given: str = "") -> str:
         done = subprocess.run(
@@ -132,7 +132,7 @@ def schemas(data: Path, every: int) -> dict[str, dict[str, Any]]:
 def run(
     backend: str, model: str, cases: dict[str, dict[str, Any]], limit: float
 ) -> dict[str, Outcome | str]:
-    """What became of each schema; a text where the process had to be killed, or died."""
+    """Return the result of each schema, or a text if the process died or was killed."""
     outcomes: dict[str, Outcome | str] = {}
     worker = Worker(backend, model)
     try:
@@ -148,7 +148,7 @@ def run(
 
 
 class Worker:
-    """A process that tests schemas one after the other."""
+    """A process that tests schemas one after another."""
 
     def __init__(self, backend: str, model: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -204,7 +204,7 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
 def examine(
     compile_schema: Compile, case: dict[str, Any], encode: Any, ends: Collection[int]
 ) -> Outcome:
-    """Compile a schema and try its documents."""
+    """Compile a schema and test its documents."""
     outcome = Outcome()
     begun = cpu_seconds()
     try:
@@ -400,7 +400,7 @@ def summary(
 
 
 def keyword_of(refusal: str) -> str:
-    """The first keyword of JSON schemas that a refusal names."""
+    """Return the first JSON schema keyword in a rejection."""
     found = KEYWORD.search(refusal)
     return found[1] if found else "none named"
 

@@ -22,12 +22,12 @@ from benchmarks import machine
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 console = Console()
-if not console.is_terminal:  # a file or a pipe has no width
+if not console.is_terminal:  # files and pipes have no width
     console.width = 140
 
 
 def spread(values: Iterable[float]) -> dict[str, Any]:
-    """Median, extremes and the runs themselves."""
+    """Median, extremes and all runs."""
     runs = [round(value, 6) for value in values]
     return {"median": statistics.median(runs), "min": min(runs), "max": max(runs), "runs": runs}
 
@@ -42,7 +42,7 @@ class Stopwatch:
         self.handovers: list[tuple[float | None, float | None]] = []
 
     def time(self, run: Callable[[], Any]) -> Any:
-        """Run and record; returns what `run` returned."""
+        """Run and record. Return the result of `run`."""
         before = machine.handover_ns()
         began = time.perf_counter()
         result = run()
@@ -50,12 +50,12 @@ class Stopwatch:
         return result
 
     def add(self, seconds: float, before: float | None) -> None:
-        """Record a run that was timed elsewhere; `before` is the hand-over before it."""
+        """Record a run timed elsewhere. `before` is the hand-over before it."""
         self.seconds.append(seconds)
         self.handovers.append((before, machine.handover_ns()))
 
     def row(self, **figures: Any) -> Row:
-        """A row of a report: what is given, and the times."""
+        """Return a row of a report: the arguments and the times."""
         return figures | {
             "seconds": spread(self.seconds),
             "handover_ns": [list(pair) for pair in self.handovers],
@@ -63,7 +63,7 @@ class Stopwatch:
         }
 
     def rates(self, count: float) -> dict[str, Any]:
-        """`count` things a run, as things a second."""
+        """Convert times to a rate, for `count` things per run."""
         return spread(count / seconds for seconds in self.seconds)
 
 

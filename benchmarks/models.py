@@ -97,7 +97,7 @@ def model_path(name: str) -> Path:
 
 
 def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Write a shape with normal weights, and SmolLM2's tokenizer, which peers want to see."""
+    """Write a shape with normal weights, and SmolLM2's tokenizer, which peers require."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +111,6 @@ def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("smollm2-135m") / name, folder)
-    # last: it says that all is there
+    # last, since it marks the folder as complete
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder

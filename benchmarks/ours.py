@@ -1,4 +1,4 @@
-"""The engine under test: how it is opened, and how a workload is given to it and timed."""
+"""The engine under test: build it, and run and time workloads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def opened(options: Options, **changes: Any) -> Iterator[InferenceEngine]:
 
 
 def described(engine: InferenceEngine) -> str:
-    """One line on how the engine computes."""
+    """Describe the engine's arithmetic in one line."""
     numerics = engine.numerics
     invariant = "schedule-invariant" if numerics.schedule_invariant else "not schedule-invariant"
     return f"{numerics.fingerprint}, {torch.get_num_threads()} threads, {invariant}"
@@ -76,7 +76,7 @@ def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], in
 
 
 def run(engine: InferenceEngine, load: Workload) -> int:
-    """Run a workload to its end; returns the tokens that it made, each of which has its logprob."""
+    """Run a workload. Return the number of its tokens, which all have logprobs."""
     tokens = sum(
         len(sample.logprobs) for sample in engine.generate(*arguments(load), progress=False)
     )
@@ -102,7 +102,7 @@ def timed(engine: InferenceEngine, name: str, repeats: int) -> Row:
 
 
 def timed_prompt(engine: InferenceEngine, load: Workload, warm: Workload, repeats: int) -> Row:
-    """Warm up with one workload, then time another; rates count the prompts' tokens."""
+    """Warm up with one workload, then time another. Rates count prompt tokens."""
     run(engine, warm)
     watch = Stopwatch()
     for _ in range(repeats):

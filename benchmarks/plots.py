@@ -36,7 +36,7 @@ PUBLISHED = {
 
 
 def draw(results: Path | None = None, out: Path | None = None) -> list[Path]:
-    """Draw all pictures whose reports exist; returns their paths. Needs matplotlib."""
+    """Draw all pictures whose reports exist. Return their paths. Requires matplotlib."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -98,7 +98,7 @@ def bars(
     colors: list[str],
     form: str = "{:.0f}",
 ) -> None:
-    """Bars at the medians, lines from the least to the most, and the median written above."""
+    """Draw bars at the medians, lines between the extremes, and the medians as text."""
     middles = [each["median"] for each in spreads]
     reach = [
         [each["median"] - each["min"] for each in spreads],
@@ -117,7 +117,7 @@ def bars(
 
 
 def peers(results: Path, report: str = "peers") -> Any:
-    """One panel a workload: tokens a second of each engine's best setting."""
+    """Draw a panel per workload: tokens per second of each engine's best setting."""
     rows = rows_of(results, report)
     names = sorted({row["workload"] for row in rows if row["engine"] == OURS})
     if not names:

@@ -1,4 +1,4 @@
-"""How fast prompts are computed: by length, by chunk size, and with a shared prefix (W5)."""
+"""Speed of prefill: by length, by chunk size, and with a shared prefix (W5)."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def measure(
 
 
 def prompt(length: int, seed: int) -> Workload:
-    """One prompt of so many tokens, and one token of answer."""
+    """Return a workload of one prompt of this length and one output token."""
     rng = random.Random(seed)
     ids = tuple(rng.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(length))
     return Workload(f"{length} tokens", f"{length} -> 1", (Request(ids, 1),))

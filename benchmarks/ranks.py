@@ -31,12 +31,12 @@ CASES = (
 
 
 class TellingRunner(NullRunner):
-    """A null model whose steps are told to another process."""
+    """A null model whose steps are sent to another process."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
         self._link, self._steps = link, StepSender(BLOCK_SIZE)
-        self.began: list[int] = []  # nanoseconds, of each message
+        self.began: list[int] = []  # nanoseconds per message
         self.left: list[int] = []
         self.num_bytes = 0
 
@@ -89,7 +89,7 @@ def measure(steps: int = 128, windows: int = 5) -> list[Row]:
 
 
 def window(case: Case, steps: int) -> dict[str, float]:
-    """Medians over the steps, once all prompts are computed."""
+    """Return medians over the steps after all prompts are computed."""
     here, there = socket.socketpair()
     context = multiprocessing.get_context("fork")
     told, tells = context.Pipe(duplex=False)

@@ -44,7 +44,7 @@ class Shape:
 def measure(
     options: Options, parts: tuple[str, ...], shape: Shape, num_replicas: int = 1000
 ) -> list[Row]:
-    """Rows of the parts. Engines have one thread each."""
+    """Return the rows of the parts. Each engine has one thread."""
     options = replace(options, threads=1)
     rows: list[Row] = []
     if "router" in parts:
@@ -145,7 +145,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def asked(shape: Shape, seed: int, vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that have nothing in common."""
+    """Return prompts without shared prefixes."""
     rng = random.Random(seed)
     return [
         (
@@ -166,7 +166,7 @@ def throughput_rows(config: EngineConfig, shape: Shape, repeats: int) -> list[Ro
         fleet = FleetClient(lambda _: ProcessClient(config, MAX_BACKLOG), 2, MAX_BACKLOG)
         try:
             runner.run(fleet.start())
-            for seed in range(repeats + 1):  # the first is not counted
+            for seed in range(repeats + 1):  # the first one is not counted
                 for name, watch in watches.items():
                     work = asked(shape, 3 * seed + len(name), 40)
                     used = Stopwatch() if not seed else watch
@@ -193,7 +193,7 @@ def throughput_rows(config: EngineConfig, shape: Shape, repeats: int) -> list[Ro
 
 
 class _Bare:
-    """An engine in a process of its own that generates what it is told to."""
+    """An engine in another process that generates on request."""
 
     def __init__(self, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")

@@ -19,7 +19,7 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.rl import PolicyModel, score
 from nano_inference.weights.sync import WeightSyncManager
 
-RUNNING = 16  # sequences that run while weights change
+RUNNING = 16  # running sequences during weight updates
 CONTEXT = 256  # tokens of each of them, where it matters
 SHARED, MEMBERS, OWN = 1024, 16, 64  # score: tokens in common, sequences, tokens of each
 ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens that each has by then
@@ -27,7 +27,7 @@ BATCH, LENGTH = 32, 64  # gradients
 
 
 def measure(options: Options, parts: tuple[str, ...]) -> list[Row]:
-    """The rows of these parts (`PARTS`)."""
+    """Return the rows of these parts (`PARTS`)."""
     rows: list[Row] = []
     for part in parts:
         found = list(PARTS[part](options))
@@ -140,7 +140,7 @@ def broadcast(options: Options) -> Iterator[Row]:
 
 
 def scores(options: Options) -> Iterator[Row]:
-    """A group with a long prompt in common, scored with the prefix cache and without it."""
+    """Score a group with a long shared prompt, with and without the prefix cache."""
     rng = random.Random(0)
     with opened(options) as sharing, opened(options, enable_prefix_caching=False) as alone:
         watches = {"shared": Stopwatch(), "unshared": Stopwatch()}
@@ -163,7 +163,7 @@ def scores(options: Options) -> Iterator[Row]:
 
 
 def abort(options: Options) -> Iterator[Row]:
-    """Abort of everything that runs; the partial samples are in hand when it ends."""
+    """Time an abort of all running samples, until their partial results are available."""
     with opened(options) as engine:
         for tokens in ABORTED_AT:
             watch = Stopwatch()

@@ -83,13 +83,13 @@ def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
 
 
 def self_drafts(options: Options) -> dict[str, Any]:
-    """The policy's own layers but for a tenth, as a source of drafts."""
+    """Use nine tenths of the policy's layers as a source of drafts."""
     num_layers = load_spec(resolve_model(options.model)).num_layers
     return {"draft_model": "self", "draft_layers": max(1, num_layers - -(-num_layers // 10))}
 
 
 def low_ids() -> Task:
-    """Any model can learn it: ids below 150 are worth something."""
+    """Reward ids below 150, which any model can learn."""
     prompts: list[tuple[Any, str]] = [
         ([10 + number, 200, 30 + 7 * number % 50, 5], "") for number in range(12)
     ]
@@ -141,7 +141,7 @@ def rerun(options: Options, _: Recipe) -> Iterator[Row]:
                 "seconds": spread(seconds for seconds, _, _ in runs),
                 "cpu_seconds": spread(cpu for _, cpu, _ in runs),
                 "engine_steps": spread(float(steps) for _, _, steps in runs),
-                # of one sample: without drafts it is 1
+                # per sample; 1 without drafts
                 "tokens_a_step": spread(tokens / at_once / steps for _, _, steps in runs),
             }
     for engine in engines.values():
@@ -170,7 +170,7 @@ def answer(
 
 
 def common(last: list[TrainingSample], now: list[TrainingSample]) -> float:
-    """Mean number of tokens before two answers part."""
+    """Return the mean number of tokens before two answers differ."""
     lengths: list[int] = []
     for one, other in zip(last, now, strict=True):
         pairs = zip(one.completion_tokens, other.completion_tokens, strict=True)

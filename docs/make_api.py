@@ -1,5 +1,5 @@
-"""`python docs/make_api.py`: writes docs/api.md from the docstrings of the public names. A test
-holds it current.
+"""`python docs/make_api.py`: write docs/api.md from the docstrings of the public names. A test
+checks that it is current.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ DATA = (
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = ["# API reference", "", "Made from the docstrings by `python docs/make_api.py`.", ""]
     for title, names in GROUPS.items():
         lines += [f"## {title}", ""]
@@ -113,7 +113,7 @@ def page() -> str:
 
 
 def entry(name: str, thing: Any) -> Iterator[str]:
-    """One public name."""
+    """Return the section of a public name."""
     yield from (f"### {name}", "")
     if inspect.isfunction(thing):
         yield from ("```text", f"{name}{signature(thing)}", "```", "")
@@ -125,7 +125,7 @@ def entry(name: str, thing: Any) -> Iterator[str]:
 
 
 def methods(cls: type) -> Iterator[str]:
-    """Public methods and properties, those of our base classes too."""
+    """Return public methods and properties, including those of our base classes."""
     theirs = {
         name
         for base in cls.__mro__
@@ -158,14 +158,14 @@ def methods(cls: type) -> Iterator[str]:
 
 
 def signature(function: Any) -> str:
-    """Without `self` and without the annotations' modules."""
+    """Return a signature without `self` and without modules in annotations."""
     found = inspect.signature(function)
     kept = [each for p in found.parameters.values() if p.name != "self" for each in unpacked(p)]
     return plain(str(found.replace(parameters=kept))).replace("Ellipsis", "...")
 
 
 def unpacked(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    """A parameter; in place of `**options: Unpack[Options]` each of the options."""
+    """Return a parameter's text. `**options: Unpack[Options]` becomes one entry per option."""
     if get_origin(parameter.annotation) is not Unpack:
         yield parameter
         return
@@ -175,7 +175,7 @@ def unpacked(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 
 
 def fields(cls: Any) -> Iterator[str]:
-    """One line a field."""
+    """Return one line per field."""
     for field in dataclasses.fields(cls):
         kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
         default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
@@ -183,12 +183,12 @@ def fields(cls: Any) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Types by their last names."""
+    """Shorten types to their last names."""
     return re.sub(r"\b(?:[A-Za-z_]+\.)+([A-Za-z_]+)", r"\1", text).replace("'", '"')
 
 
 def paragraphs(doc: str) -> Iterator[str]:
-    """A docstring as markdown: sections become lists, continuation lines are joined."""
+    """Convert a docstring to markdown. Sections become lists, and continuation lines are joined."""
     item = re.compile(r"^ {4}(\w[\w, ]*): ?(.*)$")
     block: list[str] = []
     for line in [*inspect.cleandoc(doc).splitlines(), ""]:
@@ -209,7 +209,7 @@ def paragraphs(doc: str) -> Iterator[str]:
 
 
 def flush(block: list[str]) -> Iterator[str]:
-    """The lines of a paragraph as one; those of a table as they are."""
+    """Join the lines of a paragraph. Lines of a table stay."""
     if block and block[0].startswith("|"):
         yield from block
     elif block:

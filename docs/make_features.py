@@ -1,6 +1,6 @@
-"""`python docs/make_features.py`: writes the table of docs/what-works.md between its markers, of the
-features that do not go together, from `nano_inference.features`. `--check` writes nothing and fails
-where the page is not current; a test does that too.
+"""`python docs/make_features.py`: write the table of incompatible features between its markers in
+docs/what-works.md, from `nano_inference.features`. `--check` fails if the page is not current and
+writes nothing. A test checks the same.
 """
 
 import sys
@@ -20,7 +20,7 @@ FACTS = {
 
 
 def page(text: str) -> str:
-    """The page with the table of today."""
+    """Return the page with the current table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"

@@ -1,6 +1,6 @@
-"""Writes docs/grafana.json, a dashboard for what `/metrics` tells: `python docs/make_grafana.py`.
+"""`python docs/make_grafana.py`: write docs/grafana.json, a dashboard for `/metrics`.
 
-A panel is a row of the table: title, unit, and what is drawn, by its legend.
+Each row of the table is a panel: title, unit, and expressions by legend.
 """
 
 import json
@@ -14,12 +14,12 @@ WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
 
 def rate(name: str, by: str = "") -> str:
-    """A counter's change a second."""
+    """Return the rate of a counter per second."""
     return f"sum{f' by ({by})' if by else ''} (rate({P}{name}{M}[$__rate_interval]))"
 
 
 def quantiles(name: str) -> dict[str, str]:
-    """Of a histogram."""
+    """Return a percentile of a histogram."""
     return {
         f"p{100 * share:g}": f"histogram_quantile({share}, {rate(f'{name}_bucket', 'le')})"
         for share in (0.5, 0.9, 0.99)
@@ -27,7 +27,7 @@ def quantiles(name: str) -> dict[str, str]:
 
 
 def gauge(name: str) -> str:
-    """A gauge, added up over servers."""
+    """Return a gauge, summed over servers."""
     return f"sum ({P}{name}{M})"
 
 

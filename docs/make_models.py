@@ -1,7 +1,7 @@
-"""`python docs/make_models.py`: writes the tables of docs/models.md between their markers, of
-families and of quantised formats, from the decoder's own table and from what
-`python -m tests.models.measure` measured. `--check` writes nothing and fails where the page is not
-current; a test does that too.
+"""`python docs/make_models.py`: write the tables of families and quantised formats between their
+markers in docs/models.md, from the decoder's table and the results of
+`python -m tests.models.measure`. `--check` fails if the page is not current and writes nothing. A
+test checks the same.
 """
 
 import json
@@ -97,7 +97,7 @@ WORDS: tuple[tuple[str, Says], ...] = (
 
 
 def cases_by_class(cases: Mapping[str, Case]) -> dict[str, list[Case]]:
-    """In the order of the decoder's table. Raises `KeyError` for a class without a case."""
+    """Return the cases in the decoder's order. Raises `KeyError` for a class without a case."""
     found: dict[str, list[Case]] = {name: [] for name in ARCHITECTURES}
     for case in cases.values():
         found[case["class"]].append(case)
@@ -116,7 +116,7 @@ def words(cases: Iterable[Case]) -> str:
 
 
 def families(cases: Mapping[str, Case]) -> Iterator[str]:
-    """The table of families."""
+    """Return the table of families."""
     head = [
         *("architecture", "differences from Llama", "largest difference", "backends"),
         *EXACT.values(),
@@ -176,7 +176,7 @@ def _has(cases: Iterable[Case], kind: str) -> str:
 
 
 def _exact(cases: Iterable[Case], kind: str) -> str:
-    """To the bit, or refused by name. Raises `ValueError` for anything else."""
+    """Describe a result: bit-identical or rejected by name. Raises `ValueError` for any other."""
     own = list(cases)
     if _has(own, kind) == "no":
         return "no"
@@ -186,7 +186,7 @@ def _exact(cases: Iterable[Case], kind: str) -> str:
 
 
 def page(text: str, measured: Mapping[str, Any]) -> str:
-    """The page with its tables made anew."""
+    """Return the page with current tables."""
     for name, lines in (
         ("families", families(measured["cases"])),
         ("formats", formats(measured["formats"])),

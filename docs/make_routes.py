@@ -16,13 +16,13 @@ KEYS = {"admin": "admin", "user": "API", "all": "none"}
 
 
 def page(text: str) -> str:
-    """The page with the table of today."""
+    """Return the page with the current table."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n".join(table()) + "\n" + END + rest.partition(END)[2]
 
 
 def table() -> Iterator[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     yield "| route | what it does | fields | key |"
     yield "|---|---|---|---|"
     for dialect, routes in DIALECTS.items():
@@ -33,7 +33,7 @@ def table() -> Iterator[str]:
 
 
 def fields(model: type[ControlRequest]) -> str:
-    """The fields of a request, in one line; a question mark: may be left out."""
+    """Return the fields of a request in one line. A question mark marks optional fields."""
     schema = schema_of(model)
     return ", ".join(_fields(schema))
 

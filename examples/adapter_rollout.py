@@ -1,7 +1,7 @@
-"""A `rollout_func` for TRL's `GRPOTrainer` with a PEFT adapter, over HTTP: a server holds the
-model, and after each optimizer step gets the adapter's tensors, a few megabytes, and nothing else.
+"""A `rollout_func` for TRL's `GRPOTrainer` with a PEFT adapter over HTTP. A server holds the model
+and receives only the adapter's tensors, a few megabytes, after each optimizer step.
 
-Any trainer can do the same: `PeftModel` and `safetensors` make the bytes, and one POST sends them.
+Any trainer can do the same: build the bytes with `PeftModel` and `safetensors`, and send one POST.
 """
 
 import json
@@ -17,7 +17,7 @@ from nano_inference.rl.parameter_states import states
 from nano_inference.rl.trl import group_by_prompt, mismatch, prompt_token_ids, sampling_params
 
 BYTES, JSON = "application/octet-stream", "application/json"
-# what of PEFT's configuration changes the product; the server refuses what it does not compute
+# fields of PEFT's configuration that affect the product; the server rejects unsupported values
 CONFIG = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "bias"),
     *("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save"),
@@ -25,18 +25,18 @@ CONFIG = (
 
 
 class AdapterRollout:
-    """Completions of a server's model with the trainer's adapter, and their logprobs.
+    """Rollout function: completions of a server's model with the trainer's adapter, with logprobs.
 
     Args:
-        url: of a server with `--rl --max-loras 1`.
-        name: under which the adapter serves.
+        url: URL of a server with `--rl --max-loras 1`.
+        name: Name of the adapter on the server.
     """
 
     def __init__(self, url: str, name: str = "policy") -> None:
         self.url, self.name = url, name
         self._synced: Any = None
         self._version = 0
-        self.sent_bytes = 0  # of the last update
+        self.sent_bytes = 0  # duration of the last update
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         token_ids = prompt_token_ids(prompts, trainer)
@@ -70,7 +70,7 @@ class AdapterRollout:
         }
 
     def sync(self, trainer: Any) -> bool:
-        """Send the adapter as a new version, if it has changed. Returns whether it was sent."""
+        """Send the adapter as a new version if it has changed. Return True if it was sent."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         now = states([param for param in model.parameters() if param.requires_grad])
         if now == self._synced:

@@ -1,6 +1,4 @@
-"""A tour in under a minute: groups of samples with their logprobs, then new weights in the middle
-of a sample.
-"""
+"""A tour in under a minute: groups of samples with logprobs, then a weight update during a sample."""
 
 import logging
 import textwrap
@@ -23,7 +21,7 @@ QUESTIONS = (
 )
 SAMPLES_PER_PROMPT = 4
 PARAMS = SamplingParams(temperature=0.8, max_tokens=48, seed=1, raw_logprobs=True)
-CHANGED = "model.norm.weight"  # what the third part changes
+CHANGED = "model.norm.weight"  # the weight that the third part changes
 FACTOR = 2.0  # doubles every logit, so the model is surer of each choice
 STEPS_BEFORE_CHANGE = 12
 
@@ -31,7 +29,7 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    # it converts the model, and has much to say about it
+    # converting the model logs many lines
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with load() as engine:
         prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -173,9 +171,7 @@ def note(text: str) -> None:
 
 
 def say(text: str, indent: int = 0, style: str = "") -> None:
-    """Print wrapped text as it is: rich's own wrapping pads lines, which shows where output goes to
-    a file.
-    """
+    """Print text that is already wrapped. Rich's own wrapping pads lines, which shows in files."""
     margin = " " * indent
     lines = textwrap.fill(text, console.width, initial_indent=margin, subsequent_indent=margin)
     console.print(lines, style=style, markup=False, soft_wrap=True)

@@ -1,10 +1,10 @@
 """A plain GRPO loop: in four minutes on two cores SmolLM2-135M learns which of three numbers is the
 largest. With `--task order` it learns to write down who wants what, as JSON under a grammar.
 
-At every token of every step the trainer's logprob is the engine's, to the bit; the loop asserts it.
-So the ratio of the two is exactly 1, nothing has to be corrected, and on one kind of processor the
-last checkpoint is a function of the seed: batch size, chunks, cache, preemption, lookahead and
-threads do not change one bit of it (`same_hash.py`).
+At every token of every step, trainer and engine compute the same logprob bit for bit, which the
+loop asserts. So the importance ratio is exactly 1 and needs no correction. On one kind of processor
+the last checkpoint depends only on the seed: batch size, chunks, cache, preemption, lookahead and
+threads do not change a bit of it (`same_hash.py`).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from nano_inference import (
 )
 from nano_inference.rl import LoraPolicy, PolicyModel
 
-EXAMPLE = "17, 31 or 52? 52\n"  # stands before every question
+EXAMPLE = "17, 31 or 52? 52\n"  # prefix of every question
 
 NAMES = ("Ann", "Ben", "Eve", "Tom")
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -52,8 +52,8 @@ ORDER = {
 
 @dataclass(frozen=True)
 class Task:
-    """Questions (a prompt and its answer) to learn from, in turn; others to test on; what a sample
-    is worth; and how answers end: by a stop string, or where their grammar does.
+    """A task: training questions (prompt and answer), held-out questions, the reward of a sample,
+    and the end of answers, by a stop string or a grammar.
     """
 
     train: list[tuple[Any, str]]
@@ -66,7 +66,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Recipe:
-    """With model and task, all that the last checkpoint depends on."""
+    """Settings of a run. Together with model and task they determine the last checkpoint."""
 
     steps: int = 150
     prompts: int = 4  # a step
@@ -78,22 +78,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Step:
-    """What is recorded of a step: rewards, and how far the policy that earned them is from the
-    initial one.
-    """
+    """Record of a step: rewards, and the distance of the policy from the initial one."""
 
     step: int
-    seconds: float  # since the loop began
+    seconds: float  # since the start of the loop
     reward: float  # mean of the samples
     held_out: float | None  # mean of the greedy answers; None in most steps
-    kl: float | None  # a token; None without a reference model
+    kl: float | None  # per token; None without a reference model
     tokens: int
     mismatch: float  # largest |engine - trainer| of a logprob
 
 
 def largest_number(seed: int, num_held_out: int = 64) -> Task:
-    """Which of three numbers is the largest? No three numbers of the test occur in training, in any
-    order.
+    """Return the task to choose the largest of three numbers. Training contains no held-out triple
+    in any order.
     """
     rng = random.Random(seed)
     triples = [rng.sample(triple, 3) for triple in combinations(range(10, 100), 3)]
@@ -103,8 +101,8 @@ def largest_number(seed: int, num_held_out: int = 64) -> Task:
 
 
 def order(seed: int, num_held_out: int = 64) -> Task:
-    """Two orders are told; what does one of the two want? No two orders of the test occur together
-    in training.
+    """Return the task to write one of two stated orders as JSON. Training contains no held-out
+    pair of orders.
     """
     rng = random.Random(seed)
     orders = [*product(range(1, len(WORDS) + 1), FIELDS["colour"], FIELDS["thing"])]
@@ -126,7 +124,7 @@ def in_words(count: int, colour: str, thing: str) -> str:
 
 
 def right_fields(sample: TrainingSample, answer: str) -> float:
-    """Share of the fields that are right. What ended by itself is valid JSON: the grammar's word."""
+    """Return the share of correct fields. The grammar guarantees JSON if the answer is complete."""
     if sample.finish_reason != "stop":
         return 0.0
     given, right = json.loads(sample.text or ""), json.loads(answer)
@@ -137,18 +135,18 @@ TASKS: dict[str, Callable[[int], Task]] = {"largest": largest_number, "order": o
 
 
 def exact_match(sample: TrainingSample, answer: str) -> float:
-    """1 for the answer and nothing else (but a full stop), 0 for anything else."""
+    """Return 1 for exactly the answer (with or without a full stop), otherwise 0."""
     return float((sample.text or "").strip().removesuffix(".") == answer)
 
 
 def train(
     engine: InferenceEngine, policy: PolicyModel | LoraPolicy, task: Task, recipe: Recipe
 ) -> Iterator[Step]:
-    """One optimizer step for each batch of fresh samples. The engine's reference model, if it has
-    one, is the initial policy.
+    """Train with one optimizer step per batch of fresh samples. The engine's reference model, if
+    any, is the initial policy.
     """
     adapter = None
-    if isinstance(policy, LoraPolicy):  # samples are those of its adapter
+    if isinstance(policy, LoraPolicy):  # samples use its adapter
         adapter = policy.publish().name
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, weight_decay=0.0, foreach=False
@@ -194,7 +192,7 @@ def train(
 
         tokens = sum(len(sample.logprobs) for sample in samples)
         if any(advantages):
-            # all 1; their gradients are what matters
+            # all are 1; only their gradients matter
             ratios = [(ours - theirs).exp() for ours, theirs in pairs]
             loss = (
                 -sum(a * ratio.sum() for a, ratio in zip(advantages, ratios, strict=True)) / tokens
@@ -215,7 +213,7 @@ def train(
 
 
 def first_difference(samples: list[TrainingSample], trainer: list[torch.Tensor]) -> str | None:
-    """The first token whose two logprobs differ in a bit, in words; None: there is none."""
+    """Describe the first token whose two logprobs differ in a bit. None if all are equal."""
     for number, (sample, ours) in enumerate(zip(samples, trainer, strict=True)):
         own, theirs = ours.detach(), torch.tensor(sample.logprobs)
         differs = own.view(torch.int32) != theirs.view(torch.int32)
@@ -230,7 +228,7 @@ def first_difference(samples: list[TrainingSample], trainer: list[torch.Tensor])
 
 
 def accuracy(engine: InferenceEngine, task: Task, params: SamplingParams) -> float:
-    """Mean reward on the held-out questions."""
+    """Return the mean reward on the held-out questions."""
     samples = engine.generate([prompt for prompt, _ in task.held_out], params, progress=False)
     return mean(
         [
@@ -241,15 +239,15 @@ def accuracy(engine: InferenceEngine, task: Task, params: SamplingParams) -> flo
 
 
 def normalised(rewards: list[float]) -> list[float]:
-    """Advantages of a group: rewards less their mean, by their deviation; 0 where all are equal."""
+    """Return a group's advantages: rewards minus mean, divided by deviation. 0 if all are equal."""
     middle = mean(rewards)
     deviation = mean([(reward - middle) ** 2 for reward in rewards]) ** 0.5
     return [(reward - middle) / deviation if deviation else 0.0 for reward in rewards]
 
 
 def divergence(samples: list[TrainingSample]) -> float | None:
-    """KL(policy || initial policy) a token, estimated as the mean log ratio of the tokens that the
-    policy sampled; None without a reference model.
+    """Estimate KL(policy || initial policy) per token as the mean log ratio of the sampled tokens.
+    None without a reference model.
     """
     if samples[0].ref_logprobs is None:
         return None
@@ -263,7 +261,7 @@ def mean(values: list[float]) -> float:
 
 
 def checkpoint_hash(policy: PolicyModel | LoraPolicy) -> str:
-    """SHA-256 of all parameters' names and bytes, by name."""
+    """Return the SHA-256 of all parameters' names and bytes, in name order."""
     digest = hashlib.sha256()
     for name, tensor in sorted(policy.state_dict().items()):
         digest.update(name.encode())
@@ -272,7 +270,7 @@ def checkpoint_hash(policy: PolicyModel | LoraPolicy) -> str:
 
 
 def plot(steps: list[Step], path: Path) -> None:
-    """Reward, KL (where there is one) and mismatch by step. Needs matplotlib."""
+    """Plot reward, KL (if known) and mismatch by step. Requires matplotlib."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -326,7 +324,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument(
-        "--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank alone"
+        "--lora", type=int, default=0, metavar="RANK", help="train only an adapter of this rank"
     )
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--max-batch-size", type=int, default=EngineConfig.max_batch_size)
@@ -334,7 +332,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=EngineConfig.block_size)
     parser.add_argument("--cache-type", choices=("paged", "radix"), default="paged")
     parser.add_argument(
-        "--kv-cache-memory", type=int, default=2**27, help="bytes; little of it forces preemption"
+        "--kv-cache-memory", type=int, default=2**27, help="bytes; a small cache forces preemption"
     )
     parser.add_argument("--lookahead", type=int, choices=(0, 1))
     parser.add_argument("--num-threads", type=int)
@@ -345,16 +343,16 @@ def main() -> None:
     options = vars(parser.parse_args())
     out, sha = options.pop("out"), options.pop("sha")
     recipe = Recipe(**{name: options.pop(name) for name in ("steps", "seed", "learning_rate")})
-    # it converts the model, and has much to say about it
+    # converting the model logs many lines
     logging.getLogger("transformers").setLevel(logging.ERROR)
     name, model, rank = options.pop("task"), options.pop("model"), options.pop("lora")
     task = TASKS[name](recipe.seed)
-    # a reference model scores without grammars: of samples under one the KL would not be known
+    # a reference model ignores grammars, so the KL of samples with one would be unknown
     reference = model if task.grammar is None else None
     config = EngineConfig(
         model,
         ref_model_path=reference,
-        quantization=None,  # a .gguf file's blocks would round what is trained
+        quantization=None,  # the blocks of a .gguf file would round trained weights
         max_model_len=128,
         max_loras=min(rank, 1),
         **options,

@@ -1,7 +1,7 @@
-"""`make pictures`: the server's page as pictures, `docs/page-*.png`, of a real server under load.
+"""`make pictures`: screenshots of the server's page, `docs/page-*.png`, from a real server under load.
 
-Needs the embedded model `smollm2-135m`, Debian's Chromium, and playwright, which has an environment
-of its own: there this file is run again, with the server's URL.
+Requires the embedded model `smollm2-135m`, Debian's Chromium, and playwright in a separate
+environment, in which this file runs again with the server's URL.
 """
 # pyright: reportMissingImports=false
 
@@ -17,14 +17,14 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "smollm2-135m"
 CHROMIUM = "/usr/bin/chromium"
-SECONDS = 75  # of load, for the dashboard's lines
+SECONDS = 75  # seconds of load, for the dashboard's lines
 CLIENTS = 4
 SYSTEM = "You are a helpful assistant. Answer in one short paragraph, in plain words. " * 6
 QUESTIONS = ("Why is the sky blue?", "What is a prime number?", "Name three rivers of Europe.")
 
 
 def main() -> None:
-    """Serve, and let the other interpreter look."""
+    """Start a server and run the browser with the other interpreter."""
     from nano_inference import EngineConfig
     from nano_inference.checkpoints.loading import resolve_model
     from nano_inference.server.config import ServerConfig
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def look(url: str, folder: str) -> None:
-    """Chat, draw samples, then watch a load with weight updates."""
+    """Take pictures of a chat, of samples, and of a load with weight updates."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -110,7 +110,7 @@ def save(page, name: str) -> None:
 
 
 def load(url: str, folder: str, look) -> None:
-    """Clients that ask with a common beginning; twice meanwhile the weights are updated."""
+    """Send requests with a shared prefix, and update the weights twice meanwhile."""
     until = time.monotonic() + SECONDS
 
     def client(number: int) -> None:

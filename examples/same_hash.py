@@ -1,7 +1,7 @@
-"""Two whole runs of the GRPO loop under engine options that have nothing in common end in the same
+"""Check that two runs of the GRPO loop with entirely different engine options give the same
 checkpoint.
 
-`python -m examples.same_hash` prints the SHA-256 of both, and fails if they differ.
+`python -m examples.same_hash` prints the SHA-256 of both and fails if they differ.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TIGHT: dict[str, Any] = {
     "cache_type": "radix",
     "kv_cache_memory": 12
     * 8
-    * 23_040,  # 12 blocks of SmolLM2-135M in bfloat16: sequences must make room for each other
+    * 23_040,  # 12 blocks of SmolLM2-135M in bfloat16, which forces preemption
     "lookahead": 1,
     "num_threads": 1,
 }
@@ -38,20 +38,20 @@ TIGHT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run: the hash of its last checkpoint, and how it got there."""
+    """Result of a run: the hash of its last checkpoint, and statistics."""
 
     sha256: str
     steps: list[Step]
     engine_steps: int
     preemptions: int
-    drafts: int  # tokens that were guessed and computed, right or wrong
+    drafts: int  # draft tokens computed, accepted or not
     seconds: float
 
 
 def whole_run(
     config: EngineConfig, task: Task, recipe: Recipe, lora: LoraSettings | None = None
 ) -> Run:
-    """Build an engine and a policy, or one of an adapter alone, and run the loop to its end."""
+    """Build an engine and a policy (all weights or an adapter), and run the whole loop."""
     began = time.perf_counter()
     with InferenceEngine(config) as engine:
         policy = PolicyModel(engine) if lora is None else LoraPolicy(engine, lora)
@@ -95,7 +95,7 @@ def main() -> None:
         sys.exit("The checkpoints differ.")
     if not runs[1].preemptions:
         sys.exit(
-            "Nothing was preempted, so preemption was not tried; give the second run less "
+            "Nothing was preempted, so preemption was not tested; give the second run less "
             "kv_cache_memory."
         )
     print(f"The same checkpoint after {options.steps} steps.")

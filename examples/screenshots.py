@@ -1,7 +1,7 @@
-"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal, saves
-what it shows as SVG. Each names a digest of the code whose output it shows; a test holds it current.
+"""`make pictures`: the terminal pictures of the documents. Runs each command in a terminal and saves
+the screen as SVG. Each file contains a digest of the code that it shows, which a test compares.
 
-Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
+Requires the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
 
 import ast
@@ -27,15 +27,15 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = "src/nano_inference/"
 MODEL = "smollm2-135m"
-# what decides which tokens are sampled; all pictures show some
+# code that determines the sampled tokens, which all pictures show
 BITS = (
     f"{PACKAGE}ops/cpu/backend.py:VERSION",
     f"{PACKAGE}checkpoints/gguf/file.py:CONVERTER_VERSION",
 )
 WIDTH, HEIGHT = 96, 50
 QUESTION = "What is the capital of France?"
-PORT = 8000  # of the server in its picture; it must be free
-PROMPT = ">>> "  # what `chat` shows when it waits for a line
+PORT = 8000  # of the server in its picture; the port must be free
+PROMPT = ">>> "  # the prompt of `chat`
 COMMAND = [
     sys.executable,
     "-c",
@@ -49,13 +49,13 @@ ADDRESS = f"http://127.0.0.1:{PORT}/v1/chat/completions"
 
 
 class Picture(NamedTuple):
-    """One of a terminal.
+    """A picture of a terminal.
 
     Attributes:
-        command: as it is shown.
-        arguments: of `nano-inference`; of Python, where there are none.
-        lines: that are typed when it asks for them.
-        sources: what writes that which is seen: a file, or names in it ("FILE:NAME,NAME").
+        command: Command as shown.
+        arguments: Arguments of Python that run it.
+        lines: Lines to type at its prompts.
+        sources: Code that writes the output: a file, or names in it ("FILE:NAME,NAME").
     """
 
     command: str
@@ -65,7 +65,7 @@ class Picture(NamedTuple):
 
 
 def cli(arguments: tuple[str, ...], lines: tuple[str, ...], *sources: str) -> Picture:
-    """One of `nano-inference`."""
+    """Return a picture of a `nano-inference` command."""
     command = f"nano-inference {' '.join(map(quoted, arguments))}"
     return Picture(command, arguments, lines, (*(PACKAGE + each for each in sources), *BITS))
 
@@ -111,8 +111,8 @@ PICTURES = {
 
 
 def digest_of(picture: Picture) -> str:
-    """Of all that a picture is made of, without comments and docstrings: whether it shows today's
-    output can be seen without making it again.
+    """Return a digest of a picture's code without comments and docstrings. It shows if the picture
+    is current without making it again.
     """
     parts = [repr(picture), str(WIDTH)]
     for source in picture.sources:
@@ -124,7 +124,7 @@ def digest_of(picture: Picture) -> str:
 
 
 def named(tree: ast.Module, name: str) -> ast.AST:
-    """The first function, class or assignment of this name. Raises `LookupError`."""
+    """Return the first function, class or assignment of this name. Raises `LookupError`."""
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [node]
         for target in targets:
@@ -134,7 +134,7 @@ def named(tree: ast.Module, name: str) -> ast.AST:
 
 
 def words(node: ast.AST) -> Iterator[str]:
-    """A tree as words, the same for every Python."""
+    """Return a syntax tree as words that are equal for all Python versions."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     yield type(node).__name__
@@ -147,7 +147,7 @@ def words(node: ast.AST) -> Iterator[str]:
 
 
 def shown_digest(name: str) -> str:
-    """What a picture on disk says that it was made of. Empty: nothing."""
+    """Return the digest in a picture on disk. Empty if there is none."""
     found = re.search(r"<metadata>(\w+)</metadata>", (DOCS / f"{name}.svg").read_text("utf-8"))
     return found.group(1) if found else ""
 
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def served() -> str:
-    """What a server writes until it has answered one request, and that request with its answer."""
+    """Return a server's output until it has answered one request, and the request with its reply."""
     (asked,) = PICTURES["cli-serve"].lines
     ours, theirs = terminal()
     command = [*COMMAND, *PICTURES["cli-serve"].arguments[:-1]]
@@ -192,15 +192,15 @@ def served() -> str:
 
 
 def terminal() -> tuple[int, int]:
-    """Both ends of a terminal of WIDTH columns."""
+    """Open a terminal of WIDTH columns and return both ends."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     return ours, theirs
 
 
 def run(command: list[str], lines: tuple[str, ...]) -> str:
-    """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for
-    them.
+    """Run a command in a terminal of WIDTH columns and return its output. `lines` are typed at its
+    prompts.
     """
     ours, theirs = terminal()
     unset = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
@@ -227,7 +227,7 @@ def run(command: list[str], lines: tuple[str, ...]) -> str:
 def read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # how Linux says that the other side was closed
+    except OSError:  # Linux reports the closed other end this way
         return b""
 
 
@@ -236,12 +236,10 @@ def plain(text: str) -> str:
 
 
 def screen(text: str) -> str:
-    """What is left on the screen: cursor movements (of spinners and progress bars) obeyed, colours
-    kept.
-    """
+    """Return the final screen, with colours, after all cursor movements of spinners and bars."""
     rows = [""]
     row = 0
-    overwrite = False  # the cursor stands at the start of the row
+    overwrite = False  # the cursor is at the start of the row
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
         if part == "\n":
             row, overwrite = row + 1, False
@@ -268,7 +266,7 @@ def svg(command: str, shown: str, digest: str) -> str:
         console.print(Text.from_ansi(shown))
     # The id must not change from run to run, or every picture differs.
     picture = console.export_svg(title="nano-inference", unique_id="cli")
-    # a picture shall fetch nothing from the network
+    # pictures must not load anything from the network
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)
     picture = picture.replace("</svg>", f"<metadata>{digest}</metadata>\n</svg>")
     # some viewers drop spaces otherwise

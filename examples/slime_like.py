@@ -1,14 +1,14 @@
-"""A trainer that drives a server as slime and Miles do: rollouts by `/generate`, new weights over a
-`torch.distributed` group, while rollouts are under way. It imports nothing of nano-inference: what
-it says is SGLang's.
+"""A trainer that drives a server like slime and Miles: rollouts by `/generate`, and new weights over
+a `torch.distributed` group during rollouts. It uses SGLang's routes and does not import
+nano-inference.
 
     nano-inference serve MODEL --rl
     python examples/slime_like.py http://127.0.0.1:8000 --mode abort
 
-Training is left out: a "step" adds a little noise to all weights. In mode `abort`, slime's,
-rollouts are cut off at each update and go on afterwards from the tokens that they have; with
-`retract` and `in_place`, which Miles has, they never notice. At the end it checks that each update
-arrived to the bit, that every token says which weights drew it, and that these only get newer.
+There is no training: a "step" adds a little noise to all weights. In slime's mode `abort`, each
+update aborts the rollouts, which then resume from their tokens. In Miles's modes `retract` and
+`in_place` they continue without a break. At the end the script checks that each update arrived bit
+for bit, and that every token has its weight version and the versions never decrease.
 """
 
 import argparse
@@ -34,29 +34,29 @@ from torch.distributed import distributed_c10d as c10d
 from nano_inference.checkpoints.loading import read_tensors
 
 GROUP = "slime-pp_0"
-PATIENCE = 60.0  # seconds that anything may take
+PATIENCE = 60.0  # timeout of every operation in seconds
 
 
 @dataclass
 class Sample:
-    """A rollout as far as it has come, in as many requests as it takes."""
+    """A rollout so far, from one or more requests."""
 
     prompt: list[int]
     seed: int
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    versions: list[str] = field(default_factory=list[str])  # one a token
+    versions: list[str] = field(default_factory=list[str])  # one per token
     aborts: int = 0
 
 
 class Engine:
-    """The server, by SGLang's routes."""
+    """Client of SGLang's routes."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=PATIENCE)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Raises what the server says if it refuses."""
+        """Send a request. Raises with the server's reply if it is rejected."""
         reply = self._http.post(path, json=body)
         if reply.status_code != 200:
             raise RuntimeError(f"{path} was answered with {reply.status_code}: {reply.text}")
@@ -67,7 +67,7 @@ class Engine:
         return self._http.get(path).raise_for_status().json()
 
     def flush_cache(self) -> int:
-        """Ask until it is done, as slime does; returns how often."""
+        """Flush the cache, like slime: retry until it succeeds. Return the number of attempts."""
         for count in range(1, 61):
             if self._http.get("/flush_cache").status_code == 200:
                 return count
@@ -75,12 +75,12 @@ class Engine:
         raise TimeoutError("the cache could not be flushed: requests run on.")
 
     def checksums(self) -> dict[str, str]:
-        """The first 16 digits of the SHA-256 of every tensor that serves."""
+        """Return the first 16 digits of the SHA-256 of every live tensor."""
         return self.post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
 
 
 class Rollouts:
-    """Samples without end, so many at a time, until `finish`."""
+    """Endless rollouts, a fixed number at a time, until `finish`."""
 
     def __init__(self, engine: Engine, count: int, max_tokens: int) -> None:
         self._engine, self._max_tokens = engine, max_tokens
@@ -90,7 +90,7 @@ class Rollouts:
         self._workers = [self._pool.submit(self._work) for _ in range(count)]
 
     def wait_until_under_way(self) -> None:
-        """Return when the engine is at work for them. Raises what went wrong instead."""
+        """Wait until the engine runs the rollouts. Raises the error of a failed rollout."""
         until = time.monotonic() + PATIENCE
         while not self._engine.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
             for worker in self._workers:
@@ -103,12 +103,12 @@ class Rollouts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Begin no more, also if the trainer has failed."""
+        """Stop starting rollouts, also if the trainer has failed."""
         self._stop.set()
         self._pool.shutdown()
 
     def finish(self) -> list[Sample]:
-        """All samples; those under way end first."""
+        """Wait for the running rollouts and return all samples."""
         self._stop.set()
         return [sample for worker in self._workers for sample in worker.result(PATIENCE)]
 
@@ -121,9 +121,7 @@ class Rollouts:
         return samples
 
     def _complete(self, sample: Sample) -> None:
-        """Generate, and where that was cut off go on from the tokens that are there (partial
-        rollouts).
-        """
+        """Generate a rollout. After an abort, resume from its tokens (partial rollouts)."""
         while len(sample.tokens) < self._max_tokens:
             sampling = {
                 "temperature": 1.0,
@@ -149,7 +147,7 @@ class Rollouts:
 
 
 class Trainer:
-    """Has the weights, and sends them in buckets."""
+    """A trainer that holds the weights and sends them in buckets."""
 
     def __init__(
         self, engine: Engine, weights: dict[str, Tensor], mode: str, bucket_bytes: int
@@ -157,16 +155,14 @@ class Trainer:
         self._engine, self._mode, self._bucket_bytes = engine, mode, bucket_bytes
         self._weights = weights
         self._noise = torch.Generator().manual_seed(0)
-        # an earlier trainer may have been here
+        # an earlier trainer may have left a group
         served = engine.get("/get_weight_version")["weight_version"]
         self.version = int(served) if served.isdigit() else 0
         engine.post("/update_weight_version", {"new_version": str(self.version)})
         self.num_buckets = 0
 
     def connect(self) -> None:
-        """Make a group with the engine, by the name that both give it, beside whatever groups there
-        are.
-        """
+        """Create a named group with the engine, independent of other groups."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -184,18 +180,18 @@ class Trainer:
             joined.result(PATIENCE)
 
     def disconnect(self) -> None:
-        """Both sides leave the group."""
+        """Leave the group on both sides."""
         self._engine.post("/destroy_weights_update_group", {"group_name": GROUP})
         dist.destroy_process_group(self._group)
 
     def step(self) -> None:
-        """Train: here, by noise."""
+        """Add noise to all weights in place of training."""
         for name, tensor in self._weights.items():
             noise = torch.randn(tensor.shape, generator=self._noise) * 0.01
             self._weights[name] = (tensor.float() + noise).to(tensor.dtype)
 
     def publish(self) -> None:
-        """Pause, flush, send, continue; Miles tells besides where an update begins and ends."""
+        """Pause, flush, send, continue. Miles also marks the start and end of an update."""
         self.version += 1
         post, is_miles = self._engine.post, self._mode != "abort"
         post("/pause_generation", {"mode": self._mode} if is_miles else {})
@@ -227,15 +223,15 @@ class Trainer:
         post("/continue_generation", {})
 
     def check(self) -> None:
-        """What serves is what was sent."""
+        """Check that the live weights are the sent ones."""
         version = self._engine.get("/get_weight_version")["weight_version"]
-        require(version == str(self.version), f"version {version} serves, not {self.version}")
+        require(version == str(self.version), f"version {version} is live, not {self.version}")
         served = self._engine.checksums()
         for name, tensor in self._weights.items():
             data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             require(
                 served[name] == hashlib.sha256(data).hexdigest()[:16],
-                f"{name} serves with other values than were sent",
+                f"the live values of {name} differ from the sent ones",
             )
 
     def _buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -251,8 +247,8 @@ class Trainer:
 
 
 def named_group(address: str, world_size: int) -> Any:
-    """A group of its own store, in which this process is rank 0. Torch has no public function for a
-    second such one.
+    """Create a process group with its own store, as rank 0. Torch has no public function for a
+    second group of this kind.
     """
     timeout = timedelta(seconds=PATIENCE)
     store, _, _ = next(dist.rendezvous(address, 0, world_size, timeout=timeout))  # pyright: ignore
@@ -267,13 +263,13 @@ def named_group(address: str, world_size: int) -> Any:
 
 
 def require(is_so: bool, problem: str) -> None:
-    """Raise `SystemExit` unless it is."""
+    """Raise `SystemExit` unless a condition holds."""
     if not is_so:
         raise SystemExit(problem)
 
 
 def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int) -> None:
-    """Every token has its logprob and its version, and versions rise."""
+    """Check that every token has a logprob and a version, and that versions never decrease."""
     for sample in samples:
         lengths = {len(sample.tokens), len(sample.logprobs), len(sample.versions)}
         require(
@@ -283,40 +279,40 @@ def check_samples(samples: list[Sample], mode: str, newest: int, max_tokens: int
         numbers = [int(each) for each in sample.versions]
         require(
             numbers == sorted(numbers),
-            f"sample {sample.seed} has versions that fall: {sample.versions}",
+            f"sample {sample.seed} has decreasing versions: {sample.versions}",
         )
-        require(numbers[-1] <= newest, f"sample {sample.seed} has versions that never were")
+        require(numbers[-1] <= newest, f"sample {sample.seed} has unknown versions")
         require(
             mode == "abort" or not sample.aborts,
-            f"sample {sample.seed} was cut off, in mode {mode}",
+            f"sample {sample.seed} was aborted in mode {mode}",
         )
     crossed = [sample for sample in samples if len(set(sample.versions)) > 1]
-    require(bool(crossed), "no sample was under way at an update")
+    require(bool(crossed), "no sample was running during an update")
     require(
         mode != "abort" or all(sample.aborts for sample in crossed),
-        "a sample changed its version by itself",
+        "a sample changed its version without an update",
     )
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Drive a server as slime does.")
-    parser.add_argument("url", help="of the server")
+    parser.add_argument("url", help="URL of the server")
     parser.add_argument(
         "model",
         type=Path,
         nargs="?",
-        help="folder of its model; default: the one that it serves from",
+        help="folder of its model; default: the folder that the server reports",
     )
     parser.add_argument("--mode", choices=("abort", "retract", "in_place"), default="abort")
     parser.add_argument("--updates", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=4, help="rollouts at a time")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of a rollout")
+    parser.add_argument("--requests", type=int, default=4, help="rollouts in flight")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of a rollout")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
     given = parser.parse_args()
 
     engine = Engine(given.url)
-    # so that what is sent is what serves, to the bit
+    # so that the sent weights are served bit for bit
     dtype = getattr(torch, engine.get("/server_info")["dtype"])
     folder = given.model or Path(engine.get("/model_info")["tokenizer_path"])
     weights = {name: tensor.to(dtype) for name, tensor in read_tensors(folder)}

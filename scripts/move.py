@@ -1,9 +1,9 @@
-"""Move modules and folders, and follow them everywhere: imports, dotted names, paths in documents.
+"""Move modules and folders, and update imports, dotted names, and paths in documents.
 
 `python scripts/move.py TABLE` reads lines `old new`, both from the repository's root without the
-suffix `.py`: `src/nano_inference/engine/loop src/nano_inference/core/loop`. A line of folders moves
-all of their files for which the table has no line of their own. The script moves files with git and
-rewrites every tracked text; run the formatter and the import sorter afterwards.
+suffix `.py`: `src/nano_inference/engine/loop src/nano_inference/core/loop`. A line for a folder
+moves all of its files that have no line of their own. The script moves files with git and rewrites
+every tracked text. Run the formatter and the import sorter afterwards.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".json", ".cfg", ".html", ".js", ""}
-DONE = "\0"  # stands before a name that is the new one already
+DONE = "\0"  # marks a name that is already rewritten
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def read_table(path: Path) -> dict[str, str]:
 
 
 def moved_files(table: dict[str, str], files: list[Path]) -> dict[str, str]:
-    """Map each moved file to its new path; the longest line of the table that covers it decides."""
+    """Map each moved file to its new path, by the longest matching line of the table."""
     moves = {}
     for path in map(str, files):
         own = path.removesuffix(".py")
@@ -62,7 +62,7 @@ def dotted(path: str) -> str:
 
 
 def dotted_names(table: dict[str, str], moves: dict[str, str]) -> dict[str, str]:
-    """Old and new dotted names of all modules and folders that move."""
+    """Return old and new dotted names of all moved modules and folders."""
     names = {dotted(old): dotted(new) for old, new in moves.items() if old.endswith(".py")}
     return {dotted(old): dotted(new) for old, new in table.items()} | names
 
@@ -78,7 +78,7 @@ def rewrite(path: Path, names: dict[str, str], moves: dict[str, str]) -> None:
 
 
 def follow_from_imports(text: str, names: dict[str, str]) -> str:
-    """`from package import module`: one statement for each module that moves."""
+    """Rewrite `from package import module` into one statement per moved module."""
 
     def replaced(found: re.Match[str]) -> str:
         indent, package, listed = found.groups()
@@ -119,7 +119,7 @@ def follow_dotted(text: str, names: dict[str, str]) -> str:
 
 
 def follow_paths(text: str, moves: dict[str, str]) -> str:
-    """Paths from the root, from src/, or from the package's folder, as documents write them."""
+    """Yield paths as documents write them: from the root, src/, or the package's folder."""
     shorter = {}
     for old, new in moves.items():
         shorter[old] = new

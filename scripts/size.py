@@ -1,9 +1,9 @@
-"""How large the package is, and how many of its files a token, a request and an update pass.
+"""Measure the size of the package, and the files that a token, a request and an update pass.
 
-`python scripts/size.py` counts; `python scripts/size.py --paths` also runs each of these once on a
-small model and lists the files. Numbers that may only fall: docs/house.md says where they stand.
+`python scripts/size.py` counts. `python scripts/size.py --paths` also runs each of these once on a
+small model and lists the files. The numbers may only fall; docs/house.md has the current ones.
 
-Statements are those of the syntax tree, docstrings aside: no way of formatting changes them.
+Statements are nodes of the syntax tree without docstrings, so formatting does not change them.
 """
 
 import argparse
@@ -22,14 +22,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nano_inference"
-# A reader of these folders understands a step.
+# These folders contain everything that a step needs.
 STEP = ("core", "kv_cache", "sampling")
 SCREEN = 50  # lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--paths", action="store_true", help="also run, and list the files passed")
+    parser.add_argument(
+        "--paths", action="store_true", help="also run each path and list its files"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     found: dict[str, Any] = sizes()
@@ -116,7 +118,7 @@ def _module(path: Path) -> str:
 
 
 def _imports(name: str, tree: ast.Module, modules: dict[str, Path]) -> set[str]:
-    """Modules that a file imports. A folder's `__init__` only lists names of its files."""
+    """Return the modules that a file imports, resolving names that an `__init__` lists."""
     if modules[name].name == "__init__.py":
         return set()
     found: set[str] = set()
@@ -151,11 +153,11 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 class Trace:
-    """Which of the package's files have a function that runs while `watching`, on any thread."""
+    """Collect the package's files that have a function running in the block, on any thread."""
 
     def __init__(self) -> None:
         self._files: set[str] | None = None
-        threading.setprofile(self._look)  # threads that start from now on
+        threading.setprofile(self._look)  # threads that start later
         sys.setprofile(self._look)
 
     @contextmanager
@@ -171,7 +173,7 @@ class Trace:
 
 
 def paths() -> dict[str, set[str]]:
-    """The files that each way passes, each run a second time: the first also loads and fills."""
+    """Return the files of each path, from its second run. The first also loads and fills caches."""
     trace = Trace()
     import torch
 

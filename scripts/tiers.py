@@ -1,8 +1,8 @@
 """`python scripts/tiers.py JUNIT.xml`: list the most expensive tests, for the mark `thorough`.
 
-`pytest --tier quick -o junit_duration_report=call --junitxml=JUNIT.xml tests` measures. It counts
-calls only: a fixture is paid by the next test. Mark a test, or its expensive cases, until the quick
-tier takes `--seconds` of one core. Do not mark tests that turn the seeded faults of core/ red.
+`pytest --tier quick -o junit_duration_report=call --junitxml=JUNIT.xml tests` measures calls only,
+without fixtures. Mark tests, or their expensive cases, until the quick tier takes `--seconds` of
+one core. Do not mark tests that detect the seeded faults of core/.
 """
 
 import argparse
@@ -14,7 +14,9 @@ from xml.etree import ElementTree
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("junit", type=Path)
-    parser.add_argument("--seconds", type=float, default=550.0, help="of one core, for what stays")
+    parser.add_argument(
+        "--seconds", type=float, default=550.0, help="seconds of one core for the remaining tests"
+    )
     options = parser.parse_args()
     cases = times(options.junit)
     total = left = sum(cases.values())

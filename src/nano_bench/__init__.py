@@ -1,3 +1,3 @@
-"""Load on servers with OpenAI's routes: what `nano-inference bench` and the benchmarks send, and
-what they see. No torch.
+"""Load generator for servers with OpenAI's routes, for `nano-inference bench` and the benchmarks.
+Does not import torch.
 """

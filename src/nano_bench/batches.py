@@ -1,8 +1,7 @@
-"""Files of requests in OpenAI's batch form: lines in, rows out, in the same order.
+"""Files of requests in OpenAI's batch format: input lines become output rows in the same order.
 
 A line `{"custom_id", "method", "url", "body"}` becomes a row `{"id", "custom_id", "response",
-"error"}`. The `id` counts lines, so what a run has left can be told from its rows, and a later run
-goes on behind them.
+"error"}`. The `id` contains the line number, so a later run can resume after the existing rows.
 """
 
 import asyncio
@@ -18,21 +17,21 @@ from typing import IO, Any
 
 from nano_inference.errors import ConfigError, NanoInferenceError
 
-MAX_LINE = 64 << 20  # bytes of a line
-AHEAD = 4  # rows that may wait for an earlier one, for each request under way
-TRIES = 6  # of a request that the server cannot take now
-FIRST_WAIT = 0.5  # seconds between the first two; each later wait is twice as long
-LONGEST_WAIT = 60.0  # seconds that a server may ask for
-SEEDED = frozenset(("/v1/completions", "/v1/chat/completions"))  # whose bodies know a seed
-_LATER = frozenset((429, 502, 503))  # the server cannot take it now; another time it may
+MAX_LINE = 64 << 20  # maximum bytes of a line
+AHEAD = 4  # rows that may wait for an earlier one, per request in flight
+TRIES = 6  # attempts for a request while the server is unavailable
+FIRST_WAIT = 0.5  # seconds between the first two attempts; each later wait is twice as long
+LONGEST_WAIT = 60.0  # upper bound for the server's retry-after, in seconds
+SEEDED = frozenset(("/v1/completions", "/v1/chat/completions"))  # routes that accept a seed
+_LATER = frozenset((429, 502, 503))  # the server is unavailable; retry later
 
 
 class Gone(NanoInferenceError):
-    """A server, or an engine, that answers no more."""
+    """The server or engine stopped replying."""
 
 
 class Failed(NanoInferenceError):
-    """One request got no answer. `code` is that of its row."""
+    """A request without a reply. `code` is the error code of its row."""
 
     def __init__(self, code: str, what: str) -> None:
         super().__init__(what)
@@ -41,11 +40,11 @@ class Failed(NanoInferenceError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request was answered with.
+    """The reply to a request.
 
     Attributes:
-        retry_after: seconds that the server wants to be left alone; None: it says nothing.
-        may_retry: it does not say that another try is in vain.
+        retry_after: Seconds to wait before a retry, from the header. None: no such header.
+        may_retry: False if the server's headers forbid a retry.
     """
 
     status: int
@@ -56,7 +55,7 @@ class Answer:
 
     @classmethod
     def of(cls, status: int, headers: Mapping[str, str], body: bytes) -> "Answer":
-        """From a response; names of headers in lower case."""
+        """Build it from a response. Header names must be in lower case."""
         wait = headers.get("retry-after", "")
         return cls(
             status,
@@ -71,7 +70,7 @@ Ask = Callable[[str, bytes], Awaitable[Answer]]
 
 
 async def patiently(ask: Ask, path: str, body: bytes) -> Answer:
-    """Ask, and again where the server cannot take it now. Raises `Gone` after `TRIES`, `Failed`."""
+    """Send a request with retries. Raises `Failed`, or `Gone` after `TRIES` attempts."""
     wait, why = FIRST_WAIT, ""
     for number in range(1, TRIES + 1):
         try:
@@ -96,7 +95,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input: where to send what, or the row of its error."""
+    """A line of the input: its request, or the row of its error."""
 
     number: int
     custom_id: str | None
@@ -106,7 +105,7 @@ class Line:
 
 
 def lines_of(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their numbers from 1. One that is too long is cut."""
+    """Yield nonempty lines with their numbers from 1. Lines beyond the limit are truncated."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -119,11 +118,12 @@ def lines_of(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 @dataclass
 class Reader:
-    """Checks lines.
+    """Parser and checker of lines.
 
     Attributes:
-        urls: that a line may name.
-        seed: with it a line without a seed gets one that follows from this and its `custom_id`.
+        urls: Routes that a line may use.
+        seed: Base seed. A request without a seed gets one derived from it and the `custom_id`.
+            None: such requests stay unchanged.
     """
 
     urls: frozenset[str]
@@ -131,42 +131,42 @@ class Reader:
     _seen: set[bytes] = field(default_factory=set[bytes])
 
     def read(self, number: int, line: bytes) -> Line:
-        """A line. Its `error` says what is wrong with it."""
+        """Parse a line. If it is invalid, its `error` is set."""
         try:
             if len(line) > MAX_LINE:
                 raise Failed("line_too_long", f"line {number} has more than {MAX_LINE} bytes.")
-            given = _object(number, line)
+            content = _object(number, line)
         except Failed as problem:
             return Line(number, None, error=_refused(number, None, problem))
-        custom_id = custom_id_of(given)
+        custom_id = custom_id_of(content)
         try:
-            return self._checked(number, given, custom_id)
+            return self._checked(number, content, custom_id)
         except Failed as problem:
             return Line(number, custom_id, error=_refused(number, custom_id, problem))
 
-    def _checked(self, number: int, given: Row, custom_id: str | None) -> Line:
+    def _checked(self, number: int, content: Row, custom_id: str | None) -> Line:
         if not custom_id:
-            raise Failed("missing_custom_id", f"line {number} has no custom_id, which is a text.")
+            raise Failed("missing_custom_id", f"line {number} has no custom_id; add a string.")
         if self._is_known(custom_id):
             raise Failed(
                 "duplicate_custom_id", f"line {number}: an earlier line has the same custom_id."
             )
-        if given.get("method", "POST") != "POST":
+        if content.get("method", "POST") != "POST":
             raise Failed("invalid_method", f"line {number}: method must be POST.")
-        if (url := given.get("url")) not in self.urls:
+        if (url := content.get("url")) not in self.urls:
             known = ", ".join(sorted(self.urls))
             raise Failed("invalid_url", f"line {number}: url must be one of {known}.")
-        body = given.get("body")
+        body = content.get("body")
         if not isinstance(body, dict):
             raise Failed("invalid_body", f"line {number}: body must be an object.")
         if body.get("stream"):
-            raise Failed("invalid_body", f"line {number}: an answer in a file cannot be streamed.")
+            raise Failed("invalid_body", f"line {number}: stream is not supported; leave it out.")
         if self.seed is not None and url in SEEDED and body.get("seed") is None:
             body = {**body, "seed": _seed(self.seed, custom_id)}
         return Line(number, custom_id, url, json.dumps(body).encode())
 
     def _is_known(self, custom_id: str) -> bool:
-        """Whether an earlier line has it. 16 bytes of each are kept."""
+        """Return True if an earlier line has this id. Only 16-byte digests are kept."""
         short = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if short in self._seen:
             return True
@@ -176,17 +176,17 @@ class Reader:
 
 def _object(number: int, line: bytes) -> Row:
     try:
-        given = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise Failed("invalid_json_line", f"line {number} is not JSON: {problem}.") from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise Failed("invalid_json_line", f"line {number} is not an object.")
-    return given
+    return content
 
 
-def custom_id_of(given: Row) -> str | None:
-    found = given.get("custom_id")
-    return found if isinstance(found, str) else None
+def custom_id_of(content: Row) -> str | None:
+    custom_id = content.get("custom_id")
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def _seed(seed: int, custom_id: str) -> int:
@@ -195,7 +195,7 @@ def _seed(seed: int, custom_id: str) -> int:
 
 
 def row_id(number: int) -> str:
-    """Of the row that line `number` becomes."""
+    """Return the id of the row for a line."""
     return f"batch_req_{number:08d}"
 
 
@@ -208,7 +208,8 @@ def _answered(line: Line, answer: Answer) -> Row:
     try:
         body = json.loads(answer.body)
     except (ValueError, RecursionError):
-        what = f"status {answer.status}, and no JSON: {answer.body[:200].decode(errors='replace')}"
+        start = answer.body[:200].decode(errors="replace")
+        what = f"status {answer.status}, but the body is not JSON: {start}"
         return _refused(line.number, line.custom_id, Failed("invalid_response", what))
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
     return {
@@ -220,7 +221,7 @@ def _answered(line: Line, answer: Answer) -> Row:
 
 
 def is_good(row: Row) -> bool:
-    """Whether a row holds an answer."""
+    """Return True if a row contains a successful response."""
     response = row.get("response")
     return (
         row.get("error") is None
@@ -234,27 +235,29 @@ def is_good(row: Row) -> bool:
 
 @dataclass
 class Counts:
-    """Attributes:
-    rows: written, also by earlier runs.
-    failed: of them, those without an answer.
-    found: that were there before.
-    tokens: that this run's answers hold, by their usage.
+    """Counts of the output.
+
+    Attributes:
+        rows: Rows in the file, including those of earlier runs.
+        failed: Failed rows among them.
+        earlier: Rows of earlier runs.
+        tokens: Output tokens of this run, from the usage of the responses.
     """
 
     rows: int = 0
     failed: int = 0
-    found: int = 0
+    earlier: int = 0
     tokens: int = 0
 
 
 class Output:
-    """The file of rows, for one run at a time. A context manager."""
+    """The output file, locked for one run. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError`: it cannot be written, or another run writes it."""
+        """Open and lock the file. Raises `ConfigError` if that fails."""
         self.path = path
         self.counts = Counts()
-        self._whole = 0  # bytes of whole rows
+        self._whole = 0  # bytes of complete rows
         try:
             self._file = open(path, "a+b")  # noqa: SIM115
         except OSError as problem:
@@ -263,7 +266,9 @@ class Output:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ConfigError(f"another run writes {path}.") from None
+            raise ConfigError(
+                f"{path} is in use by another run; wait for it, or choose another output."
+            ) from None
 
     def __enter__(self) -> "Output":
         return self
@@ -272,38 +277,38 @@ class Output:
         self._file.close()
 
     def pass_over(self, lines: Iterator[tuple[int, bytes]], reader: Reader) -> None:
-        """Take the lines whose rows are there. A last row that is half written is cut off.
+        """Skip the lines that already have rows. An incomplete last row is removed.
 
-        Raises `ConfigError` where a row is not that of its line: it is the output of other input.
+        Raises `ConfigError` if a row does not match its line, so the file belongs to another input.
         """
         self._file.seek(0)
-        whole, place = 0, 0
+        whole, position = 0, 0
         while row := self._file.readline():
-            place += 1
-            given = _row(row)
-            if not row.endswith(b"\n") or (given is None and not self._file.read(1)):
+            position += 1
+            old = _row(row)
+            if not row.endswith(b"\n") or (old is None and not self._file.read(1)):
                 break
             number, line = next(lines, (0, b""))
             expected = reader.read(number, line) if number else None
             if (
-                given is None
+                old is None
                 or expected is None
-                or (given.get("id"), given.get("custom_id")) != (row_id(number), expected.custom_id)
+                or (old.get("id"), old.get("custom_id")) != (row_id(number), expected.custom_id)
             ):
                 raise ConfigError(
-                    f"{self.path}, row {place}: it is not the row of its line in the input; name "
+                    f"{self.path}, row {position} does not match its line in the input; choose "
                     "another output, or move this file away."
                 )
             whole = self._file.tell()
             self.counts.rows += 1
-            self.counts.failed += not is_good(given)
+            self.counts.failed += not is_good(old)
         self._file.truncate(whole)
         self._whole = whole
-        self.counts.found = self.counts.rows
+        self.counts.earlier = self.counts.rows
 
     def write(self, row: Row) -> None:
-        """A whole row, handed to the system. Raises `NanoInferenceError`; the file then ends with
-        the row before.
+        """Write a complete row. If that fails, remove the partial row and raise
+        `NanoInferenceError`.
         """
         data = json.dumps(row).encode() + b"\n"
         left = memoryview(data)
@@ -319,16 +324,16 @@ class Output:
         self.counts.tokens += _tokens(row)
 
     def end(self) -> None:
-        """All that was written is on the disk."""
+        """Flush all rows to disk."""
         os.fsync(self._file.fileno())
 
 
 def _row(line: bytes) -> Row | None:
     try:
-        given = json.loads(line)
+        row = json.loads(line)
     except ValueError:
         return None
-    return given if isinstance(given, dict) else None
+    return row if isinstance(row, dict) else None
 
 
 def _tokens(row: Row) -> int:
@@ -336,8 +341,8 @@ def _tokens(row: Row) -> int:
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0
-    found = usage.get("completion_tokens", usage.get("output_tokens"))
-    return found if isinstance(found, int) else 0
+    count = usage.get("completion_tokens", usage.get("output_tokens"))
+    return count if isinstance(count, int) else 0
 
 
 async def _row_of(line: Line, ask: Ask, room: asyncio.Semaphore) -> Row:
@@ -362,21 +367,22 @@ async def run_lines(
     ask: Ask,
     output: Output,
     concurrency: int,
-    told: Callable[[], None] = lambda: None,
+    on_row: Callable[[], None] = lambda: None,
 ) -> None:
-    """Ask for every line, and write the rows in the lines' order.
+    """Send the requests of all lines, and write the rows in the order of the lines.
 
-    So many requests are under way, and `AHEAD` times as many lines are held, whatever the file's
-    size. Raises `Gone` where the server is gone; the rows until then are written.
+    At most `concurrency` requests are in flight, and `AHEAD` times as many lines are in memory.
+    `on_row` is called after each row. Raises `Gone` if the server is gone, after writing the rows
+    of all earlier lines that have a reply.
     """
     room = asyncio.Semaphore(concurrency)
     under_way: deque[asyncio.Task[Row]] = deque()
 
     async def write_first() -> None:
         row = await under_way[0]
-        output.write(row)  # at once: nothing may come between a row's begin and its end
+        output.write(row)  # no `await` while a row is written
         under_way.popleft()
-        told()
+        on_row()
 
     try:
         for number, line in lines:
@@ -387,7 +393,7 @@ async def run_lines(
             await write_first()
     finally:
         try:
-            while under_way and _is_done(under_way[0]):  # whatever ends the run, these are answered
+            while under_way and _is_done(under_way[0]):  # these have replies even if the run fails
                 output.write(under_way.popleft().result())
         finally:
             for task in under_way:

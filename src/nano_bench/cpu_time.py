@@ -1,4 +1,4 @@
-"""CPU seconds of this process and of others with all that they started."""
+"""CPU seconds of this process and of other process trees."""
 
 import time
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ import psutil
 
 
 class CpuMeter:
-    """CPU seconds of this process as "client", and of process trees by name. A tree ends where
-    another one begins.
+    """Meter of the CPU seconds of this process ("client") and of named process trees. A tree does
+    not include another watched tree.
     """
 
     def __init__(self, watched: Mapping[str, int]) -> None:
@@ -23,7 +23,7 @@ class CpuMeter:
 
 
 def tree(pid: int, without: set[int]) -> list[int]:
-    """A process and all below it, but not those in `without` nor what is below them."""
+    """Return a process and its descendants, except the subtrees of processes in `without`."""
     try:
         below = psutil.Process(pid).children()
     except psutil.NoSuchProcess:
@@ -40,7 +40,7 @@ def tree(pid: int, without: set[int]) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and of its children that have ended; 0 for one that is gone."""
+    """Return the CPU seconds of a process and its ended children. 0 if it is gone."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
@@ -49,12 +49,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def server_parts(pid: int) -> dict[str, int]:
-    """`api`: the server's first process. `engine`: its busiest child with all below it, where it
-    has one.
-    """
+    """Return the process ids of a server's parts: `pid` as `api`, its largest child as `engine`."""
     try:
         below = psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         below = []
-    busiest = max(below, key=lambda child: child.memory_info().rss, default=None)
-    return {"api": pid} | ({"engine": busiest.pid} if busiest is not None else {})
+    largest = max(below, key=lambda child: child.memory_info().rss, default=None)
+    return {"api": pid} | ({"engine": largest.pid} if largest is not None else {})

@@ -1,8 +1,8 @@
-"""Put load on an OpenAI-compatible server, ours or another, and time what it answers.
+"""Send load to an OpenAI-compatible server and time the replies.
 
-Closed loop: so many requests are always under way. Open loop: requests set out at given times, and
-waiting counts from the time at which one was to set out, also where the client was late. One
-process, one thread; see `wire`.
+Closed loop: a fixed number of requests is in flight. Open loop: requests are sent at given times,
+and latencies count from the planned time even if the client was late. Runs in one process with one
+thread, see `wire`.
 """
 
 import asyncio
@@ -32,9 +32,7 @@ Result = TypeVar("Result")
 
 @cache
 def decoder() -> Callable[[bytes], Any]:
-    """What reads JSON: msgspec, which is faster, where it is installed. It is not
-    imported before there is something to read.
-    """
+    """Return a JSON decoder: msgspec's if installed, which is faster. Imported on first use."""
     try:
         from msgspec.json import decode
     except ImportError:
@@ -42,23 +40,23 @@ def decoder() -> Callable[[bytes], Any]:
     return decode
 
 
-PATIENCE = 600.0  # seconds for one request
-# seconds; servers close a connection that rests for 5 s, perhaps just when it is used again
+PATIENCE = 600.0  # default timeout of a request in seconds
+# seconds; servers close connections after 5 s of idling, possibly just when one is reused
 IDLE_LIMIT = 2.0
-AT_ONCE = 0.05  # seconds in which a server says that it had closed a connection before
-LATE = 4096  # replies that are kept until the load is over; later ones are read as they end
-PAUSE = 0.1  # seconds before a loop that found no server tries again
-GIVE_UP = 3.0  # seconds without any connection, then no more requests set out
+AT_ONCE = 0.05  # seconds within which a cut-off means that the connection was already closed
+LATE = 4096  # replies to keep until the load is over; later ones are parsed as they end
+PAUSE = 0.1  # seconds until a loop retries an unreachable server
+GIVE_UP = 3.0  # seconds without any connection, after which no more requests are sent
 
-# Kinds of errors beside those of `wire`.
+# Kinds of errors in addition to those of `wire`.
 STREAM_ERROR, BAD_REPLY = "error in the stream", "unreadable reply"
 NOT_SENT, INTERRUPTED = "not sent", "interrupted"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server. `key` is sent as a bearer token. A path in `url`, with or without a `/v1` at its
-    end, stands before every request's.
+    """A server. `key` is sent as a bearer token. A path in `url` is prepended to every request's
+    path, without a trailing `/v1`.
     """
 
     url: str
@@ -67,7 +65,7 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int, bool]:
-        """Host, port, whether it speaks TLS. Raises `ConfigError`."""
+        """Host, port, and True for TLS. Raises `ConfigError`."""
         try:
             parts = urlsplit(self._url)
             host, port = parts.hostname, parts.port
@@ -77,18 +75,18 @@ class Target:
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{self.url!r} is not an address such as http://127.0.0.1:8000.")
         if not (self.key or "").isascii() or not (self.key or " ").isprintable():
-            raise ConfigError("the API key holds characters that a header cannot carry.")
+            raise ConfigError("the API key must be printable ASCII, as it is sent in a header.")
         secure = parts.scheme == "https"
         return host, port or (443 if secure else 80), secure
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """A whole request: POST with a body, to which the model is added; GET without."""
+        """Encode a request: POST if there is a body, to which the model is added, otherwise GET."""
         if body is not None:
             return self.post(path, json.dumps({"model": self.model, **body}).encode())
         return self._request("GET", path)
 
     def post(self, path: str, content: bytes) -> bytes:
-        """A whole POST of a body of JSON."""
+        """Encode a POST request with a JSON body."""
         about = ("Content-Type: application/json", f"Content-Length: {len(content)}")
         return self._request("POST", path, *about) + content
 
@@ -109,22 +107,22 @@ class Target:
 
 
 async def model_of(target: Target) -> str:
-    """The id of the first model that the server names. Raises `Broken`."""
+    """Return the id of the first model that the server lists. Raises `Broken`."""
     connection = await connect(*target.address)
     try:
         reply = await connection.ask(target.request("/v1/models"), 30.0)
     finally:
         connection.close()
     if reply.status != 200:
-        raise Broken(f"/v1/models is answered with {reply.status}: {reply.body[:200]!r}")
+        raise Broken(f"/v1/models returned status {reply.status}: {reply.body[:200]!r}")
     try:
         return str(json.loads(reply.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise Broken("/v1/models names no model", BAD_REPLY) from None
+        raise Broken("/v1/models lists no model", BAD_REPLY) from None
 
 
 class Connections:
-    """Connections that are free; a new one where none is."""
+    """Pool of idle connections. It opens a new one if none is idle."""
 
     def __init__(self, target: Target) -> None:
         self._address = target.address
@@ -133,8 +131,9 @@ class Connections:
     async def ask(self, request: bytes, timeout: float) -> Reply:
         """Send a request. Raises `Broken`.
 
-        A server may close a connection that rests just when it is used again. What it closes at
-        once, without a byte of a reply, it has not read: that is sent again over a new connection.
+        A server may close an idle connection just when it is reused. If a reused connection is cut
+        off within `AT_ONCE` and without a reply, the request was not read, and is resent over a
+        new connection.
         """
         rested = self._rested()
         if rested is not None:
@@ -169,7 +168,7 @@ class Connections:
 
 @dataclass(slots=True)
 class _Record:
-    """A reply, or why there is none; read when the load is over."""
+    """A reply or the reason for its absence. It is parsed when the load is over."""
 
     ask: Ask
     began: float
@@ -180,7 +179,7 @@ class _Record:
 
 
 class _Run:
-    """A load that is under way."""
+    """A load in progress."""
 
     def __init__(
         self,
@@ -193,7 +192,7 @@ class _Run:
         self.records: list[_Record | Outcome] = []
         self.gave_up = False
         encoded = ((ask, target.request(ask.path, ask.body)) for ask in asks)
-        # encoded before the clock runs, unless it is not known how many there are
+        # encoded before the clock starts, unless the number of requests is unknown
         self._requests = iter(list(encoded)) if seconds is None else encoded
         self._is_counted = seconds is None
         self._seconds = seconds
@@ -206,7 +205,7 @@ class _Run:
         self.began = self._last_answer = time.perf_counter()
 
     def next(self) -> tuple[Ask, bytes] | None:
-        """The next request; None: no more set out."""
+        """Return the next request, or None if no more are to be sent."""
         over = self._is_over(time.perf_counter())
         return None if over or self.gave_up else next(self._requests, None)
 
@@ -223,29 +222,29 @@ class _Run:
                     return
                 planned = self.began + start
                 await asyncio.sleep(max(planned - time.perf_counter(), 0.0))
-                if (found := self.next()) is None:
+                if (request := self.next()) is None:
                     return
-                under_way.create_task(self._send(*found, planned))
+                under_way.create_task(self._send(*request, planned))
 
     def leave_nothing_out(self) -> None:
-        """Requests that were to be sent to a server that is gone."""
+        """Record the requests that were not sent because the server is gone."""
         if self.gave_up and self._is_counted:
             now = time.perf_counter()
-            why = "the server could not be reached any more"
+            why = "the server became unreachable"
             self.records += [
                 _Record(ask, now, None, why, NOT_SENT, now) for ask, _ in self._requests
             ]
 
     async def _one_by_one(self) -> None:
-        while (found := self.next()) is not None:
-            if self._is_over(began := time.perf_counter()):  # by now: encoding it took time
+        while (request := self.next()) is not None:
+            if self._is_over(began := time.perf_counter()):  # encoding the request took time
                 return
-            record = await self._send(*found, began)
+            record = await self._send(*request, began)
             if record.kind == UNREACHABLE:
                 await asyncio.sleep(PAUSE)
 
     async def _send(self, ask: Ask, request: bytes, began: float) -> _Record:
-        record, place = _Record(ask, began), len(self.records)
+        record, index = _Record(ask, began), len(self.records)
         self.records.append(record)
         try:
             record.reply = await self.connections.ask(request, self._timeout)
@@ -257,8 +256,8 @@ class _Run:
             self._last_answer = now
         elif now - self._last_answer > GIVE_UP:
             self.gave_up = True
-        if place >= LATE:
-            self.records[place] = outcome(record)
+        if index >= LATE:
+            self.records[index] = outcome(record)
         self._ended()
         return record
 
@@ -275,22 +274,22 @@ async def drive(
     ended: Callable[[], None] = lambda: None,
     interruptible: bool = False,
 ) -> Load:
-    """Send requests and wait for their answers.
+    """Send requests and wait for the replies.
 
-    A server that cannot be reached for `GIVE_UP` seconds ends the load; requests that were to
-    be sent to it are among the outcomes, with their reason.
+    If the server is unreachable for `GIVE_UP` seconds, the load ends. The outcomes then include
+    the unsent requests.
 
     Args:
-        target: the server.
-        asks: in the order in which they set out.
-        concurrency: requests under way at once, where no times are given.
-        starts: seconds from the begin at which requests set out, however many are under way; see
+        target: Server to send to.
+        asks: Requests in sending order.
+        concurrency: Number of requests in flight. Ignored with `starts`.
+        starts: Sending times in seconds since the start, for any number in flight, as from
             `shape.start_times`.
-        seconds: after these no request sets out. None: all of `asks` do.
-        timeout: seconds for one request.
-        watched: process ids by name, whose CPU time and whose children's is wanted.
-        ended: called whenever a request has ended.
-        interruptible: cancelled (by Ctrl-C), it returns what was seen until then.
+        seconds: Send no request after this many seconds. None: send all of `asks`.
+        timeout: Timeout of one request in seconds.
+        watched: Process ids by name. The CPU time of these process trees is measured.
+        ended: Callback after each request.
+        interruptible: Return the results so far if cancelled by Ctrl-C.
     """
     run, meter = _Run(target, asks, seconds, timeout, ended), CpuMeter(watched or {})
     interrupted = False
@@ -315,7 +314,7 @@ async def drive(
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keep the garbage collector from pausing the client."""
+    """Disable the garbage collector, so that it cannot pause the client."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -327,7 +326,7 @@ def no_collections() -> Iterator[None]:
 
 
 def outcome(record: _Record) -> Outcome:
-    """Read a reply."""
+    """Parse a record into an outcome."""
     reply = record.reply
     if reply is None:
         ended = record.ended or time.perf_counter()
@@ -348,7 +347,7 @@ def outcome(record: _Record) -> Outcome:
 
 def _of_body(began: float, reply: Reply) -> Outcome:
     content = decoder()(reply.body)
-    if "meta_info" in content:  # SGLang's shape
+    if "meta_info" in content:  # SGLang's format
         meta = content["meta_info"]
         return Outcome(
             began,
@@ -370,14 +369,14 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
     usage: Mapping[str, Any] | None = None
     if not reply.events or reply.events[-1][1] != b"[DONE]":
         raise Broken(
-            "the stream ended without [DONE], behind "
+            "the stream ended without [DONE], after "
             f"{reply.events[-1][1][:200] if reply.events else b''!r}",
             STREAM_ERROR,
         )
     for when, data in reply.events[:-1]:
         event = decoder()(data)
         if "error" in event:
-            raise Broken(f"the stream holds an error: {data[:300]!r}", STREAM_ERROR)
+            raise Broken(f"the stream contains an error: {data[:300]!r}", STREAM_ERROR)
         usage = event.get("usage") or usage
         if any(has_text(choice) for choice in event["choices"]):
             pieces.append(when)
@@ -386,9 +385,7 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
 
 
 def has_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of an event holds a piece of the answer. The role alone, or how it ended, is
-    none.
-    """
+    """Return True if a choice of an event contains output, not only a role or finish reason."""
     if "text" in choice:
         return bool(choice["text"]) or choice.get("finish_reason") is None
     delta: Mapping[str, Any] = choice.get("delta") or {}
@@ -403,6 +400,6 @@ def _counts(usage: Mapping[str, Any]) -> tuple[int, int, int, str]:
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run in an event loop of the fastest kind that there is."""
+    """Run a coroutine on the fastest available kind of event loop."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)

@@ -1,6 +1,4 @@
-"""The server's application asked from its own process: its routes, checks and answers, and no
-port.
-"""
+"""The server's application, called in this process without a port."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,13 +13,13 @@ from nano_inference.server import ServerConfig, running_app
 
 
 async def _ask(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """POST a body of JSON as a client would."""
+    """Send a JSON body by POST, like a client."""
     status, headers, parts = 0, dict[str, str](), list[bytes]()
     to_come = [body]
 
     async def receive() -> Message:
         if not to_come:
-            await asyncio.Event().wait()  # a client that stays
+            await asyncio.Event().wait()  # the client stays connected
         return {"type": "http.request", "body": to_come.pop(), "more_body": False}
 
     async def send(message: Message) -> None:
@@ -57,8 +55,8 @@ def _scope(path: str, body: bytes) -> Message:
 
 @asynccontextmanager
 async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[Ask]:
-    """Yield what asks the application around an engine that is built. Raises
-    `NanoInferenceError` where it cannot be built.
+    """Build an engine and its application, and yield a function that sends requests to it. Raises
+    `NanoInferenceError` if the engine cannot be built.
     """
     async with running_app(engine, config) as app:
         yield partial(_ask, app)

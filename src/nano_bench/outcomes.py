@@ -9,15 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request; times in seconds by `time.perf_counter`.
+    """Outcome of a request. Times are seconds from `time.perf_counter`.
 
     Attributes:
-        began: when it was sent, or was to be sent.
-        pieces: when each event with a piece of the answer came; none where it was not streamed.
-        tokens: of the answer: by the server's usage, without one the number of pieces.
-        counted_by: which of the two: "usage" or "pieces"; "nothing" for a whole answer without
-            usage.
-        error, kind: what went wrong, and of which kind it is; or None.
+        began: Time when the request was sent, or planned to be sent.
+        pieces: Arrival time of each event with output. Empty if the reply was not streamed.
+        tokens: Number of output tokens: from the server's usage, otherwise the number of pieces.
+        counted_by: Source of `tokens`: "usage", "pieces", or "nothing" for an unstreamed reply
+            without usage.
+        error: Text of the error, or None.
+        kind: Kind of the error, or None.
     """
 
     began: float
@@ -32,18 +33,18 @@ class Outcome:
 
     @property
     def first_token(self) -> float | None:
-        """Seconds until the first piece; None where nothing was streamed."""
+        """Seconds until the first piece. None if nothing was streamed."""
         return self.pieces[0] - self.began if self.pieces else None
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for each token behind the first; None where there are none."""
+        """Mean seconds per token after the first. None if there are none."""
         if len(self.pieces) < 2 or self.tokens < 2:
             return None
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1)
 
 
-# What limits are about: the figure of a request that must not be above one.
+# Figures of a request that can be limited, by the name of the limit.
 LIMITED: dict[str, Callable[[Outcome], float | None]] = {
     "ttft": lambda each: each.first_token,
     "itl": lambda each: max(gaps(each.pieces), default=None),
@@ -54,13 +55,14 @@ LIMITED: dict[str, Callable[[Outcome], float | None]] = {
 
 @dataclass
 class Load:
-    """What a run saw.
+    """Results of a load.
 
     Attributes:
-        began: `time.perf_counter` at its begin.
-        cpu: CPU seconds of the client, and of every part of the server that was watched.
-        gave_up: no connection could be made for a while, and the load ended early.
-        interrupted: Ctrl-C ended it.
+        seconds: Duration of the load.
+        began: `time.perf_counter` at the start.
+        cpu: CPU seconds of the client and of each watched part of the server.
+        gave_up: True if the load ended early because the server was unreachable.
+        interrupted: True if Ctrl-C ended the load.
     """
 
     seconds: float
@@ -91,8 +93,8 @@ class Load:
         return [gap for each in self.outcomes for gap in gaps(each.pieces)]
 
     def within(self, limits: Mapping[str, float]) -> int:
-        """How many requests were answered within limits in seconds, by names of `LIMITED`. A
-        figure that a request has not got, such as a gap of a single piece, is within.
+        """Count the successful requests within limits, given in seconds by names of `LIMITED`. A
+        missing figure, such as the gap of a single piece, counts as within.
         """
         return sum(
             all((LIMITED[name](each) or 0.0) <= most for name, most in limits.items())
@@ -100,7 +102,7 @@ class Load:
         )
 
     def row(self) -> dict[str, Any]:
-        """Figures for a report: seconds and tokens a second, milliseconds for latencies."""
+        """Return figures for a report. Latencies are in milliseconds."""
         good, seconds = self.good, max(self.seconds, 1e-9)
         events = sum(len(each.pieces) for each in good)
         streamed = sum(each.tokens for each in good if each.pieces)
@@ -130,14 +132,14 @@ def gaps(pieces: Sequence[float]) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` percent of the values do not exceed."""
+    """Return the smallest value that at least `share` percent of the values do not exceed."""
     ordered = sorted(values)
-    place = -(-len(ordered) * share // 100) - 1  # rounded up
-    return ordered[max(int(place), 0)]
+    index = -(-len(ordered) * share // 100) - 1  # rounded up
+    return ordered[max(int(index), 0)]
 
 
 def shares(seconds: Sequence[float], *percents: int) -> dict[str, float] | None:
-    """Percentiles in milliseconds by name; None where there is nothing."""
+    """Return percentiles in milliseconds by name, or None if there are no values."""
     return (
         {f"p{share}": round(percentile(seconds, share) * 1e3, 3) for share in percents}
         if seconds

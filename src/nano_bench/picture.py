@@ -1,4 +1,4 @@
-"""The picture of a load. Needs matplotlib."""
+"""Plot of a load. Requires matplotlib."""
 
 import textwrap
 from pathlib import Path
@@ -15,8 +15,8 @@ _COLOURS = {
 
 
 def draw(done: Load, title: str, file: Path) -> None:
-    """A PNG of a load: each request's first token and whole answer over the time at which it set
-    out, and what share of the waits were how long.
+    """Draw a load as a PNG: latencies of each request over its sending time, and the cumulative
+    distribution of the latencies.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def draw(done: Load, title: str, file: Path) -> None:
     _dots(over_time, done, good, [each.ended - each.began for each in good], "whole answer")
     _dots(over_time, done, streamed, done.first_tokens, "first token")
     _dots(over_time, done, bad, [each.ended - each.began for each in bad], "failed", "x")
-    over_time.set(xlabel="seconds at which a request set out", ylabel="seconds", yscale="log")
+    over_time.set(xlabel="sending time in seconds", ylabel="seconds", yscale="log")
     for values, name in (
         (done.first_tokens, "first token"),
         (done.gaps, "between tokens"),

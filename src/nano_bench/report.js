@@ -1,6 +1,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const GROUPS = 10, SAMPLES = 8, TOKENS = 600;  // that are shown before somebody asks for more
+const GROUPS = 10, SAMPLES = 8, TOKENS = 600;  // shown per page, per group and per sample before "all" is clicked
 const NO_LOGPROB = -32768, APPENDED = 32767;
 const $ = (id) => document.getElementById(id);
 
@@ -34,7 +34,7 @@ function textOf(sample) {
   return said;
 }
 
-// Of a token: the class of its colour, by what the reader chose.
+// Class of a token's colour, by the selected colouring.
 const logprobAt = (place) => {
   const value = logprobs[place];
   return value === undefined || value === NO_LOGPROB || value === APPENDED ? null : value / 1000;
@@ -211,7 +211,7 @@ function cardOf(sample, colour) {
 function tokensInto(body, sample, begin, end, colour) {
   for (let place = begin; place < end; place++) {
     const said = texts[ids[place]];
-    if (said === "") continue;  // it comes with a later token
+    if (said === "") continue;  // a later token completes this text
     const kind = logprobs[place] === APPENDED ? "appended" : colour.of(place, sample);
     const token = make("span", kind && kind !== "appended" ? said.replaceAll("\n", "↵\n") : said, kind);
     token.dataset.place = place;

@@ -1,5 +1,5 @@
-"""A page of samples: rows of JSON lines, kept compactly, and one HTML file of them that needs
-nothing else.
+"""A page of samples: rows of JSON lines, stored compactly and written as one self-contained HTML
+file.
 """
 
 import base64
@@ -20,23 +20,23 @@ _NO_LOGPROB, _APPENDED = -32768, 32767
 _NONE = float("nan")
 Pieces = Callable[
     [list[int]], list[str]
-]  # token ids -> the text of each; "": it comes with a later
+]  # token ids -> the text of each; "" if a later token completes it
 
 
 class Unreadable(ValueError):
-    """Why a row is left out."""
+    """Reason for skipping a row."""
 
 
 @dataclass
 class Page:
-    """Samples as the page holds them.
+    """Samples of a page.
 
     Attributes:
-        pieces: texts of token ids; None: ids are shown.
-        trainer: the column of the trainer's logprobs.
-        count: of samples.
-        refused: rows that were left out.
-        reasons: why, of the first of them.
+        pieces: Function that returns the texts of token ids. None: ids are shown.
+        trainer: Name of the column with the trainer's logprobs.
+        count: Number of samples.
+        refused: Number of skipped rows.
+        reasons: Reasons for the first skipped rows.
     """
 
     pieces: Pieces | None = None
@@ -54,7 +54,7 @@ class Page:
     _advantages: "array[float]" = field(default_factory=partial(array, "f"))
 
     def read(self, lines: Iterable[bytes]) -> None:
-        """Take rows. What cannot be read is counted, with its reason."""
+        """Add rows. Unreadable rows are counted, with their reasons."""
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -86,15 +86,15 @@ class Page:
             _spans(row),
         ]
         key, prompt = self._prompt_of(row)
-        # all is checked: now the page changes
+        # all checks have passed, so the page may change
         group = self._groups.setdefault(key, len(self._groups))
         if group == len(self._prompts):
             self._prompts.append(prompt)
         begin = len(self._ids)
         self._ids.extend(self._texts.setdefault(each, len(self._texts)) for each in pieces)
-        for place, logprob in enumerate(logprobs):
-            self._logprobs.append(_APPENDED if mask and not mask[place] else _thousandths(logprob))
-        # an infinity on both sides is equal
+        for index, logprob in enumerate(logprobs):
+            self._logprobs.append(_APPENDED if mask and not mask[index] else _thousandths(logprob))
+        # equal infinities have the difference 0
         differences = (0.0 if a == b else a - b for a, b in zip(logprobs, trained, strict=True))
         self._trainer.extend(differences)
         self._advantages.extend(advantages)
@@ -102,23 +102,23 @@ class Page:
         self.count += 1
 
     def _pieces_of(self, row: dict[str, Any]) -> tuple[list[str], str | None]:
-        """A text for each token; and the whole, where these are ids alone."""
-        given = row.get("token_texts")
-        if given is not None:
-            if not _is_list_of(given, str):
-                raise Unreadable("token_texts must be a list of texts.")
-            return given, None
+        """Return a text per token, and the sample's text if these are only ids."""
+        texts = row.get("token_texts")
+        if texts is not None:
+            if not _is_list_of(texts, str):
+                raise Unreadable("token_texts must be a list of strings.")
+            return texts, None
         ids: Any = row.get("completion_tokens")
         if not _is_list_of(ids, int):
             raise Unreadable(
-                "it has neither completion_tokens, a list of token ids, nor token_texts."
+                "completion_tokens (a list of token ids) and token_texts are both missing."
             )
         if self.pieces is not None:
             return self.pieces(ids), None
         return [f"{each} " for each in ids], _text(row, "text")
 
     def _prompt_of(self, row: dict[str, Any]) -> tuple[str, str]:
-        """What a group goes by, and the prompt for people."""
+        """Return the key of a row's group, and the prompt to show."""
         ids, prompt, messages = (row.get(name) for name in ("prompt_tokens", "prompt", "messages"))
         if ids is not None and not _is_list_of(ids, int):
             raise Unreadable("prompt_tokens must be a list of token ids.")
@@ -140,10 +140,10 @@ class Page:
             )
         if ids and self.pieces is not None:
             return "".join(self.pieces(ids))
-        return " ".join(map(str, ids or ["(the rows hold no prompt)"]))
+        return " ".join(map(str, ids or ["(the rows have no prompt)"]))
 
     def html(self, title: str) -> str:
-        """The whole file."""
+        """Return the complete HTML file."""
         folder = files("nano_bench")
         style, script, frame = (
             (folder / f"report.{kind}").read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ class Page:
     def _data(self) -> str:
         has = {name: any(x == x for x in column) for name, column in (  # not nan
             ("trainer", self._trainer), ("advantages", self._advantages))}  # fmt: skip
-        told = {
+        content = {
             "texts": list(self._texts),
             "groups": self._prompts,
             "samples": self._samples,
@@ -178,8 +178,8 @@ class Page:
             "trainer": _packed(self._trainer) if has["trainer"] else "",
             "advantages": _packed(self._advantages) if has["advantages"] else "",
         }
-        # ASCII, and nothing in it can end the element that holds it or begin another one
-        text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+        # ASCII without characters that could end the enclosing element or begin another one
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -187,7 +187,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        cut = "" if line.endswith(b"\n") else " (the line is cut off)"
+        cut = "" if line.endswith(b"\n") else " (the line is incomplete)"
         raise Unreadable(f"it is not JSON: {problem}{cut}.") from None
     if not isinstance(row, dict):
         raise Unreadable("it is not an object.")
@@ -199,7 +199,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _float(value: Any) -> float | None:
-    """A number as JSON lines of samples hold it: null is nan, infinities are words."""
+    """Convert a number from JSON: null is nan, and infinities are strings. None if invalid."""
     if value is None:
         return _NONE
     if value in ("Infinity", "-Infinity"):
@@ -208,47 +208,47 @@ def _float(value: Any) -> float | None:
 
 
 def _numbers(row: dict[str, Any], name: str, count: int) -> list[float]:
-    """A column of a number a token; nan, where the row has none."""
-    given = row.get(name)
-    if given is None:
+    """Return a column with one number per token, or nan if the row lacks it."""
+    column = row.get(name)
+    if column is None:
         return [_NONE] * count
-    found = [_float(each) for each in given] if isinstance(given, list) else []
-    if not isinstance(given, list) or len(found) != count or None in found:
-        raise Unreadable(f"{name} must be a list of {count} numbers, one a token.")
-    return [each for each in found if each is not None]
+    numbers = [_float(each) for each in column] if isinstance(column, list) else []
+    if not isinstance(column, list) or len(numbers) != count or None in numbers:
+        raise Unreadable(f"{name} must be a list of {count} numbers, one per token.")
+    return [each for each in numbers if each is not None]
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
-    found = _float(row.get(name))
-    if found is None:
+    number = _float(row.get(name))
+    if number is None:
         raise Unreadable(f"{name} must be a number.")
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _whole(row: dict[str, Any], name: str) -> int | None:
-    given = row.get(name)
-    if given is not None and (type(given) is not int or abs(given) >= 2**53):
+    number = row.get(name)
+    if number is not None and (type(number) is not int or abs(number) >= 2**53):
         raise Unreadable(f"{name} must be a whole number.")
-    return given
+    return number
 
 
 def _text(row: dict[str, Any], name: str) -> str | None:
-    given = row.get(name)
-    if given is not None and not isinstance(given, str):
-        raise Unreadable(f"{name} must be a text.")
-    return given
+    text = row.get(name)
+    if text is not None and not isinstance(text, str):
+        raise Unreadable(f"{name} must be a string.")
+    return text
 
 
 def _spans(row: dict[str, Any]) -> list[list[int]] | None:
-    """Version, begin and end of each part; None where one version made all."""
-    given = row.get("weight_versions") or []
+    """Return version, start and end of each part, or None if there is only one version."""
+    parts = row.get("weight_versions") or []
     try:
-        found = [[each["version"], each["start"], each["end"]] for each in given]
+        spans = [[each["version"], each["start"], each["end"]] for each in parts]
     except (TypeError, KeyError):
         raise Unreadable("weight_versions must be a list of version, start and end.") from None
-    if not all(_is_list_of(each, int) for each in found):
-        raise Unreadable("weight_versions must hold whole numbers.")
-    return found if len(found) > 1 else None
+    if not all(_is_list_of(each, int) for each in spans):
+        raise Unreadable("weight_versions must contain whole numbers.")
+    return spans if len(spans) > 1 else None
 
 
 def _thousandths(logprob: float) -> int:
@@ -258,7 +258,7 @@ def _thousandths(logprob: float) -> int:
 
 
 def _packed(numbers: "array[Any]") -> str:
-    """Little-endian bytes in base64."""
+    """Encode numbers as little-endian bytes in base64."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()

@@ -116,7 +116,7 @@ def run_batch(
     from nano_bench.batches import Output, Reader, lines_of, run_lines
 
     if model is not None:
-        # the most samples that can be in flight
+        # maximum number of samples in flight
         served["max_queued_samples"] = concurrency * (served["max_samples"] or 128)
         config = ServerConfig(in_process=True, request_timeout=timeout, **served)
         asker = _of_engine(EngineConfig(model, **engine), config)
@@ -130,8 +130,8 @@ def run_batch(
         with source.open("rb") as file:
             lines = lines_of(file)
             output.pass_over(lines, reader)
-            if output.counts.found:
-                errors.print(f"Resuming after {output.counts.found:,} rows.", style="dim")
+            if output.counts.earlier:
+                errors.print(f"Resuming after {output.counts.earlier:,} rows.", style="dim")
             async with asker as ask:
                 with _Progress(output.counts, file.tell, source.stat().st_size) as progress:
                     await run_lines(lines, reader, ask, output, concurrency, progress.look)
@@ -195,7 +195,7 @@ async def _of_server(target: Target, timeout: float) -> "AsyncIterator[Ask]":
 
 
 class _Progress:
-    """Progress of a run: a line of the terminal, or a printed line now and then."""
+    """Progress of a run: a live line on a terminal, otherwise a printed line now and then."""
 
     def __init__(self, counts: "Counts", position: Callable[[], int], size: int) -> None:
         self._counts, self._position, self._size = counts, position, size
@@ -210,7 +210,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-        if self._counts.rows > self._counts.found:
+        if self._counts.rows > self._counts.earlier:
             errors.print(self._text(), style="dim", soft_wrap=True)
 
     def look(self) -> None:
@@ -227,7 +227,7 @@ class _Progress:
 
     def _text(self) -> str:
         counts, seconds = self._counts, max(time.monotonic() - self._began, 1e-9)
-        made = counts.rows - counts.found
+        made = counts.rows - counts.earlier
         return (
             f"{made:,} rows in {seconds:.1f} s: {made / seconds:,.1f} rows/s, "
             f"{counts.tokens / seconds:,.1f} tok/s, {counts.failed:,} failed"

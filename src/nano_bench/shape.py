@@ -1,5 +1,5 @@
-"""What a load sends: how long prompts and answers are, which prompts begin alike, and when requests
-set out. All of it follows from a seed.
+"""Requests of a load: lengths of prompts and outputs, shared prefixes, and sending times. A seed
+determines all of them.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 from nano_inference.errors import ConfigError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LOWEST_ID, HIGHEST_ID = 100, 49_000  # of random tokens: below are special ones
+LOWEST_ID, HIGHEST_ID = 100, 49_000  # bounds of random token ids; special tokens are below
 WORDS = (
     "time year way day thing man world life hand part child eye woman place work week case "
     "point company number"
@@ -21,7 +21,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. The body is without the model's name."""
+    """One request. The body lacks the model's name."""
 
     path: str
     body: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Lengths:
 
     Attributes:
         kind: `fixed`, `uniform` or `lognormal`.
-        numbers: the length; or the least and the most; or median, sigma and the most.
+        numbers: The length, or minimum and maximum, or median, sigma and maximum.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Lengths:
 
     @classmethod
     def read(cls, text: str) -> "Lengths":
-        """`128`, `uniform:16:512`, `lognormal:200:0.8` or `lognormal:200:0.8:2048`. Raises
+        """Parse `128`, `uniform:16:512`, `lognormal:200:0.8` or `lognormal:200:0.8:2048`. Raises
         `ConfigError`.
         """
         name, *parts = text.split(":")
@@ -72,7 +72,7 @@ class Lengths:
         return ":".join(shown if self.kind == "fixed" else [self.kind, *shown])
 
 
-_COUNTS = {"fixed": 1, "uniform": 2, "lognormal": 3}  # numbers of each kind
+_COUNTS = {"fixed": 1, "uniform": 2, "lognormal": 3}  # number of parameters of each kind
 
 
 def _make_sense(kind: str, numbers: Sequence[float]) -> bool:
@@ -84,17 +84,18 @@ def _make_sense(kind: str, numbers: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests of one kind.
+    """Distribution of requests.
 
     Attributes:
-        prompt: tokens of a prompt, behind its shared prefix; words where `kind` is not "tokens".
-        output: tokens of an answer, by `max_tokens`.
-        kind: "tokens" and "text" are completions of token ids and of words; "chat" is a chat of
-            words.
-        shared_prefix: tokens (or words) that all prompts of a group begin with.
-        groups: of prompts that begin alike; each request is of a random one.
-        highest_id: random token ids are below it.
-        more: further fields of every body, over those that are made here; None leaves one out.
+        prompt: Tokens of a prompt after its shared prefix. Words if `kind` is not "tokens".
+        output: Tokens of an output, sent as `max_tokens`.
+        kind: "tokens" (completions of token ids), "text" (completions of words) or "chat" (chats
+            of words).
+        stream: True to stream replies.
+        shared_prefix: Number of tokens (or words) that all prompts of a group begin with.
+        groups: Number of groups with a shared prefix. Each request belongs to a random one.
+        highest_id: Exclusive upper bound of random token ids.
+        more: Additional fields of every body. They override the generated ones; None omits one.
     """
 
     prompt: Lengths
@@ -107,10 +108,10 @@ class Shape:
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def asks(self, seed: int) -> Iterator[Ask]:
-        """Requests without an end. The same seed makes the same ones."""
+        """Yield requests endlessly. The same seed gives the same requests."""
         content = random.Random(seed)
         lengths = random.Random(f"{seed}, lengths")
-        # the same for all seeds, so that a warm-up leaves it in the server's cache
+        # equal for all seeds, so that a warm-up puts the prefixes into the server's cache
         shared = random.Random("prefixes")
         prefixes = [
             self._parts(shared, self.shared_prefix) for _ in range(self.groups * self._shares)
@@ -158,14 +159,14 @@ class Shape:
 def token_requests(
     count: int, prompt_tokens: int, output_tokens: int, *, stream: bool, seed: int = 0, **more: Any
 ) -> list[Ask]:
-    """Completions of random token ids, each of exactly `output_tokens` tokens."""
+    """Return completion requests of random token ids with exactly `output_tokens` tokens each."""
     return _requests(count, "tokens", prompt_tokens, output_tokens, stream, seed, more)
 
 
 def chat_requests(
     count: int, words: int, output_tokens: int, *, stream: bool, seed: int = 0, **more: Any
 ) -> list[Ask]:
-    """Chats of one message of random words."""
+    """Return chat requests with one message of random words."""
     return _requests(count, "chat", words, output_tokens, stream, seed, more)
 
 
@@ -185,19 +186,20 @@ def start_times(
     end_rate: float | None = None,
     span: float = math.inf,
 ) -> Iterator[float]:
-    """Seconds from the begin at which requests set out, without an end.
+    """Yield sending times endlessly, in seconds since the start.
 
     Args:
-        rate: requests a second.
-        seed: of the times between them, which are random (a Poisson process) ...
-        evenly: ... or all alike.
-        end_rate: the rate goes from `rate` evenly to this one in `span` seconds, and stays there.
+        rate: Requests per second.
+        seed: Seed of the intervals, which are random (a Poisson process).
+        evenly: Use constant instead of random intervals.
+        end_rate: Rate after `span` seconds. It changes linearly from `rate` and then stays.
+        span: Seconds of the change to `end_rate`.
     """
     rng = random.Random(seed)
     last = rate if end_rate is None else end_rate
     slope = (last - rate) / span
     in_span = (rate + last) / 2 * span
-    due = 0.0  # requests that were to set out until then
+    due = 0.0  # expected number of requests so far
     while True:
         if not evenly:
             due += rng.expovariate(1.0)

@@ -1,9 +1,7 @@
-"""HTTP/1.1 for a load generator: one request at a time on a connection, read with as little work as
-possible.
+"""HTTP/1.1 client for a load generator, with one request at a time per connection.
 
-A reply's events are taken apart and given a time as they arrive; what is in them is read when the
-load is over, so that the client costs the machine it shares with the server little. Plain
-`asyncio`.
+Events of a reply are split and timestamped as they arrive. Their content is parsed when the load is
+over, so that the client takes little CPU from a server on the same machine. Uses plain `asyncio`.
 """
 
 import asyncio
@@ -16,7 +14,7 @@ from typing import cast
 
 from nano_inference.errors import NanoInferenceError
 
-# Kinds of what goes wrong.
+# Kinds of errors.
 UNREACHABLE = "unreachable"  # no connection
 CUT_OFF = "cut off"  # the connection ended before the reply did
 TIMEOUT = "timeout"
@@ -27,10 +25,11 @@ _HEX = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class Broken(NanoInferenceError):
-    """The connection ended, or what came over it is not HTTP.
+    """A failed connection, or a reply that is not HTTP.
 
     Attributes:
-        kind: for counts: `UNREACHABLE`, `CUT_OFF`, `TIMEOUT`, `NO_HTTP`, or what a caller says.
+        kind: Kind of the error for counts: `UNREACHABLE`, `CUT_OFF`, `TIMEOUT`, `NO_HTTP`, or one
+            of the caller's.
     """
 
     def __init__(self, what: str, kind: str = NO_HTTP) -> None:
@@ -40,16 +39,15 @@ class Broken(NanoInferenceError):
 
 @dataclass(slots=True)
 class Reply:
-    """What came back.
+    """A response. All times are from `time.perf_counter`.
 
     Attributes:
-        sent: when the request was handed to the system, by `time.perf_counter`; so are all times
-            here.
-        status: of the response.
-        events: of an event stream: when each ended, and its data.
-        body: of any other response.
-        headers: by names in lower case.
-        ended: when its last byte came.
+        sent: Time when the request was written to the socket.
+        status: HTTP status.
+        events: End time and data of each event of an event stream.
+        body: Body of any other response.
+        ended: Arrival time of the last byte.
+        headers: Headers by name in lower case.
     """
 
     sent: float
@@ -61,7 +59,7 @@ class Reply:
 
 
 class Chunks:
-    """Takes the chunked transfer coding off a body. `done` behind the last chunk and its
+    """Decoder of the chunked transfer coding. `done` is True after the last chunk and its
     trailers.
     """
 
@@ -74,34 +72,34 @@ class Chunks:
     def __init__(self) -> None:
         self.done = False
         self._expects = self._Expects.SIZE
-        self._left = 0  # bytes of the chunk that are still to come
-        self._buffer = b""  # the begin of a line
+        self._left = 0  # remaining bytes of the chunk
+        self._buffer = b""  # an incomplete line
 
     def feed(self, data: bytes) -> bytes:
-        """The body's bytes in `data`, which may begin and end anywhere. Raises `Broken`."""
-        data, place, found = self._buffer + data, 0, list[bytes]()
+        """Return the body's bytes in `data`, which may begin and end anywhere. Raises `Broken`."""
+        data, position, parts = self._buffer + data, 0, list[bytes]()
         self._buffer = b""
-        while place < len(data) and not self.done:
+        while position < len(data) and not self.done:
             if self._expects is self._Expects.DATA:
-                part = data[place : place + self._left]
-                found.append(part)
-                place += len(part)
+                part = data[position : position + self._left]
+                parts.append(part)
+                position += len(part)
                 self._left -= len(part)
                 if not self._left:
                     self._expects = self._Expects.LINE_END
                 continue
-            end = data.find(b"\r\n", place)
+            end = data.find(b"\r\n", position)
             if end < 0:
-                self._buffer = data[place:]
+                self._buffer = data[position:]
                 if len(self._buffer) > MAX_HEAD:
-                    raise Broken("a chunk's size line does not end")
+                    raise Broken("a chunk's size line exceeds the limit")
                 break
-            self._line(data[place:end])
-            place = end + 2
-        return b"".join(found)
+            self._line(data[position:end])
+            position = end + 2
+        return b"".join(parts)
 
     def at_end(self) -> None:
-        """The connection was closed: it must not be in the middle of a body."""
+        """Handle the end of the connection. Raises `Broken` in the middle of a body."""
         if not self.done:
             raise Broken("the connection was closed in the middle of a chunked body", CUT_OFF)
 
@@ -109,19 +107,19 @@ class Chunks:
         if self._expects is self._Expects.SIZE:
             size = line.partition(b";")[0].strip()
             if not _HEX.fullmatch(size):  # `int` also takes signs
-                raise Broken(f"a chunk's size is {line[:40]!r}")
+                raise Broken(f"a chunk has the invalid size {line[:40]!r}")
             self._left = int(size, 16)
             self._expects = self._Expects.DATA if self._left else self._Expects.TRAILER
         elif self._expects is self._Expects.LINE_END:
             if line:
-                raise Broken(f"a chunk is longer than it said, by {line[:40]!r}")
+                raise Broken(f"a chunk exceeds its size by {line[:40]!r}")
             self._expects = self._Expects.SIZE
-        elif not line:  # the empty line behind the trailers
+        elif not line:  # the empty line after the trailers
             self.done = True
 
 
 class Plain:
-    """A body of a known length, or (None) one that ends with the connection."""
+    """Decoder of a body of known length. None: the body ends with the connection."""
 
     def __init__(self, length: int | None) -> None:
         self._left = length
@@ -139,34 +137,34 @@ class Plain:
     def at_end(self) -> None:
         if self._left:
             raise Broken(
-                f"the connection was closed with {self._left} bytes of the body to come", CUT_OFF
+                f"the connection was closed with {self._left} bytes of the body missing", CUT_OFF
             )
         self.done = True
 
 
 class Events:
-    """The data of server-sent events; comments and the other fields are passed over."""
+    """Parser of server-sent events. It ignores comments and all fields except data."""
 
     def __init__(self) -> None:
         self._buffer = b""
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that end in `data`; lines may end in LF or CRLF."""
+        """Return the data of events that end in `data`. Lines may end in LF or CRLF."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        found: list[bytes] = []
-        for each in lines:
-            line = each.removesuffix(b"\r")
+        events: list[bytes] = []
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                found.append(b"\n".join(self._data))
+                events.append(b"\n".join(self._data))
                 self._data = []
-        return found
+        return events
 
 
 class Connection(asyncio.Protocol):
-    """A connection to a server that is kept open from one request to the next."""
+    """A persistent connection to a server."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -174,25 +172,23 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
         self._head = b""
-        self._body: Chunks | Plain | None = None  # None: the head is still to come
+        self._body: Chunks | Plain | None = None  # None: the head is incomplete
         self._events: Events | None = None
         self._parts: list[bytes] = []
         self._closes = False
 
     @property
     def event_times(self) -> list[float]:
-        """When the events of the reply that is under way, or of the last one, came so far."""
+        """Arrival times of the events in the current or last reply."""
         return [when for when, _ in self._reply.events] if self._reply is not None else []
 
     @property
     def has_answered(self) -> bool:
-        """Whether something has come of the reply that is under way, or of the last one."""
+        """True if any byte of the current or last reply has arrived."""
         return bool(self._head) or self._body is not None
 
     async def ask(self, request: bytes, timeout: float) -> Reply:
-        """Send a whole request and wait for the whole reply. Raises `Broken`, also when it takes
-        too long.
-        """
+        """Send a request and wait for the complete reply. Raises `Broken`, also on timeout."""
         if self._transport is None or not self.is_open:
             raise Broken("the connection is closed", CUT_OFF)
         self._answer = asyncio.get_running_loop().create_future()
@@ -203,7 +199,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(timeout):
                 return await self._answer
         except TimeoutError:
-            raise Broken(f"there was no whole reply within {timeout:g} s", TIMEOUT) from None
+            raise Broken(f"no complete reply within {timeout:g} s", TIMEOUT) from None
         finally:
             if (
                 self._closes
@@ -215,19 +211,19 @@ class Connection(asyncio.Protocol):
             self._answer = None
 
     def close(self) -> None:
-        """Drop the connection, whatever is under way."""
+        """Close the connection, even during a request."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is no subclass
+        # uvloop's transport is not a subclass
         self._transport, self.is_open = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._answer is None or self._answer.done():
-            self.close()  # it was not asked for
+            self.close()  # unsolicited data
             return
         try:
             if self._body is None:
@@ -252,13 +248,13 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(problem)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take the head off; returns what follows it."""
+        """Parse the head and return the bytes after it."""
         self._head += data
         while self._body is None:
             head, separator, rest = self._head.partition(b"\r\n\r\n")
             if not separator:
                 if len(self._head) > MAX_HEAD:
-                    raise Broken("the reply's head does not end")
+                    raise Broken("the reply's head exceeds the limit")
                 return b""
             self._head = rest
             self._begin(head)  # leaves the body None for an interim reply such as 100 Continue
@@ -269,7 +265,7 @@ class Connection(asyncio.Protocol):
         first, *lines = head.decode("latin-1").split("\r\n")
         parts = first.split(" ", 2)
         if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdecimal():
-            raise Broken(f"the reply begins with {first[:60]!r}")
+            raise Broken(f"the reply is not HTTP: it begins with {first[:60]!r}")
         fields = {
             name.strip().lower(): value.strip()
             for name, _, value in (line.partition(":") for line in lines)
@@ -304,12 +300,12 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(host: str, port: int, secure: bool = False) -> Connection:
-    """A new connection, with `secure` over TLS. Raises `Broken`."""
+    """Open a connection, over TLS if `secure`. Raises `Broken`."""
     tls = create_default_context() if secure else None
     try:
         _, connection = await asyncio.get_running_loop().create_connection(
             Connection, host, port, ssl=tls
         )
     except OSError as problem:
-        raise Broken(f"{host}:{port} cannot be reached: {problem}", UNREACHABLE) from None
+        raise Broken(f"cannot connect to {host}:{port}: {problem}", UNREACHABLE) from None
     return connection

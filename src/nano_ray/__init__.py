@@ -1,8 +1,8 @@
 """Replicas on Ray: `RayFleet` for RL, and `nano-inference serve --ray`.
 
-Ray places the processes, starts new ones where some have died, and moves objects between nodes;
-what is said to an engine, and what becomes of its requests, is the same as on one machine. `pip
-install 'nano-inference[ray]'`.
+Ray places the processes, replaces dead ones, and moves objects between nodes. Engines exchange the
+same messages as on one machine and treat requests alike. Install with `pip install
+'nano-inference[ray]'`.
 """
 
 from importlib import import_module
@@ -15,14 +15,13 @@ __all__ = ["RayFleet", "Replica"]
 
 
 def __getattr__(name: str) -> Any:
-    """Ray is imported when a fleet is asked for."""
+    """Import Ray on the first access to a fleet class."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         import_module("ray")
     except ModuleNotFoundError as problem:
         raise ModuleNotFoundError(
-            "nano_ray needs Ray, which this installation lacks; pip install "
-            "'nano-inference[ray]' brings it."
+            "nano_ray requires Ray, which is not installed; run: pip install 'nano-inference[ray]'"
         ) from problem
     return getattr(import_module("nano_ray.fleet"), name)

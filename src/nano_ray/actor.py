@@ -1,6 +1,4 @@
-"""`EngineActor`: an engine in a Ray worker, told by the messages that an engine process is told
-by.
-"""
+"""`EngineActor`: an engine in a Ray worker. It uses the messages of an engine process."""
 # pyright: reportMissingImports=false
 
 import logging
@@ -24,20 +22,19 @@ if TYPE_CHECKING:
     from nano_inference import InferenceEngine
     from nano_inference.remote import EngineCore
 
-AT_ONCE = 256  # messages in an answer
+AT_ONCE = 256  # maximum messages in a reply
 
-# Each group is a thread of its own, on which calls run one by one in the order in which they were
-# made.
+# Each group has its own thread, which runs the group's calls one after another in order.
 GROUPS = {"told": 1, "tells": 1, "weights": 1}
 
 
 class EngineActor:
-    """Hosts an engine. The engine is built on a thread of its own; `tells` first returns its
-    message that it is ready, or failed.
+    """Host of an engine, which is built on a separate thread. The first message from `tells`
+    reports that the engine is ready or failed.
 
     Args:
-        config: msgpack of the `EngineConfig`.
-        log_level: of this package's log lines.
+        config: The `EngineConfig` as msgpack.
+        log_level: Level of this package's log lines.
     """
 
     def __init__(self, config: bytes, log_level: int) -> None:
@@ -53,15 +50,15 @@ class EngineActor:
     # -- messages ----------------------------------------------------------------------------------
 
     def told(self, data: bytes) -> None:
-        """Take a message in. Nothing that arrives raises."""
+        """Receive a message. Never raises."""
         self._host.take(data)
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Until the engine has ended, as it was told; whether it has."""
+        """Wait until the engine has stopped. Return False on timeout."""
         return self._ended.wait(seconds)
 
     def tells(self) -> tuple[str, list[bytes]]:
-        """The node's id, and what there is to tell. Waits for it, but not longer than a second."""
+        """Return the node's id and the pending messages. Waits up to a second for the first one."""
         messages: list[FromEngine] = []
         try:
             messages.append(self._queue.get(timeout=BEAT))
@@ -78,8 +75,7 @@ class EngineActor:
     # -- weights -----------------------------------------------------------------------------------
 
     def take_bucket(self, session: int, description: bytes, content: "NDArray[np.uint8]") -> None:
-        """Take a bucket of an update that `begin_update` has opened. Ray has brought its bytes to
-        this node.
+        """Receive a bucket of an open update. Ray has already copied its bytes to this node.
 
         Raises `WeightUpdateError`.
         """
@@ -95,18 +91,18 @@ class EngineActor:
         descriptions: Sequence[bytes],
         *contents: "NDArray[np.uint8]",
     ) -> None:
-        """Receive a whole update; returns when it serves. Raises `WeightUpdateError`."""
+        """Receive a complete update and wait until it is live. Raises `WeightUpdateError`."""
         link = self._built().weights
-        session = -version  # that no caller has
+        session = -version  # negative ids are not used by callers
         link.begin_update(session)
         for description, content in zip(descriptions, contents, strict=True):
             self.take_bucket(session, description, content)
         link.finish_update(session, version, "recompute", seconds)
 
     def give_buckets(self, version: int) -> list[tuple[bytes, Any]]:
-        """All weights that serve, in the object store: descriptions, and references to their bytes.
+        """Put all live weights into the object store. Return descriptions and references to bytes.
 
-        Raises `WeightUpdateConflict` if they are of another version.
+        Raises `WeightUpdateConflict` if their version is not `version`.
         """
         from nano_ray.verl.buckets import parcels_of
 
@@ -114,7 +110,7 @@ class EngineActor:
         with manager.lock:
             if manager.version != version:
                 raise WeightUpdateConflict(
-                    f"weight version {manager.version} serves, and not {version}."
+                    f"weight version {manager.version} is live, not {version}."
                 )
             return [
                 (parcel.description, ray.put(parcel.content))
@@ -132,7 +128,7 @@ class EngineActor:
 
 
 def _engine(config: EngineConfig) -> "InferenceEngine":
-    """Ray places its other ranks, if there are any."""
+    """Build the engine. Ray places its other ranks, if any."""
     from nano_inference import InferenceEngine
     from nano_ray.launcher import RayLauncher
 

@@ -1,4 +1,4 @@
-"""`RayClient`: one engine in an actor, wherever Ray finds room for it."""
+"""`RayClient`: one engine in an actor, on a node that Ray chooses."""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -20,28 +20,28 @@ from nano_ray.kept import Bucket, KeptUpdate
 
 log = logging.getLogger("nano_ray")
 
-# seconds without an answer after which an actor is taken for lost; it gives one every second
+# seconds without a reply after which an actor counts as lost; it replies every second
 SILENT = 20.0
-STOP_PATIENCE = 5.0  # seconds that an engine gets to end by itself
-BUCKET_SECONDS = 600.0  # for one to be brought to its node and checked
+STOP_PATIENCE = 5.0  # seconds that an engine has to stop before it is killed
+BUCKET_SECONDS = 600.0  # timeout to copy a bucket to its node and check it
 
 
 class RayClient(RemoteClient):
-    """Everything here happens on one event loop. It holds a placement group and an actor until
+    """Client of one engine, for one event loop. It holds a placement group and an actor until
     `close`.
 
-    What a connection loses is never sent again: whatever goes wrong between the two ends the
-    engine, and for another one make another client. An actor that Ray itself started
-    again would answer to what was meant for the one before.
+    Lost messages are never resent: any failure between client and actor ends the engine, and you
+    need a new client for a new one. An actor restarted by Ray could receive messages that were
+    meant for its predecessor.
 
     Args:
-        config: of the engine.
-        needs: what each of its ranks takes of a node.
-        max_backlog: tokens that a stream may hold, a sample, for a reader that does not read.
-        name: of the replica, for errors.
-        patience: seconds in which it must have a place, and then be ready.
-        welcome: called when the engine is built, before it is announced, to bring it what
-            others have.
+        config: Configuration of the engine.
+        needs: Resources of each rank.
+        max_backlog: Maximum tokens per sample that a stream buffers for a slow reader.
+        name: Name of the replica, for errors.
+        patience: Seconds until the replica must be placed, and then again until it is ready.
+        welcome: Called when the engine is built and before it is announced, to send it the current
+            weights.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class RayClient(RemoteClient):
     ) -> None:
         super().__init__(max_backlog)
         self.name = name
-        self.node = ""  # Ray's id of the one that it runs on
+        self.node = ""  # Ray's id of the actor's node
         self._config = rank_config(config, needs)
         self._needs = needs
         self._patience = patience
         self._welcome = welcome
-        self._version = 0  # that it was brought to
+        self._version = 0  # newest version from `take_updates`
         self._placement: Placement | None = None
         self._actor: Any = None
-        self._told: Any = None  # its methods, each in its group
+        self._told: Any = None  # the actor's methods, each in its group
         self._tells: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -72,8 +72,8 @@ class RayClient(RemoteClient):
     # -- the beginning and the end -----------------------------------------------------------------
 
     async def start(self) -> None:
-        """Find a place, start the actor and wait until its engine is ready. Raises what kept it
-        from being built.
+        """Place and start the actor, and wait until its engine is ready. Raises the error if it
+        cannot be built.
         """
         self._started = asyncio.get_running_loop().create_future()
         try:
@@ -100,7 +100,7 @@ class RayClient(RemoteClient):
             raise
 
     async def close(self) -> None:
-        """Let the engine end, or end it; its place is free then."""
+        """Stop the engine, or kill it after a timeout, and release its resources."""
         lives = self._info is not None and self._dead is None
         self._closing = True
         self._die(STOPPING, STOPPING)
@@ -126,7 +126,7 @@ class RayClient(RemoteClient):
             await asyncio.to_thread(placement.remove)
 
     def kill(self) -> None:
-        """End the actor at once."""
+        """Kill the actor without waiting."""
         if self._actor is not None and ray.is_initialized():
             ray.kill(self._actor)
         self._die("it was killed.", "its process has ended")
@@ -134,8 +134,8 @@ class RayClient(RemoteClient):
     # -- weights -----------------------------------------------------------------------------------
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """As `EngineClient.call`; besides `receive_bucket`, whose bytes Ray brings from its object
-        store.
+        """Call a method of the engine, like `EngineClient.call`. The bytes of `receive_bucket`
+        come from Ray's object store.
         """
         if name != "receive_bucket":
             return await super().call(name, timeout=timeout, **arguments)
@@ -146,8 +146,8 @@ class RayClient(RemoteClient):
         )
 
     async def take_updates(self, updates: Sequence[KeptUpdate]) -> None:
-        """Bring it updates, one after the other, each with all its bytes. Raises
-        `WeightUpdateError`, `EngineDead`.
+        """Send complete updates to the engine, one after another. Raises `WeightUpdateError` or
+        `EngineDead`.
         """
         for update in updates:
             descriptions = [bucket.description for bucket in update.buckets]
@@ -159,11 +159,11 @@ class RayClient(RemoteClient):
             self._version = update.version
 
     async def give_update(self, version: int) -> KeptUpdate:
-        """All its weights, put into the object store by it. Raises as `take_updates`."""
-        given: list[tuple[bytes, Any]] = await self._weights(
+        """Let the engine put all its weights into the object store. Raises like `take_updates`."""
+        pairs: list[tuple[bytes, Any]] = await self._weights(
             "give_buckets", BUCKET_SECONDS, version
         )
-        return KeptUpdate(version, tuple(Bucket(*each) for each in given))
+        return KeptUpdate(version, tuple(Bucket(*each) for each in pairs))
 
     async def _weights(self, method: str, seconds: float, *arguments: Any) -> Any:
         if self._actor is None:
@@ -176,7 +176,7 @@ class RayClient(RemoteClient):
                 raise problem.cause from None
             raise
         except (RayError, TimeoutError) as problem:
-            self.lose(f"it has not taken the weights: {_reason(problem)}")
+            self.lose(f"it did not receive the weights: {_reason(problem)}")
             raise EngineDead(self._dead or "") from problem
 
     # -- messages ----------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class RayClient(RemoteClient):
 
     async def _listen(self) -> None:
         try:
-            patience = self._patience  # of an actor whose process starts
+            patience = self._patience  # the actor's process is starting
             while self._dead is None:
                 self.node, batch = await asyncio.wait_for(self._tells.remote(), patience)
                 patience = SILENT
@@ -209,7 +209,7 @@ class RayClient(RemoteClient):
             super()._hear(message)
 
     async def _greet(self, ready: Ready) -> None:
-        """The engine is built."""
+        """Send the current weights to a new engine, then announce it."""
         try:
             if self._welcome is not None:
                 await self._welcome(self)
@@ -222,7 +222,7 @@ class RayClient(RemoteClient):
     # -- inside ------------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
-        """It has ended, or is taken for ended, with all that it was doing."""
+        """Mark the engine as dead. Its requests fail."""
         if self._dead is None and not self._closing:
             self._die(
                 f"{self.name} on node {self.node[:8] or '?'} is lost: {reason}",
@@ -236,8 +236,8 @@ class RayClient(RemoteClient):
 
 
 def _reason(problem: BaseException) -> str:
-    """One line of what Ray says."""
+    """Return one line that describes an error of Ray."""
     if isinstance(problem, TimeoutError):
-        return "it does not answer."
+        return "it does not reply."
     text = str(problem).strip()
     return f"{type(problem).__name__}: {text.splitlines()[0] if text else ''}"

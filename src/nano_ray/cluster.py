@@ -1,4 +1,4 @@
-"""Where replicas run: what a rank needs of a node, and the placement group that holds it."""
+"""Resources of a rank, and the placement group that reserves them for a replica."""
 # pyright: reportMissingImports=false
 
 import time
@@ -12,26 +12,26 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, EngineDead
 
-LOOK = 0.2  # seconds between two looks
+LOOK = 0.2  # seconds between two checks
 
 
 @dataclass(frozen=True, slots=True)
 class RankNeeds:
-    """What one rank of a replica takes of its node, as Ray counts it."""
+    """Resources of one rank of a replica, as Ray counts them."""
 
     cpus: float
     gpus: float
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As a placement group wants it."""
+        """Bundle of a placement group."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
 def connect(address: str | None) -> bool:
-    """Connect this process to a cluster; whether it was not yet.
+    """Connect this process to a Ray cluster. Return False if it was already connected.
 
-    None: the one that `RAY_ADDRESS` names, or one that starts on this machine. Raises `EngineDead`.
+    `address=None` uses `RAY_ADDRESS`, or starts a cluster on this machine. Raises `EngineDead`.
     """
     if ray.is_initialized():
         return False
@@ -47,27 +47,26 @@ def connect(address: str | None) -> bool:
 def rank_needs(
     config: EngineConfig, cpus_per_rank: float | None, gpus_per_rank: float | None
 ) -> RankNeeds:
-    """What a rank takes: on a CPU as many cores as it has threads (1 unless told), on a GPU a whole
-    one and a core.
+    """Return the resources of a rank: one core per thread on a CPU (default: 1), one GPU and one
+    core on a GPU.
 
-    `device="auto"` is a GPU where the cluster has any. Raises `ConfigError`.
+    `device="auto"` is a GPU if the cluster has any. Raises `ConfigError`.
     """
     if config.expert_parallel > config.tensor_parallel:
         raise ConfigError(
             f"expert_parallel={config.expert_parallel} with "
             f"tensor_parallel={config.tensor_parallel}: engines in "
-            "lockstep do not run on Ray; give each replica as many tensor ranks."
+            "lockstep are not supported on Ray; set tensor_parallel to the same number."
         )
     kind, _, number = config.device.partition(":")
     if number:
         raise ConfigError(
-            f"device={config.device!r}: on Ray a replica gets its GPU from Ray; say "
-            f"device={kind!r}."
+            f"device={config.device!r}: Ray assigns the GPU of a replica; set device={kind!r}."
         )
     on_gpu = kind == "cuda" or (kind == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
     gpus = gpus_per_rank if gpus_per_rank is not None else float(on_gpu)
     if on_gpu != (gpus > 0):
-        raise ConfigError(f"gpus_per_rank={gpus_per_rank!r} does not fit device={config.device!r}.")
+        raise ConfigError(f"gpus_per_rank={gpus_per_rank!r} contradicts device={config.device!r}.")
     cpus = (
         cpus_per_rank
         if cpus_per_rank is not None
@@ -77,31 +76,31 @@ def rank_needs(
     )
     if not cpus > 0:
         raise ConfigError(
-            f"cpus_per_rank={cpus_per_rank!r} must be above 0: Ray puts no bound on what takes "
-            "nothing."
+            f"cpus_per_rank={cpus_per_rank!r} must be above 0; otherwise Ray does not limit the "
+            "ranks on a node."
         )
     return RankNeeds(cpus, gpus)
 
 
 def rank_config(config: EngineConfig, needs: RankNeeds) -> EngineConfig:
-    """The configuration of a rank: the device and the threads that were reserved for it."""
+    """Return the configuration of a rank with its reserved device and threads."""
     threads = config.num_threads if config.num_threads is not None else max(1, int(needs.cpus))
-    # The only GPU that Ray shows to a rank is its first.
+    # Ray shows each rank only its own GPU, which is therefore number 0.
     return replace(config, device="cuda:0" if needs.gpus else "cpu", num_threads=threads)
 
 
 def num_ranks(config: EngineConfig) -> int:
-    """Of one replica."""
+    """Return the number of ranks of a replica."""
     return config.tensor_parallel * config.pipeline_parallel * config.context_parallel
 
 
 class Placement:
-    """The place of one replica: all its ranks on one node. When the node dies, Ray finds it another
-    one.
+    """Placement group of one replica, with all ranks on one node. If the node dies, Ray chooses
+    another one.
 
     Args:
-        needs: of each rank.
-        num_ranks: of the replica.
+        needs: Resources of each rank.
+        num_ranks: Number of ranks of the replica.
     """
 
     def __init__(self, needs: RankNeeds, num_ranks: int) -> None:
@@ -112,24 +111,24 @@ class Placement:
         )
 
     def wait(self, seconds: float) -> None:
-        """Until there is room. Raises `EngineDead` that says what is missing, and gives the place
-        up.
+        """Wait until the resources are reserved. On timeout remove the group and raise
+        `EngineDead` with the missing resources.
         """
         until = time.monotonic() + seconds
         while not self._group.wait(LOOK):
             if self._is_given_up:
-                raise EngineDead("the place of a replica was given up before there was room.")
+                raise EngineDead("the placement of a replica was cancelled before a node had room.")
             if time.monotonic() > until:
                 self.remove()
                 ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "one rank"
                 raise EngineDead(
-                    f"no node has had room for a replica within {seconds:g} s: {ranks} of "
-                    f"{self.needs.bundle} on one "
-                    f"node; free in the whole cluster are {_counted(ray.available_resources())}."
+                    f"no node had room for a replica within {seconds:g} s: it needs {ranks} of "
+                    f"{self.needs.bundle} on one node, and the whole cluster has "
+                    f"{_counted(ray.available_resources())} free."
                 )
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Of the actor that is a rank."""
+        """Return the options of a rank's actor."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         return {
             "num_cpus": self.needs.cpus,
@@ -138,7 +137,7 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Give the place back; what runs there ends, and what waits for it."""
+        """Release the resources. Actors in the group end, and `wait` raises."""
         self._is_given_up = True
         if ray.is_initialized():
             remove_placement_group(self._group)

@@ -1,4 +1,4 @@
-"""`RayFleet`: engines on the nodes of a Ray cluster, for RL: one `generate`, one weight update."""
+"""`RayFleet`: engines on a Ray cluster for RL, with one `generate` and one weight update."""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -31,9 +31,9 @@ from nano_ray.fleet_client import RayFleetClient
 from nano_ray.kept import Bucket
 from nano_ray.verl.buckets import parcels_of
 
-AHEAD = 2  # samples that are handed out, for each one that fits into the replicas' batches
-LOOK = 0.2  # seconds between two looks at a fleet that has lost all its replicas
-NO_BACKLOG = 2**62  # those who wait here read
+AHEAD = 2  # samples to submit, per sample that fits into the replicas' batches
+LOOK = 0.2  # seconds between two checks of a fleet that has lost all its replicas
+NO_BACKLOG = 2**62  # no limit, since the readers here always read
 
 T = TypeVar("T")
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -41,17 +41,17 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as `RayFleet.replicas` tells of it.
+    """Status of one replica, from `RayFleet.replicas`.
 
     Attributes:
-        name: of its place in the fleet; a new engine in the place of one that has died has it too.
-        state: "starting", "syncing" (it is brought to what the others have), "serving", "draining"
+        name: Name of the replica. A new engine that replaces a dead one keeps it.
+        state: "starting", "syncing" (it receives the weights of the others), "serving", "draining"
             or "dead".
-        node: Ray's id of the node that it runs on; empty while it does not serve.
-        weight_version: that it serves; None while it does not.
-        num_starts: engines that had this place.
-        num_samples: that run or wait there.
-        why: in what state it is for a reason that is worth telling.
+        node: Ray's id of its node. Empty while it does not serve.
+        weight_version: Version of its weights. None while it does not serve.
+        num_starts: Number of engines started under this name.
+        num_samples: Number of its running and waiting samples.
+        why: Reason for the state, if there is one to report.
     """
 
     name: str
@@ -64,26 +64,25 @@ class Replica:
 
 
 class RayFleet:
-    """Replicas of one engine behind the calls of one. A context manager; any thread may call.
+    """Replicas of one engine with the interface of one. A context manager; any thread may call.
 
-    A sample has the same bits on every replica, so it cannot be told where it was drawn. When a
-    replica or its node dies, others go on with what it had, token for token, and Ray finds a place
-    for a new one, which gets the weights that serve before anything else. If all have died,
-    `generate` waits for the first new one and begins again.
+    A sample has the same bits on every replica. If a replica or its node dies, others continue its
+    samples token for token, and Ray places a new replica, which first receives the live weights. If
+    all replicas have died, `generate` waits for the first new one and starts over.
 
     Args:
-        config: of every engine. `device="auto"` is a GPU where the cluster has any.
-        replicas: how many there are in the beginning.
-        tensor_parallel: ranks of each replica, as `EngineConfig.tensor_parallel`; all of them are
-            on one node.
-        address: of the Ray cluster; None: the one that this process is connected to, or that
-            `RAY_ADDRESS` names, or a new one on this machine.
-        cpus_per_rank: cores that Ray reserves; None: `config.num_threads`, or 1.
-        gpus_per_rank: GPUs that Ray reserves; None: one each, unless on a CPU.
-        patience: seconds in which a replica must have a place, and then be ready.
-        restart: start a new engine in the place of one that has died.
+        config: Configuration of every engine. `device="auto"` is a GPU if the cluster has any.
+        replicas: Initial number of replicas.
+        tensor_parallel: Ranks of each replica, as `EngineConfig.tensor_parallel`. All ranks of a
+            replica are on one node.
+        address: Address of the Ray cluster. None: the cluster that this process is connected to,
+            the one in `RAY_ADDRESS`, or a new one on this machine.
+        cpus_per_rank: Cores that Ray reserves. None: `config.num_threads`, or 1.
+        gpus_per_rank: GPUs that Ray reserves. None: one on a GPU, otherwise none.
+        patience: Seconds until a replica must be placed, and then again until it is ready.
+        restart: Start a new engine for each one that has died.
 
-    Raises `ConfigError`, `ModelLoadError`, or `EngineDead` where Ray has no room.
+    Raises `ConfigError`, `ModelLoadError`, or `EngineDead` if Ray has no room.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class RayFleet:
             raise ConfigError(f"replicas={replicas!r} must be a positive integer.")
         if config.tensor_parallel not in (1, tensor_parallel):
             raise ConfigError(
-                f"tensor_parallel={tensor_parallel!r}, and the config says "
+                f"tensor_parallel={tensor_parallel!r} contradicts config.tensor_parallel="
                 f"{config.tensor_parallel}."
             )
-        config = with_plain_weights(config)  # a trainer sends new ones
+        config = with_plain_weights(config)  # a trainer sends plain weights
         self.config = config = replace(config, tensor_parallel=tensor_parallel)
         self._patience = patience
         self._seeds = (
@@ -141,26 +140,25 @@ class RayFleet:
         *,
         num_wanted: int | None = None,
     ) -> list[TrainingSample]:
-        """Complete prompts; returns the samples prompt by prompt, as `InferenceEngine.generate`
-        does.
+        """Complete prompts. Return the samples in prompt order, like `InferenceEngine.generate`.
 
-        The samples of a prompt are drawn by one replica, which computes the prompt once. They are
-        the samples of one engine with the same `config.seed`, whatever replica draws what.
+        One replica draws all samples of a prompt and computes the prompt once. The samples equal
+        those of a single engine with the same `config.seed`, for any assignment to replicas.
 
         Args:
-            prompts: token ids, or a list of such.
-            sampling_params: one for all, or one for each prompt.
-            num_samples_per_prompt: samples of each prompt.
-            num_wanted: of each prompt's samples; as in `InferenceEngine.add_request`.
+            prompts: Token ids of one prompt, or a list of prompts.
+            sampling_params: Parameters for all prompts, or one per prompt.
+            num_samples_per_prompt: Number of samples per prompt.
+            num_wanted: Number of finished samples per prompt that are enough, as in
+                `InferenceEngine.add_request`.
 
-        Raises `InvalidRequest` or `RequestTooLarge` (the other prompts are then aborted), and
-        `EngineDead`.
+        Raises `EngineDead`, or `InvalidRequest` or `RequestTooLarge`, which abort all prompts.
         """
         many = many_prompts(prompts)
-        each = params_for(sampling_params, len(many))
+        all_params = params_for(sampling_params, len(many))
         info = self._client.info
         work: list[_Prompt] = []
-        for prompt, params in zip(many, each, strict=True):
+        for prompt, params in zip(many, all_params, strict=True):
             if is_text(prompt):
                 raise InvalidRequest(
                     "a fleet takes token ids; encode text with the model's tokenizer first."
@@ -170,7 +168,7 @@ class RayFleet:
             if (grammar := params.grammar) is not None:
                 backend_named(grammar.backend or info.grammar_backend).check(grammar)
             work.append(_Prompt(token_ids, params, num_samples_per_prompt, num_wanted))
-        for prompt in work:  # all of them are well-formed: as one engine does it
+        for prompt in work:  # ids and seeds only after all checks, in the order of a single engine
             prompt.request_id = next(self._request_ids)
             prompt.seed = (
                 prompt.asked.seed if prompt.asked.seed is not None else self._seeds.getrandbits(63)
@@ -186,20 +184,20 @@ class RayFleet:
         timeout: float = 600.0,
         **options: Unpack[UpdateOptions],
     ) -> int:
-        """Replace (part of) the weights of all replicas; returns the version when it serves
+        """Replace all or some weights on all replicas. Return the version once it is live
         everywhere.
 
-        The bytes go once into Ray's object store, which brings them to every node, from one node to
-        the next; while one replica has the old weights no other draws a token with the new ones. A
-        replica that dies meanwhile leaves the fleet, and the one in its place gets the new version.
+        Each bucket is put into Ray's object store once and copied from node to node. No replica
+        draws a token with the new weights while another still uses the old ones. A replica that
+        dies meanwhile leaves the fleet, and its replacement gets the new version.
 
         Args:
-            weights: Hugging Face names to tensors, unfused, from any device; or pairs of them, one
-                after the other. Only what changed need be there.
-            timeout: seconds by which it must serve once all of it has arrived.
-            options: as in `InferenceEngine.update_weights`; `kv_policy` None: `"keep"`.
+            weights: Mapping of unfused Hugging Face names to tensors on any device, or an iterable
+                of pairs. Unchanged tensors may be omitted.
+            timeout: Seconds until the update must be live after all tensors have arrived.
+            options: Options of `InferenceEngine.update_weights`. `kv_policy=None` means "keep".
 
-        Raises `WeightUpdateError`, with the old version serving everywhere, or `EngineDead`.
+        Raises `WeightUpdateError`, with the old version live everywhere, or `EngineDead`.
         """
         update = self._run(
             self._client.begin_update(
@@ -211,39 +209,38 @@ class RayFleet:
             for parcel in parcels_of(cast(Iterable[tuple[str, Tensor]], pairs)):
                 self._run(update.add(Bucket(parcel.description, ray.put(parcel.content))))
         except BaseException as problem:
-            self._run(update.cancel(f"the trainer's side failed: {problem}"))
+            self._run(update.cancel(f"the trainer failed: {problem}"))
             raise
         kv_policy = options.get("kv_policy") or "keep"
         return self._run(update.finish(options.get("version"), kv_policy, timeout))
 
     def get_weight_version(self) -> int:
-        """The version that serves on all replicas."""
+        """Return the version that is live on all replicas."""
         return self._client.supervisor.version
 
     def weights_checksum(self) -> dict[str, str]:
-        """As `InferenceEngine.weights_checksum`. Raises `NanoInferenceError` if replicas differ."""
+        """Return the checksums of all weights. Raises `NanoInferenceError` if replicas differ."""
         return self._run(self._call("weights_checksum", 600.0))
 
     # -- replicas ----------------------------------------------------------------------------------
 
     def replicas(self) -> tuple[Replica, ...]:
-        """All replicas, also those that are being started again."""
+        """Return the status of all replicas, including those being restarted."""
         return self._run(self._replicas())
 
     def add_replicas(self, count: int) -> tuple[str, ...]:
-        """Add replicas; returns their names when they serve, with the weights of the others.
+        """Add replicas. Return their names once they serve with the live weights.
 
-        Raises what keeps one from being built, and then adds none: `EngineDead` where Ray has no
-        room.
+        If a replica cannot be built, none is added, and its error is raised: `EngineDead` if Ray
+        has no room.
         """
         _require_count(count)
         return self._run(self._add(count))
 
     def remove_replicas(self, count: int) -> tuple[str, ...]:
-        """Take the replicas out that came last; the others go on with what they have. Returns their
-        names.
+        """Remove the newest replicas. The others continue their samples. Return the names.
 
-        Raises `InvalidRequest` if none would be left.
+        Raises `InvalidRequest` if no replica would be left.
         """
         _require_count(count)
         return self._run(self._remove(count))
@@ -251,29 +248,29 @@ class RayFleet:
     # -- control -----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop all replicas until `resume`, as `InferenceEngine.pause` does.
+        """Pause all replicas until `resume`, like `InferenceEngine.pause`.
 
-        Raises `TimeoutError` if nothing is paused: requests did not end in time, or it was resumed.
+        Raises `TimeoutError` if requests did not end in time or the fleet was resumed meanwhile.
         """
         if not self._run(self._call("pause", self._patience, mode=mode)):
             raise TimeoutError(
-                f"the requests did not end within {self._patience:g} s, or it was resumed."
+                f"the requests did not end within {self._patience:g} s, or the fleet was resumed."
             )
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Resume all replicas after a pause."""
         self._run(self._call("resume"))
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix, everywhere."""
+        """Delete all cached prefixes on all replicas."""
         self._run(self._call("flush_cache"))
 
     def stats(self) -> EngineStats:
-        """Of all replicas, as if they were one engine."""
+        """Return the statistics of all replicas, combined as for one engine."""
         return self._run(self._call("stats"))
 
     def shutdown(self) -> None:
-        """End all replicas, and the cluster if it was started here. What runs is lost."""
+        """Stop all replicas, and the cluster if this fleet started it. Running samples are lost."""
         if self._closed:
             return
         self._closed = True
@@ -300,7 +297,7 @@ class RayFleet:
     # -- on the event loop -------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it on the fleet's event loop, and wait for it. Ctrl-C cancels it."""
+        """Run a coroutine on the fleet's event loop and wait for it. Ctrl-C cancels it."""
         if self._closed:
             work.close()
             raise EngineDead("the fleet was shut down; build a new one.")
@@ -317,8 +314,8 @@ class RayFleet:
         return await self._client.call(name, timeout=seconds, **arguments)
 
     async def _generate(self, work: list["_Prompt"]) -> list[list[TrainingSample]]:
-        """All prompts; as many at once as keep all replicas busy, so that a new replica finds
-        something to do.
+        """Complete all prompts. Enough are submitted to keep the replicas busy, and the others
+        wait, so that they can run on replicas added later.
         """
         running: dict[asyncio.Task[list[TrainingSample]], int] = {}
         tasks: list[asyncio.Task[list[TrainingSample]]] = []
@@ -356,18 +353,18 @@ class RayFleet:
         stream = self._client.submit(
             prompt.token_ids, params, prompt.num_samples, stream=False, num_wanted=prompt.num_wanted
         )
-        found: list[TrainingSample] = []
+        samples: list[TrainingSample] = []
         try:
             while stream.samples_left:
-                found += [
+                samples += [
                     delta.finished for delta in await stream.next() if delta.finished is not None
                 ]
         finally:
             stream.close()
-        found.sort(key=lambda sample: sample.sample_index)
+        samples.sort(key=lambda sample: sample.sample_index)
         return [
             replace(each, request_id=prompt.request_id, sampling_params=prompt.asked)
-            for each in found
+            for each in samples
         ]
 
     async def _replicas(self) -> tuple[Replica, ...]:
@@ -386,11 +383,11 @@ class RayFleet:
         )
 
     async def _add(self, count: int) -> tuple[str, ...]:
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(self._client.add() for _ in range(count)), return_exceptions=True
         )
-        added = [each for each in found if isinstance(each, str)]
-        for problem in found:
+        added = [each for each in results if isinstance(each, str)]
+        for problem in results:
             if isinstance(problem, BaseException):
                 for name in added:
                     await self._client.remove(name)
@@ -401,7 +398,7 @@ class RayFleet:
         names = [each.name for each in self._client.supervisor.statuses()]
         if count >= len(names):
             raise InvalidRequest(
-                f"there are {len(names)} replicas; {count} cannot be removed, one has to stay."
+                f"cannot remove {count} of {len(names)} replicas; at least one must remain."
             )
         gone = tuple(names[-count:])
         for name in gone:
@@ -410,7 +407,7 @@ class RayFleet:
 
 
 class _Prompt:
-    """A prompt and what is asked of it."""
+    """A prompt and its sampling parameters."""
 
     request_id: int
     seed: int

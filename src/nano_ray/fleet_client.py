@@ -1,4 +1,4 @@
-"""`RayFleetClient`: the replicas of a fleet as actors. New ones get their weights out of Ray's
+"""`RayFleetClient`: the replicas of a fleet as actors. New replicas get their weights from Ray's
 object store.
 """
 
@@ -17,19 +17,19 @@ from nano_ray.kept import Bucket, KeptWeights
 
 
 class RayFleetClient(FleetClient):
-    """As `FleetClient`.
+    """A `FleetClient` whose replicas are Ray actors.
 
     Args:
-        config: of every engine.
-        needs: what each rank takes of its node.
-        replicas: how many there are in the beginning.
-        max_backlog: see `EngineClient`.
-        restart: start a new engine in the place of one that has died.
-        patience: seconds in which a replica must have a place, and then be ready.
-        stall_timeout, prefill_replicas, share_prefixes: see `FleetClient`.
+        config: Configuration of every engine.
+        needs: Resources of each rank.
+        replicas: Initial number of replicas.
+        max_backlog: Backlog of a stream, as in `EngineClient`.
+        restart: Start a new engine for each one that has died.
+        patience: Seconds until a replica must be placed, and then again until it is ready.
+        stall_timeout, prefill_replicas, share_prefixes: Options of `FleetClient`.
 
     Attributes:
-        kept: the updates that came through the object store, as far as they still serve.
+        kept: Live parts of the updates that were sent through the object store.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RayFleetClient(FleetClient):
         self._updating = asyncio.Lock()  # held from an update's first bucket to its end
 
     def nodes(self) -> dict[str, str]:
-        """Ray's ids of the nodes, by replica."""
+        """Return Ray's ids of the nodes, by replica."""
         return {
             name: client.node
             for name, client in self.supervisor.living().items()
@@ -69,7 +69,7 @@ class RayFleetClient(FleetClient):
         }
 
     async def begin_update(self, complete: bool, check_finite: bool) -> "RayUpdate":
-        """Open an update of all replicas; waits for the one before. Raises `WeightUpdateError`."""
+        """Open an update of all replicas after any earlier one ends. Raises `WeightUpdateError`."""
         await self._updating.acquire()
         try:
             session = next(self._sessions)
@@ -96,7 +96,7 @@ class RayFleetClient(FleetClient):
         await client.take_updates(self.kept.updates)
 
     async def bring_weights(self, donor: EngineClient, client: EngineClient, version: int) -> None:
-        """What the store keeps of them, else what the donor puts there."""
+        """Sync a replica from the kept updates, or from the donor if they do not make `version`."""
         assert isinstance(donor, RayClient)
         assert isinstance(client, RayClient)
         if self.kept.version == version:
@@ -107,8 +107,8 @@ class RayFleetClient(FleetClient):
 
 
 class RayUpdate:
-    """An update under way. Every method raises `WeightUpdateError` with the old version serving
-    everywhere, and then it is over.
+    """An open update. If a method raises `WeightUpdateError`, the update has ended, and the old
+    version is live everywhere.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RayUpdate:
         self._buckets: list[Bucket] = []
 
     async def add(self, bucket: Bucket) -> None:
-        """Let all replicas take a bucket; returns when they have."""
+        """Send a bucket to all replicas and wait until they have received it."""
         try:
             await self._fleet.call(
                 "receive_bucket", session=self._session, bucket=bucket, timeout=BUCKET_SECONDS
@@ -129,7 +129,7 @@ class RayUpdate:
         self._buckets.append(bucket)
 
     async def finish(self, version: int | None, kv_policy: KvPolicy, seconds: float) -> int:
-        """Let it serve on all replicas; returns its version."""
+        """Make the update live on all replicas and return its version."""
         number = self._newest + 1 if version is None else version
         options = {"version": number, "kv_policy": kv_policy}
         try:
@@ -145,19 +145,19 @@ class RayUpdate:
         return number
 
     async def cancel(self, reason: str) -> None:
-        """Forget it. Does nothing once it is over."""
+        """Cancel the update. Has no effect after its end."""
         session, self._session = self._session, 0
         if session:
             try:
                 await self._fleet.call("cancel_update", session=session, reason=reason)
-            except Exception:  # no caller is left who would know of it
+            except Exception:  # the caller already gets the first error
                 pass
             finally:
                 self._lock.release()
 
 
 def _raise_refusal(problem: BaseException) -> NoReturn:
-    """Raise the error for the caller, after `problem`."""
+    """Raise `problem`, or the error that the caller gets instead."""
     if isinstance(problem, EngineRestarting):
-        raise WeightUpdateError(f"no replica serves: {problem}") from problem
+        raise WeightUpdateError(f"no replica is serving: {problem}") from problem
     raise problem

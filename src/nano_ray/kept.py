@@ -1,4 +1,4 @@
-"""What a new replica must receive to serve the weights that the others serve."""
+"""Kept weight updates, which a new replica needs to get the live weights."""
 
 import json
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ class Bucket:
     """Some tensors of an update, in Ray's object store.
 
     Attributes:
-        description: JSON: names, types and shapes, as in `nano_ray.verl.buckets.Parcel`.
-        content: reference to the bytes, a uint8 array.
+        description: JSON with names, types and shapes, as in `nano_ray.verl.buckets.Parcel`.
+        content: Reference to the bytes, a uint8 array.
     """
 
     description: bytes
@@ -20,14 +20,14 @@ class Bucket:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its tensors."""
+        """Names of the tensors."""
         (pieces,) = json.loads(self.description)["buckets"]
         return frozenset(str(name) for name, *_ in pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptUpdate:
-    """What of an update still serves."""
+    """Buckets of an update that contain live tensors."""
 
     version: int
     buckets: tuple[Bucket, ...]
@@ -35,25 +35,24 @@ class KeptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """The updates that together make the version which serves out of the model's own weights,
-    oldest first.
+    """Updates that turn the model's own weights into the live version, oldest first.
 
-    A bucket that later ones bring anew is let go of, and Ray frees it.
+    A bucket whose tensors are all replaced by later updates is dropped, and Ray frees it.
     """
 
     updates: tuple[KeptUpdate, ...] = ()
 
     @property
     def version(self) -> int:
-        """That they make; 0: the model's own."""
+        """Version after all updates. 0: the model's own weights."""
         return self.updates[-1].version if self.updates else 0
 
     def since(self, version: int) -> tuple[KeptUpdate, ...]:
-        """What a replica that has this version must receive."""
+        """Return the updates that a replica with this version needs."""
         return tuple(update for update in self.updates if update.version > version)
 
     def after(self, version: int, buckets: Iterable[Bucket]) -> "KeptWeights":
-        """These, and an update of a larger version behind them."""
+        """Return these updates followed by one with a larger version."""
         newest = KeptUpdate(version, tuple(buckets))
         later = frozenset[str]().union(*(bucket.names for bucket in newest.buckets))
         older: list[KeptUpdate] = []

@@ -1,6 +1,4 @@
-"""`RayLauncher`: the other ranks of a replica as actors beside rank 0, in the replica's placement
-group.
-"""
+"""`RayLauncher`: the other ranks of a replica as actors in the placement group of rank 0."""
 # pyright: reportMissingImports=false
 
 from collections.abc import Sequence
@@ -16,49 +14,49 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nano_inference.errors import ConfigError
 from nano_inference.ranks import Begin
 
-KILL_PATIENCE = 5.0  # seconds for Ray to say that a killed actor has ended
+KILL_PATIENCE = 5.0  # timeout in seconds for Ray to report the end of a killed actor
 
 
 class RankActor:
-    """A process that is a rank."""
+    """A Ray process that runs a rank."""
 
     def be(self, begin: bytes) -> None:
-        """Be that rank, until rank 0 ends it."""
+        """Run the rank until rank 0 ends it."""
         from nano_inference.ranks import run_worker
 
         run_worker(msgspec.msgpack.decode(begin, type=Begin))
 
 
 class RayLauncher:
-    """See `ranks.launcher.Launcher`. Of the actor that is rank 0, in its process.
+    """A `ranks.launcher.Launcher` in the process of rank 0's actor.
 
-    All ranks of a replica are on one node: they meet at a socket in a folder. They end with rank 0,
-    to whose process Ray ties them.
+    All ranks of a replica are on one node, since they connect by a Unix socket. Ray ends them
+    together with the process of rank 0.
     """
 
     host: str | None = None
     port = 0
 
     def ranks_here(self, world_size: int) -> int:
-        """How many ranks share what a rank sees of the machine: all, but on GPUs, of which Ray
-        shows each its own.
+        """Return how many ranks share the visible devices: all on a CPU, one on GPUs, since Ray
+        shows each rank only its own.
         """
         return 1 if ray.get_gpu_ids() else world_size
 
     def start(self, begins: Sequence[Begin]) -> list["RankHandle"]:
-        """See `Launcher`. Raises `ConfigError` outside of a placement group, which has a place for
-        each.
+        """Start the ranks in their bundles of the placement group. Raises `ConfigError` if there is
+        no group.
         """
         group = get_current_placement_group()
         if group is None:
             raise ConfigError(
-                "this process was not placed by a RayFleet; its other ranks have no place."
+                "this process was not started by a RayFleet, so its other ranks cannot be placed."
             )
         return [RankHandle(begin, group) for begin in begins]
 
 
 class RankHandle:
-    """See `ranks.launcher.Handle`."""
+    """A `ranks.launcher.Handle` of a rank's actor."""
 
     def __init__(self, begin: Begin, group: Any) -> None:
         bundle = group.bundle_specs[begin.rank]
@@ -76,23 +74,23 @@ class RankHandle:
         self._ended = self._actor.be.remote(msgspec.msgpack.encode(begin))
 
     def alive(self) -> bool:
-        """See `Handle`."""
+        """Return True while the rank runs."""
         ready, _ = ray.wait([self._ended], timeout=0)
         return not ready
 
     def ended(self) -> str:
-        """See `Handle`."""
+        """Describe how the rank ended."""
         if self.alive():
             return "runs"
         try:
             ray.get(self._ended, timeout=KILL_PATIENCE)
-        except Exception as problem:  # whatever it raised, or that it died
+        except Exception as problem:  # the rank's own error, or Ray's report of its death
             lines = str(getattr(problem, "cause", None) or problem).strip().splitlines()
             return f"has ended: {lines[0] if lines else type(problem).__name__}"
         return "has ended"
 
     def kill(self) -> None:
-        """See `Handle`."""
+        """Kill the rank and wait for its end."""
         with suppress(RayError):
             ray.kill(self._actor)
             ray.wait([self._ended], timeout=KILL_PATIENCE)

@@ -1,6 +1,4 @@
-"""`nano-inference serve --ray`: the server in this process, its replicas on the nodes of a
-cluster.
-"""
+"""`nano-inference serve --ray`: a server in this process with replicas on a Ray cluster."""
 # pyright: reportMissingImports=false
 
 import ray
@@ -14,14 +12,16 @@ from nano_ray.fleet_client import RayFleetClient
 
 
 def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None = None) -> None:
-    """As `server.main.serve`. Each of `config.replicas` is an actor; Ray finds it a node, and
-    another one when that dies and `config.restart_engine` asks for it.
+    """Serve like `server.main.serve`, with `config.replicas` actors on nodes that Ray chooses. If a
+    node dies and `config.restart_engine` is set, Ray chooses another one.
 
     Raises `ConfigError` for `config.in_process`, and `EngineDead` if there is no cluster at
     `address`.
     """
     if config.in_process:
-        raise ConfigError("in_process=True: on Ray every engine has a process of its own.")
+        raise ConfigError(
+            "in_process=True is not supported on Ray; every engine has its own process."
+        )
     require_shardable(engine)
     was_ours = connect(address)
     try:

@@ -1,4 +1,4 @@
-"""A training service: LoRA adapters of one base model, trained and sampled over HTTP by the API of
-the public client `tinker`. Several clients at once, each with an adapter and an optimizer of its
-own; what one of them gets does not depend on the others.
+"""A training service: train and sample LoRA adapters of one base model over HTTP, with the API of
+the public client `tinker`. Several clients can connect at once, each with its own adapter and
+optimizer. A client's results do not depend on other clients.
 """

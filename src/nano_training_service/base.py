@@ -1,5 +1,5 @@
-"""What the service trains and samples from: an engine and LoRA policies on it. The only module of
-the service that knows the engine.
+"""Interfaces of the base model and its LoRA policies. The other modules of the service reach the
+engine only through them. `engine_base` implements them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nano_inference.types import SamplingParams, TrainingSample
 
-ALPHA = 32.0  # the client names a rank and no alpha
+ALPHA = 32.0  # the client sends a rank but no alpha
 
 
 class Policy(Protocol):
@@ -22,7 +22,7 @@ class Policy(Protocol):
     """
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Always in the same order."""
+        """Yield names and parameters, always in the same order."""
         ...
 
     def logprobs(
@@ -32,8 +32,9 @@ class Policy(Protocol):
         from_position: int,
         targets: Sequence[NDArray[np.int64]],
     ) -> list[Tensor]:
-        """Logprobs of each sequence's targets, which stand in the place of its tokens from a
-        position on: [tokens], or [tokens, k] for k in each place. Differentiable.
+        """Return the logprobs of each sequence's targets, differentiable. The targets replace the
+        sequence's tokens, starting at `from_position`: [tokens], or [tokens, k] for k targets per
+        position.
         """
         ...
 
@@ -42,19 +43,20 @@ class Policy(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Read one into the parameters, whole or not at all."""
+        """Load a PEFT folder into the parameters, all of them or none."""
         ...
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Which adapter a model is.
+    """Shape and targets of an adapter.
 
     Attributes:
-        rank: of A and B.
-        seed: of the first values of A.
-        attention, mlp, unembed: whether it adapts the projections of attention, those of MLPs and
-            experts, the head.
+        rank: Rank of A and B.
+        seed: Seed for the initial values of A.
+        attention: True if the attention projections are adapted.
+        mlp: True if the projections of MLPs and experts are adapted.
+        unembed: True if the head is adapted.
     """
 
     rank: int
@@ -68,11 +70,11 @@ class Base(Protocol):
     """A base model that serves adapters.
 
     Attributes:
-        model: as the service was told: a name, a folder.
-        folder: of the model, with its tokenizer.
-        architecture: its name in `config.json`.
-        max_model_len: tokens of a sequence.
-        vocab_size: ids are below it.
+        model: Name or folder that the service was started with.
+        folder: Folder of the model and its tokenizer.
+        architecture: Name of the architecture in `config.json`.
+        max_model_len: Maximum tokens of a sequence.
+        vocab_size: Number of token ids.
     """
 
     model: str
@@ -82,21 +84,21 @@ class Base(Protocol):
     vocab_size: int
 
     def new_policy(self, name: str, adapter: Adapter) -> Policy:
-        """A new adapter, at its first values."""
+        """Return a new adapter with initial values."""
         ...
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Serve a PEFT folder's adapter by this name, which is new."""
+        """Serve the adapter of a PEFT folder under a new name."""
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Serve it no more."""
+        """Stop serving an adapter."""
         ...
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, num_samples: int, adapter: str | None
     ) -> list[TrainingSample]:
-        """Samples of one prompt; cancelling aborts them."""
+        """Return samples of one prompt. Cancelling the call aborts them."""
         ...
 
     def close(self) -> None:

@@ -6,10 +6,10 @@
     STATE/runs/RUN/external_weights/NAME/  a PEFT folder, to be downloaded
     STATE/runs/RUN/snapshots/NUMBER/       a PEFT folder that lives as long as its session
 
-Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is whole,
-and is on the disk before `write` returns. One service at a time has the folder: it holds a lock on
-STATE/lock. Names that begin with a dot are on their way in or out: `.unfinished-` may be deleted at
-any time, `.replaced-NAME` is the old checkpoint while a new one takes its name.
+Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is
+complete, and it is on disk before `write` returns. A service locks STATE/lock, so only one can use
+the folder. Names that begin with a dot are temporary: `.unfinished-` may be deleted at any time.
+`.replaced-NAME` is the old checkpoint while a new one is renamed to NAME.
 """
 
 import errno
@@ -43,12 +43,12 @@ _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,127}")
 _ABOUT = "checkpoint.json"
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
-_ABOUT_BYTES = 512  # of checkpoint.json without its user_metadata, at most
+_ABOUT_BYTES = 512  # upper bound of checkpoint.json's size without its user_metadata
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a model in training, also after it has ended."""
+    """Record of a model in training. It is kept after the model ends."""
 
     run_id: str
     base_model: str
@@ -64,13 +64,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is whole.
+    """A complete checkpoint on disk.
 
     Attributes:
-        kind, name: the last two parts of its path.
-        created, expires: seconds since the epoch; None: never.
-        size: of its files, bytes.
-        sha256: of its adapter's file.
+        kind: Second to last part of the path.
+        name: Last part of the path.
+        created: Time of creation, in seconds since the epoch.
+        expires: Time of expiry, in seconds since the epoch. None: never.
+        size: Total size of its files in bytes.
+        sha256: Digest of the adapter's file.
     """
 
     run_id: str
@@ -85,30 +87,30 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """`tinker://RUN/KIND/NAME`."""
+        """Path `tinker://RUN/KIND/NAME` of the checkpoint."""
         return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
 
     @property
     def files(self) -> dict[str, Path]:
-        """What it is made of, by name."""
+        """Files of the adapter and the optimizer, by name."""
         return {each.name: each for each in self.folder.iterdir() if each.name != _ABOUT}
 
 
 def moment(seconds: float) -> str:
-    """As the client reads times."""
+    """Format a time as the client reads it: ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 class Checkpoints:
-    """All checkpoints of a state folder, of earlier services too; the folder is this object's until
-    `close`. Safe to call from any thread, but one thread writes.
+    """All checkpoints of a state folder, including those of earlier services. The folder stays
+    locked until `close`. Any thread may call, but only one may write.
 
     Args:
-        folder: of the state.
-        most: bytes of all checkpoints together, but for snapshots; None: as the disk has.
+        folder: State folder.
+        most: Maximum total size of all checkpoints except snapshots, in bytes. None: no limit.
 
     Raises:
-        ConfigError: another service has the folder, or it cannot be written.
+        ConfigError: Another service uses the folder, or it is not writable.
     """
 
     def __init__(self, folder: Path, most: int | None = None) -> None:
@@ -131,11 +133,11 @@ class Checkpoints:
         self._clean_up()
 
     def close(self) -> None:
-        """Let another service have the folder."""
+        """Unlock the folder for other services."""
         self._lock.close()
 
     def _clean_up(self) -> None:
-        """Undo what a service that has ended left half done."""
+        """Remove or restore folders that an interrupted service left behind."""
         for old in self._runs.glob(f"*/*/{_REPLACED}*"):
             target = old.with_name(old.name.removeprefix(_REPLACED))
             if target.exists():  # the new one
@@ -146,21 +148,21 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def write_run(self, run: Run) -> None:
-        """Note a run, new or with another `last_request`."""
+        """Write the record of a run, new or with an updated `last_request`."""
         folder = self._runs / run.run_id
         folder.mkdir(exist_ok=True)
         _write_json(folder / "run.json", asdict(run))
 
     def run(self, run_id: str) -> Run:
-        """What is known of a run. Raises `Refused` 404."""
+        """Return the record of a run. Raises `Refused` 404 if there is none."""
         if not _NAME.fullmatch(run_id) or not (self._runs / run_id / "run.json").is_file():
             raise Refused(f"there is no training run {run_id!r}.", 404)
         return Run(**read_json(self._runs / run_id / "run.json"))
 
     def runs(self) -> list[Run]:
-        """All, the newest first."""
-        found = [self.run(path.parent.name) for path in self._runs.glob("*/run.json")]
-        return sorted(found, key=lambda run: (-run.created, run.run_id))
+        """Return all runs, newest first."""
+        records = [self.run(path.parent.name) for path in self._runs.glob("*/run.json")]
+        return sorted(records, key=lambda run: (-run.created, run.run_id))
 
     def write(
         self,
@@ -174,17 +176,19 @@ class Checkpoints:
         ttl: float | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> Checkpoint:
-        """A new checkpoint, whose files `fill` writes into a folder, `size` bytes at most. Raises
-        `Refused`, before anything is written: for a name that is none, or that is taken, and where
-        there is no room.
+        """Write and return a new checkpoint. `fill` writes its files, at most `size` bytes, into a
+        folder. Raises `Refused` before writing if the name is invalid or taken, or if the
+        checkpoint could exceed the limit.
         """
         if not _NAME.fullmatch(name):
             raise Refused(
-                f"{name!r} cannot name a checkpoint: 1 to 128 letters, digits, and . _ : - can."
+                f"{name!r} cannot name a checkpoint; use 1 to 128 letters, digits, and . _ : -"
             )
         target = self._runs / run_id / kind / name
         if target.exists() and not overwrite:
-            raise Refused(f"the checkpoint {kind}/{name} exists already; overwrite=True replaces.")
+            raise Refused(
+                f"the checkpoint {kind}/{name} already exists; set overwrite=True to replace it."
+            )
         now = time.time()
         about: dict[str, Any] = {
             "created": now,
@@ -201,7 +205,7 @@ class Checkpoints:
         return self._read(target)
 
     def _name(self, folder: Path, target: Path) -> None:
-        """Give a folder its name, in the place of what has it. A crash leaves one of the two."""
+        """Rename a folder to `target` and delete the old one. After a crash one of them remains."""
         old = target.with_name(f"{_REPLACED}{target.name}")
         with self._names:
             if target.exists():
@@ -218,83 +222,85 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def write_snapshot(self, run_id: str, number: int, fill: Callable[[Path], None]) -> Path:
-        """A folder of a PEFT adapter that nothing but its owner names."""
+        """Write an unnamed PEFT adapter and return its folder."""
         target = self._runs / run_id / "snapshots" / str(number)
         with _filled(target, fill) as folder:
             folder.rename(target)
         return target
 
     def drop_snapshots(self, run_id: str) -> None:
-        """All of a run's."""
+        """Delete all snapshots of a run."""
         shutil.rmtree(self._runs / run_id / "snapshots", ignore_errors=True)
 
     def find(self, path: str) -> Checkpoint:
-        """The checkpoint of a `tinker://` path. Raises `Refused`: 400 for no such path, 404 for
-        none there, or one that has expired.
+        """Return the checkpoint of a `tinker://` path. Raises `Refused`: 400 if the path is
+        malformed, 404 if the checkpoint does not exist or has expired.
         """
         run_id, _, rest = path.removeprefix(_SCHEME).partition("/")
         kind, _, name = rest.partition("/")
         if not path.startswith(_SCHEME) or kind not in TYPES:
-            raise Refused(f"{path!r} is not tinker://RUN/KIND/NAME; KIND is {' or '.join(TYPES)}.")
+            raise Refused(
+                f"{path!r} must be tinker://RUN/KIND/NAME, where KIND is {' or '.join(TYPES)}."
+            )
         if not (_NAME.fullmatch(run_id) and _NAME.fullmatch(name)):
             raise Refused(f"there is no checkpoint {path!r}.", 404)
         folder = self._runs / run_id / kind / name
         with self._names:
             if not (folder / _ABOUT).is_file():
                 raise Refused(f"there is no checkpoint {path!r}.", 404)
-            found = self._read(folder)
-        if found.expires is not None and found.expires <= time.time():
+            checkpoint = self._read(folder)
+        if checkpoint.expires is not None and checkpoint.expires <= time.time():
             raise Refused(f"the checkpoint {path!r} has expired.", 404)
-        return found
+        return checkpoint
 
     def of(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Those of a run, or all, the newest first."""
+        """Return the checkpoints of a run, or all of them, newest first."""
         folder = run_id if run_id is not None else "*"
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         for kind in TYPES:
             for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}"):
                 if not about.parent.name.startswith("."):
-                    # another thread deletes it
+                    # another thread may be deleting it
                     with suppress(FileNotFoundError, ModelLoadError):
-                        found.append(self._read(about.parent))
-        return sorted(found, key=lambda each: (-each.created, each.path))
+                        checkpoints.append(self._read(about.parent))
+        return sorted(checkpoints, key=lambda each: (-each.created, each.path))
 
     def remove(self, path: str) -> None:
-        """Delete a checkpoint. Raises as `find`."""
+        """Delete a checkpoint. Raises `Refused` like `find`."""
         self._drop(self.find(path).folder)
 
     def set_ttl(self, path: str, ttl: float | None) -> None:
-        """Let it expire so many seconds from now; None: never. Raises as `find`."""
-        found = self.find(path)
-        about = read_json(found.folder / _ABOUT)
+        """Set the expiry to `ttl` seconds from now. None: never. Raises `Refused` like `find`."""
+        checkpoint = self.find(path)
+        about = read_json(checkpoint.folder / _ABOUT)
         about["expires"] = None if ttl is None else time.time() + ttl
-        _write_json(found.folder / _ABOUT, about)
-        sync(found.folder / _ABOUT)
+        _write_json(checkpoint.folder / _ABOUT, about)
+        sync(checkpoint.folder / _ABOUT)
 
     def sweep(self) -> None:
-        """Delete what has expired."""
-        for each in self.of():
-            if each.expires is not None and each.expires <= time.time():
-                self._drop(each.folder)
+        """Delete expired checkpoints."""
+        for checkpoint in self.of():
+            if checkpoint.expires is not None and checkpoint.expires <= time.time():
+                self._drop(checkpoint.folder)
 
     def _drop(self, folder: Path) -> None:
-        """It is gone at once for all others, whole."""
+        """Delete a folder. It disappears for other threads in one step, by a rename."""
         gone = folder.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
         with suppress(FileNotFoundError):  # another thread was first
             folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _require_room(self, size: int, target: Path) -> None:
-        """Raises `Refused` where so many bytes, in the place of what `target` has, are too many."""
+        """Raise `Refused` if replacing `target` with `size` bytes would exceed the limit."""
         if self._most is None:
             return
         self.sweep()
         taken = sum(each.size for each in self.of() if each.folder != target)
         if taken + size > self._most:
             raise Refused(
-                f"this checkpoint may take {size:,} bytes, and the others take {taken:,}; all may "
-                f"take {self._most:,} (max_checkpoint_bytes). Delete some, or save with "
-                "ttl_seconds, after which they go."
+                f"this checkpoint may take {size:,} bytes in addition to {taken:,} bytes of "
+                f"others, which exceeds the limit of {self._most:,} (max_checkpoint_bytes). Delete "
+                "checkpoints, or save them with ttl_seconds."
             )
 
     def _read(self, folder: Path) -> Checkpoint:
@@ -315,7 +321,7 @@ class Checkpoints:
 
 @contextmanager
 def _filled(target: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
-    """A folder beside `target` with files in it; gone at the end unless it was renamed."""
+    """Yield a filled folder next to `target`. It is deleted afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f"{_UNFINISHED}{target.name}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from nano_training_service.config import TrainServiceConfig
 
 
 class EngineBase:
-    """See `Base`. Raises `NanoInferenceError`: the engine cannot be built."""
+    """An engine as the service's `Base`. Raises `NanoInferenceError` if it cannot be built."""
 
     def __init__(self, config: EngineConfig, service: TrainServiceConfig) -> None:
         config = with_plain_weights(config)
@@ -28,7 +28,7 @@ class EngineBase:
         self.vocab_size = engine.spec.vocab_size
 
     def new_policy(self, name: str, adapter: Adapter) -> Policy:
-        """See `Base`."""
+        """Return a new adapter with initial values."""
         engine = self._engine.engine
         settings = LoraSettings(
             rank=adapter.rank, alpha=ALPHA, targets=_targets(engine, adapter), seed=adapter.seed
@@ -36,32 +36,32 @@ class EngineBase:
         return LoraPolicy(engine, settings, name=name)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """See `Base`."""
+        """Serve the adapter of a PEFT folder under a new name."""
         self._engine.engine.load_adapter(name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """See `Base`."""
+        """Stop serving an adapter."""
         self._engine.engine.unload_adapter(name)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, num_samples: int, adapter: str | None
     ) -> list[TrainingSample]:
-        """See `Base`."""
+        """Return samples of one prompt. Cancelling the call aborts them."""
         params = replace(params, adapter=adapter)
         return await self._engine.generate([list(prompt)], params, num_samples)
 
     def close(self) -> None:
-        """See `Base`."""
+        """Shut the engine down."""
         self._engine.stop()
         self._engine.engine.shutdown()
 
 
 def _targets(engine: InferenceEngine, adapter: Adapter) -> tuple[str, ...]:
-    """The kinds of modules that it adapts: what is not attention and not the head is MLP."""
-    found: dict[str, None] = {}
-    for place, target in targets_of(engine.spec).items():
-        is_head, is_attention = place == "lm_head", "attn" in place
+    """Return the kinds of modules to adapt. Anything but attention and the head counts as MLP."""
+    kinds: dict[str, None] = {}
+    for name, target in targets_of(engine.spec).items():
+        is_head, is_attention = name == "lm_head", "attn" in name
         wanted = adapter.unembed if is_head else adapter.attention if is_attention else adapter.mlp
         if wanted:
-            found[target.kind] = None
-    return tuple(found)
+            kinds[target.kind] = None
+    return tuple(kinds)

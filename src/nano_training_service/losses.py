@@ -1,5 +1,5 @@
 """The loss functions, by the client's names. Each is a sum over the targets of one sequence, never
-a mean; a batch's loss is the sum of its sequences'.
+a mean. A batch's loss is the sum over its sequences.
 
 With p the policy's logprobs of the targets, q those of the sampler (`logprobs`), A `advantages`,
 r = exp(p - q), sg stop_gradient, and clip to `clip_low_threshold` and `clip_high_threshold`:
@@ -12,8 +12,8 @@ r = exp(p - q), sg stop_gradient, and clip to `clip_low_threshold` and `clip_hig
     gspo                  -sum(min(s * A, clip(s) * A)),
                           s = exp(mean over sequence_ratio_mask of sg(p) - q) * exp(p - sg(p))
 
-A target's part of the sum is multiplied by its `weights` and by its `mask`, where they are given.
-A target whose factors or advantage are 0 has no ratio: whatever is padded there is never read.
+A target's term is multiplied by its `weights` and `mask`, if present. If a factor or the advantage
+is 0, the ratio of the target is not computed, so padding in its `logprobs` is never read.
 
 Sources: the client's documentation (https://tinker-docs.thinkingmachines.ai/tinker/losses) for the
 formulas and the inputs; its cookbook's tutorial 202 for the thresholds of ppo (0.8, 1.2) and cispo
@@ -42,11 +42,12 @@ class Loss:
     """A loss function.
 
     Attributes:
-        targets: from the policy's logprobs of the targets, inputs and settings to each target's
-            part of the loss, in the same shape.
-        inputs: next to `target_tokens`; those of `optional` may be left out, and those of `nonzero`
-            may not be 0 everywhere.
-        settings: names of `loss_fn_config`, with their defaults.
+        targets: Function of the policy's logprobs of the targets, the inputs and the settings. It
+            returns each target's term of the loss, in the shape of the logprobs.
+        inputs: Names of inputs in addition to `target_tokens`.
+        settings: Names in `loss_fn_config`, with their defaults.
+        optional: Inputs that may be omitted.
+        nonzero: Inputs that must not be 0 everywhere.
     """
 
     targets: Callable[[Tensor, Inputs, Settings], Tensor]
@@ -56,12 +57,12 @@ class Loss:
     nonzero: frozenset[str] = frozenset()
 
     def compute(self, logprobs: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-        """The loss of a sequence, a scalar."""
-        found = self.targets(logprobs, inputs, settings)
+        """Return the loss of a sequence, a scalar."""
+        terms = self.targets(logprobs, inputs, settings)
         for name in _FACTORS:
             if name in inputs:
-                found = found * inputs[name]
-        return found.sum()
+                terms = terms * inputs[name]
+        return terms.sum()
 
 
 def _cross_entropy(logprobs: Tensor, _inputs: Inputs, _: Settings) -> Tensor:
@@ -69,7 +70,7 @@ def _cross_entropy(logprobs: Tensor, _inputs: Inputs, _: Settings) -> Tensor:
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """exp(p - q), and 1 where it is multiplied by 0: there exp may be too large for a float."""
+    """Return exp(p - q), or 1 if it is multiplied by 0: exp could overflow there."""
     counts = inputs["advantages"] != 0
     for name in _FACTORS:
         if name in inputs:
@@ -82,7 +83,7 @@ def _importance_sampling(logprobs: Tensor, inputs: Inputs, _: Settings) -> Tenso
 
 
 def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """A ratio within the thresholds; those of inputs are of each target."""
+    """Clip a ratio to the thresholds: per target from the inputs, otherwise from the settings."""
     low, high = (
         inputs[name] if name in inputs else torch.tensor(settings[name], dtype=ratio.dtype)
         for name in (_LOW, _HIGH)
@@ -91,7 +92,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _pessimistic(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """-min(r * A, clip(r) * A)"""
+    """Return -min(r * A, clip(r) * A)."""
     advantages = inputs["advantages"]
     clipped = _clipped(ratio, inputs, settings)
     return -torch.minimum(ratio * advantages, clipped * advantages)
@@ -138,10 +139,10 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Settings]:
-    """A loss function and its settings. Raises `Refused` for a name or a setting unknown."""
+    """Return a loss function and its settings. Raises `Refused` for unknown names and settings."""
     loss = LOSSES.get(name)
     if loss is None:
-        raise Refused(f"loss_fn={name!r} is not one of this service's: {', '.join(LOSSES)}.")
+        raise Refused(f"loss_fn must be one of {', '.join(LOSSES)}; got {name!r}.")
     for key, value in config.items():
         if key not in loss.settings:
             known = ", ".join(loss.settings) or "none"

@@ -1,4 +1,4 @@
-"""`serve` runs the service until a signal. `running_service` runs one within a `with` block."""
+"""Run the service: `serve` until a signal, `running_service` within a `with` block."""
 
 import logging
 import threading

@@ -1,5 +1,5 @@
-"""JSON requests of the client, as pydantic reads them. A field that is not here is refused by name,
-so that nothing a client asks for is passed over in silence.
+"""The client's JSON requests as pydantic models. Unknown fields are rejected by name, so that no
+part of a request is silently ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,18 +16,18 @@ class Message(BaseModel):
     type: str | None = None
 
 
-# Seconds that a checkpoint lives; a date so far away still has a year that can be written.
+# Seconds until a checkpoint expires. The bound keeps the date's year within four digits.
 Lifetime = Annotated[int, Field(gt=0, le=10**10)]
 
 
 class ClientConfig(Message):
-    """`/client/config`, `/client/dynamic_config`."""
+    """Body of `/client/config` and `/client/dynamic_config`."""
 
     sdk_version: str
 
 
 class CreateSession(Message):
-    """`/create_session`. Its description is kept for `/sessions`."""
+    """Body of `/create_session`. `/sessions` reports its `display_name`."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
@@ -37,20 +37,20 @@ class CreateSession(Message):
 
 
 class Heartbeat(Message):
-    """`/session_heartbeat`."""
+    """Body of `/session_heartbeat`."""
 
     session_id: str
 
 
 class FinishSession(Message):
-    """`/sessions/ID/finish`."""
+    """Body of `/sessions/ID/finish`."""
 
     reason: dict[str, Any] = {}
     detail: str | None = None
 
 
 class LoraConfig(Message):
-    """Which adapter a model is."""
+    """Rank, seed and targets of an adapter."""
 
     rank: int
     seed: int | None = None
@@ -60,7 +60,7 @@ class LoraConfig(Message):
 
 
 class CreateModel(Message):
-    """`/create_model`."""
+    """Body of `/create_model`."""
 
     session_id: str
     model_seq_id: int = Field(ge=0)
@@ -71,13 +71,13 @@ class CreateModel(Message):
 
 
 class ModelRequest(Message):
-    """What names a model alone."""
+    """Request that contains only a model's id."""
 
     model_id: str
 
 
 class Sequenced(ModelRequest):
-    """A request that has a place in its model's order."""
+    """Request with a sequence number in its model's order."""
 
     seq_id: int | None = None
 
@@ -95,14 +95,14 @@ class AdamParams(Message):
 
 
 class OptimStep(Sequenced):
-    """`/optim_step`. `optimizer_params` are those of other optimizers."""
+    """Body of `/optim_step`. `optimizer_params` belongs to other optimizers and is rejected."""
 
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
 class SaveWeights(Sequenced):
-    """`/save_weights`."""
+    """Body of `/save_weights`."""
 
     path: str | None = None
     ttl_seconds: Lifetime | None = None
@@ -111,7 +111,7 @@ class SaveWeights(Sequenced):
 
 
 class SaveForSampler(Sequenced):
-    """`/save_weights_for_sampler`."""
+    """Body of `/save_weights_for_sampler`."""
 
     path: str | None = None
     sampling_session_seq_id: int | None = None
@@ -121,7 +121,7 @@ class SaveForSampler(Sequenced):
 
 
 class SaveExternal(Sequenced):
-    """`/save_weights_external`."""
+    """Body of `/save_weights_external`."""
 
     path: str
     ttl_seconds: Lifetime | None = None
@@ -129,13 +129,13 @@ class SaveExternal(Sequenced):
 
 
 class SetLifetime(Message):
-    """`.../checkpoints/ID/ttl`: seconds from now on; None: for ever."""
+    """Body of `.../checkpoints/ID/ttl`: seconds from now. None: forever."""
 
     ttl_seconds: Lifetime | None = None
 
 
 class LoadWeights(Message):
-    """`/load_weights`: into a model, or into a new one of a session."""
+    """Body of `/load_weights`: load into a model, or into a new model of a session."""
 
     model_id: str | None = None
     seq_id: int | None = None
@@ -150,7 +150,7 @@ class LoadWeights(Message):
 
 
 class CreateSamplingSession(Message):
-    """`/create_sampling_session`."""
+    """Body of `/create_sampling_session`."""
 
     session_id: str
     sampling_session_seq_id: int
@@ -159,13 +159,13 @@ class CreateSamplingSession(Message):
 
 
 class JoinSamplingSession(Message):
-    """`/join_sampling_session`."""
+    """Body of `/join_sampling_session`."""
 
     sampling_session_id: str
 
 
 class SamplingParams(Message):
-    """How to sample. `stop`: None: at the end of sequence; `[]`: never before `max_tokens`."""
+    """Sampling settings. `stop=None` stops at the end of sequence, `[]` only at `max_tokens`."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -176,27 +176,27 @@ class SamplingParams(Message):
 
 
 class ModelInput(Message):
-    """Chunks, of which only encoded text is taken."""
+    """Chunks of a prompt. Only encoded text is supported."""
 
     chunks: list[dict[str, Any]]
 
     def tokens(self) -> list[int]:
-        """All tokens. Raises `Refused` for another kind of chunk, or what is no id."""
-        found: list[int] = []
+        """Return all tokens. Raises `Refused` for other kinds of chunks and for invalid ids."""
+        all_tokens: list[int] = []
         for chunk in self.chunks:
             kind, tokens = chunk.get("type", "encoded_text"), chunk.get("tokens")
             if kind != "encoded_text" or not isinstance(tokens, list):
                 raise Refused(
-                    f"the prompt holds a chunk of type {kind!r}; this service takes encoded_text."
+                    f"the prompt contains a chunk of type {kind!r}; send encoded_text only."
                 )
-            if not all(type(each) is int for each in tokens):  # the engine takes chats, too
-                raise Refused("the prompt holds something else than the ids of tokens.")
-            found += tokens
-        return found
+            if not all(type(each) is int for each in tokens):  # the engine also accepts chats
+                raise Refused("the prompt contains values that are not token ids; send integers.")
+            all_tokens += tokens
+        return all_tokens
 
 
 class Sample(Message):
-    """`/asample`."""
+    """Body of `/asample`."""
 
     num_samples: int = Field(1, ge=1)
     prompt: ModelInput
@@ -215,8 +215,8 @@ class Sample(Message):
 
 
 class RetrieveFuture(Message):
-    """`/retrieve_future`. The whole result is always sent, so `allow_metadata_only` allows what
-    never happens.
+    """Body of `/retrieve_future`. `allow_metadata_only` has no effect: the service always sends
+    the whole result.
     """
 
     request_id: str
@@ -224,12 +224,12 @@ class RetrieveFuture(Message):
 
 
 class CancelFuture(Message):
-    """`/cancel_future`."""
+    """Body of `/cancel_future`."""
 
     request_id: str
 
 
 class WeightsInfo(Message):
-    """`/weights_info`."""
+    """Body of `/weights_info`."""
 
     tinker_path: str

@@ -1,5 +1,5 @@
-"""The messages in Protocol Buffers of the client's API: the request of `forward_backward`, and the
-results of it and of `sample`. `tinker_public.proto`, which the client carries, defines them.
+"""The Protocol Buffers messages of the client's API: the request of `forward_backward`, and the
+results of `forward_backward` and `sample`. The client's `tinker_public.proto` defines them.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from nano_training_service.errors import Refused
 
 Array = NDArray[np.float32] | NDArray[np.int64]
 
-_FLOAT32, _INT64 = 1, 2  # of the enum DType
+_FLOAT32, _INT64 = 1, 2  # values of the enum DType
 _DTYPES: Mapping[int, type] = {_FLOAT32: np.float32, _INT64: np.int64}
-MOST_VALUES = 1 << 24  # of all sparse tensors of a request, once they are dense
-STOPPED, REACHED_LENGTH = 0, 1  # of the enum StopReason
+MOST_VALUES = 1 << 24  # in all sparse tensors of a request after densification
+STOPPED, REACHED_LENGTH = 0, 1  # values of the enum StopReason
 
-# Each message's fields, numbered from 1 in this order; * marks repeated fields. An entry of a map
-# is a message with a key and a value, which keeps the order of the entries.
+# Each message's fields, numbered from 1 in this order. * marks repeated fields. A map is declared
+# as repeated messages with a key and a value, which preserves the order of its entries.
 _SCHEMA = {
     "Request": "model_id:string seq_id:int64 data:Datum* loss_fn:string numbers:Number* "
     "forward_only:bool settings:Setting*",
@@ -81,8 +81,8 @@ class Datum:
     """One sequence of a batch.
 
     Attributes:
-        tokens: the model's input.
-        inputs: of the loss, by name: `target_tokens`, `weights`, `advantages`, ...
+        tokens: Input of the model.
+        inputs: Inputs of the loss, by name: `target_tokens`, `weights`, `advantages`, ...
     """
 
     tokens: tuple[int, ...]
@@ -91,7 +91,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """A request for logprobs of a batch, and for gradients unless `forward_only`."""
+    """A request for the logprobs of a batch, and for its gradients unless `forward_only`."""
 
     model_id: str
     seq_id: int
@@ -106,19 +106,19 @@ class ForwardBackward:
 
 
 def forward_backward_request(body: bytes) -> ForwardBackward:
-    """Read a request. Its `refusal` says why the service rejects its data; the model and the
-    request's place in the order are known nevertheless. Raises `Refused` for other bytes.
+    """Parse a request. If its data is invalid, `refusal` is set, and the request still has its
+    model and its sequence number. Raises `Refused` if the bytes are not such a message.
     """
     try:
         request = MESSAGES["Request"].FromString(body)
     except DecodeError as problem:
         raise Refused(
-            f"the body is not a whole Protocol Buffers message of forward_backward: {problem}."
+            f"the body is not a valid Protocol Buffers message of forward_backward: {problem}."
         ) from None
     config: dict[str, float | str] = {each.key: each.value for each in request.numbers}
-    for each in request.settings:
-        value = each.value
-        config[each.key] = value.text if value.HasField("text") else value.number
+    for setting in request.settings:
+        value = setting.value
+        config[setting.key] = value.text if value.HasField("text") else value.number
     refusal, data = None, ()
     try:
         room = _Room(MOST_VALUES)
@@ -138,17 +138,17 @@ def forward_backward_request(body: bytes) -> ForwardBackward:
 
 @dataclass
 class _Room:
-    """Values that sparse tensors of a request may still come to."""
+    """Number of values that a request's remaining sparse tensors may have."""
 
     left: int
 
     def take(self, count: int) -> None:
-        """Raises `Refused` where there is no room for them."""
+        """Reserve `count` values. Raises `Refused` if too few are left."""
         self.left -= count
         if self.left < 0:
             raise Refused(
-                f"the sparse tensors of the request come to more than {MOST_VALUES} values; send "
-                "fewer sequences, or fewer targets a token, at once."
+                f"the sparse tensors of the request have more than {MOST_VALUES} values; send "
+                "fewer sequences, or fewer targets per token."
             )
 
 
@@ -157,7 +157,7 @@ def _datum(datum: Any, room: _Room) -> Datum:
     for chunk in datum.chunks:
         if not chunk.HasField("text"):
             kind = next((each for each in ("image", "audio") if chunk.HasField(each)), "empty")
-            raise Refused(f"the input holds an {kind} chunk; this service takes encoded text.")
+            raise Refused(f"the input contains an {kind} chunk; send encoded text only.")
         tokens += _array(chunk.text.tokens, np.dtype("<i4")).tolist()
     return Datum(tuple(tokens), {each.key: _tensor(each.value, room) for each in datum.inputs})
 
@@ -165,26 +165,26 @@ def _datum(datum: Any, room: _Room) -> Datum:
 def _tensor(tensor: Any, room: _Room) -> Array:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise Refused(f"a tensor of dtype {tensor.dtype}; float32 (1) and int64 (2) are read.")
+        raise Refused(f"a tensor has dtype {tensor.dtype}; send float32 (1) or int64 (2).")
     shape = list(tensor.shape)
     if len(shape) > 2 or not all(0 <= size < 1 << 31 for size in shape):
         raise Refused(
-            f"a tensor of shape {shape}; give one value for each token, or k: [n] or [n, k]."
+            f"a tensor has shape {shape}; send one value per token, [n], or k values, [n, k]."
         )
     if tensor.HasField("sparse"):
         return _dense(tensor.sparse, np.dtype(dtype), shape, room)
     values = _array(tensor.dense, np.dtype(dtype).newbyteorder("<"))
     if shape and math.prod(shape) != len(values):
-        raise Refused(f"a tensor of shape {shape} with {len(values)} values.")
+        raise Refused(f"a tensor of shape {shape} has {len(values)} values.")
     return values.reshape(shape) if shape else values
 
 
 def _dense(sparse: Any, dtype: np.dtype, shape: Sequence[int], room: _Room) -> Array:
-    """A matrix of compressed sparse rows, whose other values are 0."""
+    """Convert a matrix of compressed sparse rows to a dense array."""
     values = _array(sparse.values, dtype.newbyteorder("<"))
     ends, columns = (_array(each, np.dtype("<i8")) for each in (sparse.ends, sparse.columns))
     if len(shape) != 2:
-        raise Refused(f"a sparse tensor of shape {list(shape)}; a sparse tensor is a matrix.")
+        raise Refused(f"a sparse tensor has shape {list(shape)}; it must have two dimensions.")
     rows, width = shape
     counts = np.diff(ends)
     if (
@@ -195,8 +195,8 @@ def _dense(sparse: Any, dtype: np.dtype, shape: Sequence[int], room: _Room) -> A
         or (len(columns) and not 0 <= columns.min() <= columns.max() < width)
     ):
         raise Refused(
-            f"a sparse tensor of shape {list(shape)} with {len(values)} values whose row ends and "
-            "columns do not fit it."
+            f"a sparse tensor of shape {list(shape)} has {len(values)} values, and row ends or "
+            "columns that do not match."
         )
     room.take(max(rows, 1) * width)
     dense = np.zeros((rows, width), dtype)
@@ -206,7 +206,7 @@ def _dense(sparse: Any, dtype: np.dtype, shape: Sequence[int], room: _Room) -> A
 
 def _array(data: bytes, dtype: np.dtype) -> NDArray:
     if len(data) % dtype.itemsize:
-        raise Refused(f"{len(data)} bytes are not a multiple of the size of {dtype.name}.")
+        raise Refused(f"{len(data)} bytes are not a multiple of the item size of {dtype.name}.")
     return np.frombuffer(data, dtype)
 
 
@@ -216,8 +216,8 @@ def _array(data: bytes, dtype: np.dtype) -> NDArray:
 def forward_backward_output(
     outputs: Mapping[str, Sequence[NDArray[np.float32]]], metrics: Mapping[str, float]
 ) -> bytes:
-    """A result: for each name one float32 array a datum, [n] or [n, k], and metrics. A record holds
-    neighbouring datums whose arrays have as many values a token.
+    """Encode a result: for each name one float32 array per datum, [n] or [n, k], and metrics. A
+    record holds neighboring datums whose arrays have the same number of values per token.
     """
     result = MESSAGES["Output"](kind="ArrayRecord")
     rows = zip(*outputs.values(), strict=True)
@@ -241,7 +241,7 @@ def _batched(arrays: Sequence[NDArray[np.float32]]) -> Message:
     )
 
 
-# proto3 leaves numbers that are 0 out: `or None` does so in the messages below
+# proto3 omits numbers that are 0, and so does `or None` in the messages below
 
 
 def sample_response(
@@ -250,8 +250,8 @@ def sample_response(
     top_prompt_logprobs: Message | None,
     cached_tokens: int,
 ) -> bytes:
-    """The result of `sample`: sequences of `sampled_sequence`, logprobs of the prompt (nan where
-    there is none), and `top_logprobs` of it.
+    """Encode the result of `sample`: sequences from `sampled_sequence`, logprobs of the prompt
+    (nan if there is none), and the prompt's `top_logprobs`.
     """
     prompt = None if prompt_logprobs is None else prompt_logprobs.astype("<f4").tobytes()
     return MESSAGES["Samples"](
@@ -265,7 +265,7 @@ def sample_response(
 def sampled_sequence(
     stop_reason: int, tokens: Sequence[int], logprobs: Sequence[float], top: Message | None = None
 ) -> Message:
-    """One sample: why it ended, its tokens and their logprobs."""
+    """Return the message of one sample: its stop reason, tokens and logprobs."""
     return MESSAGES["Sample"](
         stop_reason=stop_reason or None,
         tokens=np.asarray(tokens, "<i4").tobytes() or None,
@@ -274,11 +274,11 @@ def sampled_sequence(
     )
 
 
-MASKED = -99999.0  # the logprob of an empty cell, whose token is 0
+MASKED = -99999.0  # logprob of a padding cell, whose token id is 0
 
 
 def top_logprobs(rows: Sequence[tuple[Sequence[int], Sequence[float]]], width: int) -> Message:
-    """Matrices [positions, width] of ids and logprobs; rows that are shorter are filled up."""
+    """Return ids and logprobs as matrices [positions, width]. Shorter rows are padded."""
     ids = np.zeros((len(rows), width), "<i4")
     logprobs = np.full((len(rows), width), MASKED, "<f4")
     for at, (row, values) in enumerate(rows):

@@ -1,6 +1,4 @@
-"""The routes, by the client's paths, as a FastAPI application; around them the gate of key and
-size.
-"""
+"""The client's routes as a FastAPI application, wrapped in a gate that checks keys and sizes."""
 
 import asyncio
 import hmac
@@ -48,15 +46,15 @@ from nano_training_service.protobuf import forward_backward_request
 from nano_training_service.service import Service
 
 ROOT = "/api/v1"
-FILES = f"{ROOT}/files"  # their links are their keys
+FILES = f"{ROOT}/files"  # signed links instead of API keys
 PROTOBUF = "application/x-protobuf"
-POLL = 20.0  # seconds that a request for a result waits: the client gives up after 45
+POLL = 20.0  # seconds that a request for a result waits; the client's timeout is 45
 _MOST_LISTED = 1000
-# bytes of a body of JSON: prompts of a million tokens; and what is parsed on the event loop
+# maximum bytes of a JSON body (prompts of a million tokens), and of one parsed on the event loop
 _MOST_JSON, _AT_ONCE = 8 << 20, 64 << 10
-_BODIES = 4  # bodies of the largest size that are in memory at once, before any of them is read
+_BODIES = 4  # maximum bytes of all bodies being received, in bodies of the largest size
 
-# may be half a character, which no answer can carry
+# maybe a lone surrogate, which a UTF-8 reply cannot contain
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -65,10 +63,11 @@ Answer = dict[str, Any] | Response
 
 
 def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
-    """The application. Once it has started, `service` watches its sessions; at its end, it closes.
+    """Build the application. It runs `service.watch` while it is up, and closes `service` at its
+    shutdown.
 
     Args:
-        poll: seconds that a request for a result waits before it is told to try again.
+        poll: Seconds that a request for a result waits before the reply is "try again".
     """
 
     @asynccontextmanager
@@ -127,13 +126,13 @@ def _post(
     kind: type[Asked],
     answer: Callable[[Asked], Answer | Awaitable[Answer]],
 ) -> None:
-    """A route of JSON: `answer` gets the request's body."""
+    """Add a JSON route. `answer` gets the parsed body of the request."""
 
     async def route(request: Request) -> Response:
         asked = await _read(request, kind)
-        found = answer(asked)
-        found = await found if isinstance(found, Awaitable) else found
-        return found if isinstance(found, Response) else JSONResponse(found)
+        reply = answer(asked)
+        reply = await reply if isinstance(reply, Awaitable) else reply
+        return reply if isinstance(reply, Response) else JSONResponse(reply)
 
     _route(app, path, route, "POST")
 
@@ -141,7 +140,7 @@ def _post(
 async def _read(request: Request, kind: type[Asked]) -> Asked:
     body = await request.body()
     if len(body) > _MOST_JSON:
-        raise Refused(f"the body is larger than {_MOST_JSON} bytes, which JSON may have.", 413)
+        raise Refused(f"the JSON body exceeds the limit of {_MOST_JSON} bytes.", 413)
     if len(body) <= _AT_ONCE:
         return _parsed(body, kind)
     return await asyncio.to_thread(_parsed, body, kind)
@@ -150,10 +149,10 @@ async def _read(request: Request, kind: type[Asked]) -> Asked:
 def _parsed(body: bytes, kind: type[Asked]) -> Asked:
     try:
         text = (body or b"{}").decode()
-        given = json.loads(text)
+        content = json.loads(text)
         if _HALF.search(text):
-            json.dumps(given, ensure_ascii=False).encode()  # half a character fails here
-        return kind.model_validate(given)
+            json.dumps(content, ensure_ascii=False).encode()  # raises for a lone surrogate
+        return kind.model_validate(content)
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
@@ -192,7 +191,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
         return {"supported_models": [model]}
 
     async def telemetry(request: Request) -> Answer:
-        await request.body()  # read, and kept nowhere
+        await request.body()  # read and discarded
         return {"status": "accepted"}
 
     async def finish(session_id: str, request: Request) -> Response:
@@ -204,11 +203,11 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
         return {"sessions": list(service.sessions)[offset : offset + limit]}
 
     async def session(session_id: str) -> Answer:
-        found = service.session(session_id)
+        record = service.session(session_id)
         return {
-            "training_run_ids": list(found.models),
-            "sampler_ids": list(found.samplers),
-            "display_name": found.about.display_name,
+            "training_run_ids": list(record.models),
+            "sampler_ids": list(record.samplers),
+            "display_name": record.about.display_name,
         }
 
     _post(app, "/client/config", ClientConfig, lambda _: {"sample_join_sampling_session": True})
@@ -227,7 +226,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
 
 def _add_training(app: FastAPI, service: Service) -> None:
-    # a body of 64 MiB takes long to parse: in a thread, one at a time
+    # parsing a body of 64 MiB is slow, so it runs on a thread, one body at a time
     parsing = asyncio.Semaphore(1)
 
     async def forward_backward(request: Request) -> Answer:
@@ -310,7 +309,7 @@ def _add_sampling(app: FastAPI, service: Service) -> None:
     _route(app, "/samplers/{sampler_id}", sampler)
 
 
-# -- what is on record -----------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
 
 
 def _add_records(app: FastAPI, service: Service) -> None:
@@ -355,7 +354,7 @@ def _add_records(app: FastAPI, service: Service) -> None:
         return Response(status_code=204)
 
     _post(app, "/weights_info", WeightsInfo, weights_info)
-    # two parts, so that `.../weights/a/publish` is no checkpoint
+    # two parts, so that `.../weights/a/publish` does not match as a checkpoint
     one = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
     _route(app, "/training_runs", runs)
     _route(app, "/training_runs/{run_id}", run)
@@ -369,9 +368,9 @@ def _add_downloads(app: FastAPI, service: Service) -> None:
     links = Links()
 
     def urls(run_id: str, name: str, request: Request) -> Answer:
-        found = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
+        checkpoint = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
         made, expires = {}, 0
-        for file in found.files:
+        for file in checkpoint.files:
             path = f"{FILES}/{run_id}/{name}/{file}"
             query, expires = links.sign(path)
             made[file] = f"{str(request.base_url).rstrip('/')}{path}?{query}"
@@ -379,23 +378,23 @@ def _add_downloads(app: FastAPI, service: Service) -> None:
 
     def file(run_id: str, name: str, file: str, expires: int, signature: str) -> Answer:
         links.require(f"{FILES}/{run_id}/{name}/{file}", expires, signature)
-        found = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
-        return FileResponse(found.files[file])
+        checkpoint = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
+        return FileResponse(checkpoint.files[file])
 
     one = "/training_runs/{run_id}/checkpoints/external_weights/{name}"
     _route(app, f"{one}/external_weights_urls", urls)
     _route(app, "/files/{run_id}/{name}/{file}", file)
 
 
-def _record(each: Checkpoint) -> dict[str, Any]:
+def _record(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{each.kind}/{each.name}",
-        "checkpoint_type": TYPES[each.kind],
-        "time": moment(each.created),
-        "tinker_path": each.path,
-        "size_bytes": each.size,
-        "user_metadata": each.user_metadata,
-        "expires_at": None if each.expires is None else moment(each.expires),
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": TYPES[checkpoint.kind],
+        "time": moment(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": None if checkpoint.expires is None else moment(checkpoint.expires),
     }
 
 
@@ -416,10 +415,10 @@ def _run_record(run: Run, checkpoints: list[Checkpoint]) -> dict[str, Any]:
 
 
 def _page(
-    name: str, found: list[Listed], record: Callable[[Listed], Any], limit: int, offset: int
+    name: str, records: list[Listed], record: Callable[[Listed], Any], limit: int, offset: int
 ) -> Answer:
-    part = found[offset : offset + min(limit, _MOST_LISTED)]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    part = records[offset : offset + min(limit, _MOST_LISTED)]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
     return {name: [record(each) for each in part], "cursor": cursor}
 
 
@@ -427,17 +426,17 @@ def _page(
 
 
 class Gate:
-    """Lets in what has a key and is no larger than allowed. A web page gets in nowhere: its browser
-    sends `Origin`, or, after DNS rebinding, a `Host` that is the page's name.
+    """Check of API keys and body sizes. It also rejects web pages: a browser sends `Origin`, or,
+    after DNS rebinding, the page's name as `Host`.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], most: int, host: str) -> None:
         self._app, self._most, self._host = app, most, host.lower()
-        self._held = 0  # bytes of bodies in memory
+        self._held = 0  # bytes of bodies being received
         self._keys = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -458,8 +457,8 @@ class Gate:
                 raise self._too_large()
             if self._held > _BODIES * self._most:
                 raise Refused(
-                    f"bodies of more than {_BODIES} times max_body_bytes={self._most} are being "
-                    "read; try again.",
+                    f"the bodies being received exceed {_BODIES} times "
+                    f"max_body_bytes={self._most}; try again.",
                     429,
                     "server",
                 )
@@ -479,14 +478,14 @@ class Gate:
             raise Refused("Host must be an IP address or localhost.", 403)
         path = scope["path"]
         if self._keys and path != f"{ROOT}/healthz" and not path.startswith(f"{FILES}/"):
-            given = sha256(headers.get(b"x-api-key", b"").strip()).digest()
-            if not sum(hmac.compare_digest(given, key) for key in self._keys):
-                raise Refused("this service needs one of its API keys, as X-API-Key.", 401)
+            digest = sha256(headers.get(b"x-api-key", b"").strip()).digest()
+            if not sum(hmac.compare_digest(digest, key) for key in self._keys):
+                raise Refused("send one of the API keys of this service as X-API-Key.", 401)
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise Refused("compressed bodies are not read.", 415)
+            raise Refused("compressed bodies are not supported; send the body uncompressed.", 415)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._most:
             raise self._too_large()
 
     def _too_large(self) -> Refused:
-        return Refused(f"the body is larger than {self._most} bytes (max_body_bytes).", 413)
+        return Refused(f"the body exceeds the limit of {self._most} bytes (max_body_bytes).", 413)

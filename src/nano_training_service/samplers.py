@@ -1,4 +1,4 @@
-"""Adapters that are served: few at once, taken from their folders when a sample needs them."""
+"""Adapters in service. A few are loaded at a time, from disk when a sample needs them."""
 
 import asyncio
 from collections import OrderedDict
@@ -13,12 +13,12 @@ from nano_training_service.errors import Refused
 
 @dataclass
 class Weights:
-    """What a sampling session samples from.
+    """Weights of a sampling session.
 
     Attributes:
-        folder: a PEFT folder; None: the base model. Weights of kind "inflight" change it.
-        path: the client's name of them; None: nameless.
-        digest: of what a folder holds that may be overwritten.
+        folder: PEFT folder. None: the base model. It changes for weights of kind "inflight".
+        path: The client's `tinker://` path. None: unnamed.
+        digest: Digest of the adapter if the folder may be overwritten, otherwise empty.
     """
 
     folder: Path | None
@@ -36,9 +36,8 @@ class _Slot:
 
 
 class Samplers:
-    """Slots of the engine, by folder and digest. One that is not in use makes room for another, the
-    longest unused first; a name serves one folder for ever, so no cached prefix meets other
-    weights.
+    """Adapter slots of the engine, by folder and digest. The least recently used idle slot is
+    evicted. An adapter name is never reused, so cached prefixes never match other weights.
     """
 
     def __init__(self, base: Base, most: int) -> None:
@@ -49,8 +48,8 @@ class Samplers:
 
     @asynccontextmanager
     async def use(self, weights: Weights) -> AsyncIterator[str | None]:
-        """The name of an adapter that stays loaded until the end; None: the base model's. Waits
-        for a slot.
+        """Wait for a slot and yield the adapter's name, or None for the base model. The adapter
+        stays loaded until the block ends.
         """
         folder = weights.folder
         if folder is None:
@@ -83,7 +82,7 @@ class Samplers:
             leaving = None if old is None else self._slots.pop(old).name
             self._count += 1
             slot = self._slots[key] = _Slot(f"sampler-{self._count}", users=1)
-        # a task of its own: the request that asked may go, and the slot is made all the same
+        # a separate task, since other requests need the slot even if this one is cancelled
         slot.loading = asyncio.create_task(self._load(key, slot, leaving))
         return slot
 
@@ -94,8 +93,8 @@ class Samplers:
                 await asyncio.to_thread(self._base.unload_adapter, leaving)
             if not folder.is_dir():
                 raise Refused(
-                    "these sampler weights are gone: newer ones of their model have taken their "
-                    "place (max_snapshots), or their session has ended.",
+                    "these sampler weights were deleted: their model has newer ones "
+                    "(max_snapshots), or their session has ended.",
                     410,
                 )
             await asyncio.to_thread(self._base.load_adapter, slot.name, folder)

@@ -1,4 +1,4 @@
-"""Requests of `sample` in the engine's terms, and its samples in the client's."""
+"""Convert requests of `sample` for the engine, and the engine's samples for the client."""
 
 from collections.abc import Sequence
 
@@ -20,37 +20,37 @@ _REASONS = {"stop": STOPPED, "length": REACHED_LENGTH}
 
 
 def sampling_params(request: Sample, prompt: Sequence[int], base: Base) -> SamplingParams:
-    """Raises `Refused`, and `InvalidRequest` for values that the engine does not take."""
-    for name, given in (
+    """Return the engine's parameters. Raises `Refused`, or `InvalidRequest` from the engine."""
+    for name, is_set in (
         ("target_prompt_logprobs", request.target_prompt_logprobs is not None),
         ("prompt_alt_tokens_k", request.prompt_alt_tokens_k != 0),
         ("record_stability_info", bool(request.record_stability_info)),
     ):
-        if given:
-            raise Refused(f"{name} is not among what this service can do.")
+        if is_set:
+            raise Refused(f"{name} is not supported by this service; leave it out.")
     if not prompt:
         raise Refused("the prompt is empty.")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(prompt)):
         raise Refused(
-            f"prompt_logprobs_last_n={last} needs prompt_logprobs, and must be between 1 and "
+            f"prompt_logprobs_last_n={last} requires prompt_logprobs and must be between 1 and "
             f"{len(prompt) - 1}."
         )
-    given = request.sampling_params
+    wanted = request.sampling_params
     room = base.max_model_len - len(prompt)
-    if given.max_tokens is None and room < 1:
+    if wanted.max_tokens is None and room < 1:
         raise Refused(
-            f"the prompt has {len(prompt)} tokens, and the model takes {base.max_model_len} with "
-            "the sampled ones."
+            f"the prompt has {len(prompt)} tokens, which leaves no room for a sampled token within "
+            f"max_model_len={base.max_model_len}; shorten it."
         )
-    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
     stop_ids = [each for each in stop or () if isinstance(each, int)]
     return SamplingParams(
-        temperature=given.temperature,
-        max_tokens=room if given.max_tokens is None else given.max_tokens,
-        top_k=max(given.top_k, 0),
-        top_p=given.top_p,
-        seed=given.seed,
+        temperature=wanted.temperature,
+        max_tokens=room if wanted.max_tokens is None else wanted.max_tokens,
+        top_k=max(wanted.top_k, 0),
+        top_p=wanted.top_p,
+        seed=wanted.seed,
         stop=tuple(each for each in stop or () if isinstance(each, str)),
         stop_token_ids=frozenset(stop_ids),
         ignore_eos=stop == [],
@@ -61,10 +61,10 @@ def sampling_params(request: Sample, prompt: Sequence[int], base: Base) -> Sampl
 
 
 def sampled(request: Sample, samples: Sequence[TrainingSample]) -> bytes:
-    """The result. Raises `Refused` where a sample was aborted."""
-    for each in samples:
-        if each.finish_reason not in _REASONS:
-            raise Refused(f"the engine ended a sample: {each.stop_reason}.", 500, "server")
+    """Encode the result. Raises `Refused` if a sample was aborted."""
+    for sample in samples:
+        if sample.finish_reason not in _REASONS:
+            raise Refused(f"the engine aborted a sample: {sample.stop_reason}.", 500, "server")
     width = request.topk_sample_logprobs
     sequences = [
         sampled_sequence(

@@ -1,5 +1,5 @@
-"""`Service`: sessions, models, samplers and the order of their requests. All of it lives on the
-event loop's thread; what computes runs on one training thread, and samples in the engine.
+"""`Service`: sessions, models, samplers and the order of their requests. Its state belongs to the
+event loop's thread. Training runs on one training thread, and sampling in the engine.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ from nano_training_service.training_thread import Job, TrainingThread
 
 log = logging.getLogger("nano_training_service")
 
-SWEEP = 5.0  # seconds between two looks at what has expired
-SILENT = 30.0  # seconds without a word after which a client may be dead; it beats every 10
+SWEEP = 5.0  # maximum seconds between two checks for expired sessions and results
+SILENT = 30.0  # seconds after which a silent client may be dead. It sends a heartbeat every 10
 
 
 class Service:
-    """What the routes share.
+    """Implementation of the routes.
 
     Args:
-        config: the limits.
-        base: what is trained and sampled from; closed with the service.
-        checkpoints: of `config.state_dir`; closed with the service.
+        config: Configuration of the service.
+        base: Base model for training and sampling. Closed with the service.
+        checkpoints: Checkpoints in `config.state_dir`. Closed with the service.
     """
 
     def __init__(self, config: TrainServiceConfig, base: Base, checkpoints: Checkpoints) -> None:
@@ -71,29 +71,29 @@ class Service:
     # -- sessions ----------------------------------------------------------------------------------
 
     def create_session(self, about: CreateSession) -> Session:
-        """A new one."""
+        """Create a session."""
         made = Session(str(uuid.uuid4()), about, time.monotonic())
         self.sessions[made.session_id] = made
         return made
 
     def session(self, session_id: str) -> Session:
-        """One that goes on. Raises `Refused`: 404 for none, 410 for one that has ended."""
-        found = self.sessions.get(session_id)
-        if found is None:
+        """Return a live session. Raises `Refused`: 404 if it is unknown, 410 if it has ended."""
+        session = self.sessions.get(session_id)
+        if session is None:
             raise Refused(f"there is no session {session_id!r}.", 404)
-        if found.ended:
+        if session.ended:
             raise Refused(f"the session {session_id!r} has ended.", 410)
-        found.seen = time.monotonic()
-        return found
+        session.seen = time.monotonic()
+        return session
 
     def end_session(self, session: Session, why: str) -> None:
-        """Nothing of it is begun any more, and what it held is given back. A batch or a step that
-        runs is finished whole.
+        """End a session: cancel its samples and waiting requests, and free its models. A batch or
+        step that is already running completes.
         """
         if session.ended:
             return
         session.ended = True
-        log.info("session %s ends: %s", session.session_id, why)
+        log.info("ending session %s: %s", session.session_id, why)
         for future in session.sampling:
             if future.task is not None:
                 future.task.cancel()
@@ -106,7 +106,7 @@ class Service:
             self._sampler_sessions.pop(name, None)
 
     def _close_model(self, model: Model) -> None:
-        """On the training thread, behind all that the model had begun."""
+        """Free a model. Runs on the training thread, after the model's earlier jobs."""
         model.trainer = None
         self.checkpoints.drop_snapshots(model.run.run_id)
         self._models.pop(model.run.run_id, None)
@@ -114,26 +114,30 @@ class Service:
     # -- models ------------------------------------------------------------------------------------
 
     def create_model(self, request: CreateModel) -> Future:
-        """A new adapter. A refusal is the future's result."""
+        """Create an adapter. A rejection is the result of the future."""
 
         def run_of(run_id: str) -> Run:
             self._require_base(request.base_model)
             self._require_adamw(request.optimizer_config)
             if request.lora_config is None:
-                raise Refused("there is no lora_config; this service trains LoRA adapters alone.")
+                raise Refused("lora_config is missing; this service trains only LoRA adapters.")
             return self._new_run(run_id, request.lora_config, request.user_metadata)
 
         return self._add_model(request.session_id, request.model_seq_id, run_of, self._make_trainer)
 
     def load_weights(self, request: LoadWeights) -> Future:
-        """A checkpoint into a model, or into a new one."""
+        """Load a checkpoint into a model, or into a new one."""
         if request.weights_access_token is not None:
-            raise Refused("weights_access_token: this service has no other accounts to load from.")
+            raise Refused(
+                "weights_access_token is not supported: this service has no accounts; leave it out."
+            )
         if request.model_id is not None:
             model = self.model(request.model_id)
             return self._in_order(model, request.seq_id, lambda: self._load_into(model, request))
         if request.session_id is None or request.model_seq_id is None:
-            raise Refused("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+            raise Refused(
+                "load_weights requires model_id and seq_id, or session_id and model_seq_id."
+            )
 
         def run_of(run_id: str) -> Run:
             if request.base_model is not None:
@@ -162,9 +166,9 @@ class Service:
         run_of: Callable[[str], Run],
         work: Callable[[Model], Result],
     ) -> Future:
-        """A new model of a session: `run_of` its id says what it is, or raises `Refused`, and
-        `work` makes it; where it does not, there is no such model. A refusal of `run_of` is the
-        future's result.
+        """Add a model to a session. `run_of` returns the record for an id or raises `Refused`, and
+        a rejection is the result of the future. `work` builds the model on the training thread. If
+        it fails, the model is removed.
         """
         session = self.session(session_id)
         run_id = f"{session.session_id}:train:{number}"
@@ -182,15 +186,15 @@ class Service:
         return future
 
     def model(self, model_id: str) -> Model:
-        """One in training. Raises `Refused`: 404 for none, 410 for one whose session has ended."""
-        found = self._models.get(model_id)
-        if found is None:
+        """Return a model in training. Raises `Refused`: 404 if unknown, 410 if it has ended."""
+        model = self._models.get(model_id)
+        if model is None:
             raise Refused(f"there is no model {model_id!r} in training.", 404)
-        self.session(found.session.session_id)
-        return found
+        self.session(model.session.session_id)
+        return model
 
     def run_batch(self, request: ForwardBackward) -> Future:
-        """`forward_backward`, or `forward`."""
+        """Run `forward_backward` or `forward`."""
         model = self.model(request.model_id)
 
         def work() -> Result:
@@ -204,7 +208,7 @@ class Service:
         return self._in_order(model, request.seq_id, work, None if request.forward_only else undone)
 
     def optim_step(self, request: OptimStep) -> Future:
-        """A step of AdamW."""
+        """Run a step of AdamW."""
         model = self.model(request.model_id)
         begun = False
 
@@ -213,7 +217,7 @@ class Service:
             trainer, begun = model.require_trainer(), True
             try:
                 if request.optimizer_params is not None or request.adam_params is None:
-                    raise Refused("this service has AdamW alone: send AdamParams.")
+                    raise Refused("this service supports only AdamW; send AdamParams.")
                 params = AdamParams.model_validate(request.adam_params)
             except ValidationError as problem:
                 first = problem.errors()[0]
@@ -227,7 +231,7 @@ class Service:
         return self._in_order(model, request.seq_id, work, undone)
 
     def save_weights(self, request: SaveWeights) -> Future:
-        """A checkpoint of adapter and optimizer."""
+        """Save a checkpoint of the adapter and its optimizer."""
         model = self.model(request.model_id)
 
         def work() -> Result:
@@ -238,7 +242,7 @@ class Service:
         return self._in_order(model, request.seq_id, work)
 
     def save_for_sampler(self, request: SaveForSampler) -> Future:
-        """Weights to sample from: by name, or of a sampling session that is made for them."""
+        """Save weights to sample from, under a name or for a new sampling session."""
         model = self.model(request.model_id)
         reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if request.path is not None:
@@ -249,7 +253,7 @@ class Service:
 
             return self._in_order(model, request.seq_id, named)
         if request.sampling_session_seq_id is None:
-            raise Refused("save_weights_for_sampler needs a path, or sampling_session_seq_id.")
+            raise Refused("save_weights_for_sampler requires path or sampling_session_seq_id.")
         sampler_id = f"{model.session.session_id}:sample:{request.sampling_session_seq_id}"
         loop = asyncio.get_running_loop()
 
@@ -267,12 +271,12 @@ class Service:
         return self._in_order(model, request.seq_id, nameless)
 
     def save_external(self, request: SaveExternal) -> Future:
-        """An adapter to be downloaded."""
+        """Save an adapter for download."""
         model = self.model(request.model_id)
 
         def work() -> Result:
             if request.age_encryption_recipients is not None:
-                raise Refused("age_encryption_recipients: this service writes files as they are.")
+                raise Refused("age_encryption_recipients is not supported; leave it out.")
             path = self._save(model, "external_weights", request.path, request)
             return {"type": "save_weights_external", "path": path}
 
@@ -287,8 +291,8 @@ class Service:
         *,
         overwrite: bool = False,
     ) -> str:
-        """On the training thread. The path of a checkpoint: of adapter and optimizer as
-        `weights`, else of the adapter alone.
+        """Save a checkpoint on the training thread and return its path. The optimizer is included
+        only if `kind` is "weights".
         """
         trainer, trains = model.require_trainer(), kind == "weights"
         made = self.checkpoints.write(
@@ -305,7 +309,7 @@ class Service:
         return made.path
 
     def info(self, model: Model) -> dict[str, Any]:
-        """`/get_info`."""
+        """Return the reply of `/get_info`."""
         return {
             "type": "get_info",
             "model_id": model.run.run_id,
@@ -334,7 +338,7 @@ class Service:
         if not model.session.ended:
             self._add_sampler(model.session, sampler_id, weights)
         for old in list(model.snapshots)[: -self.config.max_snapshots]:
-            if model.snapshots[old] != model.inflight.folder:  # that one is still sampled from
+            if model.snapshots[old] != model.inflight.folder:  # a sampler still uses that one
                 gone = model.snapshots.pop(old)
                 self._training.call(shutil.rmtree, gone, True)  # ignores errors
 
@@ -344,7 +348,7 @@ class Service:
                 f"rank={lora.rank} must be between 1 and {self.config.max_rank} (max_rank)."
             )
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-            raise Refused("train_attn, train_mlp and train_unembed leave nothing to train.")
+            raise Refused("nothing to train; set train_attn, train_mlp or train_unembed.")
         if lora.seed is not None and not 0 <= lora.seed < 2**63:
             raise Refused(f"seed={lora.seed} must be in [0, 2**63).")
         now = time.time()
@@ -363,7 +367,7 @@ class Service:
 
     def _new_model(self, session: Session, run: Run) -> Model:
         if run.run_id in self._models:
-            raise Refused(f"the model {run.run_id!r} exists already.", 409)
+            raise Refused(f"the model {run.run_id!r} already exists.", 409)
         if len(self._models) >= self.config.max_models:
             raise self._too_many_models()
         self.checkpoints.write_run(run)
@@ -378,20 +382,20 @@ class Service:
             if now - model.session.seen > SILENT
         ]
         left = (
-            f"{len(silent)} of them belong to clients that have sent nothing for "
-            f"{min(silent):.0f} seconds or more; if those were killed, their models end "
-            f"{timeout:g} seconds after their last heartbeat (--session-timeout). "
+            f"{len(silent)} of them belong to clients that have sent nothing for at least "
+            f"{min(silent):.0f} seconds. If those clients were killed, their models end "
+            f"{timeout:g} seconds after the last heartbeat (--session-timeout). "
             if silent
             else ""
         )
         return Refused(
-            f"{len(self._models)} models are in training, and {self.config.max_models} may be at "
-            f"once (--max-models). {left}Close a client that you do not need, wait, or start the "
-            "service with a larger --max-models or a shorter --session-timeout."
+            f"{len(self._models)} models are in training, and the limit is "
+            f"{self.config.max_models} (--max-models). {left}Close a client that you do not need, "
+            "wait, or start the service with a larger --max-models or a shorter --session-timeout."
         )
 
     def _make_trainer(self, model: Model) -> Result:
-        """On the training thread."""
+        """Build a model's trainer. Runs on the training thread."""
         run = model.run
         adapter = Adapter(run.rank, run.seed, run.train_attn, run.train_mlp, run.train_unembed)
         policy = self.base.new_policy(run.run_id, adapter)
@@ -399,26 +403,26 @@ class Service:
         return {"type": "create_model", "model_id": run.run_id}
 
     def _load_into(self, model: Model, request: LoadWeights) -> Result:
-        """On the training thread."""
+        """Load a checkpoint into a model. Runs on the training thread."""
         trainer = model.require_trainer()
-        found = self.checkpoints.find(request.path)
-        theirs, mine = self.checkpoints.run(found.run_id), model.run
+        checkpoint = self.checkpoints.find(request.path)
+        theirs, mine = self.checkpoints.run(checkpoint.run_id), model.run
         for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
             if getattr(theirs, name) != getattr(mine, name):
                 raise Refused(
-                    f"{request.path} is of {name}={getattr(theirs, name)}, and this model of "
+                    f"{request.path} has {name}={getattr(theirs, name)}, but this model has "
                     f"{getattr(mine, name)}."
                 )
-        trainer.load(found.folder, optimizer=request.optimizer)
-        return {"type": "load_weights", "path": found.path, "model_id": mine.run_id}
+        trainer.load(checkpoint.folder, optimizer=request.optimizer)
+        return {"type": "load_weights", "path": checkpoint.path, "model_id": mine.run_id}
 
     def _require_base(self, name: str) -> None:
         if name not in (self.name, self.base.model, self.base.folder):
-            raise Refused(f"base_model={name!r}: this service has {self.name!r} alone.")
+            raise Refused(f"base_model must be {self.name!r}; got {name!r}.")
 
     def _require_adamw(self, config: dict[str, Any] | None) -> None:
         if config is not None and config.get("type") != "adamw":
-            raise Refused(f"optimizer {config.get('type')!r}: this service has adamw alone.")
+            raise Refused(f"optimizer type must be 'adamw'; got {config.get('type')!r}.")
 
     # -- order -------------------------------------------------------------------------------------
 
@@ -429,27 +433,27 @@ class Service:
         work: Callable[[], Result],
         undone: Callable[[str], None] | None = None,
     ) -> Future:
-        """Work of a model, after all that has a lower number."""
+        """Submit a model's work once all lower sequence numbers have been submitted."""
         if seq_id is None or seq_id < 1:
             raise Refused(f"seq_id={seq_id} must be a positive integer.")
         request_id = f"{model.run.run_id}:{seq_id}"
         if (known := self.futures.known(request_id)) is not None:
             return known
         if seq_id < model.next_seq:
-            raise Refused(f"the request {seq_id} of {model.run.run_id!r} is long past.", 410)
+            raise Refused(f"request {seq_id} of {model.run.run_id!r} was already processed.", 410)
         future = self.futures.new(request_id, model.run.run_id)
         job = model.waiting[seq_id] = Job(future, work, undone)
         while (turn := model.waiting.pop(model.next_seq, None)) is not None:
             model.next_seq += 1
             self._training.submit(turn)
         if not job.begun and seq_id >= model.next_seq:
-            self._training.expire_later(job, f"the request before it, {seq_id - 1}, did not come")
+            self._training.expire_later(job, f"the preceding request, {seq_id - 1}, did not arrive")
         return future
 
     # -- samplers ----------------------------------------------------------------------------------
 
     def create_sampling_session(self, request: CreateSamplingSession) -> str:
-        """Its id; the same request gives the same one."""
+        """Create a sampling session and return its id. A repeated request returns the same id."""
         session = self.session(request.session_id)
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id not in session.samplers:
@@ -458,20 +462,20 @@ class Service:
         return sampler_id
 
     def sampler(self, sampler_id: str) -> tuple[Session, Weights]:
-        """A sampling session. Raises `Refused` 404."""
+        """Return a sampler's session and weights. Raises `Refused` 404 if it is unknown."""
         session = self._sampler_sessions.get(sampler_id)
         if session is None:
             raise Refused(f"there is no sampling session {sampler_id!r}.", 404)
         return self.session(session.session_id), session.samplers[sampler_id]
 
     def join(self, sampler_id: str) -> int:
-        """A number for another client of a sampling session."""
+        """Return a number for another client of a sampling session."""
         session, _ = self.sampler(sampler_id)
         session.num_clones += 1
         return session.num_clones
 
     def sample(self, request: Sample) -> tuple[Future, list[str]]:
-        """Samples; and an id for each. Raises `Refused` for what is wrong with the request."""
+        """Start sampling. Return the future and an id per sample. Raises `Refused` if invalid."""
         if request.sampling_session_id is not None:
             session, weights = self.sampler(request.sampling_session_id)
             number = uuid.uuid4() if request.seq_id is None else request.seq_id
@@ -484,8 +488,8 @@ class Service:
         total = request.num_samples * (len(prompt) + params.max_tokens)
         if total > self.config.max_request_tokens:
             raise Refused(
-                f"the request may come to {total} tokens; {self.config.max_request_tokens} are "
-                "possible (max_request_tokens)."
+                f"the request may have {total} tokens, which exceeds the limit of "
+                f"{self.config.max_request_tokens} (max_request_tokens)."
             )
         ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
         if (known := self.futures.known(request_id)) is not None:
@@ -497,8 +501,8 @@ class Service:
                 asyncio.timeout(self.config.request_timeout),
                 self._samplers.use(weights) as adapter,
             ):
-                found = await self.base.generate(prompt, params, request.num_samples, adapter)
-            return sampled(request, found)
+                samples = await self.base.generate(prompt, params, request.num_samples, adapter)
+            return sampled(request, samples)
 
         future.task = start_task(self._sample(future, generate, session), self._tasks)
         if session is not None:
@@ -523,7 +527,7 @@ class Service:
                 session.sampling.discard(future)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sample that is in the making; other requests are done whole."""
+        """Cancel a running sample. Requests of other kinds cannot be cancelled."""
         known = self.futures.known(request_id)
         if known is not None and known.task is not None:
             known.task.cancel()
@@ -533,10 +537,10 @@ class Service:
             self._require_base(base_model)
         if path is None:
             if base_model is None:
-                raise Refused("name a base_model or a model_path to sample from.")
+                raise Refused("base_model or model_path is required to sample; send one of them.")
             return Weights(None)
-        found = self.checkpoints.find(path)
-        return Weights(found.folder, path, found.sha256)
+        checkpoint = self.checkpoints.find(path)
+        return Weights(checkpoint.folder, path, checkpoint.sha256)
 
     def _add_sampler(self, session: Session, sampler_id: str, weights: Weights) -> None:
         session.samplers[sampler_id] = weights
@@ -545,8 +549,8 @@ class Service:
     # -- life --------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Let sessions end that no client keeps alive, and drop what has expired. Runs until it is
-        cancelled.
+        """End sessions without heartbeats, and delete expired results and checkpoints. Runs until
+        it is cancelled.
         """
         timeout, keep = self.config.session_timeout, self.config.result_timeout
         while True:
@@ -554,19 +558,19 @@ class Service:
             now = time.monotonic()
             for session in list(self.sessions.values()):
                 if not session.ended and now - session.seen > timeout:
-                    self.end_session(session, f"no heartbeat came for {timeout:g} seconds.")
+                    self.end_session(session, f"no heartbeat arrived for {timeout:g} seconds.")
                 if session.ended and now - session.seen > timeout + keep:
                     del self.sessions[session.session_id]
             self.futures.sweep()
             try:
                 await asyncio.to_thread(self.checkpoints.sweep)
-            except Exception:  # sessions end all the same
-                log.exception("what has expired could not be looked for")
+            except Exception:  # sessions must still end
+                log.exception("cannot delete expired checkpoints")
 
     async def close(self) -> None:
-        """End all sessions, wait for what the training thread has begun, shut the engine down."""
+        """End all sessions, wait for running training jobs, and shut the engine down."""
         for session in self.sessions.values():
-            self.end_session(session, "the service ends.")
+            self.end_session(session, "the service is shutting down.")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

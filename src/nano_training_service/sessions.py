@@ -15,11 +15,14 @@ from nano_training_service.training_thread import Job
 
 @dataclass
 class Model:
-    """A model in training: what it is, and the requests that wait for their turn.
+    """A model in training and its waiting requests.
 
     Attributes:
-        trainer: None until its first request has made it, on the training thread.
-        next_seq: the sequence number whose turn it is.
+        trainer: Trainer of the model. None until the training thread has built it.
+        next_seq: Sequence number of the next request to run.
+        waiting: Requests that arrived before their predecessors, by sequence number.
+        inflight: Weights that samplers of kind "inflight" follow.
+        snapshots: Folders of unnamed sampler weights, by number, oldest first.
     """
 
     run: Run
@@ -32,11 +35,11 @@ class Model:
     num_snapshots: int = 0
 
     def require_trainer(self) -> Trainer:
-        """On the training thread. Raises `Refused` where the model could not be made, or its
-        session has ended.
+        """Return the trainer, on the training thread. Raises `Refused` if the model could not be
+        built or its session has ended.
         """
         if self.trainer is None or self.session.ended:
-            raise Refused(f"the model {self.run.run_id!r} could not be made, or has ended.", 410)
+            raise Refused(f"the model {self.run.run_id!r} could not be built, or has ended.", 410)
         return self.trainer
 
 

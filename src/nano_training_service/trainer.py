@@ -1,5 +1,5 @@
-"""`Trainer`: an adapter, its optimizer, and the gradients that wait for a step. One thread calls
-all trainers, so what one computes depends on its own requests alone.
+"""`Trainer`: an adapter, its optimizer, and its accumulated gradients. One thread calls all
+trainers, so a trainer's results depend only on its own requests.
 """
 
 import json
@@ -23,13 +23,13 @@ from nano_training_service.protobuf import Datum, ForwardBackward
 
 _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# bytes, at most: what a file says of a tensor, without its name; a PEFT folder's configuration
+# maximum bytes of a tensor's header without its name, and of a PEFT folder's configuration
 _HEADER, _CONFIG = 256, 8192
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a batch may hold."""
+    """Limits of a batch."""
 
     max_model_len: int
     vocab_size: int
@@ -38,7 +38,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The logprobs of each sequence's targets, in their shape, float32; the batch's summed loss."""
+    """Logprobs of each sequence's targets, float32 in their shape, and the batch's summed loss."""
 
     logprobs: list[NDArray[np.float32]]
     loss: float
@@ -47,8 +47,8 @@ class BatchResult:
 class Trainer:
     """One model in training.
 
-    Gradients are taken whole or not at all: a batch that fails changes nothing, and since what was
-    accumulated before it is only a part of what the client meant, the next `optim_step` is refused.
+    A batch that fails changes no gradients. The gradients of the step's other batches are then
+    incomplete, so the next `optim_step` is rejected.
     """
 
     def __init__(self, policy: Policy, bounds: Bounds) -> None:
@@ -56,11 +56,11 @@ class Trainer:
         self._bounds = bounds
         self._params = dict(policy.named_parameters())
         self._optimizer = self._new_optimizer()
-        self._failed = ""  # why the gradients are not whole
+        self._failed = ""  # why the gradients are incomplete
 
     def run_batch(self, request: ForwardBackward) -> BatchResult:
-        """Logprobs and loss of a batch, and its gradients unless it is `forward_only`. Raises
-        `Refused`.
+        """Compute the logprobs and loss of a batch, and accumulate its gradients unless it is
+        `forward_only`. Raises `Refused`.
         """
         if request.refusal is not None:
             raise request.refusal
@@ -71,8 +71,8 @@ class Trainer:
         with torch.set_grad_enabled(not request.forward_only):
             logprobs = self.policy.logprobs(sequences, from_position=1, targets=targets)
             losses = [
-                loss_fn.compute(each, given, settings)
-                for each, given in zip(logprobs, inputs, strict=True)
+                loss_fn.compute(each, tensors, settings)
+                for each, tensors in zip(logprobs, inputs, strict=True)
             ]
             loss = torch.stack(losses).sum()
         if not request.forward_only:
@@ -81,17 +81,17 @@ class Trainer:
         return BatchResult(values, float(loss.detach()))
 
     def fail_batch(self, problem: str) -> None:
-        """A batch that is part of the next step failed."""
+        """Record that a batch of the next step failed."""
         self._failed = self._failed or problem
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        """One step of AdamW, which uses the gradients up. Raises `Refused`, and then changes
-        nothing.
+        """Run one step of AdamW and clear the gradients. If it raises `Refused`, the parameters
+        are unchanged.
         """
         failed, self._failed = self._failed, ""
         if failed:
-            self._clear()  # of the step's other batches
-            raise Refused(f"nothing is applied, as a batch of this step failed: {failed}")
+            self._clear()  # gradients of the step's other batches
+            raise Refused(f"no update was applied, because a batch of this step failed: {failed}")
         tensors = list(self._params.values())
         if any(param.grad is None for param in tensors):
             raise Refused("there are no gradients; send forward_backward before optim_step.")
@@ -99,7 +99,7 @@ class Trainer:
         norm = nn.utils.get_total_norm(gradients, foreach=False)
         if not torch.isfinite(norm):
             self._clear()
-            raise Refused("the gradients are not finite; they are dropped and nothing is applied.")
+            raise Refused("the gradients are not finite; they were dropped, nothing was applied.")
         if params.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(tensors, params.grad_clip_norm, norm, foreach=False)
         for group in self._optimizer.param_groups:
@@ -112,12 +112,12 @@ class Trainer:
         return {"grad_norm": float(norm)}
 
     def drop_gradients(self) -> None:
-        """A step was not done in time: the next one is of what comes behind it alone."""
+        """Drop the gradients of a step that timed out. The next step uses only later batches."""
         self._failed = ""
         self._clear()
 
     def size(self, *, optimizer: bool) -> int:
-        """Bytes that `save` writes at most; without the optimizer, `save_adapter`."""
+        """Return the maximum bytes that `save` writes, or `save_adapter` without the optimizer."""
         moments = [
             each[moment]
             for each in self._optimizer.state.values()
@@ -143,12 +143,12 @@ class Trainer:
         (folder / _STEPS).write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter alone."""
+        """Write the adapter without the optimizer."""
         self.policy.save_pretrained(folder)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read an adapter, and its optimizer's state to the bit; else the optimizer begins anew.
-        Gradients are dropped. Raises `Refused` where the folder has no optimizer.
+        """Load an adapter and, bit for bit, its optimizer's state. With `optimizer=False` the
+        optimizer is reset. Gradients are dropped. Raises `Refused` if the optimizer is missing.
         """
         fresh = self._new_optimizer()
         if optimizer:
@@ -159,22 +159,24 @@ class Trainer:
         self._clear()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        # one tensor after the other: the order of operations is then fixed
+        # one tensor after another, so that the order of operations is fixed
         return torch.optim.AdamW(list(self._params.values()), foreach=False, fused=False)
 
     def _read_optimizer(self, optimizer: torch.optim.AdamW, folder: Path) -> None:
         if not (folder / _STEPS).is_file():
-            raise Refused("this checkpoint holds no optimizer; load the weights alone.")
+            raise Refused("this checkpoint has no optimizer state; load only the weights.")
         steps, moments = read_json(folder / _STEPS)["steps"], load_file(folder / _OPTIMIZER)
         for name, step in steps.items():
             param = self._params.get(name)
-            found = {moment: moments.get(f"{moment}.{name}") for moment in _MOMENTS}
+            restored = {moment: moments.get(f"{moment}.{name}") for moment in _MOMENTS}
             if param is None or any(
-                each is None or each.shape != param.shape for each in found.values()
+                each is None or each.shape != param.shape for each in restored.values()
             ):
-                raise ModelLoadError(f"the optimizer's state of {name} does not fit this adapter.")
+                raise ModelLoadError(
+                    f"the optimizer's state of {name} does not match this adapter."
+                )
             count = torch.tensor(float(step), dtype=torch.float32)
-            optimizer.state[param] = {"step": count, **found}
+            optimizer.state[param] = {"step": count, **restored}
 
     def _accumulate(self, loss: Tensor) -> None:
         tensors = list(self._params.values())
@@ -187,15 +189,15 @@ class Trainer:
             param.grad = None
 
     def _check(self, data: Sequence[Datum]) -> list[list[int]]:
-        """The sequences that are scored: inputs, and behind them a token that nothing reads."""
+        """Check a batch and return the sequences to score: input tokens and one more token."""
         if not data:
             raise Refused("the batch is empty.")
         sequences = [self._sequence(number, datum) for number, datum in enumerate(data)]
         total = sum(max(len(datum.tokens), datum.inputs["target_tokens"].size) for datum in data)
         if total > self._bounds.max_request_tokens:
             raise Refused(
-                f"the request has {total} tokens, of which each counts as often as it has targets; "
-                f"{self._bounds.max_request_tokens} are possible (max_request_tokens)."
+                f"the request has {total} tokens (each counts once per target), which exceeds the "
+                f"limit of {self._bounds.max_request_tokens} (max_request_tokens)."
             )
         return sequences
 
@@ -203,40 +205,40 @@ class Trainer:
         where, tokens = f"data[{number}]", list(datum.tokens)
         targets = datum.inputs.get("target_tokens")
         if targets is None or targets.dtype != np.int64:
-            raise Refused(f"{where} needs target_tokens, int64.")
+            raise Refused(f"{where} requires target_tokens of dtype int64.")
         if not tokens or len(targets) != len(tokens) or not targets.size:
             raise Refused(
                 f"{where} has {len(tokens)} input tokens and target_tokens of shape "
-                f"{list(targets.shape)}; send at least one token, and one target, or a row of k "
-                "targets, for each."
+                f"{list(targets.shape)}; send at least one token, and one target or a row of k "
+                "targets per token."
             )
         if len(tokens) + 1 > self._bounds.max_model_len:
             raise Refused(
-                f"{where} has {len(tokens) + 1} tokens with its last target; the model takes "
-                f"{self._bounds.max_model_len}."
+                f"{where} has {len(tokens) + 1} tokens including its last target, which exceeds "
+                f"max_model_len={self._bounds.max_model_len}."
             )
         lowest, highest = min(*tokens, targets.min()), max(*tokens, targets.max())
         if not 0 <= lowest <= highest < self._bounds.vocab_size:
-            raise Refused(f"{where} holds a token that is not in [0, {self._bounds.vocab_size}).")
-        # with its last target it is the sequence of the usual batch, whose targets are the input's
-        # own continuation: then nothing is scored twice
+            raise Refused(f"{where} contains a token outside [0, {self._bounds.vocab_size}).")
+        # usually the targets are the input shifted by one. Appending the last target then gives the
+        # original sequence, in which no token is scored twice
         return [*tokens, int(targets.flat[-1])]
 
 
 def _inputs_of(number: int, datum: Datum, loss: Loss) -> Inputs:
-    """The loss's inputs as float32 tensors. Raises `Refused` for one that is missing, unknown, of
-    another shape than the targets, not finite, or 0 throughout where that means nothing.
+    """Return the loss's inputs as float32 tensors. Raises `Refused` if one is missing, unknown,
+    not finite, of another shape than the targets, or 0 everywhere although the loss forbids it.
     """
     shape = datum.inputs["target_tokens"].shape
-    given = {name: each for name, each in datum.inputs.items() if name != "target_tokens"}
-    if unknown := sorted(given.keys() - loss.inputs):
+    arrays = {name: each for name, each in datum.inputs.items() if name != "target_tokens"}
+    if unknown := sorted(arrays.keys() - loss.inputs):
         raise Refused(
-            f"data[{number}] has the input {unknown[0]!r}; this loss takes "
+            f"data[{number}] has the unknown input {unknown[0]!r}; this loss accepts "
             f"{', '.join(sorted(loss.inputs)) or 'none'} next to target_tokens."
         )
-    if missing := sorted(loss.inputs - loss.optional - given.keys()):
+    if missing := sorted(loss.inputs - loss.optional - arrays.keys()):
         raise Refused(f"data[{number}] lacks the input {missing[0]!r}.")
-    for name, values in given.items():
+    for name, values in arrays.items():
         if values.shape != shape or not np.isfinite(values).all():
             raise Refused(
                 f"data[{number}]: {name} must be finite numbers of shape {list(shape)}, one for "
@@ -244,4 +246,4 @@ def _inputs_of(number: int, datum: Datum, loss: Loss) -> Inputs:
             )
         if name in loss.nonzero and not values.any():
             raise Refused(f"data[{number}]: {name} is 0 everywhere; mark at least one token.")
-    return {name: torch.from_numpy(values.astype(np.float32)) for name, values in given.items()}
+    return {name: torch.from_numpy(values.astype(np.float32)) for name, values in arrays.items()}

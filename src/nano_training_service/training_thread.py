@@ -1,6 +1,4 @@
-"""The training thread: it does one job after the other, and lets those expire that it does not
-begin in time.
-"""
+"""The training thread. It runs jobs one after another. Jobs that do not start in time expire."""
 
 import asyncio
 import threading
@@ -20,8 +18,9 @@ class Job:
     """A request for the training thread.
 
     Attributes:
-        work: what it does there.
-        undone: told of what went wrong instead, there too.
+        work: Function to run on the training thread.
+        undone: Callback that gets the error's text if the job fails, on the training thread.
+        expired: Reason why the job must not start. Empty: it may start.
     """
 
     future: Future
@@ -33,19 +32,19 @@ class Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def expire(self, why: str) -> None:
-        """Do not begin it any more."""
+        """Prevent the job from starting, unless it has already started."""
         with self.lock:
             if not self.begun:
                 self.expired = self.expired or why
 
     def finish(self, result: Result) -> None:
-        """On the event loop's thread."""
+        """Set the future's result. Call it on the event loop's thread."""
         if self.timer is not None:
             self.timer.cancel()
         self.future.finish(result)
 
     def run(self) -> Result:
-        """On the training thread. Never raises."""
+        """Run the job on the training thread and return its result. Never raises."""
         with self.lock:
             self.begun = True
         try:
@@ -60,10 +59,10 @@ class Job:
 
 
 class TrainingThread:
-    """Runs jobs in the order in which they are submitted. For the event loop's thread.
+    """A thread that runs jobs in the order of submission. Use it from the event loop's thread.
 
     Args:
-        config: has `request_timeout`, the seconds after which a job that has not begun fails.
+        config: Configuration with `request_timeout`, the seconds until a waiting job fails.
     """
 
     def __init__(self, config: TrainServiceConfig) -> None:
@@ -71,7 +70,7 @@ class TrainingThread:
         self._thread = ThreadPoolExecutor(1, "nano-inference training")
 
     def submit(self, job: Job) -> None:
-        """Run a job behind all earlier ones."""
+        """Run a job after all earlier ones."""
         loop = asyncio.get_running_loop()
 
         def work() -> None:
@@ -80,14 +79,14 @@ class TrainingThread:
                 loop.call_soon_threadsafe(job.finish, result)
 
         self._thread.submit(work)
-        self.expire_later(job, "the training thread did not come to it")
+        self.expire_later(job, "the training thread did not start it")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function behind all earlier jobs."""
+        """Call a function after all earlier jobs."""
         self._thread.submit(function, *arguments)
 
     def expire_later(self, job: Job, why: str) -> None:
-        """Let a job expire for this reason, in place of any earlier reason."""
+        """Restart a job's timeout. `why` replaces the earlier reason."""
         if job.timer is not None:
             job.timer.cancel()
         seconds = self._config.request_timeout
@@ -101,5 +100,5 @@ class TrainingThread:
         job.timer = asyncio.get_running_loop().call_later(seconds, expire)
 
     def shutdown(self) -> None:
-        """Wait until all jobs are done, and end the thread."""
+        """Wait for all jobs, then end the thread."""
         self._thread.shutdown()

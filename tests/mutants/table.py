@@ -868,16 +868,16 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         if (known := self.futures.known(request_id)) is not None:
             return known
         if seq_id < model.next_seq:
-            raise Refused(f"the request {seq_id} of {model.run.run_id!r} is long past.", 410)""",
+            raise Refused(f"request {seq_id} of {model.run.run_id!r} was already processed.", 410)""",
         new="        model.next_seq = min(model.next_seq, seq_id)",
         seen_by="tests/nano_training_service/test_service.py -k come_twice",
     ),
     Fault(
         "moments_stay_behind_at_a_restore",
         "src/nano_training_service/trainer.py",
-        old='            optimizer.state[param] = {"step": count, **found}',
+        old='            optimizer.state[param] = {"step": count, **restored}',
         new="""\
-            blank = {moment: torch.zeros_like(param) for moment in found}
+            blank = {moment: torch.zeros_like(param) for moment in restored}
             optimizer.state[param] = {"step": count, **blank}""",
         seen_by="tests/nano_training_service/test_service.py -k to_the_bit",
     ),

@@ -86,7 +86,7 @@ def test_errors_fail_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "cannot be reached"),
+        ((), "cannot connect to"),
         (("--ramp", "3"), "require --rate"),
         (("--rate", "2", "-c", "3"), "give one"),
         (("--slo", "speed=3s"), "is not a limit"),

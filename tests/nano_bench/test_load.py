@@ -195,7 +195,7 @@ def test_server_that_does_not_answer_is_given_up() -> None:
         await asyncio.sleep(0.2)
 
     done, _ = run(silent, token_requests(2, 5, 3, stream=False), timeout=0.05)
-    assert done.errors == ["there was no whole reply within 0.05 s"] * 2
+    assert done.errors == ["no complete reply within 0.05 s"] * 2
 
 
 def test_without_usage_the_pieces_are_counted() -> None:

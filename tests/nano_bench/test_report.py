@@ -95,10 +95,10 @@ def test_what_a_row_may_hold() -> None:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (b'{"token_texts": ["a"', "not JSON.*cut off"),
+        (b'{"token_texts": ["a"', "not JSON.*incomplete"),
         (b"nonsense\n", "not JSON"),
         ([1], "not an object"),
-        ({}, "neither completion_tokens"),
+        ({}, "are both missing"),
         (row(token_texts=["a", 3]), "token_texts"),
         (row(logprobs=[-0.1]), "logprobs must be a list of 2"),
         (row(logprobs=["x", 1]), "logprobs must be"),

@@ -108,7 +108,7 @@ def test_rows_of_an_engine_and_a_run_that_goes_on(folders: dict[str, str], tmp_p
 
     again.write_bytes(kept[1] + kept[0])
     result = run("run-batch", "-i", str(source), "-o", str(again), *words)
-    assert (result.exit_code, "not the row of its line" in result.stderr) == (2, True)
+    assert (result.exit_code, "does not match its line" in result.stderr) == (2, True)
     assert again.read_bytes() == kept[1] + kept[0]
 
 
@@ -277,7 +277,7 @@ def test_disk_that_is_full_leaves_whole_rows(
 
 
 def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
-    with Output(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another run writes"):
+    with Output(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="in use by another run"):
         Output(tmp_path / "out.jsonl")
 
 
@@ -309,7 +309,7 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path) -> None:
     [
         ((), "give exactly one of --model and --server"),
         (("--model", "m", "--server", "u"), "give exactly one of --model and --server"),
-        (("--server", "http://127.0.0.1:1"), "cannot be reached"),
+        (("--server", "http://127.0.0.1:1"), "cannot connect to"),
         (("--server", "http://127.0.0.1:1", "--dtype", "float32"), "requires --model"),
         (("--model", "m", "--api-key", "k"), "requires --server"),
         (("--model", "/no/such/folder"), "/no/such/folder"),

@@ -70,17 +70,17 @@ def test_all_replicas_take_new_weights(seen: dict[str, Any]) -> None:
 def test_what_is_refused_changes_nothing(seen: dict[str, Any]) -> None:
     said = seen["refused"]
     assert "shape" in said["shape"]
-    assert "nothing to send" in said["none"]
+    assert "the update is empty" in said["none"]
     assert "is missing" in said["missing"]
     assert "version=1 must be higher" in said["old"]
     assert "takes token ids" in said["text"]
     assert "outside the vocabulary" in said["ids"]
     assert "max_model_len" in said["long"]
-    assert "one has to stay" in said["all"]
+    assert "at least one must remain" in said["all"]
     assert "tensor_parallel=3" in said["tensor"]
-    assert "say device='cuda'" in said["device"]
-    assert "engines in lockstep do not run on Ray" in said["lockstep"]
-    assert "no node has had room" in said["room"]
+    assert "set device='cuda'" in said["device"]
+    assert "engines in lockstep are not supported on Ray" in said["lockstep"]
+    assert "no node had room" in said["room"]
     assert seen["still"] == [2, True]
 
 

@@ -83,7 +83,7 @@ def test_body_of_json_is_bounded(service: Services) -> None:
         assert asker.http.post("/create_session", content=large % (b"x" * 100_000)).is_success
         answer = asker.http.post("/create_session", content=large % (b"x" * (8 << 20)))
         assert answer.status_code == 413
-        assert "which JSON may have" in answer.text
+        assert "the JSON body exceeds the limit" in answer.text
 
 
 def test_bodies_in_memory_are_bounded_together() -> None:
@@ -123,7 +123,7 @@ def test_bodies_in_memory_are_bounded_together() -> None:
 
     answers = asyncio.run(story())
     assert answers[1:] == ["read"] * 5
-    assert answers[0].startswith("429 bodies of more than 4 times max_body_bytes=100")
+    assert answers[0].startswith("429 the bodies being received exceed 4 times max_body_bytes=100")
 
 
 def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None:
@@ -134,10 +134,10 @@ def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None
         assert await futures.fetch("a", 1) == bytes(3000)
         assert await futures.fetch("a", 1) == bytes(3000)  # still there, as there is room
         futures.new("c").finish(bytes(3000))
-        with pytest.raises(Refused, match=r"fetched and made room .*max_result_bytes"):
+        with pytest.raises(Refused, match=r"fetched and deleted to free memory .*max_result_bytes"):
             await futures.fetch("a", 1)
         futures.new("d").finish(bytes(3000))
-        with pytest.raises(Refused, match=r"wait to be fetched; 10,000 may \(max_result_bytes\)"):
+        with pytest.raises(Refused, match=r"exceeds the limit of 10,000 \(max_result_bytes\)"):
             futures.new("e")
         for name in ("b", "c", "d"):
             assert await futures.fetch(name, 1) == bytes(3000)

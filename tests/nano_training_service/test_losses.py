@@ -102,8 +102,8 @@ def test_defaults_are_the_clients() -> None:
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("stable_reinforce", {}, "loss_fn='stable_reinforce'"),
-        ("custom", {"loss_id": "x"}, "loss_fn='custom'"),
+        ("stable_reinforce", {}, "got 'stable_reinforce'"),
+        ("custom", {"loss_id": "x"}, "got 'custom'"),
         ("ppo", {"beta": 1.0}, "beta"),
         ("dro", {"beta": "much"}, "'much' must be a finite number"),
         ("dro", {"beta": math.inf}, "inf must be a finite number"),

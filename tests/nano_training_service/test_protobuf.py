@@ -111,18 +111,18 @@ def _sparse(shape: list[int], values: list[float], ends: list[int], columns: lis
 @pytest.mark.parametrize(
     ("shape", "values", "ends", "columns", "words"),
     [
-        ([2], [1], [0, 1, 1], [0], "is a matrix"),
-        ([2, 3], [1], [0, 1], [0], "do not fit"),
-        ([2, 3], [1], [0, 2, 1], [0], "do not fit"),
-        ([2, 3], [1], [1, 1, 1], [0], "do not fit"),
-        ([2, 3], [1, 2], [0, 1, 1], [0, 1], "do not fit"),
-        ([2, 3], [1], [0, 1, 1], [3], "do not fit"),
-        ([2, 3], [1], [0, 1, 1], [-1], "do not fit"),
-        ([2, 3], [1], [0, 1, 1], [], "do not fit"),
+        ([2], [1], [0, 1, 1], [0], "must have two dimensions"),
+        ([2, 3], [1], [0, 1], [0], "do not match"),
+        ([2, 3], [1], [0, 2, 1], [0], "do not match"),
+        ([2, 3], [1], [1, 1, 1], [0], "do not match"),
+        ([2, 3], [1, 2], [0, 1, 1], [0, 1], "do not match"),
+        ([2, 3], [1], [0, 1, 1], [3], "do not match"),
+        ([2, 3], [1], [0, 1, 1], [-1], "do not match"),
+        ([2, 3], [1], [0, 1, 1], [], "do not match"),
         ([1, 2**30], [1], [0, 1], [0], "more than 16777216 values"),
         ([0, 2**30], [], [0], [], "more than 16777216 values"),
-        ([2, 3, 4], [1], [0, 1, 1], [0], r"of shape \[2, 3, 4\]"),
-        ([2, 2**40], [1], [0, 1, 1], [0], "of shape"),
+        ([2, 3, 4], [1], [0, 1, 1], [0], r"has shape \[2, 3, 4\]"),
+        ([2, 2**40], [1], [0, 1, 1], [0], "has shape"),
     ],
 )
 def test_sparse_tensors_that_do_not_fit_are_rejected(
@@ -166,12 +166,12 @@ def test_request_that_ends_within_a_field_is_refused() -> None:
 def test_forward_backward_request_rejects_a_shape_that_ends_within_a_number() -> None:
     # Request.data, Datum.inputs, Input.value, Tensor.shape: one byte whose number goes on
     body = bytes.fromhex("1a0712051203220180")
-    with pytest.raises(Refused, match="not a whole Protocol Buffers message"):
+    with pytest.raises(Refused, match="not a valid Protocol Buffers message"):
         forward_backward_request(body)
 
 
 def test_forward_backward_request_rejects_a_name_that_is_not_utf8() -> None:
-    with pytest.raises(Refused, match="not a whole Protocol Buffers message"):
+    with pytest.raises(Refused, match="not a valid Protocol Buffers message"):
         forward_backward_request(b"\x0a\x01\xff")
 
 

@@ -213,7 +213,7 @@ def test_thresholds_of_each_target_come_before_those_of_all(both: Both) -> None:
         ({"target_tokens": np.zeros((7, 0), np.int64)}, "cross_entropy", "of shape \\[7, 0\\]"),
         ({"target_tokens": np.zeros(6, np.int64)}, "cross_entropy", "7 input tokens"),
         ({"target_tokens": np.zeros(7, np.float32)}, "cross_entropy", "int64"),
-        ({"target_tokens": np.full(7, VOCAB)}, "cross_entropy", "not in \\[0, 259\\)"),
+        ({"target_tokens": np.full(7, VOCAB)}, "cross_entropy", "outside \\[0, 259\\)"),
         ({"weights": np.ones((7, 2), np.float32)}, "cross_entropy", "of shape \\[7\\]"),
         ({"target_tokens": np.zeros((7, 2), np.int64)}, "cross_entropy", "of shape \\[7, 2\\]"),
         ({"target_tokens": np.zeros((7, 300), np.int64)}, "cross_entropy", "max_request_tokens"),

@@ -79,8 +79,8 @@ def test_client(url: str, folder: str, tmp_path: Path) -> None:
     assert found["downloaded"] == ["adapter_config.json", "adapter_model.safetensors"]
     stable, other, rank = found["refused"]
     assert "user: " in stable
-    assert "loss_fn='stable_reinforce'" in stable
-    assert "base_model='another/model'" in other
+    assert "got 'stable_reinforce'" in stable
+    assert "got 'another/model'" in other
     assert "max_rank" in rank
 
 

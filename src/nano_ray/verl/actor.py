@@ -1,4 +1,4 @@
-"""`NanoServer`: the Ray actor around a `RolloutServer`, with the methods that verl calls."""
+"""`NanoServer`: a `RolloutServer` as a Ray actor with the methods that verl calls."""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class NanoServer(RolloutServer):
-    """An engine in a process of its own. Until `launch_server` has returned no other method works.
+    """An engine in its own process. Call `launch_server` before any other method.
 
     Args:
         config: verl's `RolloutConfig`.
-        model_config: verl's `HFModelConfig`, or what makes one.
-        mode: of the replica.
-        replica_rank: its number.
+        model_config: verl's `HFModelConfig`, or its OmegaConf form.
+        mode: Mode of the replica.
+        replica_rank: Number of the replica.
     """
 
     def __init__(self, config: Any, model_config: Any, mode: str, replica_rank: int) -> None:
@@ -40,8 +40,7 @@ class NanoServer(RolloutServer):
         self._engine_config = engine_config(self._config, self._model.local_path, replica_rank)
         self._mode: Mode = cast(Mode, mode)
         self._replica_rank = replica_rank
-        # Replicas are told apart by address. This one is bound, so that no other replica
-        # has it, and is not listened at.
+        # verl identifies replicas by address. Binding reserves this one; nothing listens on it.
         host = ray.util.get_node_ip_address().strip("[]")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.bind((host, 0))
@@ -51,8 +50,8 @@ class NanoServer(RolloutServer):
         """Load the model. Raises `ModelLoadError` or `ConfigError`."""
         if self._config.profiler is not None and self._config.profiler.enable:
             logger.warning(
-                "this rollout has no profiler: rollout.profiler.enable=True profiles the trainer "
-                "alone."
+                "this rollout has no profiler: rollout.profiler.enable=True profiles only the "
+                "trainer."
             )
         engine = await asyncio.to_thread(AsyncInferenceEngine, self._engine_config)
         defaults = request_defaults(self._config, engine.engine.max_model_len, self._replica_rank)
@@ -60,11 +59,11 @@ class NanoServer(RolloutServer):
         super().__init__(engine, defaults, mode=self._mode, gives_memory_back=gives_back)
 
     def get_server_address(self) -> tuple[str, int]:
-        """By which verl tells replicas apart. There is no HTTP server there."""
+        """Return the address by which verl identifies replicas. No HTTP server listens on it."""
         return self._address
 
     def get_rollout_config(self) -> Any:
-        """Verl's `RolloutConfig`."""
+        """Return verl's `RolloutConfig`."""
         return self._config
 
     async def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,18 +77,16 @@ class NanoServer(RolloutServer):
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """See `RolloutServer.generate`. Raises `InvalidRequest` for images, video and sound."""
+        """Return one sample. Raises `InvalidRequest` for images, video and audio."""
         if image_data or video_data or audio_data:
-            raise InvalidRequest(
-                "images, video and sound are not understood; send token ids alone."
-            )
+            raise InvalidRequest("images, video and audio are not supported; send only token ids.")
         token_ids = normalize_token_ids(prompt_ids)
         return TokenOutput(
             **await super().generate(token_ids, sampling_params, request_id, priority=priority)
         )
 
     async def start_profile(self, **_: Any) -> None:
-        """Nothing: there is no profiler."""
+        """Do nothing, since there is no profiler."""
 
     async def stop_profile(self) -> None:
-        """Nothing: there is no profiler."""
+        """Do nothing, since there is no profiler."""

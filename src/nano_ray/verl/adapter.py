@@ -1,4 +1,4 @@
-"""`NanoRollout`: verl's end of a replica in the process that has the trainer's weights."""
+"""`NanoRollout`: verl's handle of a replica in the process with the trainer's weights."""
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -12,19 +12,19 @@ from nano_inference.errors import WeightUpdateError
 from nano_ray.verl.buckets import NamedTensors, parcels
 from nano_ray.verl.replica import actor_name
 
-TIMEOUT = 300.0  # seconds for the actor to answer a call
+TIMEOUT = 300.0  # seconds until the actor must reply to a call
 
 
 class NanoRollout(BaseRollout):
-    """Memory and weights of one replica, from a trainer's worker or a checkpoint engine's.
+    """Memory and weights of one replica, for a worker of a trainer or checkpoint engine.
 
-    Weights travel as arrays in Ray's object store. Those on a GPU pass through the host's memory.
+    Weights are sent as arrays in Ray's object store. GPU tensors are copied to host memory first.
 
     Args:
         config: verl's `RolloutConfig`.
         model_config: verl's `HFModelConfig`.
-        device_mesh: of the trainer; not looked at.
-        replica_rank: number of the replica; -1: by `RANK`, one replica a worker.
+        device_mesh: The trainer's device mesh, which is not used.
+        replica_rank: Number of the replica. -1: `RANK` of the worker.
     """
 
     is_leader_rank = True
@@ -37,11 +37,11 @@ class NanoRollout(BaseRollout):
         self._actor: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Take the replica's memory again: `"weights"`, `"kv_cache"`."""
+        """Reallocate the replica's memory: `"weights"`, `"kv_cache"`."""
         await self._call("wake_up", tags)
 
     async def release(self) -> None:
-        """Give the replica's memory back."""
+        """Release the replica's memory."""
         await self._call("sleep")
 
     async def update_weights(
@@ -51,23 +51,21 @@ class NanoRollout(BaseRollout):
         wire_format: str = "named_tensors",
         **options: Any,
     ) -> None:
-        """Send (name, tensor) pairs; returns when they serve, as version `global_steps`. Requests
-        go on meanwhile.
+        """Send (name, tensor) pairs and wait until they are live as version `global_steps`.
+        Requests continue meanwhile.
 
-        Raises `WeightUpdateError`, with the old version serving: for names, shapes and types that
-        are not the model's, another `wire_format`, a LoRA adapter.
+        Raises `WeightUpdateError` and keeps the old version for names, shapes or types that differ
+        from the model's, another `wire_format`, or a LoRA adapter.
         """
         if wire_format != "named_tensors":
-            raise WeightUpdateError(
-                f"wire_format={wire_format!r}: only 'named_tensors' are understood."
-            )
+            raise WeightUpdateError(f"wire_format must be 'named_tensors'; got {wire_format!r}.")
         if options.get("peft_config") and options.get("base_sync_done"):
             raise WeightUpdateError(
-                "LoRA adapters are not served by themselves; set model.lora.merge=True."
+                "LoRA adapters are not supported without merging; set model.lora.merge=True."
             )
         max_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         number = await self._call("begin_update", global_steps)
-        under_way: list[Any] = []  # one bucket travels while the next is gathered
+        under_way: list[Any] = []  # one bucket is sent while the next is gathered
         try:
             async for parcel in parcels(weights, max_bytes):
                 await _answers(under_way)
@@ -83,10 +81,10 @@ class NanoRollout(BaseRollout):
         return answer
 
     def _begin(self, method: str, *args: Any) -> Any:
-        """Call the actor; returns Ray's reference to its answer. Arguments may be written to
-        afterwards.
+        """Call the actor and return Ray's reference to the reply. The caller may modify the
+        arguments afterwards.
         """
-        if self._actor is None:  # in a hybrid engine it is started after this
+        if self._actor is None:  # a hybrid engine starts the actor after this object
             self._actor = ray.get_actor(actor_name(self.replica_rank))
         return getattr(self._actor, method).remote(*args)
 

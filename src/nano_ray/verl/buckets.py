@@ -1,6 +1,4 @@
-"""Weights from the trainer's side to an engine's, bucket by bucket: a description in JSON and one
-flat run of bytes.
-"""
+"""Buckets of weights from a trainer to an engine: a JSON description and a flat byte array."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
@@ -18,12 +16,11 @@ NamedTensors = Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]
 
 
 class Parcel(NamedTuple):
-    """A bucket as it travels.
+    """A serialized bucket.
 
     Attributes:
-        description: JSON: names, types and shapes.
-        content: uint8 [n]. Ray lays an array as it is into shared memory, where a tensor would be
-            copied twice.
+        description: JSON with names, types and shapes.
+        content: Bytes, uint8 [n]. Ray copies an array into shared memory once, a tensor twice.
     """
 
     description: bytes
@@ -31,11 +28,10 @@ class Parcel(NamedTuple):
 
 
 async def parcels(weights: NamedTensors, max_bytes: int) -> AsyncIterator[Parcel]:
-    """Tensors as they come, in buckets of at most `max_bytes`; a larger one goes alone. From any
-    device.
+    """Yield tensors from any device in buckets of at most `max_bytes`. A larger tensor gets its own
+    bucket.
 
-    Raises `WeightUpdateError` for a tensor of a type that does not travel, or where there is none
-    at all.
+    Raises `WeightUpdateError` for an unsupported dtype, or if there are no tensors.
     """
     cut = _Cut(max_bytes)
     async for name, tensor in _each(weights):
@@ -45,20 +41,21 @@ async def parcels(weights: NamedTensors, max_bytes: int) -> AsyncIterator[Parcel
 
 
 def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
-    """The tensors of a parcel, in memory of their own, checked against the model's table before
-    they are made.
+    """Check a parcel against the model's shapes and copy its tensors out.
 
     Raises `WeightUpdateError`.
     """
     if parcel.content.dtype != np.uint8:
-        raise WeightUpdateError(f"a bucket was described as bytes and is {parcel.content.dtype}.")
-    # what came is Ray's, and read-only
+        raise WeightUpdateError(
+            f"the content of a bucket must be uint8; got {parcel.content.dtype}."
+        )
+    # the array belongs to Ray and is read-only
     content = torch.from_numpy(parcel.content.copy())
     return opened_bucket(parcel.description, content, shapes)
 
 
 def parcels_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
-    """As `parcels`, where nothing is awaited."""
+    """Yield parcels like `parcels`, synchronously."""
     cut = _Cut(BUCKET_BYTES)
     for name, tensor in weights:
         if (full := cut.add(name, tensor)) is not None:
@@ -67,7 +64,7 @@ def parcels_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
 
 
 class _Cut:
-    """The bucket that is being filled."""
+    """Builder of buckets of limited size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -75,22 +72,22 @@ class _Cut:
         self._size = 0
 
     def add(self, name: str, tensor: Tensor) -> Parcel | None:
-        """Put a tensor in; returns the bucket before it if that was full."""
+        """Add a tensor. Return the previous bucket if it was full."""
         if name in self._bucket:
-            raise WeightUpdateError(f"{name!r} came twice in one update.")
+            raise WeightUpdateError(f"an update contains {name!r} twice; send each tensor once.")
         full = None
         if self._bucket and self._size + tensor.nbytes > self._max_bytes:
             full = _parcel(self._bucket)
             self._bucket, self._size = {}, 0
-        # the sender may write to it afterwards
+        # the sender may modify the tensor afterwards
         self._bucket[name] = tensor.detach().to("cpu", copy=True)
         self._size += tensor.nbytes
         return full
 
     def rest(self) -> Parcel:
-        """The last bucket."""
+        """Return the last bucket."""
         if not self._bucket:
-            raise WeightUpdateError("there is nothing to send: the trainer gave no weights.")
+            raise WeightUpdateError("the update is empty; send at least one tensor.")
         return _parcel(self._bucket)
 
 
@@ -101,8 +98,8 @@ def _parcel(bucket: dict[str, Tensor]) -> Parcel:
 
 async def _each(weights: NamedTensors) -> AsyncIterator[tuple[str, Tensor]]:
     if isinstance(weights, AsyncIterable):
-        async for each in weights:
-            yield each
+        async for pair in weights:
+            yield pair
     else:
-        for each in weights:
-            yield each
+        for pair in weights:
+            yield pair

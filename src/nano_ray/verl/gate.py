@@ -1,10 +1,10 @@
-"""The gate between verl's requests and the engine: closed while weights change hands."""
+"""The gate between verl's requests and the engine. It is closed during weight updates."""
 
 import asyncio
 
 
 class Gate:
-    """Lets requests in, parks them, or turns them away. Of one event loop."""
+    """A gate that admits, parks or rejects requests, for one event loop."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -12,11 +12,10 @@ class Gate:
         self._changed = asyncio.Event()
 
     async def enter(self) -> bool:
-        """Wait until it is open; False: it turns requests away, those too that were parked before
-        it did.
+        """Wait until the gate is open. Return False if it rejects requests, including parked ones.
 
-        There is no deadline: verl closes the gate, and verl opens it. Between the answer and the
-        caller's next `await` nothing can close it.
+        There is no timeout, since verl both closes and opens the gate. It cannot close between the
+        return and the caller's next `await`.
         """
         while not self.is_open:
             if self._rejects:
@@ -25,11 +24,11 @@ class Gate:
         return True
 
     def close(self, *, reject: bool) -> None:
-        """Park who comes, or turn them away. Each call says anew which."""
+        """Park new requests, or reject them and the parked ones. Each call sets the mode."""
         self._change(is_open=False, rejects=reject)
 
     def open(self) -> None:
-        """Let all in."""
+        """Admit all requests."""
         self._change(is_open=True, rejects=False)
 
     def _change(self, *, is_open: bool, rejects: bool) -> None:

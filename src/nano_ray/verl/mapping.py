@@ -1,5 +1,5 @@
-"""What verl says and what the engine says: sampling parameters, samples, steps of the trainer and
-versions.
+"""Conversion between verl and the engine: sampling parameters, samples, and the trainer's steps as
+weight versions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.fields import is_whole
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample
 
-# verl tells "go on with this one" (aborted) from everything else.
+# verl resumes samples that are "aborted" and treats all others as complete.
 STOP_REASONS: Mapping[FinishReason, str] = {
     "stop": "completed",
     "length": "completed",
     "abort": "aborted",
 }
 
-# What a `TokenOutput` has no place for, or verl says by another name, is not among them.
+# Parameters without a field in `TokenOutput`, or with another name in verl, are excluded.
 _OWN = {field.name for field in fields(SamplingParams)} - {
     "raw_logprobs",
     "prompt_logprobs",
@@ -32,17 +32,17 @@ _OWN = {field.name for field in fields(SamplingParams)} - {
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What a rollout's configuration says about requests that do not.
+    """Defaults of a rollout for requests.
 
     Attributes:
-        prompt_length, response_length: tokens of a prompt, and of a response, that the trainer's
-            tensors hold.
-        max_model_len: of the engine.
-        repetition_penalty, ignore_eos: as in `SamplingParams`.
-        seed: of every request that brings none (verl's `full_determinism`); None: fresh ones.
-        raw_logprobs: `log_probs` are the model's own, not those of the distribution that was
-            sampled from.
-        routed_experts: the experts of each token are handed out, for verl's routing replay.
+        prompt_length: Tokens of a prompt in the trainer's tensors.
+        response_length: Tokens of a response in the trainer's tensors.
+        max_model_len: Maximum sequence length of the engine.
+        repetition_penalty, ignore_eos: Fields of `SamplingParams`.
+        seed: Seed of requests without one (verl's `full_determinism`). None: random seeds.
+        raw_logprobs: True if `log_probs` come from the model's own distribution instead of the
+            sampling distribution.
+        routed_experts: True to return each token's experts for verl's routing replay.
     """
 
     prompt_length: int
@@ -57,34 +57,40 @@ class RequestDefaults:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request as the engine takes it, and what of its sample verl wants to see."""
+    """Sampling parameters for the engine, and the logprobs that verl requested."""
 
     params: SamplingParams
     log_probs: bool
-    # so many of the best beside each token of the prompt; 0: the token's own; None: none
+    # number of top logprobs per prompt token; 0: only the token's own; None: none
     prompt_logprobs: int | None
 
 
 def wanted(
-    told: Mapping[str, Any], prompt_len: int, defaults: RequestDefaults, *, priority: int = 0
+    sampling_params: Mapping[str, Any],
+    prompt_len: int,
+    defaults: RequestDefaults,
+    *,
+    priority: int = 0,
 ) -> Wanted:
-    """Verl's `sampling_params` as the engine's.
+    """Convert verl's `sampling_params` for the engine.
 
-    `max_tokens`, or `max_new_tokens`, is lowered to what the context leaves. Without one it is
-    verl's: a response's length, and no more than prompt and response together leave. Raises
-    `InvalidRequest`, also for an unknown key.
+    `max_tokens`, or `max_new_tokens`, is limited to the remaining context. The default is
+    `response_length`, limited to `prompt_length + response_length - prompt_len`. Raises
+    `InvalidRequest`, also for unknown keys.
     """
-    rest = dict(told)
+    rest = dict(sampling_params)
     max_tokens = _max_tokens(rest, prompt_len, defaults)
     log_probs = _flag("logprobs", rest.pop("logprobs", False))
     best = rest.pop("prompt_logprobs", None)
     if best is not None and not is_whole(best, 0):
         raise InvalidRequest(f"prompt_logprobs={best!r} must be a whole number, or None.")
     if rest.pop("n", 1) != 1:
-        raise InvalidRequest(f"n={told['n']!r}: verl asks for each sample by itself; leave it out.")
+        raise InvalidRequest(
+            f"n={sampling_params['n']!r} is not supported; send one request per sample."
+        )
     if unknown := sorted(rest.keys() - _OWN):
         raise InvalidRequest(
-            f"{unknown[0]!r} is not a sampling parameter; there are {', '.join(sorted(_OWN))}."
+            f"{unknown[0]!r} is not a sampling parameter; use {', '.join(sorted(_OWN))}."
         )
     if rest.get("top_k") == -1:
         rest["top_k"] = 0
@@ -105,20 +111,20 @@ def wanted(
 
 
 def _max_tokens(rest: dict[str, Any], prompt_len: int, defaults: RequestDefaults) -> int:
-    """Takes both names out of `rest`; the first one counts, as in verl's servers."""
+    """Pop both names from `rest` and return the limit. `max_tokens` wins, as in verl's servers."""
     room = defaults.max_model_len - prompt_len
     if room < 1:
         raise InvalidRequest(
-            f"the prompt of {prompt_len} tokens leaves no room in "
-            f"max_model_len={defaults.max_model_len}; at most "
-            f"{defaults.max_model_len - 1} fit."
+            f"the prompt of {prompt_len} tokens leaves no room within "
+            f"max_model_len={defaults.max_model_len}; send at most "
+            f"{defaults.max_model_len - 1}."
         )
-    told = [rest.pop(name) for name in ("max_tokens", "max_new_tokens") if name in rest]
-    for value in told:
+    limits = [rest.pop(name) for name in ("max_tokens", "max_new_tokens") if name in rest]
+    for value in limits:
         if not is_whole(value):
             raise InvalidRequest(f"max_tokens={value!r} must be a whole number.")
     left = defaults.prompt_length + defaults.response_length - prompt_len
-    return max(1, min(room, told[0] if told else min(defaults.response_length, left)))
+    return max(1, min(room, limits[0] if limits else min(defaults.response_length, left)))
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -128,35 +134,35 @@ def _flag(name: str, value: Any) -> bool:
 
 
 class GlobalSteps:
-    """Which step of the trainer each of the engine's versions is. A version without one goes by the
-    one before it.
+    """The trainer's step of each weight version. A version without a step has that of the version
+    before it.
     """
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
 
     def version_for(self, step: int | None, newest: int) -> int | None:
-        """The number that an update shall have: the step itself, or None (counted up) where that
-        would not rise.
+        """Return the version for an update: the step, or None (the engine counts up) if the step is
+        not larger than `newest`.
         """
         return step if step is not None and step > newest else None
 
     def name(self, version: int, step: int | None) -> None:
-        """From now on `version` is known as `step`; None: as nothing."""
+        """Set the step of a version. None removes it."""
         if step is None:
             self._steps.pop(version, None)
         else:
             self._steps[version] = step
 
     def of(self, version: int) -> int | None:
-        """The step of a version; None before the trainer has named one."""
+        """Return the step of a version. None before the first named one."""
         known = [each for each in self._steps if each <= version]
         return self._steps[max(known)] if known else None
 
 
 def token_output(sample: TrainingSample, asked: Wanted, steps: GlobalSteps) -> dict[str, Any]:
-    """The fields of verl's `TokenOutput`: what was sampled, partly if it was aborted, and by which
-    steps' weights.
+    """Return the fields of verl's `TokenOutput`: the tokens (partial after an abort) and the steps
+    whose weights sampled them.
     """
     log_probs: Sequence[float] | None = None
     if asked.log_probs:
@@ -182,16 +188,14 @@ def token_output(sample: TrainingSample, asked: Wanted, steps: GlobalSteps) -> d
 
 
 def _routed_experts(sample: TrainingSample) -> dict[str, Any]:
-    """An array int32 [tokens - 1, layers, K] that verl may write to, where they are known."""
+    """Return the experts, if known, as a writable int32 array [tokens - 1, layers, K]."""
     if sample.routed_experts is None:
         return {}
     return {"routed_experts": np.array(sample.routed_experts, dtype=np.int32)}
 
 
 def refused_output(step: int | None) -> dict[str, Any]:
-    """The fields of the `TokenOutput` of a request that was turned away: verl sends it
-    elsewhere.
-    """
+    """Return the `TokenOutput` fields of a rejected request. verl resends it to another replica."""
     return {
         "token_ids": [],
         "log_probs": None,
@@ -201,7 +205,7 @@ def refused_output(step: int | None) -> dict[str, Any]:
 
 
 def _prompt_logprobs(sample: TrainingSample, best: int) -> dict[str, Any]:
-    """Row i is of the token after i, as verl's distillation wants it; the last row is padding."""
+    """Return rows for verl's distillation: row i describes token i + 1, the last row is padding."""
     ids: list[list[int]] = [[token_id] for token_id in sample.prompt_tokens[1:]]
     logprobs: list[list[float]] = [[logprob] for logprob in (sample.prompt_logprobs or ())[1:]]
     if best:

@@ -1,5 +1,5 @@
-"""What verl loads, by the entry point `verl.plugins` or `VERL_USE_EXTERNAL_MODULES`: it makes the
-name "nano" known.
+"""Plugin that registers the rollout "nano" with verl. The entry point `verl.plugins` or
+`VERL_USE_EXTERNAL_MODULES` loads it.
 """
 # pyright: reportMissingImports=false
 

@@ -1,6 +1,4 @@
-"""`NanoReplica`: a replica of verl's. It places the actor that holds the engine, and hands verl's
-calls on.
-"""
+"""`NanoReplica`: a verl replica. It starts the engine's actor and forwards verl's calls."""
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -18,21 +16,19 @@ from nano_ray.verl.settings import require_able
 
 
 def actor_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
-    """By which the adapter in the trainer's process finds a replica's actor."""
+    """Return the name by which the trainer's process finds a replica's actor."""
     return f"nano_server_{kind}{replica_rank}_0{suffix}"
 
 
 class NanoReplica(RolloutReplica):
-    """One engine in one actor, on the node and the device of the replica's worker."""
+    """One engine in one actor, on the node and device of the replica's worker."""
 
     async def launch_servers(self) -> None:
-        """Start the actor and load the model. Raises `ConfigError` for what this engine cannot
-        do.
-        """
+        """Start the actor and load the model. Raises `ConfigError` for unsupported options."""
         require_able(self.config)
         if self.is_reward_model:
             raise ConfigError(
-                "verl asks reward models over HTTP, and a replica has no HTTP server; name "
+                "reward models need an HTTP server, which this rollout does not have; choose "
                 "another rollout."
             )
         (worker,) = self.workers
@@ -63,16 +59,16 @@ class NanoReplica(RolloutReplica):
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """See `RolloutServer.abort_all_requests`."""
+        """Abort all requests of the replica."""
         return await self.servers[0].abort_all_requests.remote(reject_request=reject_request)
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """See `RolloutServer.abort_request`."""
+        """Abort one request of the replica."""
         return await self.servers[0].abort_request.remote(request_id)
 
 
 def _where(_: Any) -> tuple[str, str]:
-    """Node and devices of the worker that runs this."""
+    """Return the node and the devices of the worker that calls this."""
     context = ray.get_runtime_context()
     return context.get_node_id(), ",".join(
         context.get_accelerator_ids().get(get_resource_name(), [])

@@ -1,4 +1,4 @@
-"""`RolloutServer`: one engine behind the calls that verl makes. It needs neither Ray nor verl."""
+"""`RolloutServer`: one engine with the methods that verl calls. Imports neither Ray nor verl."""
 
 import asyncio
 import itertools
@@ -19,24 +19,24 @@ from nano_ray.verl.mapping import (
     wanted,
 )
 
-# Who shares the device: trainer and engine in turns, with new weights each time; both in turns,
-# with the same weights; the engine alone.
+# Sharing of the device. hybrid: in turns with a trainer, with new weights each time. colocated: in
+# turns with others, with unchanged weights. standalone: no sharing.
 Mode = Literal["hybrid", "colocated", "standalone"]
 BOTH: tuple[Memory, ...] = ("weights", "kv_cache")
 
-# What `collective_rpc` may call: methods that only tell.
+# Methods that `collective_rpc` may call. They only read.
 TELLING = ("get_weight_version", "weights_checksum", "stats")
 
 
 class RolloutServer:
-    """verl's calls, on one event loop. Every method that waits leaves the loop free.
+    """verl's calls on one event loop. No method blocks the loop.
 
     Args:
-        engine: stays the caller's.
-        defaults: of requests.
-        mode: what `sleep` and `wake_up` have to give back.
-        gives_memory_back: verl's `free_cache_engine`; False: nothing ever sleeps.
-        timeout: seconds by which a weight update must serve once all of it has come.
+        engine: Engine, which the caller owns.
+        defaults: Defaults for requests.
+        mode: Sharing of the device, which decides the memory that `sleep` releases.
+        gives_memory_back: verl's `free_cache_engine`. False: no memory is ever released.
+        timeout: Seconds until a weight update must be live after all its tensors have arrived.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class RolloutServer:
         self._engine = engine.engine
         self._gate = Gate()
         self._steps = GlobalSteps()
-        self._running: dict[int, str] = {}  # the engine's request ids: verl's
-        self._update: WeightUpdate | None = None  # that is being received
+        self._running: dict[int, str] = {}  # verl's request ids by the engine's
+        self._update: WeightUpdate | None = None  # the update being received
         self._numbers = itertools.count(1)
-        self._number = 0  # of that update
-        self._step: int | None = None  # that it will be known as
+        self._number = 0  # number of that update
+        self._step: int | None = None  # the trainer's step of that update
         self._receiving = asyncio.Lock()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -75,11 +75,11 @@ class RolloutServer:
         *,
         priority: int = 0,
     ) -> dict[str, Any]:
-        """One sample, as the fields of verl's `TokenOutput`. Raises `InvalidRequest` or
+        """Return one sample as the fields of verl's `TokenOutput`. Raises `InvalidRequest` or
         `RequestTooLarge`.
 
-        While the gate is closed it waits, or is turned away. An abort ends it with the tokens that
-        it has.
+        While the gate is closed the request waits or is rejected. An abort returns the partial
+        sample.
         """
         asked = wanted(sampling_params, len(prompt_ids), self.defaults, priority=priority)
         if not await self._gate.enter():
@@ -95,12 +95,12 @@ class RolloutServer:
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False
     ) -> dict[str, Any]:
-        """End all requests with what they have, and compute nothing until `resume_generation`.
+        """Abort all requests, return their partial samples, and pause until `resume_generation`.
 
         Args:
-            reset_prefix_cache: forget cached prefixes too. Nothing depends on it: those of other
-                weights never match.
-            reject_request: turn away who comes meanwhile, and who is parked; otherwise they wait.
+            reset_prefix_cache: Also delete cached prefixes. Results do not depend on it, since
+                prefixes of other weights never match.
+            reject_request: Reject new and parked requests instead of parking them.
         """
         self._gate.close(reject=reject_request)
         aborted = list(self._running.values())
@@ -112,7 +112,7 @@ class RolloutServer:
     async def abort_request(
         self, request_id: str, reset_prefix_cache: bool = True
     ) -> dict[str, Any]:
-        """End one request with what it has."""
+        """Abort one request and return its partial sample."""
         numbers = [number for number, name in self._running.items() if name == request_id]
         if not numbers:
             return {
@@ -126,43 +126,43 @@ class RolloutServer:
         return {"aborted": True, "request_id": request_id}
 
     async def resume_generation(self) -> None:
-        """Compute again, and let in who is parked."""
+        """Resume the engine and admit parked requests."""
         await asyncio.to_thread(self._engine.resume)
         self._gate.open()
 
     # -- memory ------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Give weights and KV cache back, unless no other wants the memory. Requests stay."""
+        """Release weights and KV cache, unless the device is not shared. Requests are kept."""
         if self.mode != "standalone":
             await self._sleep(BOTH)
 
     async def wake_up(self, tags: Iterable[Memory] | None = None) -> None:
-        """Take the memory again; with tags only `"weights"` or `"kv_cache"`."""
+        """Reallocate the memory, or with `tags` only `"weights"` or `"kv_cache"`."""
         if self.mode != "standalone":
             await self._wake(BOTH if tags is None else tags)
 
     async def release_kv_cache(self) -> None:
-        """Give the KV cache back for the time of an update."""
+        """Release the KV cache during a weight update."""
         if self.mode != "colocated":
             await self._sleep(("kv_cache",))
 
     async def resume_kv_cache(self) -> None:
-        """Take it again."""
+        """Reallocate the KV cache."""
         if self.mode != "colocated":
             await self._wake(("kv_cache",))
 
     async def clear_kv_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Delete all cached prefixes."""
         await asyncio.to_thread(self._engine.flush_cache)
 
     # -- weights -----------------------------------------------------------------------------------
 
     async def begin_update(self, global_steps: int | None) -> int:
-        """Open an update; returns its number. One that is open already is cancelled: its trainer is
-        gone.
+        """Open an update and return its number. An update that is still open is cancelled, since
+        its trainer is gone.
 
-        Raises `InvalidRequest` while the weights are asleep.
+        Raises `InvalidRequest` while the weights are released.
         """
         self._engine.shared.require_weights()
         async with self._receiving:
@@ -174,8 +174,8 @@ class RolloutServer:
             return self._number
 
     async def receive(self, number: int, description: bytes, content: Any) -> None:
-        """Check a bucket (`buckets.Parcel`) and put it aside. Raises `WeightUpdateError`; the
-        update is then over.
+        """Check and stage a bucket (`buckets.Parcel`). If it is invalid, cancel the update and
+        raise `WeightUpdateError`.
         """
         async with self._receiving:
             update = self._open(number)
@@ -190,16 +190,16 @@ class RolloutServer:
                 raise
 
     async def finish_update(self, number: int) -> int:
-        """Write all of it between two steps; returns the version that serves. Requests go on, and
-        keep their context.
+        """Apply the update between two steps and return its version. Requests continue with their
+        KV cache.
 
-        Raises `WeightUpdateError`, with the old version serving.
+        Raises `WeightUpdateError` and keeps the old version.
         """
         async with self._receiving:
             update = self._open(number)
             self._update = None
             self._engine.weight_sync.end(of=update)
-            # before a sample with a token of it can come back
+            # before a sample with a token of this version can be returned
             self._steps.name(update.version, self._step)
             deadline = Deadline(self.timeout)
             while not await asyncio.to_thread(update.wait, 1.0):
@@ -210,13 +210,13 @@ class RolloutServer:
             return update.result(0)
 
     async def cancel_update(self, number: int) -> None:
-        """Forget an update that is still being received."""
+        """Cancel an update that is still being received."""
         async with self._receiving:
             if number == self._number:
-                self._cancel("its trainer has given it up.")
+                self._cancel("its trainer cancelled it.")
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Say which step of the trainer the weights are that serve now."""
+        """Set the trainer's step of the live weights."""
         self._steps.name(self._engine.get_weight_version(), global_steps)
 
     # -- the rest ----------------------------------------------------------------------------------
@@ -228,9 +228,11 @@ class RolloutServer:
         args: Sequence[Any] = (),
         kwargs: Any = None,
     ) -> Any:
-        """What a method of the engine tells (`TELLING`). Raises `InvalidRequest` for all others."""
+        """Call a read-only engine method (`TELLING`). Raises `InvalidRequest` for any other."""
         if method not in TELLING:
-            raise InvalidRequest(f"collective_rpc calls {', '.join(TELLING)}, not {method!r}.")
+            raise InvalidRequest(
+                f"collective_rpc method must be one of {', '.join(TELLING)}; got {method!r}."
+            )
         call = asyncio.to_thread(getattr(self._engine, method), *args, **(kwargs or {}))
         return await asyncio.wait_for(call, timeout)
 

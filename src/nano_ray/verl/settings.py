@@ -1,6 +1,4 @@
-"""verl's configuration of a rollout as the engine's. Settings that this engine lacks
-are refused, not passed over.
-"""
+"""Conversion of verl's rollout configuration for the engine. Unsupported settings are errors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,33 +9,36 @@ from nano_ray.verl.mapping import RequestDefaults
 
 _ONE_PROCESS = "a replica is one process; set it to 1 and use more replicas"
 
-# Option of the rollout -> what it may be, and why.
+# Option of the rollout -> allowed values, and the reason.
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "tensor_model_parallel_size": ((1,), _ONE_PROCESS),
     "data_parallel_size": ((1,), _ONE_PROCESS),
     "pipeline_model_parallel_size": ((1,), _ONE_PROCESS),
     "expert_parallel_size": ((1, None), _ONE_PROCESS),
-    "quantization": ((None,), "weights are served as they are; leave it out"),
-    "limit_images": ((None,), "there are no images"),
-    "logprobs_mode": (("processed_logprobs", "raw_logprobs"), "other modes are not known"),
+    "quantization": ((None,), "weights are served unquantized; leave it out"),
+    "limit_images": ((None,), "images are not supported; leave it out"),
+    "logprobs_mode": (
+        ("processed_logprobs", "raw_logprobs"),
+        "set it to processed_logprobs or raw_logprobs",
+    ),
     "load_format": (
         ("dummy", "auto", "safetensors"),
-        "weights are read from safetensors, also where they are replaced",
+        "weights are always read from safetensors; set it to auto",
     ),
 }
 
 
 def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineConfig:
-    """The engine of one replica.
+    """Return the engine configuration of one replica.
 
     Args:
-        rollout: verl's `RolloutConfig`. Its `engine_kwargs["nano"]` are more options of
+        rollout: verl's `RolloutConfig`. Its `engine_kwargs["nano"]` are additional options of
             `EngineConfig`.
-        model_path: the model's folder on this machine.
-        replica_rank: number of the replica; with `rollout.seed` it decides the seeds of requests
-            that bring none.
+        model_path: Folder of the model on this machine.
+        replica_rank: Number of the replica. Together with `rollout.seed` it determines the seeds of
+            requests without one.
 
-    Raises `ConfigError` for an option that this engine does not have.
+    Raises `ConfigError` for an unsupported option.
     """
     require_able(rollout)
     options: dict[str, Any] = {
@@ -56,7 +57,7 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
 
 
 def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> RequestDefaults:
-    """What requests of this rollout are when they do not say; `max_model_len` is the engine's."""
+    """Return the defaults for requests of this rollout."""
     return RequestDefaults(
         prompt_length=rollout.prompt_length,
         response_length=rollout.response_length,
@@ -70,16 +71,14 @@ def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> Req
 
 
 def require_able(rollout: Any) -> None:
-    """Raise `ConfigError` that names every option of the rollout which this engine does not
-    have.
-    """
+    """Raise `ConfigError` with all unsupported options of the rollout, if any."""
     problems = list(_problems(rollout))
     if problems:
         raise ConfigError(" ".join(problems))
 
 
 def own_options(rollout: Any) -> dict[str, Any]:
-    """`engine_kwargs.nano`."""
+    """Return the options in `engine_kwargs.nano` that are not None."""
     return {
         name: value
         for name, value in dict(rollout.engine_kwargs.get("nano") or {}).items()
@@ -88,13 +87,11 @@ def own_options(rollout: Any) -> dict[str, Any]:
 
 
 def require_no_adapter(model: Any) -> None:
-    """Raise `ConfigError` where verl would serve a LoRA adapter by itself; merged into the weights
-    it is fine.
-    """
+    """Raise `ConfigError` if verl would serve an unmerged LoRA adapter."""
     lora = dict(model.lora or {})
     if (model.lora_rank > 0 or lora.get("rank", 0) > 0) and not lora.get("merge", False):
         raise ConfigError(
-            "LoRA adapters are not served by themselves; set "
+            "LoRA adapters are not supported without merging; set "
             "actor_rollout_ref.model.lora.merge=True."
         )
 
@@ -106,8 +103,11 @@ def _problems(rollout: Any) -> Iterator[str]:
             yield f"rollout.{name}={value!r}: {why}."
     if rollout.prometheus.enable:
         yield (
-            "rollout.prometheus.enable=True: a replica has no HTTP server to ask for metrics; "
-            "leave it off."
+            "rollout.prometheus.enable=True: a replica has no HTTP server for metrics; set it to "
+            "False."
         )
     if rollout.mtp is not None and rollout.mtp.enable and rollout.mtp.enable_rollout:
-        yield "rollout.mtp.enable_rollout=True: there is no multi-token prediction; leave it off."
+        yield (
+            "rollout.mtp.enable_rollout=True: multi-token prediction is not supported; set it to "
+            "False."
+        )

@@ -360,7 +360,7 @@ def test_parcels_hold_every_tensor_once_whatever_becomes_of_it_afterwards() -> N
 
 def test_parcels_of_nothing_are_refused() -> None:
     async def scene() -> None:
-        with pytest.raises(WeightUpdateError, match="no weights"):
+        with pytest.raises(WeightUpdateError, match="the update is empty"):
             async for _ in parcels(iter(()), 10):
                 pass
 
