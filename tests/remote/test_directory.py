@@ -108,7 +108,7 @@ TestDirectory = Machine.TestCase
 TestDirectory.settings = settings(max_examples=at_depth(40), stateful_step_count=30, deadline=None)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_block_directory_is_bounded() -> None:
     directory = Directory(max_names=3)
     directory.add("a")
     assert not directory.take("a", BlockReport(5, (1,)))
@@ -138,7 +138,7 @@ def test_thousand_replicas_with_one_stem() -> None:
     assert directory.longest(stem) == Holder("r1", 10)
 
 
-def test_fetching_is_worth_it_where_it_is_faster() -> None:
+def test_fetching_is_chosen_if_it_is_faster() -> None:
     directory, names = Directory(), list(range(64))
     for name, count in (("near", 60), ("target", 8), ("far", 64)):
         directory.add(name)

@@ -25,7 +25,7 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS)
 @settings(max_examples=at_depth(200), deadline=None)
-def test_open_requests_counts_as_a_scan_does(actions: list[tuple[str, Any, int]]) -> None:
+def test_open_requests_matches_a_scan(actions: list[tuple[str, Any, int]]) -> None:
     requests = OpenRequests()
     left: dict[int, tuple[str | None, int]] = {}
     for place, (action, what, count) in enumerate(actions):
