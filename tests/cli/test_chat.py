@@ -117,7 +117,7 @@ def test_commands_change_and_show_the_conversation(
         ('"""never ends', "has no end"),
     ],
 )
-def test_commands_say_what_is_wrong(folders: dict[str, str], line: str, words: str) -> None:
+def test_commands_report_wrong_usage(folders: dict[str, str], line: str, words: str) -> None:
     result = run("chat", folders["chat"], *FAST, stdin=line + "\n")
     assert (result.exit_code, result.stdout) == (1, "")
     assert words in result.stderr
@@ -167,7 +167,7 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
         ("chat", "x" * 600 + "\n", "/clear forgets it"),
     ],
 )
-def test_chat_says_what_is_wrong(
+def test_chat_reports_wrong_usage(
     folders: dict[str, str], model: str, stdin: str, words: str
 ) -> None:
     result = run("chat", folders[model], "--max-model-len", "512", *FAST, stdin=stdin)
@@ -249,7 +249,7 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     assert "Traceback" not in err
 
 
-def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> None:
+def test_draft_figures_include_tokens_per_step(folders: dict[str, str]) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     said: list[dict[str, str]] = [{"role": "user", "content": "one"}]
     figures: list[str] = []

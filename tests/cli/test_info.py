@@ -39,7 +39,7 @@ def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the reference backend runs")
-def test_info_tells_the_build_for_an_order_of_sums(folders: dict[str, str]) -> None:
+def test_info_shows_the_build_for_an_order_of_sums(folders: dict[str, str]) -> None:
     for law in LAWS:
         result = run("info", folders["chat"], "--json", "--cpu-sums", law)
         assert law_of(json.loads(result.stdout)["kernels"]) == law
@@ -107,7 +107,7 @@ def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
         (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
     ],
 )
-def test_info_says_which_ranks_a_model_cannot_have(
+def test_info_reports_impossible_ranks(
     folders: dict[str, str], options: tuple[str, ...], words: str
 ) -> None:
     result = run("info", folders["bare"], *options)
@@ -135,7 +135,7 @@ def test_info_counts_blocks_that_are_the_default(tmp_path: Path) -> None:
     assert taken["auto"] < taken["none"]
 
 
-def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+def test_info_describes_a_quantised_checkpoint(tmp_path: Path) -> None:
     config = llama_config()
     write_quantised(tmp_path, "compressed-int4", config, llama_weights(config))
     result = run("info", str(tmp_path))

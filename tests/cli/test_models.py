@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
+def test_cached_entries_are_listed_with_their_sizes(cache: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
     assert rows["gguf/abc-v3"]["bytes"] == 3000 + 23
     assert rows["gguf/headers"]["bytes"] == 70
@@ -48,7 +48,7 @@ def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
     assert all(name in shown for name in rows)
 
 
-def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
+def test_cached_entry_is_removed_without_the_others(cache: Path) -> None:
     result = run("models", "--remove", "gguf/abc-v3", "--remove", "gguf/def-v4")
     assert result.exit_code == 0
     assert "removed gguf/abc-v3" in result.stderr
@@ -61,9 +61,7 @@ def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"), [("nothing", "nothing here is named"), ("smollm2-135m", "pip uninstall")]
 )
-def test_what_cannot_be_removed_is_refused_before_anything_is(
-    cache: Path, name: str, said: str
-) -> None:
+def test_cache_removal_is_rejected_before_it_starts(cache: Path, name: str, said: str) -> None:
     result = run("models", "--remove", "kernels", "--remove", name)
     assert result.exit_code == 1
     assert said in result.stderr
