@@ -58,7 +58,7 @@ def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
     assert data["trainer"] == data["advantages"] == ""
 
 
-def test_what_a_row_may_hold() -> None:
+def test_row_fields_are_checked() -> None:
     page = page_of(
         row(reward=1, advantage=0.5, weight_version=3, finish_reason="stop", sample_index=0),
         row(trainer_logprobs=[-0.1, None], loss_mask=[False, True], advantage=[1, -1]),
