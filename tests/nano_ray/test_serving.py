@@ -131,7 +131,9 @@ def all_streams(url: str) -> list[list[int]]:
     return found
 
 
-def test_ray_streams_go_on(server: tuple["subprocess.Popen[bytes]", str]) -> None:
+def test_ray_streams_continue_after_a_failure(
+    server: tuple["subprocess.Popen[bytes]", str],
+) -> None:
     process, url = server
     quiet = all_streams(url)
     assert all(len(each) == 400 for each in quiet)

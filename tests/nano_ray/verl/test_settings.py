@@ -43,7 +43,7 @@ def rollout(**changes: Any) -> Any:
     return SimpleNamespace(**(told | changes))
 
 
-def test_options_that_both_have() -> None:
+def test_options_of_both_are_shared() -> None:
     told = rollout(max_num_seqs=64, max_model_len=900, dtype="float32", enable_prefix_caching=False)
     assert engine_config(told, "some/model", 3) == EngineConfig(
         "some/model",
@@ -58,7 +58,7 @@ def test_options_that_both_have() -> None:
     )
 
 
-def test_options_of_the_engine_alone() -> None:
+def test_options_of_only_the_engine() -> None:
     told = rollout(
         engine_kwargs={
             "vllm": {"x": 1},
@@ -83,7 +83,7 @@ def test_options_of_the_engine_alone() -> None:
         {"mtp": SimpleNamespace(enable=True, enable_rollout=True)},
     ],
 )
-def test_what_the_engine_cannot_do_is_refused_by_name(changes: dict[str, Any]) -> None:
+def test_unsupported_option_is_rejected_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         engine_config(rollout(**changes), "some/model", 0)
 
@@ -95,7 +95,7 @@ def test_routing_replay_asks_for_routed_experts() -> None:
     assert request_defaults(told, 700, 1).routed_experts
 
 
-def test_what_requests_are_when_they_do_not_say() -> None:
+def test_request_defaults_apply_to_omitted_parameters() -> None:
     assert request_defaults(rollout(), 700, 1) == RequestDefaults(512, 256, 700)
     told = rollout(
         full_determinism=True, logprobs_mode="raw_logprobs", ignore_eos=True, repetition_penalty=1.1
