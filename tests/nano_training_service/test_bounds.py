@@ -16,7 +16,7 @@ from tests.nano_training_service.conftest import Services
 from tests.nano_training_service.test_service import TOKENS, sequences
 
 
-def test_batch_that_is_parsed_holds_nobody_up(
+def test_batch_parsing_blocks_no_other_request(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate, running, most = threading.Event(), threading.Event(), [0], [0]
@@ -126,7 +126,7 @@ def test_bodies_in_memory_are_bounded_together() -> None:
     assert answers[0].startswith("429 bodies of more than 4 times max_body_bytes=100")
 
 
-def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None:
+def test_results_are_bounded_in_bytes_and_kept_until_fetched() -> None:
     async def story() -> None:
         futures = Futures(max_pending=8, max_bytes=10_000, keep=600.0)
         for name in ("a", "b"):
@@ -146,7 +146,7 @@ def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None
     asyncio.run(story())
 
 
-def test_results_that_wait_stop_new_requests_until_they_are_fetched(service: Services) -> None:
+def test_unfetched_results_block_new_requests(service: Services) -> None:
     with service(max_result_bytes=4000) as url:
         asker = Asker(url)
         asker.create()

@@ -80,7 +80,7 @@ def test_samplers_and_trainers_give_the_same_bits(url: str, options: dict[str, b
         assert scored(found)[4 * (len(PROMPT) - 1) :] == logprobs
 
 
-def test_two_clients_at_once_get_what_each_gets_alone(url: str, state: Path) -> None:
+def test_concurrent_clients_get_the_results_of_single_ones(url: str, state: Path) -> None:
     alone = [digest(state, train(url, number)[1]) for number in (1, 2)]
     together: dict[int, str] = {}
     threads = [

@@ -63,7 +63,7 @@ def train(url: str, number: int, steps: int = 5) -> str:
 
 
 @pytest.mark.thorough
-def test_two_clients_at_once_get_what_each_gets_alone(service: Services) -> None:
+def test_concurrent_clients_get_the_results_of_single_ones(service: Services) -> None:
     def digests(*numbers: int) -> list[str]:
         """Of clients that run at once."""
         paths: dict[int, str] = {}
@@ -125,7 +125,7 @@ def test_gradients_add_up_over_batches(service: Services) -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_resumed_optimizer_goes_on_to_the_bit(service: Services) -> None:
+def test_resumed_optimizer_continues_bit_for_bit(service: Services) -> None:
     def go_on(asker: Asker) -> bytes:
         for step in (7, 8):
             asker.send_batch(sequences(step))
@@ -224,7 +224,7 @@ def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
         assert given[: len(pad)].tobytes() == zeros
 
 
-def test_several_targets_a_token_are_the_sum_of_each_column(service: Services) -> None:
+def test_targets_of_a_token_sum_their_columns(service: Services) -> None:
     columns = np.array([[1, 2, 3], [4, 4, 9], [0, 5, 31]])
     weights = np.array([[0.5, 0.25, 0.0], [1.0, -1.0, 0.5], [0.0, 0.0, 2.0]])
     data = [([7, 8, 9], {"target_tokens": columns, "weights": weights})]
@@ -342,7 +342,7 @@ def create_soon(url: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_model_that_cannot_be_written_down_fails_and_waits_for_nothing(
+def test_model_that_cannot_be_recorded_fails_promptly(
     service: Services,
 ) -> None:
     with service(max_pending=1) as url:
@@ -405,7 +405,7 @@ def test_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
+def test_request_queued_for_the_thread_ends_by_a_deadline(service: Services) -> None:
     base = Bigrams()
     with service(base) as url:
         asker = Asker(url)
@@ -438,7 +438,7 @@ def test_step_that_was_not_done_in_time_leaves_no_gradients(service: Services) -
         assert asker.step() == expected
 
 
-def test_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
+def test_model_that_times_out_frees_its_slot(service: Services) -> None:
     base = Bigrams()
     with service(base, max_models=2) as url:
         asker = Asker(url)
@@ -454,7 +454,7 @@ def test_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> 
 
 
 @pytest.mark.thorough
-def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: Services) -> None:
+def test_results_expire_and_pending_requests_are_bounded(service: Services) -> None:
     base = Bigrams()
     with service(base, max_pending=2, result_timeout=3.0) as url:
         asker = Asker(url)
@@ -474,7 +474,7 @@ def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: 
 
 
 @pytest.mark.thorough
-def test_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
+def test_session_without_heartbeats_frees_its_resources(service: Services) -> None:
     base = Bigrams()
     with service(base, session_timeout=6.0, max_models=1) as url:
         alive, dead = Asker(url), Asker(url)
@@ -582,7 +582,7 @@ def test_snapshots_are_bounded_and_inflight_ones_follow(service: Services) -> No
         }
 
 
-def test_what_inflight_samplers_follow_outlives_other_snapshots(service: Services) -> None:
+def test_snapshots_of_inflight_samplers_outlive_others(service: Services) -> None:
     with service(max_snapshots=1) as url:
         asker = Asker(url)
         asker.create()
@@ -628,7 +628,7 @@ def test_named_sampler_weights_and_the_base_model(service: Services) -> None:
             assert refusal.value.response.status_code == status
 
 
-def test_weights_that_were_overwritten_are_sampled_from_as_they_are(service: Services) -> None:
+def test_overwritten_weights_are_sampled_in_their_new_state(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()
@@ -645,7 +645,7 @@ def test_weights_that_were_overwritten_are_sampled_from_as_they_are(service: Ser
         assert drawn(1, path) == asker.sample(asker.sampler(2), TOKENS) != first
 
 
-def test_samples_without_a_number_are_told_apart(service: Services) -> None:
+def test_samples_without_a_number_are_distinguished(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         about = {"session_id": asker.session, "sampling_session_seq_id": 0}
@@ -755,7 +755,7 @@ def test_checkpoints_are_on_record(service: Services) -> None:
                 later.post("/weights_info", tinker_path=gone)
 
 
-def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Services) -> None:
+def test_unlistable_lifetimes_and_names_are_rejected(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         run = asker.create()["model_id"]
@@ -780,7 +780,7 @@ def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Servic
         }
 
 
-def test_publishing_is_no_route_and_deletes_nothing(service: Services) -> None:
+def test_publishing_is_not_a_route_and_deletes_nothing(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         run = asker.create()["model_id"]
@@ -814,7 +814,7 @@ def test_checkpoint_may_go_while_others_are_listed(
         assert [each["checkpoint_id"] for each in listed] == ["weights/b"]
 
 
-def test_sessions_end_also_where_the_disk_fails(
+def test_sessions_end_even_if_the_disk_fails(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
@@ -833,7 +833,7 @@ def test_sessions_end_also_where_the_disk_fails(
 
 
 @pytest.mark.thorough
-def test_what_checkpoints_take_is_bounded(service: Services) -> None:
+def test_checkpoint_storage_is_bounded(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create(rank=64)

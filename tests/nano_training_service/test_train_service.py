@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, TrainSe
     return found
 
 
-def test_every_field_is_an_option_that_arrives(started: list[Any], tmp_path: Path) -> None:
+def test_config_fields_are_options_that_arrive(started: list[Any], tmp_path: Path) -> None:
     wanted: dict[str, Any] = {
         each.name: each.default + 1
         for each in fields(TrainServiceConfig)
