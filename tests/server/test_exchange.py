@@ -75,7 +75,7 @@ def connected(url: str, body: dict, **options) -> socket.socket:
 @pytest.mark.thorough(but=["queued-False"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "running"])
-def test_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
+def test_client_that_disconnects_ends_its_request(stream: bool, when: str) -> None:
     with serving(SLOW) as (url, client):
         reader = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
         assert eventually(lambda: client.requests)
@@ -264,7 +264,7 @@ def test_quiet_stream_is_kept_alive_by_comments() -> None:
     assert sent[-1]["more_body"] is False
 
 
-def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
+def test_error_is_a_status_first_and_an_event_later() -> None:
     assert played(slow(raises=True), keep_alive=1.0)[0]["status"] == 418
     # a comment went out before
     assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"
@@ -275,7 +275,7 @@ def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
 
 
 @pytest.mark.thorough
-def test_many_clients_at_once() -> None:
+def test_server_answers_many_concurrent_clients() -> None:
     """Threads of clients, streams and not, that go away at random: the server stays and nothing is
     left.
     """
@@ -456,7 +456,7 @@ def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
         waiting.close()
 
 
-def test_what_waits_for_weights_that_have_come_waits_like_all_others() -> None:
+def test_request_whose_weights_have_arrived_queues_normally() -> None:
     client, newest = ScriptedClient(), 0
     client._receive(Ready(client._engine_info()))
     admission = Admission(ServerConfig(max_queued_samples=0), client, lambda: newest)

@@ -98,7 +98,7 @@ def stream_of(server: Process, max_tokens: int, found: list) -> threading.Thread
 
 
 @pytest.mark.thorough
-def test_it_listens_before_the_engine_is_there(tmp_path: Path) -> None:
+def test_server_listens_before_the_engine_is_ready(tmp_path: Path) -> None:
     file = tmp_path / "start"
     with process(start=str(file)) as server:
         health = httpx.get(server.url + "/health")
@@ -133,7 +133,7 @@ def test_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_drains(number: signal.Signals) -> None:
+def test_server_drains(number: signal.Signals) -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 20}) as server:
         ready(server)
@@ -186,7 +186,7 @@ def test_drain_may_take_no_time() -> None:
 
 
 @pytest.mark.thorough
-def test_second_signal_ends_it_at_once() -> None:
+def test_second_signal_ends_the_server_immediately() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 60}) as server:
         ready(server)
@@ -199,7 +199,7 @@ def test_second_signal_ends_it_at_once() -> None:
 
 
 @pytest.mark.thorough
-def test_it_ends_with_its_engine() -> None:
+def test_server_ends_with_its_engine() -> None:
     with process(script={"die_after": 2}, linger=3.0) as server:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
@@ -215,7 +215,7 @@ def test_it_ends_with_its_engine() -> None:
 
 
 @pytest.mark.thorough
-def test_it_stays_where_engines_are_replaced() -> None:
+def test_server_stays_if_engines_are_replaced() -> None:
     with process(script={"die_after": 2}, linger=0.1, config={"restart_engine": True}) as server:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})

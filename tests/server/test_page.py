@@ -75,7 +75,7 @@ def test_browsers_get_the_page_and_others_the_routes(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PAGE))
-def test_nothing_from_elsewhere_may_run(url: str, path: str) -> None:
+def test_page_runs_no_foreign_code(url: str, path: str) -> None:
     reply = httpx.get(url + path, headers=BROWSER)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith(TYPES.get(Path(path).suffix, "text/html"))
@@ -99,7 +99,7 @@ def test_nothing_from_elsewhere_may_run(url: str, path: str) -> None:
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|javascript:", reply.text)
 
 
-def test_every_file_is_there_and_needed(url: str) -> None:
+def test_page_files_exist_and_are_used(url: str) -> None:
     assert {file.name for file in FILES.iterdir()} == {*PAGE_FILES, "index.html"}
     named = set[str]()
     for path in ("/", "/docs"):
@@ -116,7 +116,7 @@ def test_every_file_is_there_and_needed(url: str) -> None:
     }
 
 
-def test_scripts_name_elements_that_there_are() -> None:
+def test_page_scripts_name_existing_elements() -> None:
     page = (FILES / "index.html").read_text(encoding="utf-8")
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
@@ -131,7 +131,7 @@ def test_scripts_name_elements_that_there_are() -> None:
         assert "".join(pair) in ids
 
 
-def test_no_text_is_read_as_html() -> None:
+def test_page_reads_no_text_as_html() -> None:
     for name in PAGE_FILES:
         text = (FILES / name).read_text(encoding="utf-8")
         assert not re.search(
@@ -168,7 +168,7 @@ def test_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
     assert httpx.get(url + "/page/none.js").status_code == 401
 
 
-def test_page_settings_need_the_key_and_say_what_is_served(url: str) -> None:
+def test_page_settings_need_the_key_and_name_the_model(url: str) -> None:
     assert httpx.get(url + "/page/settings").status_code == 401
     given = {"authorization": f"Bearer {KEY}"}
     said = httpx.get(url + "/page/settings", headers=given).json()
@@ -247,18 +247,18 @@ def all_routes() -> dict[str, dict[str, str]]:
     return found
 
 
-def test_table_has_all_routes_and_no_other() -> None:
+def test_route_table_matches_the_routes() -> None:
     named = [path for family in FAMILIES for path in family.paths]
     assert len(named) == len(set(named))
     assert set(named) == set(all_routes())
 
 
-def test_every_route_says_what_it_does() -> None:
+def test_routes_have_descriptions() -> None:
     for path, methods in all_routes().items():
         assert all(methods.values()), path
 
 
-def test_all_routes_are_on_the_page_and_no_other() -> None:
+def test_page_lists_exactly_the_routes() -> None:
     routes = all_routes()
     for there in (routes, {path: routes[path] for path in ("/health", "/v1/completions")}):
         text = docs_page(there, "http://host")
@@ -293,7 +293,7 @@ def test_examples_can_be_run(url: str, family: Family, example: Example) -> None
         assert reply.status_code == 200, reply.text
 
 
-def test_docs_have_an_index_of_what_is_there() -> None:
+def test_docs_have_an_index() -> None:
     text = docs_page(all_routes(), "http://host")
     linked = re.findall(r"<a href='#([^']+)'>([^<]+)</a>", text)
     sections = re.findall(r"<section class='card' id='([^']+)'><h2>([^<]+)</h2>", text)

@@ -78,7 +78,7 @@ def require_logprobs_of(oracle: Any, answer: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) -> None:
+def test_chat_matches_its_tokens(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}
     told = {"return_token_ids": True}

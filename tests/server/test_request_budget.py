@@ -142,7 +142,7 @@ def bounded() -> Iterator[tuple[str, Bounded]]:
 
 
 @pytest.mark.parametrize(("route", "body", "name"), TOO_LARGE)
-def test_beyond_the_budget_is_a_400_that_says_what_fits(
+def test_request_over_the_budget_is_a_400_with_the_limit(
     bounded: tuple[str, Bounded], route: str, body: dict[str, Any], name: str
 ) -> None:
     url, client = bounded
@@ -184,7 +184,7 @@ def test_prompts_of_a_batch_count_together(
     httpx.post(url + route, json=body | {name: body[name][:19]}, timeout=60).raise_for_status()
 
 
-def test_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> None:
+def test_batch_shares_its_mask_budget(bounded: tuple[str, Bounded]) -> None:
     url, client = bounded
     before = len(client.requests)
     body = {
@@ -218,7 +218,7 @@ def test_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> Non
         assert not client.requests
 
 
-def test_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> None:
+def test_mask_that_killed_the_engine_ends_only_its_samples(server: str) -> None:
     body = {
         "prompt": [7],
         "max_tokens": 60,
@@ -258,7 +258,7 @@ def rows(count: int, made: list[int]) -> Iterator[dict[str, str]]:
         yield {"row": "x" * 1000}
 
 
-def test_large_answer_is_made_while_it_is_written_and_aside() -> None:
+def test_large_answer_is_encoded_in_pieces_off_the_event_loop() -> None:
     made: list[int] = []
     sent: list[dict[str, Any]] = []
     ahead: list[int] = []

@@ -117,7 +117,7 @@ def test_trailers_are_no_headers(peer: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("first", [{"stream": True}, {"stream": False}], ids=["stream", "whole"])
-def test_end_of_a_client_ends_what_runs_although_more_waits_behind_it(
+def test_disconnect_ends_the_running_request_and_queued_ones(
     peer: socket.socket, engine: ScriptedClient, first: dict
 ) -> None:
     engine.script = ENDLESS
@@ -177,7 +177,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_two_servers_could_read_differently_is_refused(peer: socket.socket, name: str) -> None:
+def test_ambiguous_request_is_rejected(peer: socket.socket, name: str) -> None:
     lines, said = HEADS[name]
     peer.sendall(b"POST /v1/completions HTTP/1.1\r\n" + lines + b"\r\n" + b"0\r\n\r\n")
     head, _, body = all_of(peer).partition("\r\n\r\n")

@@ -151,7 +151,7 @@ def test_name_is_uploaded_twice(url: str, folders: dict[str, str], engine: Infer
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_one_that_is_used_is_unloaded_and_finishes(
+def test_adapter_in_use_is_unloaded_after_its_requests(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
     load(url, "own", folders["b"])
@@ -167,7 +167,7 @@ def test_one_that_is_used_is_unloaded_and_finishes(
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]) -> None:
+def test_invalid_adapter_changes_nothing(url: str, folders: dict[str, str]) -> None:
     before = models(url)
     assert "adapter_config.json is missing" in load(url, "own", folders["empty"], 404)
     assert "is not an adapter folder" in load(url, "own", "/nowhere/at all", 404)
@@ -300,7 +300,9 @@ def test_tensors_that_cannot_serve_change_nothing(
     unload(url, "kept")
 
 
-def test_only_an_administrator_names_folders(tiny_folder: Path, folders: dict[str, str]) -> None:
+def test_adapter_folders_are_named_only_by_an_administrator(
+    tiny_folder: Path, folders: dict[str, str]
+) -> None:
     config = replace(RL, api_keys=("user",), admin_key="admin")
     named = {"lora_name": "a", "lora_path": folders["a"]}
     engine = replace(engine_config(tiny_folder), max_loras=1)

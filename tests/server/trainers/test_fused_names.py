@@ -185,7 +185,7 @@ INTO_AN_ENGINE: dict[str, Callable[[InferenceEngine, Weights, Path], object]] = 
 
 
 @pytest.mark.parametrize("transport", INTO_AN_ENGINE)
-def test_every_transport_takes_them_into_an_engine(
+def test_fused_names_arrive_over_every_transport(
     engine: InferenceEngine,
     old: Weights,
     new: Weights,
@@ -307,7 +307,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("transport", OVER_HTTP)
-def test_every_dialect_takes_them(
+def test_fused_names_arrive_in_every_dialect(
     url: str, old: Weights, new: Weights, expected: Any, tmp_path: Path, transport: str
 ) -> None:
     trainer = Trainer(url)
@@ -354,7 +354,9 @@ ONE = "model.layers.0.mlp.experts.gate_up_proj"
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: str) -> None:
+def test_fused_tensor_that_does_not_fit_is_rejected(
+    engine: InferenceEngine, more: Any, why: str
+) -> None:
     before = engine.weights_checksum()
     with pytest.raises(WeightUpdateError, match=why):
         engine.update_weights(more if isinstance(more, dict) else iter([more]), blocking=True)

@@ -118,7 +118,7 @@ def test_read_fields_names_a_missing_field(body: Mapping[str, Any], message: str
     assert told.value.param == message.partition(" ")[0]
 
 
-def test_each_route_is_known_to_access_and_errors() -> None:
+def test_routes_are_known_to_access_and_errors() -> None:
     server = Server(ServerConfig(rl=True), ScriptedClient())
     router = APIRouter()
     for add in RL_ROUTES:

@@ -243,7 +243,7 @@ def test_prime_rls_requests(
 
 
 @pytest.mark.thorough
-def test_share_that_hangs_holds_nobody_up(
+def test_hung_share_blocks_no_other_request(
     rl_server: str,
     client: httpx.Client,
     tiny_folder: Path,
@@ -286,7 +286,7 @@ def test_share_that_hangs_before_a_step_is_read(
     assert reply.json()["message"] == "weight_dir: the file system did not answer within 0.2 s."
 
 
-def test_nan_is_taken_where_it_is_asked_for(
+def test_nan_is_accepted_on_request(
     rl_server: str, client: httpx.Client, tiny_folder: Path
 ) -> None:
     was = serving(rl_server)

@@ -81,7 +81,7 @@ def sglang(url: str, status: int = 200, sampling: dict[str, Any] | None = None, 
 
 
 @pytest.mark.thorough(but=["in-process"])
-def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
+def test_vllms_route_returns_experts_as_npy(server: str, expected: Array) -> None:
     (choice,) = vllm(server)["choices"]
     found = npy(choice["routed_experts"])
     assert (found.shape, found.dtype) == (SHAPE, np.uint8)
@@ -96,7 +96,7 @@ def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
 
 
 @pytest.mark.thorough(cases=["replicas"])
-def test_every_sample_has_its_own(server: str) -> None:
+def test_samples_have_separate_experts(server: str) -> None:
     choices = vllm(server, n=3, temperature=2.0)["choices"]
     first, *others = (npy(choice["routed_experts"]) for choice in choices)
     assert all((other[:5] == first[:5]).all() for other in others)
@@ -104,7 +104,7 @@ def test_every_sample_has_its_own(server: str) -> None:
 
 
 @pytest.mark.thorough(cases=["replicas"])
-def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None:
+def test_sglangs_route_returns_experts_as_int32(server: str, expected: Array) -> None:
     assert "routed_experts" not in sglang(server)["meta_info"]
     meta = sglang(server, return_routed_experts=True)["meta_info"]
     assert (int32(meta["routed_experts"]) == expected).all()
@@ -147,7 +147,7 @@ def test_streams_end_with_them(server: str, expected: Array) -> None:
 
 @pytest.mark.thorough(cases=["replicas-asked0", "replicas-asked1"])
 @pytest.mark.parametrize("asked", [{"routed_experts": True}, {"return_token_ids": True}])
-def test_openais_routes_tell_them_where_they_are_asked_for(
+def test_openais_routes_return_experts_on_request(
     server: str, expected: Array, asked: dict[str, Any]
 ) -> None:
     given = {"max_tokens": 4, "seed": 1, "ignore_eos": True, "temperature": 1}
@@ -194,5 +194,5 @@ def test_experts_that_were_not_asked_for_cost_nothing(folder: Path) -> None:
         ask(url, "/v1/chat/completions", chat | {"return_token_ids": True})
 
 
-def test_start_says_nothing_where_no_experts_are_asked_for(rl_server: str) -> None:
+def test_start_logs_nothing_without_routed_experts(rl_server: str) -> None:
     assert "routed_experts" not in sglang(rl_server, routed_experts_start_len=6)["meta_info"]

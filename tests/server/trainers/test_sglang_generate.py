@@ -54,7 +54,7 @@ def core(told: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name != "index"} | {"meta_info": meta}
 
 
-def test_it_says_what_the_other_routes_say(rl_server: str) -> None:
+def test_sglang_generate_matches_the_other_routes(rl_server: str) -> None:
     told = generate(
         rl_server,
         [5, 6, 7],
@@ -212,7 +212,7 @@ def test_logprobs_as_flat_numbers(rl_server: str) -> None:
     assert "output_token_logprobs" not in listed | packed
 
 
-def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None:
+def test_stop_reason_is_reported_and_shown_on_request(rl_server: str) -> None:
     free = generate(
         rl_server,
         [5, 6, 7],
@@ -234,7 +234,7 @@ def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None
     ]
 
 
-def test_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
+def test_batch_takes_parameters_per_prompt(rl_server: str) -> None:
     told = generate(
         rl_server,
         [[5, 6, 7], [8, 9]],
@@ -253,13 +253,13 @@ def test_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
     assert [each["meta_info"]["prompt_tokens"] for each in texts] == [2, 3]
 
 
-def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str) -> None:
+def test_max_new_tokens_defaults_to_the_rest_of_the_context(rl_server: str) -> None:
     told = generate(rl_server, [5] * 500, {"ignore_eos": True})
     assert told["meta_info"]["completion_tokens"] == 12
 
 
 @pytest.mark.thorough
-def test_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
+def test_aborted_sample_keeps_its_tokens_and_can_continue(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]
     answers: list[Any] = []
@@ -302,7 +302,7 @@ def test_first_of_a_group_are_enough(rl_server: str) -> None:
     }
 
 
-def test_one_version_of_the_weights(rl_server: str) -> None:
+def test_sample_reports_one_version_of_the_weights(rl_server: str) -> None:
     sampling = {"max_new_tokens": 1}
     for wanted in ({"exact_version": 0}, {"min_version": "0"}, {"exact_version": None}):
         assert (
@@ -373,7 +373,7 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_field_is_rejected_by_name(
     rl_server: str, body: dict[str, Any], told: str
 ) -> None:
     reply = post(f"{rl_server}/generate", body, 400)

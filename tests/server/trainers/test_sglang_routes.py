@@ -30,7 +30,7 @@ def loads(url: str) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-def test_who_serves(url: str, tiny_folder: Path) -> None:
+def test_server_info_names_the_model(url: str, tiny_folder: Path) -> None:
     for path in ("/model_info", "/get_model_info"):
         told = httpx.get(url + path).json()
         assert (told["model_path"], told["weight_version"], told["is_generation"]) == (
@@ -57,7 +57,7 @@ def test_health_is_a_token(url: str) -> None:
 
 @pytest.mark.thorough(but=["abort"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
+def test_pause_stops_running_requests_and_flushes_report_it(url: str, mode: str) -> None:
     with rollout(url) as asked:
         assert httpx.get(f"{url}/flush_cache").status_code == 400  # while requests run
         said = post(url, "/pause_generation", {"mode": mode})
@@ -89,7 +89,7 @@ def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_abort_all(url: str) -> None:
+def test_abort_ends_all_requests(url: str) -> None:
     with rollout(url) as asked:
         assert post(url, "/abort_request", {"abort_all": True})["num_aborted"] == 1
         assert asked.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
@@ -187,7 +187,7 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
     post(url, "/continue_generation")
 
 
-def test_without_a_pause_an_update_is_whole_also_while_the_cache_sleeps(
+def test_update_without_a_pause_is_whole_while_the_cache_sleeps(
     url: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """As of a trainer on the same device, which wakes the cache last, and never paused."""
@@ -306,14 +306,14 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
         ("/update_weights_from_ipc", {}, 501, "safetensors"),
     ],
 )
-def test_what_is_refused_changes_nothing(
+def test_rejected_call_changes_nothing(
     rl_server: str, path: str, body: dict[str, Any], status: int, told: str
 ) -> None:
     assert told in post(rl_server, path, body, status)["message"]
     assert version(rl_server) == "0"
 
 
-def test_bodies_that_are_no_json(rl_server: str) -> None:
+def test_non_json_bodies_are_rejected(rl_server: str) -> None:
     headers = {"content-type": "application/json"}
     reply = httpx.post(
         f"{rl_server}/update_weights_from_distributed", content=b"{", headers=headers

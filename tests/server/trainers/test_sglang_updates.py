@@ -116,7 +116,7 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
 
 
 @pytest.mark.thorough
-def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
+def test_request_outside_of_a_pause_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)
     with rollout(trainer.url) as asked:
@@ -134,7 +134,7 @@ def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
+def test_areal_sends_no_flush_and_no_version(trainer: Trainer) -> None:
     before = version(trainer.url)
     post(trainer.url, "/pause_generation", {})
     for bucket in trainer.buckets(3):
@@ -179,7 +179,7 @@ def test_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
         ({"dtypes": []}, 400, "lists of equal length"),
     ],
 )
-def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
+def test_mismatched_tensor_ends_the_update_and_the_next_works(
     trainer: Trainer, changes: dict[str, Any], status: int, told: str
 ) -> None:
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
@@ -249,7 +249,7 @@ def test_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
+def test_missing_tensor_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
     told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
     assert "within" in told["message"]

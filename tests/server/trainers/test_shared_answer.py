@@ -29,7 +29,7 @@ class Question:
         return number
 
 
-def test_shared_answer_asks_once_for_all_who_wait_and_for_a_second_behind() -> None:
+def test_shared_answer_asks_once_for_all_callers_and_once_more() -> None:
     question = Question()
 
     async def run() -> None:

@@ -50,7 +50,9 @@ SAMPLING = st.fixed_dictionaries(
 
 @given(sampling=SAMPLING, text=st.booleans())
 @settings(max_examples=at_depth(25), deadline=None)
-def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool) -> None:
+def test_reply_holds_the_documented_fields(
+    rl_server: str, sampling: dict[str, Any], text: bool
+) -> None:
     given = {
         "token_ids": PROMPT,
         "sampling_params": sampling,
@@ -133,7 +135,7 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
 
 
 @pytest.mark.thorough
-def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context(rl_server: str) -> None:
     choice = ask(
         rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}}
     )["choices"][0]
@@ -289,7 +291,7 @@ def test_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
         assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
-def test_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_server: str) -> None:
+def test_scored_token_is_first_in_its_row_and_has_a_rank(rl_server: str) -> None:
     body = {"prompt": [PROMPT * 3], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 5}
     rows = ask(rl_server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
     assert rows[0] is None
@@ -328,7 +330,9 @@ def test_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_serve
         ({"model": "other"}, "other"),
     ],
 )
-def test_what_is_refused(rl_server: str, change: dict[str, Any], named: str) -> None:
+def test_vllm_generate_rejects_invalid_bodies(
+    rl_server: str, change: dict[str, Any], named: str
+) -> None:
     status = 404 if "model" in change else 400
     reply = ask(rl_server, GENERATE, {"token_ids": PROMPT} | change, status)
     assert named in reply["message"]

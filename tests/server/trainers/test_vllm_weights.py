@@ -140,7 +140,7 @@ def test_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, pa
 
 
 @pytest.mark.thorough
-def test_requests_in_flight_tell_which_version_made_which_token(url: str, trainer: Trainer) -> None:
+def test_requests_in_flight_report_the_version_of_each_token(url: str, trainer: Trainer) -> None:
     trainer.join()
     before = look(url, "/weight_info")["weight_version"]
     with running(url, body([7, 8, 9], LONG)) as it:
@@ -156,7 +156,7 @@ def test_requests_in_flight_tell_which_version_made_which_token(url: str, traine
 
 
 @pytest.mark.thorough
-def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Trainer) -> None:
+def test_recomputed_tokens_follow_the_pause_mode(url: str, trainer: Trainer) -> None:
     trainer.join()
     computed: list[int] = []
     for clear_cache in ("false", "true"):
@@ -212,9 +212,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_does_not_fit_the_model_ends_the_update(
-    url: str, tiny_folder: Path, trainer: Trainer
-) -> None:
+def test_mismatched_tensor_ends_the_update(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     before = serving(url)
     for wrong, said in WRONG:
         trainer.join()

@@ -391,7 +391,7 @@ def test_unknown_model(sdk: Anthropic):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_is_a_bad_request(sdk: Anthropic, scripted: Scripted, stream: bool):
+def test_engine_rejection_is_a_bad_request(sdk: Anthropic, scripted: Scripted, stream: bool):
     scripted.script = Script(refuse=RequestTooLarge("it does not fit"))
     with pytest.raises(anthropic.BadRequestError, match="it does not fit"):
         sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=stream)

@@ -51,7 +51,7 @@ def test_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
         params(request, sampling.kept_seconds("in-memory", request), cached)
 
 
-def test_what_the_engine_is_asked_for_is_no_hint() -> None:
+def test_engine_parameters_are_not_cache_hints() -> None:
     """The engine refuses it."""
     told = {"prompt": "Hi.", "keep_cache_seconds": 86400, "cache_priority": 3}
     request = CompletionRequest.model_validate(told)

@@ -163,7 +163,7 @@ def test_same_conversation_is_the_same_prompt(
 
 
 @pytest.mark.thorough(cases=["text"])
-def test_arguments_are_json_whatever_the_template_takes(served: Served) -> None:
+def test_arguments_are_json_for_any_template(served: Served) -> None:
     said = [(["What?"], [{"x": "a"}], None)]
     it = Conversation(None, said, ["And?"], None, None)
     ids = encode(CountRequest.model_validate({"model": "m", "messages": it.anthropic}), served)

@@ -85,7 +85,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_bytes_that_are_no_such_file(control: Control, run: Run, case: str) -> None:
+def test_invalid_safetensors_bytes_are_rejected(control: Control, run: Run, case: str) -> None:
     content, told = FILES[case]
 
     async def test() -> None:
