@@ -514,7 +514,7 @@ def test_replica_that_cannot_commit_is_resynced_before_serving() -> None:
     play(test())
 
 
-def test_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
+def test_replica_that_dies_in_an_update_does_not_stop_others() -> None:
     async def test() -> None:
         for name in ("begin_update", "receive_broadcast", "prepare_update", "finish_update"):
             async with fleet(3) as made:

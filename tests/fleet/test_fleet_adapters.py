@@ -176,7 +176,7 @@ def test_prefix_is_fetched_by_adapter(model: Path, tmp_path: Path) -> None:
     play(test())
 
 
-def test_one_that_cannot_have_it_leaves_until_it_can() -> None:
+def test_replica_without_the_adapter_leaves_until_it_can_load() -> None:
     async def test() -> None:
         info = AdapterInfo("own", 1, 4, ("q_proj",), 64)
         async with fleet() as made:

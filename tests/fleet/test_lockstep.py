@@ -42,7 +42,7 @@ async def complete(client: EngineClient, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_experts(tmp_path: Path) -> None:
+def test_experts_are_shared_by_two_processes(tmp_path: Path) -> None:
     old, new = (
         tiny_model(tmp_path / "old", "mixtral"),
         tiny_model(tmp_path / "new", "mixtral", seed=1),

@@ -95,7 +95,7 @@ def test_resume_raises_if_every_replica_fails() -> None:
     play(test())
 
 
-def test_one_that_does_not_go_on_after_an_update_is_brought_to_the_others() -> None:
+def test_replica_stuck_after_an_update_is_resynced() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.01)) as made:
             stuck = made.engines[1]

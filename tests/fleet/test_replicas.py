@@ -176,7 +176,7 @@ def test_drafted_streams_keep_their_bits_if_a_replica_dies(
 
 
 @pytest.mark.thorough
-def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
+def test_constrained_sample_keeps_its_grammar_after_a_death(
     tmp_path: Path,
 ) -> None:
     """Between processes, by `Resume`; and a compilation that fails ends its request alone."""
@@ -412,7 +412,7 @@ def test_sample_moved_amid_mixed_weights_replays_bit_for_bit(tmp_path: Path) -> 
             assert not differences(sample, replayer.replay(sample))
 
 
-def test_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:
+def test_server_lists_replicas_and_an_administrator_edits_them(model: Path) -> None:
     config = ServerConfig(port=0, in_process=True, replicas=2, admin_key="boss")
     client = engine_client(config_of(model), config)
     assert isinstance(client, FleetClient)

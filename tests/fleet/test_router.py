@@ -137,7 +137,7 @@ def test_router_rotates_equal_replicas_between_idle_periods() -> None:
     assert chosen == ["0", "1", "2"] * 2
 
 
-def test_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
+def test_longest_prefix_wins_until_its_holder_is_overloaded() -> None:
     it = router("0", "1", piece_worth=3)
     prompt = list(range(4 * PIECE))
     first = it.place(prompt)
@@ -197,7 +197,7 @@ def test_sessions_stick_while_their_replica_takes_requests() -> None:
     assert len(it._sessions) == 2
 
 
-def test_what_is_remembered_is_bounded_and_the_common_start_stays() -> None:
+def test_prefix_memory_is_bounded_and_keeps_the_common_start() -> None:
     it = router("0", "1", max_keys=10)
     stem = [1] * PIECE
     for number in range(50):

@@ -146,7 +146,7 @@ def test_page_is_one_safe_file() -> None:
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|url\(", frame)
 
 
-def test_files_that_hold_nothing_and_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_report_rejects_empty_and_unwritable_files(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"{half")
     result = run("report", str(file), "-o", str(tmp_path / "x.html"))

@@ -170,7 +170,7 @@ def test_forward_backward_request_rejects_a_truncated_shape() -> None:
         forward_backward_request(body)
 
 
-def test_forward_backward_request_rejects_a_name_that_is_not_utf8() -> None:
+def test_forward_backward_request_rejects_a_non_utf8_name() -> None:
     with pytest.raises(Refused, match="not a whole Protocol Buffers message"):
         forward_backward_request(b"\x0a\x01\xff")
 

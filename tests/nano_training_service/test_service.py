@@ -550,7 +550,7 @@ def test_samplers_share_few_slots_and_see_their_own_weights(service: Services) -
         assert [found[number] for number in range(12)] == expected * 3
 
 
-def test_two_clients_sample_each_from_its_own(service: Services) -> None:
+def test_clients_sample_from_their_own_weights(service: Services) -> None:
     with service() as url:
         found = []
         for number in (1, 2):

@@ -173,7 +173,7 @@ def test_full_queue_is_429_with_a_time_to_come_again() -> None:
 
 
 @pytest.mark.thorough
-def test_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
+def test_dying_engine_ends_streams_with_events_others_with_503() -> None:
     with serving(Script("a b c d e f", die_after=3)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
         assert (

@@ -217,7 +217,7 @@ def test_unforceable_call_is_rejected(
     assert reason in error["message"]
 
 
-def test_only_strict_tools_need_a_schema_that_can_be_enforced(url: str) -> None:
+def test_schema_must_be_enforceable_only_for_strict_tools(url: str) -> None:
     body = asks("required", max_tokens=5) | {"tools": [function("f", UNKNOWN)]}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 200

@@ -208,7 +208,7 @@ def test_batch_shares_its_mask_budget(bounded: tuple[str, Bounded]) -> None:
 
 
 @pytest.mark.thorough
-def test_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> None:
+def test_oversized_prompt_logprobs_are_rejected_by_default() -> None:
     client = ScriptedClient(max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
         body = {"prompt": [7] * 2000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}

@@ -56,7 +56,7 @@ def ids(children: CompileProcesses) -> set[int]:
         ("leave", "ended with exit code 3"),
     ],
 )
-def test_grammar_that_ends_the_child_fails_alone_only(
+def test_grammar_that_ends_the_child_fails_only_itself(
     kind: str, reason: str, children: CompileProcesses
 ) -> None:
     assert compiled(children, "") == FINE
@@ -102,7 +102,7 @@ def test_child_survives_a_rejection_and_printed_text(children: CompileProcesses)
     assert ids(children) == before
 
 
-def test_compile_asks_another_child_if_the_idle_one_is_about_to_end(
+def test_compile_asks_another_child_if_the_idle_one_is_ending(
     children: CompileProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It still runs when it is chosen, and has ended when the grammar comes."""
@@ -217,7 +217,7 @@ print(json.dumps([each for each in ("torch", "xgrammar", "outlines_core") if eac
 
 
 @pytest.mark.skipif(not all(map(find_spec, PACKAGES.values())), reason="missing")
-def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
+def test_grammars_are_checked_without_packages_or_torch() -> None:
     found = subprocess.run(
         [sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120, check=False
     )

@@ -64,7 +64,7 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode([0, *plain, 1], skip_special_tokens=False) == "<s>a</s>"
 
 
-def test_part_of_a_character_decodes_to_the_replacement_character(tmp_path: Path) -> None:
+def test_partial_character_decodes_to_the_replacement_character(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
 

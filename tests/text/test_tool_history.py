@@ -193,7 +193,7 @@ def test_tool_calls_and_results_are_rendered(name: str, data: st.DataObject) -> 
         assert text.count(odd) == nothing.count(odd)
 
 
-def test_each_answer_stands_behind_its_call_where_only_one_call_fits_a_message() -> None:
+def test_tool_results_follow_their_calls_one_call_a_message() -> None:
     calls = [
         {"id": str(n), "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}}
         for n in range(2)

@@ -21,7 +21,7 @@ def text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
-def test_all_kinds_of_blocks():
+def test_prompt_takes_all_kinds_of_blocks():
     call = {"type": "tool_use", "id": "t1", "name": "now", "input": {"zone": ["UTC", 1]}}
     given = converse(
         ("user", [text("a"), text("b")]),

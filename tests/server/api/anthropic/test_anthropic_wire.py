@@ -51,7 +51,7 @@ def streamed(scripted: Scripted, request: pytest.FixtureRequest) -> bytes:
 
 
 @pytest.mark.thorough(cases=["Hello there."])
-def test_every_event_has_its_line(streamed: bytes):
+def test_events_have_an_event_line(streamed: bytes):
     assert streamed.count(b"event: ") == streamed.count(b"data: ") == streamed.count(b"\n\n")
     events_of(streamed)
 

@@ -341,7 +341,7 @@ def test_choice_s_text_does_not_depend_on_its_portions(
     assert [token_id for piece in pieces for token_id in piece.token_ids] == ids
 
 
-def test_only_the_template_and_completions_write_special_tokens(
+def test_special_tokens_come_only_from_template_and_completions(
     url: str, engine: ScriptedClient
 ) -> None:
     end = engine.tokenizer.eos_token_id

@@ -211,7 +211,7 @@ def test_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> Non
     assert json.loads(grammar.text) == schema
 
 
-def test_engine_that_fails_ends_the_stream_with_a_failed_response(
+def test_engine_failure_ends_the_stream_with_a_failed_response(
     client: OpenAI, script: ScriptedClient
 ) -> None:
     script.script = Script("Hello there.", fail_after=2)

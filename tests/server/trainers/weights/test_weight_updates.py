@@ -86,7 +86,7 @@ def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], 
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
+def test_buckets_of_any_split_match_a_local_update(
     control: Control,
     trainer: TrainerProcess,
     run: Run,
