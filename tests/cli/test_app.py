@@ -143,8 +143,8 @@ def test_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
         done = subprocess.run([*ENTRY, *command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-    assert told == ["error: cannot write the output: No space left on device"], done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert lines == ["error: cannot write the output: No space left on device"], done.stderr
 
 
 @pytest.mark.thorough
@@ -155,10 +155,10 @@ def test_closed_pipe_ends_the_command_quietly(folders: dict[str, str]) -> None:
     process.stdout.read(1)
     process.stdout.close()
     with process.stderr, process.stdin or nullcontext():
-        told = process.stderr.read()
+        output = process.stderr.read()
     assert process.wait(timeout=120) == 128 + signal.SIGPIPE
-    assert "Traceback" not in told
-    assert "rror" not in told
+    assert "Traceback" not in output
+    assert "rror" not in output
 
 
 @pytest.mark.thorough
@@ -269,8 +269,8 @@ def test_errors_are_short_and_have_a_code(
     assert words in " ".join(result.stderr.replace("│", "").split())
     assert "Traceback" not in result.output
     assert result.stdout == ""
-    told = [line for line in result.stderr.splitlines() if not line.startswith("sampling")]
-    assert code == 2 or len(told) == 1
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("sampling")]
+    assert code == 2 or len(lines) == 1
 
 
 def test_error_of_memory_is_one_line(

@@ -262,6 +262,6 @@ def test_draft_figures_include_tokens_per_step(folders: dict[str, str]) -> None:
             usage = [piece.usage for piece in session.answer(said, session)][-1]
         figures.append(conversation.figures(usage, 1.0, is_cut=False, stopped=False))
     assert "a step" not in figures[0]
-    told = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
-    assert told is not None
-    assert float(told[1]) > 1.5
+    match = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
+    assert match is not None
+    assert float(match[1]) > 1.5

@@ -23,8 +23,8 @@ def test_heads_are_trained_and_draft(
     folder = str(tmp_path / "heads")
     result = run("draft-heads", folders[model], str(prompts), folder, *options, *FAST)
     assert result.exit_code == 0, result.output
-    told = re.findall(r"agreement (before|after), by place: ([\d.]+), ([\d.]+)\n", result.stdout)
-    assert [when for when, *_ in told] == ["before", "after"]
+    matched = re.findall(r"agreement (before|after), by place: ([\d.]+), ([\d.]+)\n", result.stdout)
+    assert [when for when, *_ in matched] == ["before", "after"]
     assert "of 4 samples" in result.stderr
     again = run(
         *("draft-heads", folders[model], str(prompts), str(tmp_path / "more")),

@@ -249,9 +249,9 @@ def test_serve_rejects_impossible_ranks_before_it_starts(
 
 
 def test_missing_package_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name)
+        command.importlib.util, "find_spec", lambda name: None if name == "zmq" else find_spec(name)
     )
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 1
@@ -261,9 +261,9 @@ def test_missing_package_is_named(started: Configs, monkeypatch: pytest.MonkeyPa
 
 
 def test_ray_has_to_be_installed(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+        command.importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
     result = run("serve", "smollm2-135m", "--ray")
     assert result.exit_code == 1

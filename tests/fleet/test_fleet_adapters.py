@@ -144,8 +144,8 @@ def test_rejected_or_missing_adapter_changes_no_replica(model: Path, tmp_path: P
             with pytest.raises(AdapterNotFound, match="'other' is not loaded"):
                 await sample(client, with_adapter(name="other"))
             assert len(client.supervisor.living()) == 2
-            for each in client.supervisor.living().values():
-                assert await each.call("adapters") == (before,)
+            for replica in client.supervisor.living().values():
+                assert await replica.call("adapters") == (before,)
 
     play(test())
 

@@ -191,9 +191,9 @@ def test_policy_table_matches_branches_and_methods() -> None:
         async with fleet() as made:
             operations = made.client._operations  # pyright: ignore
             assert set(operations._policies) == set(get_args(FleetPolicy))  # pyright: ignore
-            for each in OPERATIONS.values():
-                assert (each.fleet != "undone") or each.undo in OPERATIONS
-                assert (each.fleet == "joined") == (each.join is not None)
+            for operation in OPERATIONS.values():
+                assert (operation.fleet != "undone") or operation.undo in OPERATIONS
+                assert (operation.fleet == "joined") == (operation.join is not None)
 
     play(test())
 

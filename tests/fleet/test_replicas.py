@@ -117,9 +117,9 @@ def test_streams_keep_their_bits_if_a_replica_is_killed(
             quiet = await answers(asked(client, 200))
             streams = asked(client, 200)
             heard: dict[int, list[Delta]] = {}
-            for place, stream in enumerate(streams):
-                if kinds_of_requests(200)[place][3]:
-                    heard[place] = await stream.next()
+            for index, stream in enumerate(streams):
+                if kinds_of_requests(200)[index][3]:
+                    heard[index] = await stream.next()
             victim = client.supervisor.replicas["0"].client
             on_it = sum(request.client is victim for request in client.requests.values())
             assert on_it > 4

@@ -211,10 +211,10 @@ def test_long_prompts_cost_little_more_than_short_ones() -> None:
     prompt = list(range(10**5))
     ends = [end for _, end in it._keys(prompt, None)]
     assert ends == [PIECE * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
-    for place, end in enumerate(ends):
+    for index, end in enumerate(ends):
         other = [*prompt[: end - PIECE], *[-1] * PIECE, *prompt[end:]]
         same = [a == b for a, b in zip(it._keys(prompt, None), it._keys(other, None), strict=True)]
-        assert same == [True] * place + [False] * (len(ends) - place)
+        assert same == [True] * index + [False] * (len(ends) - index)
 
 
 def test_slow_replica_gets_less() -> None:

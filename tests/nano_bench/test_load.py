@@ -212,7 +212,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     inner = f"import subprocess, sys\ninput()\n{run_busy}\ninput()"
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
-        own = time.process_time()
+        cpu_time = time.process_time()
         before, spent = meter.read(), 0.0
         assert process.stdin is not None
         process.stdin.write(b"\n")  # only now is it busy
@@ -224,7 +224,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
             time.sleep(0.1)
         assert 0.28 <= spent < 1.0
         client = meter.read()["client"] - before["client"]
-        assert 0 < client <= time.process_time() - own  # reading takes time, the busy one none
+        assert 0 < client <= time.process_time() - cpu_time  # reading takes time, the busy one none
     assert server_parts(os.getpid())["api"] == os.getpid()
 
 

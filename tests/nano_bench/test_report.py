@@ -32,8 +32,8 @@ def page_of(*lines: Any) -> Page:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    return json.loads(found)
+    (match,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(match)
 
 
 def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:

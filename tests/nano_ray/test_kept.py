@@ -44,13 +44,13 @@ def test_partial_update_keeps_the_rest() -> None:
 @st.composite
 def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
     """Of each its buckets, which have no name in common."""
-    found: list[list[frozenset[str]]] = []
+    results: list[list[frozenset[str]]] = []
     for _ in range(draw(st.integers(1, 6))):
         names = draw(st.sets(st.sampled_from(NAMES), min_size=1))
         cut = draw(st.integers(0, len(names)))
         ordered = sorted(names)
-        found.append([frozenset(part) for part in (ordered[:cut], ordered[cut:]) if part])
-    return found
+        results.append([frozenset(part) for part in (ordered[:cut], ordered[cut:]) if part])
+    return results
 
 
 @given(updates())

@@ -106,14 +106,14 @@ def tokens(url: str, number: int) -> list[int]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    found: list[int] = []
+    results: list[int] = []
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 for choice in event["choices"]:
-                    found += choice.get("token_ids") or []
-    return found
+                    results += choice.get("token_ids") or []
+    return results
 
 
 def all_streams(url: str) -> list[list[int]]:

@@ -34,21 +34,21 @@ def test_batch_parsing_blocks_no_other_request(
         asker, other = Asker(url, timeout=60), Asker(url, timeout=60)
         asker.create()
         bodies = [batch(asker.model, number, sequences(number)) for number in (1, 2)]
-        found: list[str] = []
+        results: list[str] = []
         senders = [
-            threading.Thread(target=lambda body=body: found.append(asker.send_bytes(body)))
+            threading.Thread(target=lambda body=body: results.append(asker.send_bytes(body)))
             for body in bodies
         ]
-        for each in senders:
-            each.start()
+        for sender in senders:
+            sender.start()
         try:
             assert begun.wait(60)
             assert other.post("/session_heartbeat", session_id=other.session)
         finally:
             gate.set()
-            for each in senders:
-                each.join()
-        assert all(isinstance(asker.result(each), bytes) for each in found)
+            for sender in senders:
+                sender.join()
+        assert all(isinstance(asker.result(each), bytes) for each in results)
         assert most == [1]  # one body at a time
 
 
@@ -156,8 +156,8 @@ def test_unfetched_results_block_new_requests(service: Services) -> None:
         while asker.http.post("/forward_backward", content=body).status_code != 429:
             asker.seq += 1
             body = batch(asker.model, asker.seq, sequences(1))
-        for each in waiting:
-            assert isinstance(asker.result(each), bytes)
+        for waiter in waiting:
+            assert isinstance(asker.result(waiter), bytes)
         for number in range(3, asker.seq):
             asker.result(f"{asker.model}:{number}")
         assert isinstance(asker.result(asker.send_bytes(body)), bytes)

@@ -72,10 +72,10 @@ def test_concurrent_clients_get_the_results_of_single_ones(service: Services) ->
                 threading.Thread(target=lambda n=n: paths.update({n: train(url, n)}))
                 for n in numbers
             ]
-            for each in threads:
-                each.start()
-            for each in threads:
-                each.join()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return [hashlib.sha256(adapter(service.folder, paths[n])).hexdigest() for n in numbers]
 
     together = digests(1, 2)
@@ -84,7 +84,7 @@ def test_concurrent_clients_get_the_results_of_single_ones(service: Services) ->
 
 
 def test_requests_wait_for_their_turn_and_come_twice_in_vain(service: Services) -> None:
-    found = []
+    results = []
     for order in ((1, 2, 3), (3, 1, 2)):
         with service() as url:
             asker = Asker(url)
@@ -106,8 +106,8 @@ def test_requests_wait_for_their_turn_and_come_twice_in_vain(service: Services) 
             assert asker.result(ids[3])["metrics"]["grad_norm"] > 0
             assert asker.send_bytes(bodies[1]) == ids[1]
             asker.seq = 3
-            found.append(adapter(service.folder, asker.save("end")["path"]))
-    assert found[0] == found[1]
+            results.append(adapter(service.folder, asker.save("end")["path"]))
+    assert results[0] == results[1]
 
 
 def test_gradients_add_up_over_batches(service: Services) -> None:
@@ -141,15 +141,15 @@ def test_resumed_optimizer_continues_bit_for_bit(service: Services) -> None:
         half = asker.save("half")["path"]
         whole = go_on(asker)
     with service() as url:  # another service
-        found = {}
+        results = {}
         for optimizer in (True, False):
             asker = Asker(url)
             about = {"session_id": asker.session, "model_seq_id": 0, "path": half}
             asked = asker.post("/load_weights", **about, optimizer=optimizer)
             asker.model = asker.result(asked["request_id"])["model_id"]
-            found[optimizer] = go_on(asker)
-    assert found[True] == whole
-    assert found[False] != whole
+            results[optimizer] = go_on(asker)
+    assert results[True] == whole
+    assert results[False] != whole
 
 
 def test_loading_into_a_model_and_what_does_not_fit(service: Services) -> None:
@@ -267,9 +267,9 @@ def test_batches_that_are_refused_by_name(
     with service(max_request_tokens=200) as url:
         asker = Asker(url)
         asker.create()
-        found = asker.result(asker.send_batch(data, loss))
-        assert found["category"] == "user"
-        assert re.search(words, found["error"]), found["error"]
+        reply = asker.result(asker.send_batch(data, loss))
+        assert reply["category"] == "user"
+        assert re.search(words, reply["error"]), reply["error"]
 
 
 def test_steps_that_are_refused(service: Services) -> None:
@@ -301,9 +301,9 @@ def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPa
                 ({"seed": 13}, "seed 13 cannot be made"),
             ]
         ):
-            found = asker.create(number, **options)
-            assert words in found["error"]
-            assert found["category"] == "user"
+            reply = asker.create(number, **options)
+            assert words in reply["error"]
+            assert reply["category"] == "user"
         about = {"session_id": asker.session, "base_model": "bigrams"}
         full = asker.post("/create_model", **about, model_seq_id=20)
         assert "LoRA adapters alone" in asker.result(full["request_id"])["error"]
@@ -335,8 +335,8 @@ def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPa
 def create_soon(url: str, seconds: float = 60.0) -> None:
     """A model in the place of one whose session has ended; the training thread gives it free."""
     asker, deadline, number = Asker(url), time.monotonic() + seconds, 0
-    while "model_id" not in (found := asker.create(number)):
-        assert "--max-models" in found["error"]
+    while "model_id" not in (reply := asker.create(number)):
+        assert "--max-models" in reply["error"]
         assert time.monotonic() < deadline, "the place is not given back"
         number += 1
         time.sleep(0.05)
@@ -347,8 +347,8 @@ def test_model_that_cannot_be_recorded_fails_promptly(
 ) -> None:
     with service(max_pending=1) as url:
         asker = Asker(url)
-        found = asker.create(10**250)  # no folder can have such a long name
-        assert found["category"] == "server"
+        reply = asker.create(10**250)  # no folder can have such a long name
+        assert reply["category"] == "server"
         assert "model_id" in asker.create(1)
 
 
@@ -372,9 +372,9 @@ def test_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
         asker.seq = 1
         with service.in_haste():
             late = asker.send_batch(sequences(1))
-        found = asker.result(late)
-        assert "the request before it, 1, did not come" in found["error"]
-        assert found["category"] == "server"
+        reply = asker.result(late)
+        assert "the request before it, 1, did not come" in reply["error"]
+        assert reply["category"] == "server"
         asker.seq = 0
         assert isinstance(asker.result(asker.send_batch(sequences(1))), bytes)
         asker.seq = 2  # the batch that came too late is part of this step
@@ -537,29 +537,29 @@ def test_samplers_share_few_slots_and_see_their_own_weights(service: Services) -
         assert len(base.adapters) == 2
 
         base.delay = 0.05
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
         def ask(number: int) -> None:
-            found[number] = asker.sample(samplers[number % 4], TOKENS, 2 + number)
+            results[number] = asker.sample(samplers[number % 4], TOKENS, 2 + number)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert [found[number] for number in range(12)] == expected * 3
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [results[number] for number in range(12)] == expected * 3
 
 
 def test_clients_sample_from_their_own_weights(service: Services) -> None:
     with service() as url:
-        found = []
+        results = []
         for number in (1, 2):
             asker = Asker(url)
             asker.create()
             asker.send_batch(sequences(number))
             asker.step(1.0)
-            found.append((asker, asker.sampler(0)))
-        drawn = [asker.sample(sampler, TOKENS, 0) for asker, sampler in found]
+            results.append((asker, asker.sampler(0)))
+        drawn = [asker.sample(sampler, TOKENS, 0) for asker, sampler in results]
         assert drawn[0] != drawn[1]
 
 
@@ -763,9 +763,9 @@ def test_unlistable_lifetimes_and_names_are_rejected(service: Services) -> None:
         assert "ttl_seconds" in str(refusal)
         asker.seq -= 1
         asker.save("a", ttl_seconds=10**10)
-        place = f"/training_runs/{run}/checkpoints/weights/a/ttl"
+        path = f"/training_runs/{run}/checkpoints/weights/a/ttl"
         for body in (b"[]", b"{", b'{"ttl_seconds": 0}', b'{"ttl_seconds": 1000000000000}'):
-            assert asker.http.put(place, content=body).status_code == 400, body
+            assert asker.http.put(path, content=body).status_code == 400, body
         assert asker.get("/checkpoints")["checkpoints"][0]["expires_at"].startswith("23")
         about = b'{"session_id": "%b", "model_seq_id": 1, "base_model": "bigrams", ' % (
             asker.session.encode()

@@ -40,8 +40,8 @@ def pair(tmp_path: Path) -> Iterator[tuple[Core, Core]]:
     threads, model = torch.get_num_threads(), tiny_llama(tmp_path)
     cores = Core(model), Core(model)
     yield cores
-    for each in cores:
-        each.engine.shutdown()
+    for core in cores:
+        core.engine.shutdown()
     torch.set_num_threads(threads)
 
 

@@ -128,10 +128,10 @@ def test_block_directory_is_bounded() -> None:
 
 def test_thousand_replicas_with_one_stem() -> None:
     directory, stem = Directory(), list(range(10))
-    for place in range(1000):
-        directory.add(f"r{place}")
-        own = tuple(range(1000 * place, 1000 * place + place % 7))
-        directory.take(f"r{place}", BlockReport(1, (*stem, *own), whole=True))
+    for index in range(1000):
+        directory.add(f"r{index}")
+        own = tuple(range(1000 * index, 1000 * index + index % 7))
+        directory.take(f"r{index}", BlockReport(1, (*stem, *own), whole=True))
     assert directory.longest([*stem, 995_000, 995_001]) == Holder("r995", 11)
     assert directory.longest(stem) == Holder("r0", 10)
     directory.remove("r0")

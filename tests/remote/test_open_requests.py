@@ -28,10 +28,10 @@ ACTIONS = st.lists(
 def test_open_requests_matches_a_scan(actions: list[tuple[str, Any, int]]) -> None:
     requests = OpenRequests()
     left: dict[int, tuple[str | None, int]] = {}
-    for place, (action, what, count) in enumerate(actions):
+    for index, (action, what, count) in enumerate(actions):
         if action == "add":
-            requests.add(place, RequestStream(count, 10, lambda: None, what), count, MagicMock())
-            left[place] = what, count
+            requests.add(index, RequestStream(count, 10, lambda: None, what), count, MagicMock())
+            left[index] = what, count
         elif action == "remove":
             removed = requests.remove(what)
             assert (removed is not None) == (left.pop(what, None) is not None)

@@ -39,15 +39,15 @@ def test_operation_rows_match_their_functions_arguments(operation: Operation) ->
 
 
 def test_deadline_is_passed_to_engines_that_keep_it() -> None:
-    for each in CALLED:
-        assert (each.deadline == "engine") == ("seconds" in each.arguments)
+    for operation in CALLED:
+        assert (operation.deadline == "engine") == ("seconds" in operation.arguments)
 
 
 def test_undo_of_an_operation_is_an_operation() -> None:
     undoing = {"undone", "sleep", "wake", "join", "begin"}
-    for each in CALLED:
-        assert not each.undo or (each.fleet in undoing and each.undo in OPERATIONS)
-        assert each.fleet != "undone" or each.undo
+    for operation in CALLED:
+        assert not operation.undo or (operation.fleet in undoing and operation.undo in OPERATIONS)
+        assert operation.fleet != "undone" or operation.undo
 
 
 def test_caller_waits_a_little_longer_than_the_engine() -> None:

@@ -243,9 +243,9 @@ def body(sent: list[dict]) -> list[bytes]:
 
 
 async def slow(*waits: float, raises: bool = False) -> AsyncGenerator[bytes, None]:
-    for place, wait in enumerate(waits):
+    for index, wait in enumerate(waits):
         await asyncio.sleep(wait)
-        yield b"data: %d\n\n" % place
+        yield b"data: %d\n\n" % index
     if raises:
         await asyncio.sleep(0.12)
         raise ValueError("no more")
@@ -448,8 +448,8 @@ def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
         assert (
             httpx.post(url + "/v1/completions", json={"prompt": "Hi", "n": 40}).status_code == 200
         )
-        for each in waiting:
-            each.close()
+        for waiter in waiting:
+            waiter.close()
         assert eventually(lambda: client.num_samples == 0)
         waiting = connected(url, later)
         assert eventually(lambda: client.num_samples == 4)  # there is room again

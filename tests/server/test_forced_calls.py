@@ -187,14 +187,14 @@ def test_anthropic_calls_are_forced(url: str, stream: bool) -> None:
             blocks = [e["content_block"] for e in told if e["type"] == "content_block_start"]
             (block,) = blocks
             parts = [e["delta"] for e in told if e["type"] == "content_block_delta"]
-            given = json.loads("".join(each["partial_json"] for each in parts))
+            report = json.loads("".join(each["partial_json"] for each in parts))
             (reason,) = [e["delta"]["stop_reason"] for e in told if e["type"] == "message_delta"]
         else:
             (block,) = reply.json()["content"]
-            given, reason = block["input"], reply.json()["stop_reason"]
+            report, reason = block["input"], reply.json()["stop_reason"]
         assert (block["type"], reason) == ("tool_use", "tool_use")
         assert choice.get("name") in (None, block["name"])
-        jsonschema.validate(given, SCHEMAS[block["name"]])
+        jsonschema.validate(report, SCHEMAS[block["name"]])
 
 
 @pytest.mark.parametrize(

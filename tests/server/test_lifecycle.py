@@ -46,8 +46,8 @@ class Process:
     def said(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if found := re.search(pattern, "".join(self.lines)):
-                return found
+            if match := re.search(pattern, "".join(self.lines)):
+                return match
             time.sleep(0.01)
         raise AssertionError(f"{pattern!r} is not in {''.join(self.lines)}")
 
@@ -134,10 +134,10 @@ def test_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_server_drains(number: signal.Signals) -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 20}) as server:
         ready(server)
-        thread = stream_of(server, 250, found)
+        thread = stream_of(server, 250, results)
         server.signal(number)
         server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request\.")
         # New connections: whoever asks is told, and not sent away without a word.
@@ -148,16 +148,16 @@ def test_server_drains(number: signal.Signals) -> None:
         health = httpx.get(server.url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         thread.join()
-        assert found[0].endswith("data: [DONE]\n\n")
+        assert results[0].endswith("data: [DONE]\n\n")
         assert server.ended() == 0
 
 
 @pytest.mark.thorough
 def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0.5}) as server:
         ready(server)
-        thread = stream_of(server, 100_000, found)
+        thread = stream_of(server, 100_000, results)
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as upload:
             upload.sendall(
@@ -167,7 +167,7 @@ def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
             assert upload.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it reads the body
             server.signal()
             thread.join()
-            assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
+            assert "shutting down" in results[0].rstrip().rsplit("data: ", 1)[1]
             assert b"503 Service Unavailable" in upload.recv(1000)  # it does not come to its end
         assert server.ended() == 0
         assert "Traceback" not in "".join(server.lines)
@@ -175,22 +175,22 @@ def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 @pytest.mark.thorough
 def test_drain_may_take_no_time() -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0}) as server:
         ready(server)
-        thread = stream_of(server, 100_000, found)
+        thread = stream_of(server, 100_000, results)
         server.signal()
         thread.join()
-        assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
+        assert "shutting down" in results[0].rstrip().rsplit("data: ", 1)[1]
         assert server.ended() == 0
 
 
 @pytest.mark.thorough
 def test_second_signal_ends_the_server_immediately() -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 60}) as server:
         ready(server)
-        thread = stream_of(server, 100_000, found)
+        thread = stream_of(server, 100_000, results)
         server.signal()
         server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request\.")
         server.signal()

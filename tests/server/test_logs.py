@@ -184,9 +184,9 @@ def test_address_is_the_last_line_of_the_start(caplog: pytest.LogCaptureFixture)
         deadline = time.monotonic() + 30
         while "Ready" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        told = [record.getMessage() for record in caplog.records]
-    assert told[-1] == f"Ready: {url} (page, /docs, OpenAI at /v1)"
-    assert sum("Ready" in line for line in told) == 1
+        messages = [record.getMessage() for record in caplog.records]
+    assert messages[-1] == f"Ready: {url} (page, /docs, OpenAI at /v1)"
+    assert sum("Ready" in line for line in messages) == 1
 
 
 @given(text=st.text())

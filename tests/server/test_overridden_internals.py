@@ -41,8 +41,8 @@ PARAMETERS = {  # of uvicorn's methods, as `Connection` overrides or calls them
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_uvicorn_has_the_methods_that_connection_overrides(name: str) -> None:
-    found = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
-    assert list(found) == PARAMETERS[name], f"uvicorn {version('uvicorn')} changed {name}"
+    parameters = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
+    assert list(parameters) == PARAMETERS[name], f"uvicorn {version('uvicorn')} changed {name}"
 
 
 def test_connection_overrides_no_other_method_of_uvicorns() -> None:

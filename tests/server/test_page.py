@@ -94,8 +94,8 @@ def test_page_runs_no_foreign_code(url: str, path: str) -> None:
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["referrer-policy"] == "no-referrer"
     # Of addresses of other places only the name of SVG's elements, which nothing is loaded from.
-    found = set(re.findall(r"(?:https?:)?//[\w.-]+[^\s\"'<>&]*", reply.text.replace(url, "")))
-    assert {each for each in found if "://" in each} <= {"http://www.w3.org/2000/svg"}
+    matched = set(re.findall(r"(?:https?:)?//[\w.-]+[^\s\"'<>&]*", reply.text.replace(url, "")))
+    assert {each for each in matched if "://" in each} <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|javascript:", reply.text)
 
 
@@ -163,15 +163,15 @@ def test_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
         assert httpx.get(url + path, headers=BROWSER).status_code == 200
     for path in ("/stats", "/metrics", "/v1/models"):
         assert httpx.get(url + path, headers=BROWSER).status_code == 401
-        given = {"authorization": f"Bearer {KEY}"}
-        assert httpx.get(url + path, headers=given).status_code == 200
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.get(url + path, headers=headers).status_code == 200
     assert httpx.get(url + "/page/none.js").status_code == 401
 
 
 def test_page_settings_need_the_key_and_name_the_model(url: str) -> None:
     assert httpx.get(url + "/page/settings").status_code == 401
-    given = {"authorization": f"Bearer {KEY}"}
-    said = httpx.get(url + "/page/settings", headers=given).json()
+    headers = {"authorization": f"Bearer {KEY}"}
+    said = httpx.get(url + "/page/settings", headers=headers).json()
     assert said["model"] == "secret-model"
     assert said["max_model_len"] == 2048
     assert said["eos_token_ids"]
@@ -179,8 +179,8 @@ def test_page_settings_need_the_key_and_name_the_model(url: str) -> None:
 
 
 def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
-    told = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
-    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    fields = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     client = ScriptedClient()
     config = ServerConfig(port=0, generation_config=str(tmp_path))
     with running_server(client, config) as url:
@@ -189,7 +189,7 @@ def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
         assert httpx.post(url + "/v1/chat/completions", json=body).status_code == 200
     params = client.requests[0].params
     assert said == {name: getattr(params, name) for name in said}
-    assert said.items() >= told.items()
+    assert said.items() >= fields.items()
 
 
 def neutral() -> dict[str, float]:
@@ -288,8 +288,8 @@ def test_examples_can_be_run(url: str, family: Family, example: Example) -> None
     if example.path in PROTOCOLS | RL_PROTOCOLS or example.path in ("/tokenize", "/detokenize"):
         body = {name: value for name, value in (example.body or {}).items() if value != "MODEL"}
         model = {"model": "secret-model"} if "model" in (example.body or {}) else {}
-        given = {"authorization": f"Bearer {KEY}"}
-        reply = httpx.post(url + example.path, json=body | model, headers=given)
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = httpx.post(url + example.path, json=body | model, headers=headers)
         assert reply.status_code == 200, reply.text
 
 

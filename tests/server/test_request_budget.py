@@ -150,14 +150,14 @@ def test_request_over_the_budget_is_a_400_with_the_limit(
     reply = httpx.post(url + route, json=body, timeout=60)
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]
-    found = re.search(
+    match = re.search(
         rf"max_request_entries={BUDGET}; lower {re.escape(name)}.* from (\d+) to (\d+)\.", message
     )
-    assert found, message
+    assert match, message
     assert len(client.requests) == before, "it was sent to the engine"
     lowered = json.loads(
         re.sub(
-            rf'("(?:{_field(body, name)})": ){found[1]}\b', rf"\g<1>{found[2]}", json.dumps(body)
+            rf'("(?:{_field(body, name)})": ){match[1]}\b', rf"\g<1>{match[2]}", json.dumps(body)
         )
     )
     assert lowered != body
@@ -240,14 +240,14 @@ def test_mask_that_killed_the_engine_ends_only_its_samples(server: str) -> None:
 
 
 def test_json_in_pieces_is_json() -> None:
-    told = {
+    fields = {
         "a": 1,
         "b": {"c": LazyArray(({"d": LazyArray(range(5), 2)} for _ in range(2)), 1), "e": {}},
         "f": LazyArray(()),
         "g": [],
     }
     expected = {"a": 1, "b": {"c": [{"d": [0, 1, 2, 3, 4]}] * 2, "e": {}}, "f": [], "g": []}
-    pieces = list(json_pieces(told))
+    pieces = list(json_pieces(fields))
     assert json.loads(b"".join(pieces)) == expected
     assert len(pieces) > 5
 

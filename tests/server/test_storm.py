@@ -201,8 +201,10 @@ def fuzzed(number: int) -> tuple[str, bytes]:
     if chance.random() < 0.2:  # damage it as bytes
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 5)):
-            place = chance.randrange(len(damaged) + 1)
-            damaged[place : place + chance.randrange(3)] = chance.randbytes(chance.randrange(3))
+            position = chance.randrange(len(damaged) + 1)
+            damaged[position : position + chance.randrange(3)] = chance.randbytes(
+                chance.randrange(3)
+            )
         body = bytes(damaged)
     if chance.random() < 0.05:
         body = body.replace(

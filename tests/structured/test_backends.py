@@ -44,8 +44,8 @@ GRAMMARS = (
 def states_of(tokenizer: Tokenizer, number: int) -> list[GrammarState]:
     vocabulary = vocabulary_of(tokenizer)
     thoughts, states = Thoughts(vocabulary), list[GrammarState]()
-    for place in range(number):
-        states.append(GrammarState(GRAMMARS[place % len(GRAMMARS)]))
+    for index in range(number):
+        states.append(GrammarState(GRAMMARS[index % len(GRAMMARS)]))
         first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
         matcher = backend_named("llguidance").compile(states[-1].grammar, vocabulary)
         matcher.fill(first)

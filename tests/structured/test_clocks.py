@@ -92,9 +92,9 @@ def test_process_clock_counts_the_busiest_thread() -> None:
     clock = process_clock(os.getpid())
     assert clock is not None
     threads = [threading.Thread(target=spin, args=(0.3,)) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(30)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
     spin(0.3)
     assert 0.25 <= clock() < 0.8

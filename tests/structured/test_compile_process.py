@@ -218,10 +218,10 @@ print(json.dumps([each for each in ("torch", "xgrammar", "outlines_core") if eac
 
 @pytest.mark.skipif(not all(map(find_spec, PACKAGES.values())), reason="missing")
 def test_grammars_are_checked_without_packages_or_torch() -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,9 +105,9 @@ def feed(
 
 
 def piece_id(tokenizer: Tokenizer, piece: str) -> int:
-    found = tokenizer.backend.token_to_id(piece)
-    assert found is not None
-    return found
+    token_id = tokenizer.backend.token_to_id(piece)
+    assert token_id is not None
+    return token_id
 
 
 def test_stop_string_matches_across_and_inside_tokens() -> None:

@@ -134,8 +134,8 @@ def test_routed_experts_are_an_array_that_torch_takes() -> None:
     routed = RoutedExperts((5, 2, 1), "uint8", bytes(range(10)))
     asked = wanted({}, 3, replace(DEFAULTS, routed_experts=True))
     assert asked.params.routed_experts
-    found = token_output(replace(SAMPLE, routed_experts=routed), asked, GlobalSteps())
-    experts = torch.from_numpy(found["routed_experts"])
+    output = token_output(replace(SAMPLE, routed_experts=routed), asked, GlobalSteps())
+    experts = torch.from_numpy(output["routed_experts"])
     assert (experts.shape, experts.dtype) == ((5, 2, 1), torch.int32)
     assert experts.flatten().tolist() == list(range(10))
 

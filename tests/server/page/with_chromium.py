@@ -46,8 +46,8 @@ def sampling(page: Page, prompt: str, **settings: str) -> None:
 
 def sample(page: Page, prompt: str, *, n: int = 3, seed: str = "7", **settings: str) -> None:
     """Sample, and wait for the end."""
-    given = {"max_tokens": "12", "temperature": "0.8", "top_p": "1"} | settings
-    sampling(page, prompt, n=str(n), seed=seed, **given)
+    fields = {"max_tokens": "12", "temperature": "0.8", "top_p": "1"} | settings
+    sampling(page, prompt, n=str(n), seed=seed, **fields)
     page.press("#prompt", "Control+Enter")
     ended(page, n)
 

@@ -77,7 +77,7 @@ class Trainer(GroupTrainer):
         port = free_port()
         if status == 200:
             self.say("join", name=GROUP, port=port, named=True)
-        told = {
+        fields = {
             "master_address": "127.0.0.1",
             "master_port": port,
             "rank_offset": 1,
@@ -86,7 +86,7 @@ class Trainer(GroupTrainer):
             "backend": "gloo",
             **more,
         }
-        reply = post(self.url, "/init_weights_update_group", told, status)
+        reply = post(self.url, "/init_weights_update_group", fields, status)
         if status == 200:
             assert self.hear() == "done"
         return reply

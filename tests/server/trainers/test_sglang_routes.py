@@ -32,16 +32,16 @@ def loads(url: str) -> dict[str, int]:
 @pytest.mark.thorough
 def test_server_info_names_the_model(url: str, tiny_folder: Path) -> None:
     for path in ("/model_info", "/get_model_info"):
-        told = httpx.get(url + path).json()
-        assert (told["model_path"], told["weight_version"], told["is_generation"]) == (
+        reply = httpx.get(url + path).json()
+        assert (reply["model_path"], reply["weight_version"], reply["is_generation"]) == (
             str(tiny_folder),
             "0",
             True,
         )
     for path in ("/server_info", "/get_server_info"):  # slime reads either
-        told = httpx.get(url + path).json()
-        assert [told[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
-        assert told["disaggregation_mode"] == "null"
+        reply = httpx.get(url + path).json()
+        assert [reply[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
+        assert reply["disaggregation_mode"] == "null"
     assert loads(url)["num_total_reqs"] == 0
     assert httpx.get(f"{url}/v1/loads?dp_rank=1").json()["loads"] == []
 
@@ -133,8 +133,8 @@ def test_update_of_safetensors(url: str, tmp_path: Path, tiny_folder: Path, form
     assert send_file(url, weights, form, tmp_path, weight_version="step-3")["success"]
     assert version(url) == "step-3"
     assert checksums(url) == checksums_of(weights)
-    told = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
-    assert told["meta_info"]["weight_version"] == "step-3"
+    reply = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
+    assert reply["meta_info"]["weight_version"] == "step-3"
 
 
 def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more: Any) -> Any:
@@ -143,11 +143,11 @@ def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more
         return post(url, "/update_weights_from_disk", {"model_path": str(folder), **more})
     content = save(weights)
     if form == "base64":
-        told = {
+        fields = {
             "serialized_named_tensors": [base64.b64encode(content).decode()],
             "load_format": "safetensors",
         }
-        return post(url, "/update_weights_from_tensor", told | more)
+        return post(url, "/update_weights_from_tensor", fields | more)
     headers = {"content-type": "application/octet-stream"}
     reply = httpx.post(
         f"{url}/update_weights_from_tensor", params=more, content=content, headers=headers
@@ -193,8 +193,8 @@ def test_update_without_a_pause_is_whole_while_the_cache_sleeps(
     """As of a trainer on the same device, which wakes the cache last, and never paused."""
     weights = new_weights(tiny_folder, 6)
     post(url, "/release_memory_occupation", {"tags": ["kv_cache"]})
-    told = send_file(url, weights, "bytes", tmp_path, weight_version="6")
-    assert "are served as version 6" in told["message"]
+    reply = send_file(url, weights, "bytes", tmp_path, weight_version="6")
+    assert "are served as version 6" in reply["message"]
     post(url, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert (version(url), checksums(url)) == ("6", checksums_of(weights))
 
@@ -226,13 +226,13 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     post(url, "/weights_checker", {"action": "snapshot"})
     post(url, "/weights_checker", {"action": "compare"})
     send_file(url, {"model.norm.weight": torch.ones(64)}, "bytes", tmp_path)
-    told = post(url, "/weights_checker", {"action": "compare"}, 400)["message"]
-    assert "1 tensor(s)" in told
-    assert "model.norm.weight" in told
+    reply = post(url, "/weights_checker", {"action": "compare"}, 400)["message"]
+    assert "1 tensor(s)" in reply
+    assert "model.norm.weight" in reply
     post(url, "/weights_checker", {"action": "compare", "skip_tensor_list": ["norm"]})
-    told = post(url, "/weights_checker")
-    assert told["ranks"][0]["parallelism_info"]["rank"] == 0
-    assert httpx.get(f"{url}/weights_checker").json() == told
+    reply = post(url, "/weights_checker")
+    assert reply["ranks"][0]["parallelism_info"]["rank"] == 0
+    assert httpx.get(f"{url}/weights_checker").json() == reply
     assert (
         "reset_tensors"
         in post(url, "/weights_checker", {"action": "reset_tensors"}, 501)["message"]

@@ -107,11 +107,11 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
-    assert told["version"] == 2
-    assert told["buckets"] >= 6
-    assert told["crossed"] > 0
-    assert (told["aborts"] > 0) == (mode == "abort")
+    report = json.loads(run.stdout)
+    assert report["version"] == 2
+    assert report["buckets"] >= 6
+    assert report["crossed"] > 0
+    assert (report["aborts"] > 0) == (mode == "abort")
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
@@ -141,9 +141,9 @@ def test_areal_sends_no_flush_and_no_version(trainer: Trainer) -> None:
         weights = {
             name: each for name, each in new_weights(trainer.folder, 12).items() if name in bucket
         }
-        told = told_of(weights, abort_all_requests=True)
-        del told["flush_cache"]
-        asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", told)
+        request = told_of(weights, abort_all_requests=True)
+        del request["flush_cache"]
+        asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", request)
         trainer.say("send", group=GROUP, names=bucket, seed=12)
         asked.result(30)
         assert trainer.hear() == "done"
@@ -251,8 +251,8 @@ def test_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
 @pytest.mark.thorough
 def test_missing_tensor_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
-    told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
-    assert "within" in told["message"]
+    reply = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
+    assert "within" in reply["message"]
     group = {
         "master_address": "127.0.0.1",
         "master_port": "9",

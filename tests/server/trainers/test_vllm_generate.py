@@ -53,12 +53,12 @@ SAMPLING = st.fixed_dictionaries(
 def test_reply_holds_the_documented_fields(
     rl_server: str, sampling: dict[str, Any], text: bool
 ) -> None:
-    given = {
+    fields = {
         "token_ids": PROMPT,
         "sampling_params": sampling,
         "output_mode": "text" if text else "tokens",
     }
-    whole = ask(rl_server, GENERATE, given)
+    whole = ask(rl_server, GENERATE, fields)
     choices = whole["choices"]
     assert [choice["index"] for choice in choices] == list(range(sampling["n"]))
     for choice in choices:
@@ -66,8 +66,8 @@ def test_reply_holds_the_documented_fields(
     usage = whole["usage"]
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
     # flat numbers are the same numbers
-    packed = ask(rl_server, GENERATE, given | {"flat_logprobs": "base64"})["choices"]
-    listed = ask(rl_server, GENERATE, given | {"flat_logprobs": "list"})["choices"]
+    packed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "base64"})["choices"]
+    listed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "list"})["choices"]
     for choice, one, other in zip(choices, packed, listed, strict=True):
         assert choice["token_ids"] == one["token_ids"] == other["token_ids"]
         count = len(one["token_ids"])
@@ -79,7 +79,7 @@ def test_reply_holds_the_documented_fields(
                 each["logprob"] for each in choice["logprobs"]["content"]
             ]
     # and a stream says the same
-    events = streamed(rl_server, GENERATE, given | {"stream_options": {"include_usage": True}})
+    events = streamed(rl_server, GENERATE, fields | {"stream_options": {"include_usage": True}})
     for choice in choices:
         news = [
             each
@@ -160,8 +160,8 @@ def test_salts_share_no_prefix(rl_server: str) -> None:
     prompt = list(range(100, 140))
 
     def cached(salt: str | None) -> int:
-        given = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
-        return ask(rl_server, GENERATE, given)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        fields = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
+        return ask(rl_server, GENERATE, fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [cached(salt) > 0 for salt in (None, None, "7", "7", "8")] == [
         False,
@@ -196,15 +196,15 @@ def test_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
 def test_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     now = int(look(rl_server, "/weight_info")["weight_version"])
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "token_ids": PROMPT,
         "prompt": PROMPT,
         "sampling_params": {"max_tokens": 1},
         "max_tokens": 1,
     }
-    assert ask(rl_server, path, given | {"min_weight_version": now})["choices"]
+    assert ask(rl_server, path, fields | {"min_weight_version": now})["choices"]
     told: list[Any] = []
-    later = given | {"min_weight_version": str(now + 1), "request_id": "later"}
+    later = fields | {"min_weight_version": str(now + 1), "request_id": "later"}
     thread = threading.Thread(
         target=lambda: told.append(ask(rl_server, path, later, **{"x-request-id": "later"}))
     )
@@ -215,7 +215,7 @@ def test_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
         assert time.monotonic() < deadline
     thread.join(30)
     assert told[0]["choices"][0]["finish_reason"] == "abort"
-    ask(rl_server, path, given | {"min_weight_version": [1]}, 400)
+    ask(rl_server, path, fields | {"min_weight_version": [1]}, 400)
 
 
 @pytest.mark.thorough

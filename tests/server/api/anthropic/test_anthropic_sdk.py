@@ -204,7 +204,7 @@ def test_prefill(sdk: Anthropic, scripted: Scripted):
 
 
 def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
-    given = {
+    fields = {
         "min_p": 0.1,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -222,10 +222,10 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
         model="m",
         max_tokens=20,
         messages=HELLO,
-        extra_body={**given, **more, "temperature": 0.5, "top_k": 3},
+        extra_body={**fields, **more, "temperature": 0.5, "top_k": 3},
     )
     params = scripted.client.requests[-1].params
-    assert {name: getattr(params, name) for name in given} == given
+    assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {17: 2.5}
     assert (params.allowed_token_ids, params.stop_token_ids) == ({2, 17, 30}, {30})
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 1.0)

@@ -78,11 +78,11 @@ class Conversation:
         thoughts = (
             [] if thought is None else [{"type": "thinking", "thinking": thought, "signature": "s"}]
         )
-        told: dict[str, Any] = {"role": "assistant", "content": None if calls else "Yes."}
+        fields: dict[str, Any] = {"role": "assistant", "content": None if calls else "Yes."}
         if thought is not None:
-            told["reasoning_content"] = thought
+            fields["reasoning_content"] = thought
         if not calls:
-            self.openai.append(told)
+            self.openai.append(fields)
             self.anthropic.append(
                 {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Yes."}]}
             )
@@ -92,7 +92,7 @@ class Conversation:
             {"type": "tool_use", "id": name, "name": "f", "input": call}
             for name, call in zip(names, calls, strict=True)
         ]
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": name,
                 "type": "function",
@@ -102,7 +102,7 @@ class Conversation:
         ]
         results = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in names]
         self.openai += [
-            told,
+            fields,
             *({"role": "tool", "tool_call_id": name, "content": "ok"} for name in names),
         ]
         self.anthropic += [

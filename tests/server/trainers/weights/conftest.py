@@ -71,8 +71,8 @@ def trainers(folder: Path) -> Iterator[Callable[[], TrainerProcess]]:
         return started[-1]
 
     yield start
-    for each in started:
-        each.close()
+    for process in started:
+        process.close()
 
 
 @pytest.fixture(scope="module")
