@@ -1,4 +1,4 @@
-"""What holds for every command: help, errors, exit codes, options of the shell."""
+"""Behaviour of every command: help, errors, exit codes, options of the shell."""
 
 import inspect
 import logging

@@ -23,7 +23,7 @@ from tests.server.scripted_http import scripted_http
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """What `generate` is given, as it is called."""
+    """Record the prompts of each call of `generate`."""
     seen: list[list[dict[str, str]]] = []
     generate = InferenceEngine.generate
 

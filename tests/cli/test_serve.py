@@ -21,7 +21,7 @@ Configs = list[tuple[EngineConfig, ServerConfig]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
-    """What would have been served."""
+    """Return the configurations that would have been served."""
     seen: Configs = []
     monkeypatch.setattr(main, "serve", lambda engine, config: seen.append((engine, config)))
     return seen

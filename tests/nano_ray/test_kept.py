@@ -1,4 +1,4 @@
-"""What a new replica must receive: exactly what makes the version that serves."""
+"""A new replica receives exactly the updates that make the live version."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_partial_update_keeps_the_rest() -> None:
 
 @st.composite
 def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
-    """Of each its buckets, which have no name in common."""
+    """Return each update's buckets, which share no name."""
     results: list[list[frozenset[str]]] = []
     for _ in range(draw(st.integers(1, 6))):
         names = draw(st.sets(st.sampled_from(NAMES), min_size=1))

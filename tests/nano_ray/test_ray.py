@@ -36,7 +36,7 @@ def models(folder: Path) -> None:
 
 
 def run(*told: object) -> str:
-    """What Ray's Python says, at the end."""
+    """Return the last output of Ray's Python."""
     # Ray's sockets have long names below this folder, and no name of a socket may be longer than
     # 107 letters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:

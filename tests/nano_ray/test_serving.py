@@ -92,7 +92,7 @@ def asked(url: str, path: str, body: Any = None) -> Any:
 
 
 def tokens(url: str, number: int) -> list[int]:
-    """Of one stream."""
+    """Return the token ids of one stream."""
     body = {
         "model": "x",
         "prompt": [5 + number, 6, 7, 8],
@@ -117,7 +117,7 @@ def tokens(url: str, number: int) -> list[int]:
 
 
 def all_streams(url: str) -> list[list[int]]:
-    """Of all, at the same time."""
+    """Return the token ids of all streams, which run concurrently."""
     found: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
 
     def one(number: int) -> None:

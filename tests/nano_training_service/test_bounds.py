@@ -1,4 +1,4 @@
-"""What clients can make the service hold or wait for: bodies, their parsing, and results."""
+"""Bounds on a service's memory and waits: bodies, their parsing, and results."""
 
 import asyncio
 import threading

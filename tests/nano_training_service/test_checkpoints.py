@@ -45,7 +45,7 @@ class Machine:
 
 
 def fill(content: bytes) -> Callable[[Path], None]:
-    """What writes an adapter of one file."""
+    """Return a function that writes an adapter of one file."""
 
     def write(folder: Path) -> None:
         (folder / ADAPTER).write_bytes(content)

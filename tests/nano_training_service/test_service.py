@@ -65,7 +65,7 @@ def train(url: str, number: int, steps: int = 5) -> str:
 @pytest.mark.thorough
 def test_concurrent_clients_get_the_results_of_single_ones(service: Services) -> None:
     def digests(*numbers: int) -> list[str]:
-        """Of clients that run at once."""
+        """Return the digests of clients that run concurrently."""
         paths: dict[int, str] = {}
         with service() as url:
             threads = [
@@ -201,7 +201,7 @@ def test_batch_that_fails_leaves_nothing_half_applied(service: Services) -> None
 
 
 def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
-    """As the cookbook's rl_loop pads them: zeros in front of the sample, with advantages of 0."""
+    """Pad like the cookbook's rl_loop: zeros before the sample, with advantages of 0."""
     prompt, sample = [10, 20, 30, 31], [5, 6, 7]
     tokens, pad = prompt + sample, [0.0] * (len(prompt) - 1)
     rest = {"logprobs": [*pad, -3.0, -3.5, -3.0], "advantages": [*pad, 1.0, 1.0, -0.5]}

@@ -31,7 +31,7 @@ MODEL = "smollm2-135m"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the service; the base model's name is its folder, where clients find the tokenizer."""
+    """Serve the base model and yield its URL. The base model's name is its folder, which has the tokenizer."""
     state = tmp_path_factory.mktemp("state")
     config = TrainServiceConfig(port=0, state_dir=str(state), max_models=8)
     with running_service(EngineConfig(MODEL, max_model_len=512, num_threads=1), config) as url:

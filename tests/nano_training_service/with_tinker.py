@@ -23,7 +23,7 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 
 
 def failure(future: Any) -> str:
-    """What a future raises, with the category that the client reads."""
+    """Return a future's error with the category that the client reads."""
     try:
         future.result()
     except tinker.TinkerError as problem:

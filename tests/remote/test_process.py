@@ -431,7 +431,7 @@ def test_engine_that_hangs_is_seen_and_can_be_closed(
 
 @pytest.mark.thorough
 def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has nothing to do, but heartbeats are due all the same."""
+    """Hang an idle engine: heartbeats are still due."""
     monkeypatch.setattr(time_limits, "SILENCE", 0.3)
 
     async def test() -> None:

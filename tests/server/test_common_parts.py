@@ -48,7 +48,7 @@ def engine(model: Path) -> Iterator[InferenceEngine]:
 
 
 def told(engine: InferenceEngine, num_samples: int, message: Any = None) -> list[Outputs]:
-    """What an engine's core says of a request."""
+    """Return the core's messages for a request."""
     outputs: list[Outputs] = []
     left, over = [num_samples], threading.Event()
 

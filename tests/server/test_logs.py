@@ -1,4 +1,4 @@
-"""What is logged, and how."""
+"""Log lines: their contents and format."""
 
 import io
 import itertools

@@ -193,7 +193,7 @@ def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
 
 
 def neutral() -> dict[str, float]:
-    """What the engine samples with if nobody says anything."""
+    """Return the engine's default sampling parameters."""
     names = ("temperature", "top_p", "top_k", "min_p")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return {name: getattr(SamplingParams(), name) for name in (*names, *penalties)}
@@ -237,7 +237,7 @@ def test_strange_host_is_not_repeated(url: str) -> None:
 
 
 def all_routes() -> dict[str, dict[str, str]]:
-    """Of a server with trainers' routes and replicas."""
+    """Return the routes of a server with trainers' routes and replicas."""
     config = ServerConfig(rl=True, replicas=2)
     server = Server(config, Made(2, Script()).client)
     app = build_routes(server, PROTOCOLS | RL_PROTOCOLS, (*ROUTES, *RL_ROUTES))

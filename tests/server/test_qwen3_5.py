@@ -66,7 +66,7 @@ def chat(url: str) -> Iterator[OpenAI]:
 
 
 def require_logprobs_of(oracle: Any, answer: Any) -> None:
-    """Of every token of an answer, as transformers has them in one pass."""
+    """Compare the logprobs of an answer's tokens with one pass of transformers."""
     (choice,) = answer.choices
     prompt, made = answer.prompt_token_ids, choice.token_ids
     with torch.inference_mode():

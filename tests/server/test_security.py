@@ -387,7 +387,7 @@ def test_server_fetches_no_url(scripted: tuple[str, ScriptedClient]) -> None:
 
 
 class Buggy(ScriptedClient):
-    """Where the seed is 13, the server's own code fails, with a message that should not get out."""
+    """Client whose own code fails at seed 13 with a message that must stay private."""
 
     def _send(self, message: ToEngine) -> None:
         if getattr(getattr(message, "params", None), "seed", None) == 13:
@@ -435,7 +435,7 @@ def test_bugs_outside_of_generation_reveal_nothing(
 
 
 def test_routes_are_all_inside_the_layers() -> None:
-    """What is not HTTP gets no answer at all."""
+    """Check that a scope other than HTTP gets no answer."""
     import asyncio
 
     from nano_inference.server.server import Server

@@ -174,7 +174,7 @@ def served(engine: ScriptedClient) -> Served:
 
 
 def grammar_of(name: str, fields: dict[str, Any], served: Served) -> Grammar | None:
-    """What a request of these fields becomes."""
+    """Return the grammar of a request with these fields."""
     protocol, body, is_nested = PROTOCOLS[name]
     whole = body | ({"sampling_params": fields} if is_nested else fields)
     data = json.dumps(whole).encode()
@@ -517,7 +517,7 @@ def test_failed_matcher_says_why(
 def test_grammar_that_the_engine_refuses_is_a_bad_request(
     tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As what shows only with the model's vocabulary."""
+    """Check an error that shows only with the model's vocabulary."""
 
     def refuse(*_: Any) -> Any:
         raise InvalidRequest("the regex grammar cannot be enforced: it is not.")

@@ -60,7 +60,7 @@ def request(*headers: str, version: str = "1.1", key: bool = True, **fields) -> 
 
 
 def all_of(peer: socket.socket) -> str:
-    """What comes until the server hangs up."""
+    """Read until the server closes the connection."""
     found = b""
     while data := peer.recv(65536):
         found += data
@@ -96,7 +96,7 @@ def test_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: ScriptedCl
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, pieces: int) -> None:
-    """As Java's HttpClient says it, and `curl --http2`."""
+    """Send the upgrade of Java's HttpClient and of `curl --http2`."""
     sent = request(
         "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"
     )

@@ -87,7 +87,7 @@ def masked(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def differs(value: Any, expected: Any, where: str = "reply") -> str | None:
-    """Where two masked replies are not the same; floats may be off by a little."""
+    """Return the first difference between two masked replies. Floats may differ slightly."""
     if isinstance(value, dict) and isinstance(expected, dict):
         if value.keys() != expected.keys():
             return f"{where} has other keys: {sorted(value.keys() ^ expected.keys())}"

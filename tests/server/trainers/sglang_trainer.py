@@ -50,7 +50,7 @@ def checksums_of(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def told_of(weights: dict[str, Tensor], **more: Any) -> dict[str, Any]:
-    """What an update request says of its tensors."""
+    """Return an update request's description of its tensors."""
     return {
         "names": list(weights),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],

@@ -39,7 +39,7 @@ SERVERS = {"one": {}, "two": {"replicas": 2, "in_process": False}}
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of adapters: two that fit, one of another base model, and a folder without one."""
+    """Create folders: two valid adapters, one of another base model, one without an adapter."""
     root = tmp_path_factory.mktemp("adapters")
     return {
         "a": str(adapter_folder(tiny_folder, root / "a", 1)),
@@ -318,7 +318,7 @@ def test_adapter_folders_are_named_only_by_an_administrator(
 
 
 def adapters_are_sent_alone(info: Any) -> bool:
-    """As TRL's `select_adapter_sync` decides: by vLLM's configuration of adapters."""
+    """Return the decision of TRL's `select_adapter_sync`: by vLLM's configuration of adapters."""
     config = info["vllm_config"]
     lora = config.get("lora_config")
     return (

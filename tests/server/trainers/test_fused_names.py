@@ -61,7 +61,7 @@ def config_of(folder: Path) -> EngineConfig:
 
 
 def in_memory(stored: Weights) -> Weights:
-    """What transformers calls, and shapes, a checkpoint's tensors."""
+    """Return the names and shapes of a checkpoint's tensors in transformers."""
     held = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.")[0] for name in stored if ".experts." in name}):
         experts = [f"{layer}.mlp.experts.{i}" for i in range(6)]
@@ -366,7 +366,7 @@ def test_fused_tensor_that_does_not_fit_is_rejected(
 def test_bucket_that_a_link_takes_is_checked_by_the_same_table(
     engine: InferenceEngine, new: Weights
 ) -> None:
-    """As verl's and Ray's engines take it."""
+    """Update through the call that verl's and Ray's engines use."""
     link = EngineWeights(engine)
     link.begin_update(1)
     for parcel in parcels_of(new.items()):

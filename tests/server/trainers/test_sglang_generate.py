@@ -384,7 +384,7 @@ def test_unsupported_field_is_rejected_by_name(
 
 
 def test_fields_that_ask_for_nothing_are_taken(rl_server: str) -> None:
-    """As AReaL and others send them along."""
+    """Accept fields without effect that AReaL and other trainers send."""
     nothing = {
         "image_data": None,
         "lora_path": None,

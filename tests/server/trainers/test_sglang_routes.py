@@ -80,7 +80,7 @@ def test_pause_stops_running_requests_and_flushes_report_it(url: str, mode: str)
 
 @pytest.mark.thorough
 def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
-    """As slime's async rollouts: what was aborted is asked for again at once."""
+    """Abort like slime's async rollouts, which immediately repeat aborted requests."""
     post(url, "/pause_generation")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/generate", json={"input_ids": [5]}, timeout=0.3)
@@ -190,7 +190,7 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
 def test_update_without_a_pause_is_whole_while_the_cache_sleeps(
     url: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """As of a trainer on the same device, which wakes the cache last, and never paused."""
+    """Update like a trainer on the same device that wakes the cache last and never pauses."""
     weights = new_weights(tiny_folder, 6)
     post(url, "/release_memory_occupation", {"tags": ["kv_cache"]})
     reply = send_file(url, weights, "bytes", tmp_path, weight_version="6")

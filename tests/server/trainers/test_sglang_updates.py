@@ -276,7 +276,7 @@ def test_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
 
 @pytest.mark.thorough
 def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
-    """Of the routes that need a trainer."""
+    """Compare exchanges of the routes that need a trainer."""
     with (
         running_server(engine_config(tiny_folder), RL) as url,
         trainer_of(url, tiny_folder) as trainer,

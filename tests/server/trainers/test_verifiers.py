@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def seen(tiny_folder: Path) -> dict[str, Any]:
-    """What the clients saw, and what a plain request is answered."""
+    """Return the clients' results and the reply to a plain request."""
     with running_server(engine_config(tiny_folder), RL) as url:
         quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         command = [PYTHON, "-W", "ignore", SCRIPT, url, tiny_folder]

@@ -70,7 +70,7 @@ class Replay:
 
 
 def choice_of(pieces: list[ChoiceDelta]) -> Choice:
-    """What the server knows after these pieces."""
+    """Return the server's state after these pieces."""
     choice = Choice(0, None, Replay(pieces), frozenset())
     for piece in pieces:
         choice.push([Delta(0, 0, (5,), (-1.0,), "?", piece.finished)])

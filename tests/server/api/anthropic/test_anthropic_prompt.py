@@ -1,4 +1,4 @@
-"""How Anthropic's messages become a conversation that chat templates take."""
+"""Conversion of Anthropic's messages to a conversation for chat templates."""
 
 import itertools
 from typing import Any

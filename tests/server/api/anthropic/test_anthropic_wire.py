@@ -107,7 +107,7 @@ def test_errors_have_the_shape_and_ids(scripted: Scripted):
 
 
 def claude_code() -> dict[str, Any]:
-    """As Claude Code asks."""
+    """Return the body of a Claude Code request."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",

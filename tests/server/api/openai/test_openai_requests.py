@@ -1,4 +1,4 @@
-"""What OpenAI's routes take and refuse. A refused request never reaches the engine."""
+"""Requests that OpenAI's routes accept or reject. A rejected request never reaches the engine."""
 
 import json
 import logging

@@ -36,7 +36,7 @@ TOOLS: Any = [
 
 
 def prompt(script: ScriptedClient) -> str:
-    """What the engine was asked last."""
+    """Return the last request that the engine received."""
     return script.tokenizer.decode(script.requests[-1].prompt, skip_special_tokens=False)
 
 
@@ -183,7 +183,7 @@ def test_response_that_is_cut_off_says_so(client: OpenAI) -> None:
 def test_stream_says_of_an_item_what_the_response_says(
     max_tokens: int, client: OpenAI, script: ScriptedClient
 ) -> None:
-    """Wherever it is cut off: in reasoning, in a call's arguments, or in the text behind them."""
+    """Cut the response in reasoning, in a call's arguments or in the text after them."""
     script.script = Script(THINKS_AND_CALLS + "Done.", ends=False)
     events = list(
         client.responses.create(

@@ -85,7 +85,7 @@ def shared_trainer(folder: Path) -> Iterator[TrainerProcess]:
 
 @pytest.fixture
 def trainer(shared_trainer: TrainerProcess, run: Run) -> Iterator[TrainerProcess]:
-    """It is in no group."""
+    """Yield a trainer that is in no group."""
     yield shared_trainer
     shared_trainer.say("leave_all")
     assert run(shared_trainer.answer()) == "done"
