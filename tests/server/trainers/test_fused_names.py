@@ -61,7 +61,7 @@ def config_of(folder: Path) -> EngineConfig:
 
 
 def in_memory(stored: Weights) -> Weights:
-    """Return the names and shapes of a checkpoint's tensors in transformers."""
+    """Return a checkpoint's tensors under the names and shapes of transformers."""
     held = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.")[0] for name in stored if ".experts." in name}):
         experts = [f"{layer}.mlp.experts.{i}" for i in range(6)]

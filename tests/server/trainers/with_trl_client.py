@@ -47,7 +47,7 @@ def checksums(model: Any) -> dict[str, str]:
 
 
 def compared(model: Any) -> dict[str, Any]:
-    """Return True if the server has these weights bit for bit."""
+    """Return the server's bitwise comparison with these weights."""
     body = {"action": "compare", "baseline": checksums(model)}
     return requests.post(f"{URL}/weight_checker", json=body).json()
 

@@ -36,7 +36,7 @@ TOOLS: Any = [
 
 
 def prompt(script: ScriptedClient) -> str:
-    """Return the last request that the engine received."""
+    """Return the text of the last prompt that the engine received."""
     return script.tokenizer.decode(script.requests[-1].prompt, skip_special_tokens=False)
 
 
