@@ -1,4 +1,4 @@
-"""What holds for every command: help, errors, exit codes, options of the shell."""
+"""Behaviour of every command: help, errors, exit codes, options of the shell."""
 
 import errno
 import inspect
@@ -78,7 +78,7 @@ def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
         ["generte"],
     ],
 )
-def test_mistakes_that_need_no_engine_are_reported_before_torch_is_imported(
+def test_wrong_usage_is_reported_before_torch_is_imported(
     arguments: list[str],
 ) -> None:
     code = (
@@ -153,22 +153,22 @@ def test_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
         done = subprocess.run([*ENTRY, *command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-    assert told == ["error: cannot write the output: No space left on device"], done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert lines == ["error: cannot write the output: No space left on device"], done.stderr
 
 
 @pytest.mark.thorough
-def test_reader_that_leaves_ends_the_command_quietly(folders: dict[str, str]) -> None:
+def test_closed_pipe_ends_the_command_quietly(folders: dict[str, str]) -> None:
     process = spawn("generate", folders["base"], "-p", "x", "-n", "300", "-m", "300", *FAST)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
     with process.stderr, process.stdin or nullcontext():
-        told = process.stderr.read()
+        output = process.stderr.read()
     assert process.wait(timeout=120) == 128 + signal.SIGPIPE
-    assert "Traceback" not in told
-    assert "rror" not in told
+    assert "Traceback" not in output
+    assert "rror" not in output
 
 
 @pytest.mark.thorough
@@ -199,7 +199,7 @@ def test_module_is_the_command() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_help_has_examples_whose_options_exist(name: str) -> None:
+def test_help_examples_use_existing_options(name: str) -> None:
     help_text = inspect.cleandoc(load_command(name).help or "")
     assert help_text.splitlines()[0] == COMMANDS[name].summary
     lines = help_text.partition("Examples:")[2].splitlines()
@@ -216,7 +216,7 @@ def test_console_script_is_the_app() -> None:
     assert EntryPoint("nano-inference", scripts["nano-inference"], "console_scripts").load() is app
 
 
-def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
+def test_public_names_that_need_torch_are_imported_lazily() -> None:
     assert nano_inference.InferenceEngine is InferenceEngine
     assert "InferenceEngine" in dir(nano_inference)
     with pytest.raises(AttributeError, match="nothing"):
@@ -387,7 +387,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 2", "-1MB", "2Gigs", "1e9", "0x10"])
-def test_what_is_no_size(text: str) -> None:
+def test_size_rejects_other_texts(text: str) -> None:
     with pytest.raises(BadParameter, match="is not a size"):
         parse_size(text)
 

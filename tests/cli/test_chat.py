@@ -23,7 +23,7 @@ from tests.server.scripted_http import scripted_http
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """What `generate` is given, as it is called."""
+    """Record the prompts of each call of `generate`."""
     seen: list[list[dict[str, str]]] = []
     generate = InferenceEngine.generate
 
@@ -121,7 +121,7 @@ def test_commands_change_and_show_the_conversation(
         ('"""never ends', "has no end"),
     ],
 )
-def test_commands_say_what_is_wrong(folders: dict[str, str], line: str, words: str) -> None:
+def test_commands_report_wrong_usage(folders: dict[str, str], line: str, words: str) -> None:
     result = run("chat", folders["chat"], *FAST, stdin=line + "\n")
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
@@ -172,7 +172,7 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
         ("chat", "x" * 600 + "\n", "/clear starts a new one"),
     ],
 )
-def test_chat_says_what_is_wrong(
+def test_chat_reports_wrong_usage(
     folders: dict[str, str], model: str, stdin: str, words: str
 ) -> None:
     result = run("chat", folders[model], "--max-model-len", "512", *FAST, stdin=stdin)
@@ -306,7 +306,7 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     assert "Traceback" not in err
 
 
-def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> None:
+def test_draft_figures_include_tokens_per_step(folders: dict[str, str]) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     said: list[dict[str, str]] = [{"role": "user", "content": "one"}]
     figures: list[str] = []

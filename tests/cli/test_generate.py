@@ -27,7 +27,7 @@ from tests.server.adapters import adapter_folder
 
 
 @pytest.mark.parametrize(("prompts", "samples", "most"), [(1, 1, 4), (3, 2, 6), (2, 200, 256)])
-def test_generate_plans_memory_for_as_many_sequences_as_there_are(
+def test_generate_plans_memory_for_its_number_of_sequences(
     monkeypatch: pytest.MonkeyPatch, prompts: int, samples: int, most: int
 ) -> None:
     """The KV cache never gets more than so many of the longest sequences can use."""
@@ -112,7 +112,7 @@ def test_schema_may_be_given_as_json(tmp_path: Path) -> None:
     assert (missing.exit_code, "no.json: no such file" in missing.stderr) == (2, True)
 
 
-def test_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path) -> None:
+def test_adapter_is_loaded_and_used(folders: dict[str, str], tmp_path: Path) -> None:
     folder = adapter_folder(Path(folders["base"]), tmp_path / "own", 1)
     asked = (
         "generate",
@@ -142,9 +142,7 @@ def test_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path
     assert (wrong.exit_code, "--adapter other is not loaded" in wrong.stderr) == (2, True)
 
 
-def test_every_sampling_option_arrives(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_options_arrive(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[SamplingParams] = []
 
     def remember(self: Any, prompts: Any, params: SamplingParams, *_: Any, **__: Any) -> Any:
@@ -186,7 +184,7 @@ def test_every_sampling_option_arrives(
         ("base", [], "hi"),
     ],
 )
-def test_chat_template_is_used_where_there_is_one(
+def test_chat_template_is_used_if_present(
     folders: dict[str, str], model: str, flags: list[str], prompt: str
 ) -> None:
     result = run("generate", folders[model], "-p", "hi", "-m", "1", "--json", *flags, *FAST)
@@ -271,7 +269,7 @@ def test_files_without_prompts_or_text(tmp_path: Path) -> None:
             read_prompts(tmp_path / name)
 
 
-def test_single_sample_is_its_text_alone_and_several_have_headings(
+def test_single_sample_is_only_text_and_several_have_headings(
     folders: dict[str, str],
 ) -> None:
     few = ("--max-tokens", "8", "--seed", "3", "-t", "1", *FAST)
@@ -352,7 +350,7 @@ def test_logprob_that_rounds_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.thorough
-def test_no_color_also_holds_for_errors() -> None:
+def test_errors_respect_no_color() -> None:
     words = ("info", "pyproject.toml")
     assert COLOR.search(finish(spawn(*words, FORCE_COLOR="1"))[2])
     assert not COLOR.search(finish(spawn(*words, FORCE_COLOR="1", NO_COLOR="1"))[2])
@@ -370,9 +368,7 @@ def test_model_cannot_send_control_sequences_to_a_terminal(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flags", [["--json"], [], ["--logprobs"]])
-def test_reader_who_leaves_is_no_error_to_talk_about(
-    folders: dict[str, str], flags: list[str]
-) -> None:
+def test_closed_pipe_is_not_reported(folders: dict[str, str], flags: list[str]) -> None:
     process = spawn("generate", folders["base"], "-p", "a", "-n", "200", "-m", "20", *flags, *FAST)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -387,7 +383,7 @@ def test_reader_who_leaves_is_no_error_to_talk_about(
     process.stdin.close()
 
 
-def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(
+def test_verbose_shows_engine_logs_and_warnings_always_show(
     folders: dict[str, str],
 ) -> None:
     words = [
@@ -425,7 +421,7 @@ def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
     assert out == ""
 
 
-def test_interrupt_keeps_what_was_finished(
+def test_interrupt_keeps_finished_samples(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = InferenceEngine.generate
@@ -502,7 +498,7 @@ def test_completions_follow_a_grammar(tmp_path: Path) -> None:
         assert {each["text"].strip() for each in read} <= possible, options
 
 
-def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None:
+def test_invalid_grammars_are_rejected(folders: dict[str, str], tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"uniqueItems": true}')
     broken = tmp_path / "broken.json"

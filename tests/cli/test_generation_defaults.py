@@ -65,9 +65,7 @@ NEUTRAL = {name: getattr(SamplingParams(), name) for name in RECOMMENDED}
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
-def test_what_a_request_leaves_out_is_as_recommended(
-    protocol: ApiProtocol, body: dict[str, Any]
-) -> None:
+def test_omitted_parameters_are_as_recommended(protocol: ApiProtocol, body: dict[str, Any]) -> None:
     assert params_of(protocol, body, served()) == RECOMMENDED
     asked = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     assert params_of(protocol, body | asked, served()) == NEUTRAL
@@ -122,7 +120,7 @@ def test_folder_without_the_file_is_refused(use: Any, folders: dict[str, str]) -
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
-def test_under_rl_the_usual_routes_are_neutral_unless_asked(
+def test_rl_server_is_neutral_on_the_usual_routes_by_default(
     protocol: ApiProtocol, body: dict[str, Any]
 ) -> None:
     assert params_of(protocol, body, served(rl=True)) == NEUTRAL
@@ -158,7 +156,7 @@ def test_folder_recommends_what_its_file_says(tmp_path: Path) -> None:
         *({"top_k": 2.5}, {"min_p": 7}, {"repetition_penalty": 0}, {"repetition_penalty": 10**400}),
     ],
 )
-def test_value_that_is_not_taken_is_left_out_with_a_warning(
+def test_unsupported_recommendation_is_dropped_with_a_warning(
     tmp_path: Path,
     told: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
@@ -179,7 +177,7 @@ def test_embedded_model_recommends_what_its_card_says(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path, "smollm2-135m") == {"top_k": 7}
 
 
-def test_people_get_one_default_if_a_model_recommends_nothing() -> None:
+def test_temperature_has_a_default_without_a_recommendation() -> None:
     assert defaults_for_people("auto", {}) == UNRECOMMENDED
     assert defaults_for_people("auto", {"top_k": 7}) == {"top_k": 7}
     assert defaults_for_people("none", {"top_k": 7}) == {}
@@ -207,7 +205,7 @@ def test_commands_use_the_shared_default(
     assert [params.temperature for params in seen] == [UNRECOMMENDED["temperature"], 1.0, 0.3]
 
 
-def test_command_line_takes_it_where_nothing_is_given(
+def test_commands_use_the_recommendation_if_no_option_is_set(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[SamplingParams] = []

@@ -23,23 +23,23 @@ def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
         "info", folders["chat"], "--json", "--kv-cache-memory", "8MiB", "--max-model-len", "100"
     )
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     config = EngineConfig(model_path=folders["chat"], kv_cache_memory=2**23, max_model_len=100)
     with InferenceEngine(config) as engine:
-        assert found["numerics"]["fingerprint"] == engine.numerics.fingerprint
+        assert report["numerics"]["fingerprint"] == engine.numerics.fingerprint
         operations = engine.model.ops.linear.__self__  # pyright: ignore
-        assert operations.kernels is library.load(found["kernels"])
-        assert found["memory"]["num_blocks"] == engine.memory_budget.num_blocks
-        assert found["memory"]["num_tokens"] == engine.memory_budget.num_tokens
-        assert found["num_parameters"] == sum(
+        assert operations.kernels is library.load(report["kernels"])
+        assert report["memory"]["num_blocks"] == engine.memory_budget.num_blocks
+        assert report["memory"]["num_tokens"] == engine.memory_budget.num_tokens
+        assert report["num_parameters"] == sum(
             tensor.numel() for tensor in engine.model.params.values()
         )
-        assert found["architecture"]["num_layers"] == engine.spec.num_layers
-    assert found["tokenizer"]["has_chat_template"]
+        assert report["architecture"]["num_layers"] == engine.spec.num_layers
+    assert report["tokenizer"]["has_chat_template"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the reference backend runs")
-def test_info_tells_the_build_for_an_order_of_sums(folders: dict[str, str]) -> None:
+def test_info_shows_the_build_for_an_order_of_sums(folders: dict[str, str]) -> None:
     for law in LAWS:
         result = run("info", folders["chat"], "--json", "--cpu-sums", law)
         assert law_of(json.loads(result.stdout)["kernels"]) == law
@@ -107,7 +107,7 @@ def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
         (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
     ],
 )
-def test_info_says_which_ranks_a_model_cannot_have(
+def test_info_reports_impossible_ranks(
     folders: dict[str, str], options: tuple[str, ...], words: str
 ) -> None:
     result = run("info", folders["bare"], *options)
@@ -135,19 +135,19 @@ def test_info_counts_blocks_that_are_the_default(tmp_path: Path) -> None:
     assert taken["auto"] < taken["none"]
 
 
-def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+def test_info_describes_a_quantised_checkpoint(tmp_path: Path) -> None:
     config = llama_config()
     write_quantised(tmp_path, "compressed-int4", config, llama_weights(config))
     result = run("info", str(tmp_path))
     assert result.exit_code == 0, result.stderr
-    told = " ".join(result.stdout.split())
-    assert "bfloat16 (checkpoint float32)" in told
+    output = " ".join(result.stdout.split())
+    assert "bfloat16 (checkpoint float32)" in output
     assert (
         "quantisation quantised with compressed-tensors (4 bits, a scale for 32), dequantised to "
         "bfloat16"
-    ) in told
-    assert "weights 0.2 MiB" in told
-    own = " ".join(run("info", str(tmp_path), "--quantization", "file").stdout.split())
-    assert "(4 bits, a scale for 32), computed with its own codes" in own
-    found = json.loads(run("info", str(tmp_path), "--json").stdout)
-    assert found["architecture"]["quantisation"]["method"] == "compressed-tensors"
+    ) in output
+    assert "weights 0.2 MiB" in output
+    output = " ".join(run("info", str(tmp_path), "--quantization", "file").stdout.split())
+    assert "(4 bits, a scale for 32), computed with its own codes" in output
+    report = json.loads(run("info", str(tmp_path), "--json").stdout)
+    assert report["architecture"]["quantisation"]["method"] == "compressed-tensors"

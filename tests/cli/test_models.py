@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
+def test_cached_entries_are_listed_with_their_sizes(cache: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
     assert rows["gguf/abc-v3"]["bytes"] == 3000 + 23
     assert rows["gguf/headers"]["bytes"] == 70
@@ -63,7 +63,7 @@ def test_table_has_a_line_per_model(
     assert re.search(r"  …\S+/m\.gguf$", line)
 
 
-def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
+def test_cached_entry_is_removed_without_the_others(cache: Path) -> None:
     result = run("models", "--remove", "gguf/abc-v3", "--remove", "gguf/def-v4")
     assert result.exit_code == 0
     assert "removed gguf/abc-v3" in result.stderr
@@ -76,9 +76,7 @@ def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"), [("nothing", "there is no entry"), ("smollm2-135m", "pip uninstall")]
 )
-def test_what_cannot_be_removed_is_refused_before_anything_is(
-    cache: Path, name: str, said: str
-) -> None:
+def test_cache_removal_is_rejected_before_it_starts(cache: Path, name: str, said: str) -> None:
     result = run("models", "--remove", "kernels", "--remove", name)
     assert result.exit_code == 2
     assert said in result.stderr

@@ -68,7 +68,7 @@ def written(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("dtype", "sums"), [("float32", "auto"), ("bfloat16", "pairs"), ("bfloat16", "tiles")]
 )
-def test_what_generate_writes_replays(
+def test_generate_output_replays(
     folders: dict[str, str], written: Path, tmp_path: Path, dtype: str, sums: str
 ) -> None:
     """The file says which dtype, backend and order of sums it was made with."""

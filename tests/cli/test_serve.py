@@ -21,13 +21,13 @@ Configs = list[tuple[EngineConfig, ServerConfig]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
-    """What would have been served."""
+    """Return the configurations that would have been served."""
     seen: Configs = []
     monkeypatch.setattr(main, "serve", lambda engine, config: seen.append((engine, config)))
     return seen
 
 
-def test_by_default_the_defaults_are_served(started: Configs) -> None:
+def test_serve_uses_defaults_without_options(started: Configs) -> None:
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 0, result.stderr
     assert started == [(EngineConfig("smollm2-135m"), ServerConfig())]
@@ -90,7 +90,7 @@ def flags(name: str, value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, ServerConfig])
-def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> None:
+def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> None:
     wanted = {
         field.name: CHOICES.get(field.name, other(field.default, str(field.type)))
         for field in fields(kind)
@@ -177,7 +177,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_serve_says_what_is_wrong(
+def test_serve_reports_wrong_usage(
     arguments: tuple[str, ...], words: str, started: Configs, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("one\ntwo\n")
@@ -233,7 +233,7 @@ def test_model_is_named_before_the_server_is_imported(started: Configs) -> None:
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--replicas", "2"), ("--in-process",), ("--ray",)])
-def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
+def test_serve_rejects_impossible_ranks_before_it_starts(
     arguments: tuple[str, ...], words: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts(*_: Any, **__: Any) -> None:
@@ -248,10 +248,10 @@ def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
     assert words in " ".join(result.stderr.split())
 
 
-def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+def test_missing_package_is_named(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name)
+        command.importlib.util, "find_spec", lambda name: None if name == "zmq" else find_spec(name)
     )
     result = run("serve", "smollm2-135m")
     assert result.exit_code == 2
@@ -261,9 +261,9 @@ def test_what_is_not_installed_is_named(started: Configs, monkeypatch: pytest.Mo
 
 
 def test_ray_has_to_be_installed(started: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        command.importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+        command.importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
     result = run("serve", "smollm2-135m", "--ray")
     assert result.exit_code == 2

@@ -24,7 +24,7 @@ def completions(path: str, _: Any) -> Answer:
     }.get(path, NOT_FOUND)
 
 
-def test_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
+def test_completion_is_written_to_stdout_and_figures_to_stderr() -> None:
     with scripted_http(completions) as seen:
         result = run("generate", "--url", seen.url, "-p", "Say it")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.stderr
@@ -39,7 +39,7 @@ def test_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
     assert body == {"model": "first", "prompt": "Say it"} | options
 
 
-def test_only_options_that_are_given_are_sent(tmp_path: Path) -> None:
+def test_generate_sends_only_options_that_are_set(tmp_path: Path) -> None:
     key = tmp_path / "keys"
     key.write_text("\n  abc \nother\n")
     options = [
@@ -101,7 +101,7 @@ def test_whole_file_is_the_prompt(tmp_path: Path) -> None:
         (("-p", "x", "--api-key-file", "missing"), 2, "cannot read missing: no such file."),
     ],
 )
-def test_generate_says_what_is_wrong(arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_generate_reports_wrong_usage(arguments: tuple[str, ...], code: int, words: str) -> None:
     with scripted_http(completions) as seen:
         result = run("generate", "--url", seen.url, *arguments)
     assert result.exit_code == code
@@ -109,7 +109,7 @@ def test_generate_says_what_is_wrong(arguments: tuple[str, ...], code: int, word
     assert not seen.bodies("/v1/completions")
 
 
-def test_no_server_is_one_sentence() -> None:
+def test_missing_server_is_reported_in_one_sentence() -> None:
     for command in (("generate", "-p", "x"), ("chat",)):
         result = run(*command, "--url", "http://127.0.0.1:1", stdin="hi\n")
         assert result.exit_code == 1
@@ -169,7 +169,7 @@ def test_chat_asks_for_no_more_than_fits() -> None:
     assert "of at most 20, which leaves no room for an answer; /clear" in result.stderr
 
 
-def test_what_the_server_says_is_shown() -> None:
+def test_server_error_is_shown() -> None:
     refused = Answer(400, {"error": {"message": "the prompt is too long."}})
     with scripted_http(lambda path, _: MODELS if path == "/v1/models" else refused) as seen:
         result = run("chat", "--url", seen.url, stdin="hi\n")
@@ -188,9 +188,7 @@ def test_what_the_server_says_is_shown() -> None:
         (("smollm2-135m", "--api-key", "x"), "--api-key requires a server"),
     ],
 )
-def test_options_that_could_have_no_effect_are_refused(
-    arguments: tuple[str, ...], words: str
-) -> None:
+def test_options_without_effect_are_rejected(arguments: tuple[str, ...], words: str) -> None:
     result = run("chat", *arguments, stdin="hi\n")
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.replace("│", " ").split())

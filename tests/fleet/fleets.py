@@ -186,7 +186,7 @@ class Engine(ScriptedClient):
         return self._receive(Outputs([sample.last()], [message.request_id]))
 
     def tell(self, request_id: int, deltas: list[Delta]) -> None:
-        """As an engine tells now and then what requests have that do not stream."""
+        """Report the tokens of unstreamed requests, as an engine does now and then."""
         self._receive(Outputs(deltas, [request_id] * len(deltas)))
 
 
@@ -234,5 +234,5 @@ def told(deltas: list[Delta]) -> tuple[list[int], str]:
 
 
 def plain(sample: TrainingSample) -> TrainingSample:
-    """What must be the same wherever it was made."""
+    """Return the sample without fields that differ between replicas."""
     return replace(sample, request_id=0, group_id=None, cached_tokens=0, kv_versions=())

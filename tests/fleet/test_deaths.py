@@ -37,7 +37,7 @@ def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
 
 @pytest.mark.thorough(but=["get_weight_version"])
 @pytest.mark.parametrize("name", ["get_weight_version", "resume", "finish_update"])
-def test_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) -> None:
+def test_last_replica_dies_while_a_new_one_is_resynced(name: str) -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await update(made, 5)
@@ -69,7 +69,7 @@ async def deltas(made: Made):
             yield delta
 
 
-def test_one_that_was_left_behind_is_the_first_again_with_the_weights_that_it_has() -> None:
+def test_stale_replica_becomes_primary_if_all_others_die() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await update(made, 3)
@@ -89,7 +89,7 @@ def test_one_that_was_left_behind_is_the_first_again_with_the_weights_that_it_ha
     play(test())
 
 
-def test_when_the_one_that_was_to_come_cannot_be_built_the_fleet_is_dead() -> None:
+def test_fleet_is_dead_if_the_last_replacement_cannot_be_built() -> None:
     async def test() -> None:
         async with fleet(1) as made:
             gate = asyncio.Event()
@@ -122,7 +122,7 @@ def test_when_the_one_that_was_to_come_cannot_be_built_the_fleet_is_dead() -> No
 
 
 @pytest.mark.thorough
-def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
+def test_replica_that_dies_while_queued_is_replaced_once() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             supervisor = made.client.supervisor
@@ -144,7 +144,7 @@ def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
     play(test())
 
 
-def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
+def test_replica_removed_during_its_start_serves_no_request() -> None:
     async def test() -> None:
         async with fleet(1) as made:
             supervisor = made.client.supervisor
@@ -165,7 +165,7 @@ def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
 
 
 @pytest.mark.thorough
-def test_no_new_one_is_built_while_the_weights_sleep() -> None:
+def test_replacement_waits_until_the_weights_wake() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             for engine in made.engines:
@@ -183,7 +183,7 @@ def test_no_new_one_is_built_while_the_weights_sleep() -> None:
 
 
 @pytest.mark.thorough
-def test_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
+def test_server_shutdown_does_not_wait_for_a_replica_build() -> None:
     async def test() -> None:
         async with fleet(1, restart=True) as made:
             made.on_made = lambda engine: engine.is_built.clear()
@@ -199,7 +199,7 @@ def test_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
-def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> None:
+def test_request_to_be_ended_ends_after_a_move(is_repeated: bool) -> None:
     async def test() -> None:
         async with fleet(2, SLOW) as made:
             params = replace(PARAMS, top_k=5, sampling_mask=is_repeated)
@@ -218,7 +218,7 @@ def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> N
     play(test())
 
 
-def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
+def test_counters_never_fall_and_gauges_cover_live_replicas() -> None:
     async def test() -> None:
         async with fleet(3, restart=True) as made:
             for engine in made.engines:
@@ -251,7 +251,7 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
 
 
 @pytest.mark.thorough
-def test_what_became_of_drafts_is_of_all_engines_that_there_were() -> None:
+def test_draft_counters_cover_dead_engines() -> None:
     def drafts(*drafted: int, accepted: tuple[int, ...], source: str = "suffix") -> EngineStats:
         return stats(
             speculation=SpeculationStats(
@@ -282,7 +282,7 @@ def test_what_became_of_drafts_is_of_all_engines_that_there_were() -> None:
 
 
 @pytest.mark.thorough
-def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_once() -> None:
+def test_lockstep_engines_restart_together_after_the_last_death() -> None:
     async def test() -> None:
         async with fleet(3, restart=True, in_lockstep=True) as made:
             made.engines[1].die("it was killed")
@@ -312,7 +312,7 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
 
 
 @pytest.mark.thorough
-def test_start_that_fails_late_leaves_the_next_ones_alone(
+def test_late_failed_start_does_not_affect_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client is closed before its start raises, which takes time."""

@@ -55,7 +55,7 @@ def at(made: Made, stream_number: int = 0) -> Engine:
     ],
     ids=["plain", "text", "logprobs", "repeated"],
 )
-def test_stream_goes_on_where_it_was(params: SamplingParams) -> None:
+def test_stream_continues_at_its_position(params: SamplingParams) -> None:
     async def test() -> None:
         async with fleet() as made:
             quiet = await whole(made, params)
@@ -88,7 +88,7 @@ def test_stream_goes_on_where_it_was(params: SamplingParams) -> None:
     play(test())
 
 
-def test_what_cannot_be_gone_on_with_is_repeated() -> None:
+def test_request_that_cannot_continue_is_repeated() -> None:
     async def test() -> None:
         async with fleet() as made:
             for engine in made.engines:
@@ -120,7 +120,7 @@ def test_repetition_that_differs_ends_with_an_error() -> None:
     play(test())
 
 
-def test_text_is_counted_down_with_the_tokens_that_come_again() -> None:
+def test_repeated_text_is_skipped_with_its_tokens() -> None:
     """Also where the repetition comes in other portions: its last old token and its first new one
     in one delta.
     """
@@ -166,7 +166,7 @@ def test_moved_sample_with_other_logprobs_ends_with_an_error(
     play(test())
 
 
-def test_repetition_that_nobody_has_heard_of_may_differ() -> None:
+def test_unstreamed_repetition_may_differ() -> None:
     """Weights have changed, and it does not stream: it is another sample, whole."""
 
     async def test() -> None:
@@ -189,7 +189,7 @@ def test_repetition_that_nobody_has_heard_of_may_differ() -> None:
     play(test())
 
 
-def test_group_goes_on_together_and_ended_samples_stay_ended() -> None:
+def test_group_continues_together_without_its_ended_samples() -> None:
     async def test() -> None:
         async with fleet() as made:
             for engine in made.engines:
@@ -213,7 +213,7 @@ def test_group_goes_on_together_and_ended_samples_stay_ended() -> None:
     play(test())
 
 
-def test_one_that_does_not_stream_goes_on_from_what_was_told() -> None:
+def test_unstreamed_request_continues_from_reported_tokens() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.02)) as made:
             stream = made.client.submit([1, 2], PARAMS, 2, stream=False)
@@ -240,7 +240,7 @@ def test_one_that_does_not_stream_goes_on_from_what_was_told() -> None:
     play(test())
 
 
-def test_request_that_nothing_has_come_of_begins_again_as_it_was() -> None:
+def test_request_without_tokens_restarts_unchanged() -> None:
     async def test() -> None:
         async with fleet() as made:
             for engine in made.engines:
@@ -258,7 +258,7 @@ def test_request_that_nothing_has_come_of_begins_again_as_it_was() -> None:
     play(test())
 
 
-def test_seeds_are_the_fleets_and_what_was_asked_for_is_told() -> None:
+def test_fleet_chooses_seeds_and_reports_the_requested_ones() -> None:
     async def test() -> None:
         async with fleet(seed=3) as made:
             asked = SamplingParams(max_tokens=4)
@@ -271,7 +271,7 @@ def test_seeds_are_the_fleets_and_what_was_asked_for_is_told() -> None:
     play(test())
 
 
-def test_when_all_are_dead_so_is_the_fleet() -> None:
+def test_fleet_is_dead_if_all_replicas_are() -> None:
     async def test() -> None:
         async with fleet() as made:
             streams = [made.client.submit([each], PARAMS, stream=True) for each in range(4)]
@@ -292,7 +292,7 @@ def test_when_all_are_dead_so_is_the_fleet() -> None:
     "about",
     [{"numerics": "other"}, {"model_path": "other"}, {"vocab_size": 7}, {"eos_token_ids": (5,)}],
 )
-def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> None:
+def test_fleet_rejects_unlike_engines(about: dict[str, object]) -> None:
     """From the beginning, as one more, or in the place of a dead one: they would go on with each
     other's requests.
     """
@@ -317,7 +317,7 @@ def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> N
     play(test())
 
 
-def test_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None:
+def test_dead_replica_is_replaced_at_the_live_version() -> None:
     async def test() -> None:
         async with fleet(restart=True) as made:
             made.client.supervisor.paused = True
@@ -346,7 +346,7 @@ def test_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None:
     play(test())
 
 
-def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
+def test_replacement_of_the_last_replica_is_a_new_engine() -> None:
     async def test() -> None:
         async with fleet(restart=True) as made:
             await made.client.call("begin_update", session=1, known=None)
@@ -365,7 +365,7 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
 
 
 @pytest.mark.thorough
-def test_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
+def test_hung_replica_is_killed_and_its_requests_continue() -> None:
     async def test() -> None:
         async with fleet(stall_timeout=1.0) as made:
             made.engines[0].go.clear()
@@ -411,7 +411,7 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
     play(test())
 
 
-def test_requests_can_be_aborted_and_closed_wherever_they_are() -> None:
+def test_requests_are_aborted_and_closed_on_any_replica() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.02)) as made:
             named = [
@@ -435,7 +435,7 @@ def test_requests_can_be_aborted_and_closed_wherever_they_are() -> None:
     play(test())
 
 
-def test_refusal_is_the_engines() -> None:
+def test_fleet_reports_the_engines_rejection() -> None:
     async def test() -> None:
         async with fleet(script=Script(refuse=InvalidRequest("too odd"))) as made:
             with pytest.raises(InvalidRequest, match="too odd"):
@@ -449,7 +449,7 @@ def test_refusal_is_the_engines() -> None:
 # -- one control plane -----------------------------------------------------------------------------
 
 
-def test_update_is_checked_by_all_before_any_has_it() -> None:
+def test_update_is_checked_by_all_replicas_before_it_starts() -> None:
     async def test() -> None:
         async with fleet() as made:
             made.engines[1].fails["prepare_update"] = WeightUpdateError("a tensor is missing")
@@ -466,7 +466,7 @@ def test_update_is_checked_by_all_before_any_has_it() -> None:
     play(test())
 
 
-def test_all_stop_while_they_change_weights_and_go_on_together() -> None:
+def test_replicas_pause_and_resume_together_for_an_update() -> None:
     async def test() -> None:
         async with fleet() as made:
             seen: list[list[bool]] = []
@@ -493,7 +493,7 @@ def test_all_stop_while_they_change_weights_and_go_on_together() -> None:
     play(test())
 
 
-def test_one_that_cannot_commit_gets_the_weights_from_another_before_it_serves_again() -> None:
+def test_replica_that_cannot_commit_is_resynced_before_serving() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.01)) as made:
             streams = [made.client.submit([each], PARAMS, stream=True) for each in range(4)]
@@ -514,7 +514,7 @@ def test_one_that_cannot_commit_gets_the_weights_from_another_before_it_serves_a
     play(test())
 
 
-def test_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
+def test_replica_that_dies_in_an_update_does_not_stop_others() -> None:
     async def test() -> None:
         for name in ("begin_update", "receive_broadcast", "prepare_update", "finish_update"):
             async with fleet(3) as made:
@@ -532,7 +532,7 @@ def test_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
     play(test())
 
 
-def test_what_one_cannot_begin_or_receive_is_cancelled_on_all() -> None:
+def test_update_failure_on_one_replica_is_cancelled_on_all() -> None:
     async def test() -> None:
         for name in ("begin_update", "receive_broadcast"):
             async with fleet(3) as made:
@@ -570,7 +570,7 @@ def test_replicas_join_a_group_with_rising_ranks_or_not_at_all() -> None:
     play(test())
 
 
-def test_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_that_is() -> None:
+def test_replica_outside_the_trainers_group_is_resynced() -> None:
     async def test() -> None:
         async with fleet() as made:
             group = {"group": "g", "named": True, "host": "h", "port": 1, "seconds": 5.0}

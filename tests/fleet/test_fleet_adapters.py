@@ -69,9 +69,7 @@ async def moved_at(client: FleetClient, tokens: int) -> None:
     client.drain(name, draining=False)
 
 
-def test_sample_that_moves_keeps_its_bits_and_its_adapters_versions(
-    model: Path, tmp_path: Path
-) -> None:
+def test_moved_sample_keeps_its_bits_and_adapter_versions(model: Path, tmp_path: Path) -> None:
     folder = adapter_folder(model, tmp_path, 1)
 
     async def test() -> None:
@@ -88,9 +86,7 @@ def test_sample_that_moves_keeps_its_bits_and_its_adapters_versions(
     play(test())
 
 
-def test_sample_tells_both_versions_when_it_moves_to_a_newer_one(
-    model: Path, tmp_path: Path
-) -> None:
+def test_moved_sample_reports_both_adapter_versions(model: Path, tmp_path: Path) -> None:
     folder, newer = (adapter_folder(model, tmp_path / str(seed), seed) for seed in (1, 2))
 
     async def test() -> None:
@@ -108,9 +104,7 @@ def test_sample_tells_both_versions_when_it_moves_to_a_newer_one(
     play(test())
 
 
-def test_one_that_comes_later_has_what_was_loaded_and_not_what_the_folder_holds_now(
-    model: Path, tmp_path: Path
-) -> None:
+def test_new_replica_has_the_adapter_as_loaded_not_as_on_disk(model: Path, tmp_path: Path) -> None:
     folder = adapter_folder(model, tmp_path, 1)
 
     async def test() -> None:
@@ -136,7 +130,7 @@ def test_one_that_comes_later_has_what_was_loaded_and_not_what_the_folder_holds_
     play(test())
 
 
-def test_what_is_refused_or_not_there_changes_no_replica(model: Path, tmp_path: Path) -> None:
+def test_rejected_or_missing_adapter_changes_no_replica(model: Path, tmp_path: Path) -> None:
     good = adapter_folder(model, tmp_path / "good", 1)
     bad = adapter_folder(model, tmp_path / "bad", 1, width=1)
 
@@ -150,8 +144,8 @@ def test_what_is_refused_or_not_there_changes_no_replica(model: Path, tmp_path: 
             with pytest.raises(AdapterNotFound, match="'other' is not loaded"):
                 await sample(client, with_adapter(name="other"))
             assert len(client.supervisor.living()) == 2
-            for each in client.supervisor.living().values():
-                assert await each.call("adapters") == (before,)
+            for replica in client.supervisor.living().values():
+                assert await replica.call("adapters") == (before,)
 
     play(test())
 
@@ -182,7 +176,7 @@ def test_prefix_is_fetched_by_adapter(model: Path, tmp_path: Path) -> None:
     play(test())
 
 
-def test_one_that_cannot_have_it_leaves_until_it_can() -> None:
+def test_replica_without_the_adapter_leaves_until_it_can_load() -> None:
     async def test() -> None:
         info = AdapterInfo("own", 1, 4, ("q_proj",), 64)
         async with fleet() as made:

@@ -42,7 +42,7 @@ async def complete(client: EngineClient, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_experts(tmp_path: Path) -> None:
+def test_experts_are_shared_by_two_processes(tmp_path: Path) -> None:
     old, new = (
         tiny_model(tmp_path / "old", "mixtral"),
         tiny_model(tmp_path / "new", "mixtral", seed=1),
@@ -104,7 +104,7 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_what_a_fleet_in_lockstep_needs(tmp_path: Path) -> None:
+def test_fleet_in_lockstep_checks_its_configuration(tmp_path: Path) -> None:
     engine = config_of(tiny_model(tmp_path, "mixtral"), expert_parallel=2)
     for options in ({}, {"replicas": 3}):
         with pytest.raises(ConfigError, match="replicas=2, not"):

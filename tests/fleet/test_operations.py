@@ -22,7 +22,7 @@ async def all_serve(made: Made, count: int) -> None:
     await until(lambda: len(made.client.supervisor.living()) == count)
 
 
-def test_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
+def test_replacement_engine_is_in_no_session() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await made.client.call("begin_update", session=1, known=None)
@@ -44,7 +44,7 @@ def test_engine_in_the_place_of_one_that_died_is_in_no_session() -> None:
     play(test())
 
 
-def test_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
+def test_replacement_engine_is_in_no_group() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             await made.client.call("join_group", rank=1, world_size=3, **GROUP)
@@ -63,7 +63,7 @@ def test_engine_in_the_place_of_one_that_died_is_in_no_group() -> None:
     play(test())
 
 
-def test_one_that_does_not_resume_is_brought_to_the_others() -> None:
+def test_replica_that_fails_to_resume_is_resynced() -> None:
     async def test() -> None:
         async with fleet() as made:
             await made.client.call("pause", mode="keep", seconds=1.0)
@@ -81,7 +81,7 @@ def test_one_that_does_not_resume_is_brought_to_the_others() -> None:
     play(test())
 
 
-def test_when_none_resumes_that_is_an_error() -> None:
+def test_resume_raises_if_every_replica_fails() -> None:
     async def test() -> None:
         async with fleet() as made:
             await made.client.call("pause", mode="keep", seconds=1.0)
@@ -95,7 +95,7 @@ def test_when_none_resumes_that_is_an_error() -> None:
     play(test())
 
 
-def test_one_that_does_not_go_on_after_an_update_is_brought_to_the_others() -> None:
+def test_replica_stuck_after_an_update_is_resynced() -> None:
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.01)) as made:
             stuck = made.engines[1]
@@ -112,7 +112,7 @@ def test_one_that_does_not_go_on_after_an_update_is_brought_to_the_others() -> N
     play(test())
 
 
-def test_one_that_joins_while_others_wait_for_their_pause_is_paused_too() -> None:
+def test_replica_that_joins_during_a_pending_pause_is_paused() -> None:
     async def test() -> None:
         async with fleet() as made:
             gate = asyncio.Event()
@@ -129,7 +129,7 @@ def test_one_that_joins_while_others_wait_for_their_pause_is_paused_too() -> Non
     play(test())
 
 
-def test_one_that_was_left_behind_asleep_wakes_with_the_others() -> None:
+def test_stale_sleeping_replica_wakes_with_the_others() -> None:
     async def test() -> None:
         async with fleet() as made:
             behind = made.engines[1]
@@ -144,7 +144,7 @@ def test_one_that_was_left_behind_asleep_wakes_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("kv_cache",)])
-def test_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -> None:
+def test_sleep_rejected_by_one_replica_is_undone_on_all(before: tuple[Memory, ...]) -> None:
     async def test() -> None:
         async with fleet(3) as made:
             made.client.supervisor.asleep = before
@@ -159,7 +159,7 @@ def test_sleep_that_one_refuses_is_undone_on_all(before: tuple[Memory, ...]) -> 
     play(test())
 
 
-def test_wake_that_one_refuses_is_undone_on_all() -> None:
+def test_wake_rejected_by_one_replica_is_undone_on_all() -> None:
     async def test() -> None:
         async with fleet(3) as made:
             made.client.supervisor.asleep = ("kv_cache", "weights")
@@ -186,19 +186,19 @@ def test_update_begins_on_all_or_on_none() -> None:
     play(test())
 
 
-def test_each_policy_has_a_branch_and_each_own_row_its_method() -> None:
+def test_policy_table_matches_branches_and_methods() -> None:
     async def test() -> None:
         async with fleet() as made:
             operations = made.client._operations  # pyright: ignore
             assert set(operations._policies) == set(get_args(FleetPolicy))  # pyright: ignore
-            for each in OPERATIONS.values():
-                assert (each.fleet != "undone") or each.undo in OPERATIONS
-                assert (each.fleet == "joined") == (each.join is not None)
+            for operation in OPERATIONS.values():
+                assert (operation.fleet != "undone") or operation.undo in OPERATIONS
+                assert (operation.fleet == "joined") == (operation.join is not None)
 
     play(test())
 
 
-def test_new_row_that_is_to_be_undone_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undoable_new_row_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     undo = Operation("unmark", "", "first", {"name": str})
     mark = Operation("mark", "", "undone", {"name": str, "size": int}, undo="unmark")
     monkeypatch.setattr(

@@ -97,7 +97,7 @@ def requests_of(client: FleetClient, place: int) -> Any:
     return inner._core.engine
 
 
-def test_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: Path) -> None:
+def test_disaggregated_bits_match_one_engine_with_prompts_once(model: Path) -> None:
     async def test() -> None:
         async with split(model, 1, 0) as client:
             expected = await answers(client)
@@ -130,7 +130,7 @@ def test_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: Path)
     play(test())
 
 
-def test_grammars_go_with_requests_from_one_replica_to_the_other(tmp_path: Path) -> None:
+def test_grammars_move_with_their_requests(tmp_path: Path) -> None:
     """The token that a prefill draws is the grammar's first."""
     folder = with_tokenizer(tiny_llama(tmp_path, seed=0))
     grammars = [
@@ -160,7 +160,7 @@ def test_grammars_go_with_requests_from_one_replica_to_the_other(tmp_path: Path)
 
 
 @pytest.mark.thorough
-def test_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
+def test_stop_string_in_the_first_token_ends_the_sample() -> None:
     """It is drawn on the replica that computes prompts, and the other one must not go on after
     it.
     """
@@ -191,7 +191,7 @@ def test_stop_string_that_the_first_token_completes_ends_the_sample_there() -> N
     play(test())
 
 
-def test_where_blocks_cannot_be_brought_they_are_computed(model: Path) -> None:
+def test_blocks_are_recomputed_if_they_cannot_be_transferred(model: Path) -> None:
     async def test() -> None:
         async with split(model, 1, 0) as client:
             expected = await answers(client)
@@ -209,7 +209,7 @@ def test_where_blocks_cannot_be_brought_they_are_computed(model: Path) -> None:
     play(test())
 
 
-def test_engines_whose_blocks_stay_where_they_are_are_refused(model: Path) -> None:
+def test_engines_without_block_transfer_are_rejected(model: Path) -> None:
     async def test() -> None:
         with pytest.raises(InvalidRequest, match="set enable_prefix_caching=True"):
             async with split(model, enable_prefix_caching=False):
@@ -219,7 +219,7 @@ def test_engines_whose_blocks_stay_where_they_are_are_refused(model: Path) -> No
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_either_side_dies_the_other_goes_on(model: Path, victim: int) -> None:
+def test_disaggregated_side_continues_if_the_other_dies(model: Path, victim: int) -> None:
     async def test() -> None:
         async with split(model, 1, 0) as client:
             expected = await answers(client)
@@ -252,7 +252,7 @@ def scripted(act: Callable[..., Any]) -> None:
 PARAMS = SamplingParams(max_tokens=20, seed=1)
 
 
-def test_request_that_is_given_up_on_its_way_goes_nowhere() -> None:
+def test_request_cancelled_in_transfer_is_dropped() -> None:
     async def act(made: Any) -> None:
         for engine in made.engines:
             engine.returns |= {"count_blocks": 0}
@@ -266,7 +266,7 @@ def test_request_that_is_given_up_on_its_way_goes_nowhere() -> None:
     scripted(act)
 
 
-def test_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
+def test_request_aborted_in_transfer_arrives_and_ends() -> None:
     async def act(made: Any) -> None:
         held = asyncio.Event()
         for engine in made.engines:
@@ -291,7 +291,7 @@ def test_request_that_is_aborted_on_its_way_lands_and_ends() -> None:
     scripted(act)
 
 
-def test_replica_that_was_chosen_may_be_gone_when_the_blocks_are_there() -> None:
+def test_chosen_replica_may_be_gone_before_the_blocks_arrive() -> None:
     async def act(made: Any) -> None:
         quiet = told(await _all(made.client.submit([1] * 3, PARAMS, stream=True)))
 
@@ -364,7 +364,7 @@ def test_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "prefill"), [(1, 1), (2, 2), (2, -1), (2, 1.0)])
-def test_somebody_has_to_go_on(replicas: int, prefill: Any) -> None:
+def test_fleet_needs_a_replica_that_decodes(replicas: int, prefill: Any) -> None:
     with pytest.raises(ConfigError, match="prefill_replicas"):
         ServerConfig(replicas=replicas, prefill_replicas=prefill)
     assert ServerConfig(replicas=2, prefill_replicas=1).prefill_replicas == 1

@@ -107,7 +107,7 @@ async def answers(
 
 
 @pytest.mark.thorough
-def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in_the_middle(
+def test_streams_keep_their_bits_if_a_replica_is_killed(
     model: Path,
 ) -> None:
     """kill -9."""
@@ -117,9 +117,9 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
             quiet = await answers(asked(client, 200))
             streams = asked(client, 200)
             heard: dict[int, list[Delta]] = {}
-            for place, stream in enumerate(streams):
-                if kinds_of_requests(200)[place][3]:
-                    heard[place] = await stream.next()
+            for index, stream in enumerate(streams):
+                if kinds_of_requests(200)[index][3]:
+                    heard[index] = await stream.next()
             victim = client.supervisor.replicas["0"].client
             on_it = sum(request.client is victim for request in client.requests.values())
             assert on_it > 4
@@ -133,7 +133,7 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
 
 
 @pytest.mark.thorough
-def test_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_any(
+def test_drafted_streams_keep_their_bits_if_a_replica_dies(
     model: Path,
 ) -> None:
     """kill -9, while streams get several tokens a step."""
@@ -176,7 +176,7 @@ def test_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_an
 
 
 @pytest.mark.thorough
-def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
+def test_constrained_sample_keeps_its_grammar_after_a_death(
     tmp_path: Path,
 ) -> None:
     """Between processes, by `Resume`; and a compilation that fails ends its request alone."""
@@ -212,7 +212,7 @@ def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
     play(test())
 
 
-def test_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serves(
+def test_new_replica_gets_live_weights_and_pause_before_serving(
     model: Path,
 ) -> None:
     async def test() -> None:
@@ -284,7 +284,7 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
+def test_wanted_count_and_pause_survive_a_move(model: Path) -> None:
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
             stream = client.submit(
@@ -308,7 +308,7 @@ def test_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path) -> None:
+def test_old_weights_requests_finish_on_any_replica(model: Path) -> None:
     """As long as that replica has kept them; else they go on with those that serve."""
 
     async def test() -> None:
@@ -351,7 +351,7 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
 
 
 @pytest.mark.thorough
-def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_path: Path) -> None:
+def test_sample_moved_amid_mixed_weights_replays_bit_for_bit(tmp_path: Path) -> None:
     """A sample says which weights computed what it attended to, also where a replica that is gone
     has drawn it.
     """
@@ -412,7 +412,7 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
             assert not differences(sample, replayer.replay(sample))
 
 
-def test_server_shows_its_replicas_and_lets_an_administrator_change_them(model: Path) -> None:
+def test_server_lists_replicas_and_an_administrator_edits_them(model: Path) -> None:
     config = ServerConfig(port=0, in_process=True, replicas=2, admin_key="boss")
     client = engine_client(config_of(model), config)
     assert isinstance(client, FleetClient)

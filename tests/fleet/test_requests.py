@@ -49,7 +49,7 @@ def test_fleet_request_returns_the_new_tokens_of_a_repetition() -> None:
     assert request.samples[0].token_ids == [1, 2, 3]
 
 
-def test_fleet_request_raises_where_a_repetition_differs() -> None:
+def test_fleet_request_raises_if_a_repetition_differs() -> None:
     request = request_of()
     request.take(delta_of(1, 2))
     request.hand_to(Replica(Script([])), Ticket("1", 1), Replies())
@@ -58,7 +58,7 @@ def test_fleet_request_raises_where_a_repetition_differs() -> None:
     assert request.samples[0].token_ids == [1, 2]
 
 
-def test_fleet_request_keeps_tokens_that_its_client_does_not_stream() -> None:
+def test_fleet_request_keeps_tokens_its_client_does_not_stream() -> None:
     request = request_of(stream=False)
     assert request.take(delta_of(1, 2)) is None
     assert request.has_begun

@@ -92,7 +92,7 @@ class Lives:
 
 @settings(max_examples=at_depth(60), deadline=None)
 @given(st.data())
-def test_whatever_happens_the_counts_are_those_of_the_requests(data: st.DataObject) -> None:
+def test_router_counts_match_the_open_requests(data: st.DataObject) -> None:
     lives = Lives(data)
     for _ in range(data.draw(st.integers(1, 30))):
         getattr(
@@ -104,7 +104,7 @@ def test_whatever_happens_the_counts_are_those_of_the_requests(data: st.DataObje
         lives.check()
 
 
-def test_equals_take_turns_and_the_loaded_wait() -> None:
+def test_router_rotates_equal_replicas_and_spares_loaded_ones() -> None:
     it = router("0", "1", "2")
     first = [it.place([9]) for _ in range(6)]
     assert sorted(each.replica for each in first) == ["0", "0", "1", "1", "2", "2"]
@@ -115,7 +115,7 @@ def test_equals_take_turns_and_the_loaded_wait() -> None:
     assert [it.score(name) for name in "012"].count(2) == 2  # those that run weigh a quarter
 
 
-def test_equals_take_turns_also_when_each_request_has_ended_before_the_next() -> None:
+def test_router_rotates_equal_replicas_between_idle_periods() -> None:
     it = router("0", "1", "2")
     chosen = list[str]()
     for number in range(9):
@@ -137,7 +137,7 @@ def test_equals_take_turns_also_when_each_request_has_ended_before_the_next() ->
     assert chosen == ["0", "1", "2"] * 2
 
 
-def test_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
+def test_longest_prefix_wins_until_its_holder_is_overloaded() -> None:
     it = router("0", "1", piece_worth=3)
     prompt = list(range(4 * PIECE))
     first = it.place(prompt)
@@ -153,7 +153,7 @@ def test_longest_prefix_is_preferred_until_its_holder_is_overloaded() -> None:
     assert it.place(prompt[:PIECE]).replica == other  # 1 piece is worth 3
 
 
-def test_salts_versions_and_flushes_hide_prefixes() -> None:
+def test_prefixes_are_hidden_by_salts_versions_and_flushes() -> None:
     it = router("0", "1")
     prompt = list(range(2 * PIECE))
     it.finished(it.place(prompt, salt="a", version=1))
@@ -163,7 +163,7 @@ def test_salts_versions_and_flushes_hide_prefixes() -> None:
     assert it.place(prompt, salt="a", version=1).cached == 0
 
 
-def test_adapter_hides_prefixes() -> None:
+def test_prefixes_are_hidden_by_adapters() -> None:
     it = router("0")
     prompt = list(range(2 * PIECE))
     it.place(prompt)
@@ -171,7 +171,7 @@ def test_adapter_hides_prefixes() -> None:
     assert it.place(prompt, adapter="own@1").cached == 2 * PIECE
 
 
-def test_replica_that_takes_anothers_slot_has_none_of_its_prefixes() -> None:
+def test_replica_in_a_reused_slot_starts_without_prefixes() -> None:
     it = router("0")
     prompt = list(range(2 * PIECE))
     old = it.place(prompt, 3)
@@ -197,7 +197,7 @@ def test_sessions_stick_while_their_replica_takes_requests() -> None:
     assert len(it._sessions) == 2
 
 
-def test_what_is_remembered_is_bounded_and_the_common_start_stays() -> None:
+def test_prefix_memory_is_bounded_and_keeps_the_common_start() -> None:
     it = router("0", "1", max_keys=10)
     stem = [1] * PIECE
     for number in range(50):
@@ -211,10 +211,10 @@ def test_long_prompts_cost_little_more_than_short_ones() -> None:
     prompt = list(range(10**5))
     ends = [end for _, end in it._keys(prompt, None)]
     assert ends == [PIECE * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
-    for place, end in enumerate(ends):
+    for index, end in enumerate(ends):
         other = [*prompt[: end - PIECE], *[-1] * PIECE, *prompt[end:]]
         same = [a == b for a, b in zip(it._keys(prompt, None), it._keys(other, None), strict=True)]
-        assert same == [True] * place + [False] * (len(ends) - place)
+        assert same == [True] * index + [False] * (len(ends) - index)
 
 
 def test_slow_replica_gets_less() -> None:

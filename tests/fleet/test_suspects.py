@@ -29,7 +29,7 @@ async def all_of(stream: RequestStream) -> list[Delta]:
 
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["resumed", "repeated"])
-def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> None:
+def test_poisonous_request_kills_at_most_three_engines(tokens: int, is_masked: bool) -> None:
     """In its prefill or later."""
 
     def says(request: Generate, index: int) -> Script:
@@ -80,7 +80,7 @@ async def suspects(made: Made, count: int) -> list[RequestStream]:
     return streams
 
 
-def test_each_replica_has_one_suspect_at_a_time() -> None:
+def test_replica_has_one_suspect_at_a_time() -> None:
     async def test() -> None:
         async with fleet(3) as made:
             made.on_made = lambda engine: engine.go.clear()
@@ -104,7 +104,7 @@ def test_each_replica_has_one_suspect_at_a_time() -> None:
     play(test())
 
 
-def test_only_the_suspect_that_it_had_ends_with_a_third_engine() -> None:
+def test_suspect_of_a_third_dead_engine_is_the_only_one_to_end() -> None:
     async def test() -> None:
         async with fleet(3) as made:
             await made.client.add()
@@ -124,7 +124,7 @@ def test_only_the_suspect_that_it_had_ends_with_a_third_engine() -> None:
     play(test())
 
 
-def test_moves_that_nothing_has_died_for_count_for_nobody() -> None:
+def test_planned_moves_raise_no_suspicion() -> None:
     async def test() -> None:
         async with fleet(2, Script(list(range(100, 130)), delay=0.005)) as made:
             stream = made.client.submit([1], PARAMS, stream=True)

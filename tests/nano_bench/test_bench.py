@@ -32,7 +32,7 @@ def dies_at(number: int) -> Any:
 
 
 @pytest.mark.thorough
-def test_table_a_report_and_a_picture(tmp_path: Path) -> None:
+def test_load_writes_a_table_a_report_and_a_picture(tmp_path: Path) -> None:
     out, picture = tmp_path / "load.json", tmp_path / "load.png"
     with in_a_thread(our_server) as url:
         result = run(
@@ -95,7 +95,7 @@ def test_errors_fail_the_command() -> None:
         (("--out", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
     ],
 )
-def test_no_server_and_wrong_use_are_exit_code_2(words: tuple[str, ...], said: str) -> None:
+def test_missing_server_and_wrong_usage_exit_with_code_2(words: tuple[str, ...], said: str) -> None:
     result = run("bench", "http://127.0.0.1:1", *words)
     assert result.exit_code == 2
     assert said in result.stderr

@@ -53,7 +53,7 @@ def run(script: Script, asks: list[Ask], **options: Any) -> tuple[Load, Server]:
     return load.run(main())
 
 
-def test_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
+def test_closed_loop_keeps_its_concurrency_and_connections() -> None:
     asks = token_requests(20, 5, 3, stream=False, top_k=7)
     done, server = run(whole, asks, concurrency=4)
     assert done.errors == []
@@ -124,7 +124,7 @@ def test_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
 
 
 @pytest.mark.thorough
-def test_requests_set_out_at_a_rate_however_many_are_under_way() -> None:
+def test_open_loop_keeps_its_rate_at_any_concurrency() -> None:
     async def slow(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)
         await whole(server, body, writer)
@@ -182,7 +182,7 @@ async def nonsense(_: Server, __: dict[str, Any], writer: asyncio.StreamWriter) 
         (nonsense, False, "no choices"),
     ],
 )
-def test_what_goes_wrong_is_counted_and_said(script: Script, stream: bool, words: str) -> None:
+def test_errors_are_counted_and_reported(script: Script, stream: bool, words: str) -> None:
     done, _ = run(script, token_requests(3, 5, 3, stream=stream), concurrency=2)
     assert len(done.errors) == 3
     for error in done.errors:
@@ -190,7 +190,7 @@ def test_what_goes_wrong_is_counted_and_said(script: Script, stream: bool, words
     assert done.row()["output_tokens"] == 0
 
 
-def test_server_that_does_not_answer_is_given_up() -> None:
+def test_unresponsive_server_times_out() -> None:
     async def silent(_: Server, __: dict[str, Any], ___: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)
 
@@ -198,7 +198,7 @@ def test_server_that_does_not_answer_is_given_up() -> None:
     assert done.errors == ["no complete reply within 0.05 s"] * 2
 
 
-def test_without_usage_the_pieces_are_counted() -> None:
+def test_pieces_are_counted_without_usage() -> None:
     reply = load.Reply(
         0.0, 200, [(0.1, json.dumps(choice(text="")).encode()), (0.2, b"[DONE]")], ended=0.2
     )
@@ -212,7 +212,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     inner = f"import subprocess, sys\ninput()\n{run_busy}\ninput()"
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
-        own = time.process_time()
+        cpu_time = time.process_time()
         before, spent = meter.read(), 0.0
         assert process.stdin is not None
         process.stdin.write(b"\n")  # only now is it busy
@@ -224,7 +224,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
             time.sleep(0.1)
         assert 0.28 <= spent < 1.0
         client = meter.read()["client"] - before["client"]
-        assert 0 < client <= time.process_time() - own  # reading takes time, the busy one none
+        assert 0 < client <= time.process_time() - cpu_time  # reading takes time, the busy one none
     assert server_parts(os.getpid())["api"] == os.getpid()
 
 
@@ -236,7 +236,7 @@ def test_kinds_of_errors_are_counted() -> None:
 
 
 @pytest.mark.parametrize("given", [{"concurrency": 2}, {"starts": start_times(100.0)}])
-def test_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
+def test_load_ends_if_the_server_is_gone_and_counts_all_requests(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "GIVE_UP", 0.2)
@@ -268,7 +268,7 @@ def test_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
     assert sum(kinds.values()) == 397
 
 
-def test_after_the_duration_no_request_sets_out_and_those_under_way_end() -> None:
+def test_load_starts_no_request_after_its_duration() -> None:
     shape = Shape(Lengths.read("3"), Lengths.read("3"), stream=False)
     done, server = run(whole, shape.asks(0), concurrency=2, seconds=2.0)
     assert done.errors == []
@@ -302,7 +302,7 @@ def test_interrupted_load_returns_what_it_saw() -> None:
     assert [each.kind for each in done.outcomes] == [None, None, "interrupted"]
 
 
-def test_many_replies_are_read_while_the_load_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_read_while_the_load_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "LATE", 3)
     done, _ = run(streamed, token_requests(6, 5, 3, stream=True))
     assert [each.tokens for each in done.outcomes] == [3] * 6
@@ -353,7 +353,7 @@ def test_lengths_follow_their_distribution() -> None:
     ["", "x", "0", "1.5", "uniform:3", "uniform:6:3", "gamma:1:2", "lognormal:5:0", "inf", "nan",
      "lognormal:9:1:5", "uniform:1:2:3"],
 )  # fmt: skip
-def test_what_is_no_length(text: str) -> None:
+def test_length_rejects_other_texts(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a length"):
         Lengths.read(text)
 
@@ -393,7 +393,7 @@ def test_addresses(url: str, address: Any, line: bytes) -> None:
         Target("h", key="ä"),
     ],
 )
-def test_what_is_no_address(target: Target) -> None:
+def test_address_rejects_other_texts(target: Target) -> None:
     with pytest.raises(ConfigError):
         _ = target.address
 

@@ -32,8 +32,8 @@ def page_of(*lines: Any) -> Page:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    return json.loads(found)
+    (match,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(match)
 
 
 def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_samples_of_generate(folders: dict[str, str], tmp_path: Path) -> None:
     assert data["trainer"] == data["advantages"] == ""
 
 
-def test_what_a_row_may_hold() -> None:
+def test_row_fields_are_checked() -> None:
     page = page_of(
         row(reward=1, advantage=0.5, weight_version=3, finish_reason="stop", sample_index=0),
         row(trainer_logprobs=[-0.1, None], loss_mask=[False, True], advantage=[1, -1]),
@@ -146,7 +146,7 @@ def test_page_is_one_safe_file() -> None:
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|url\(", frame)
 
 
-def test_files_that_hold_nothing_and_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_report_rejects_empty_and_unwritable_files(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"{half")
     result = run("report", str(file), "-o", str(tmp_path / "x.html"))

@@ -54,7 +54,7 @@ def settled(path: Path) -> bytes:
     return json.dumps([(row["id"], without(row)) for row in rows(path)]).encode()
 
 
-def test_rows_of_an_engine_and_a_run_that_goes_on(folders: dict[str, str], tmp_path: Path) -> None:
+def test_rows_match_the_engine_and_a_run_resumes(folders: dict[str, str], tmp_path: Path) -> None:
     source, whole, again = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "again.jsonl"))
     chat = {"messages": [{"role": "user", "content": "hi"}], "prompt": None}
     bodies = {"messages": chat["messages"], "max_tokens": 4}
@@ -127,7 +127,7 @@ def dies(after: int) -> Script:
     return script
 
 
-def test_server_that_dies_leaves_whole_rows_and_the_next_run_does_the_rest(
+def test_run_resumes_from_whole_rows_after_the_server_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "FIRST_WAIT", 0.001)
@@ -165,7 +165,7 @@ def test_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         asyncio.run(patiently(ask, "/", b""))
 
 
-def test_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_cannot_impose_an_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "LONGEST_WAIT", 0.01)
     answers = iter([Answer.of(429, {"retry-after": "9" * 400}, b""), Answer(200, b"{}")])
 
@@ -176,7 +176,7 @@ def test_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.MonkeyP
     assert asyncio.run(asyncio.wait_for(patiently(ask, "/", b""), 5)).status == 200
 
 
-def test_answer_that_is_nested_without_an_end_is_a_row(tmp_path: Path) -> None:
+def test_endlessly_nested_answer_is_a_row(tmp_path: Path) -> None:
     async def ask(path: str, body: bytes) -> Answer:
         return Answer(200, b"[" * 100_000)
 
@@ -186,7 +186,7 @@ def test_answer_that_is_nested_without_an_end_is_a_row(tmp_path: Path) -> None:
     assert rows(output.path)[0]["error"]["code"] == "invalid_response"
 
 
-def test_few_lines_are_held_and_rows_keep_their_order(tmp_path: Path) -> None:
+def test_lines_in_memory_are_bounded_and_rows_keep_their_order(tmp_path: Path) -> None:
     taken = asked = most = 0
 
     def endless() -> Any:
@@ -209,7 +209,7 @@ def test_few_lines_are_held_and_rows_keep_their_order(tmp_path: Path) -> None:
     assert output.counts.tokens == 400
 
 
-def test_what_is_answered_with_no_json_or_not_in_time_is_an_error_row(tmp_path: Path) -> None:
+def test_late_or_non_json_answer_is_an_error_row(tmp_path: Path) -> None:
     async def odd(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body["prompt"] == "say slow":
             await asyncio.sleep(60)
@@ -276,7 +276,7 @@ def test_disk_that_is_full_leaves_whole_rows(
     assert [row["custom_id"] for row in rows(output.path)] == ["1", "2", "3", "4"]
 
 
-def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
+def test_file_is_written_by_one_run_at_a_time(tmp_path: Path) -> None:
     with Output(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="in use by another run"):
         Output(tmp_path / "out.jsonl")
 

@@ -49,13 +49,13 @@ def test_chunks_join_to_the_body(
 
 
 @given(cuts)
-def test_events_are_found_wherever_they_are_cut(reads: list[int]) -> None:
+def test_events_are_found_at_any_split(reads: list[int]) -> None:
     reader = Events()
     assert [event for part in pieces(EVENTS, reads) for event in reader.feed(part)] == EVENT_DATA
 
 
 @pytest.mark.parametrize("data", [b"zz\r\n", b"-5\r\nabcdefgh\r\n", b"2\r\nabc\r\n", b"3" * 70_000])
-def test_what_is_not_chunked_is_refused(data: bytes) -> None:
+def test_unchunked_body_is_rejected(data: bytes) -> None:
     with pytest.raises(Broken):
         Chunks().feed(data)
 
@@ -103,9 +103,7 @@ def exchange(parts: list[bytes], *, lost: bool = False) -> tuple[Reply, Connecti
 
 
 @given(cuts, cuts, st.booleans())
-def test_stream_is_read_wherever_it_is_cut(
-    chunks: list[int], reads: list[int], interim: bool
-) -> None:
+def test_stream_is_read_at_any_split(chunks: list[int], reads: list[int], interim: bool) -> None:
     head = HEAD % (b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
     data = (b"HTTP/1.1 100 Continue\r\n\r\n" if interim else b"") + head + chunked(EVENTS, chunks)
     reply, connection, wire = exchange(pieces(data, reads))
@@ -147,7 +145,7 @@ def test_connection_that_closes_is_not_used_again() -> None:
         ),
     ],
 )
-def test_broken_reply_says_how(parts: list[bytes], words: str) -> None:
+def test_broken_reply_is_described(parts: list[bytes], words: str) -> None:
     with pytest.raises(Broken, match=words):
         exchange(parts, lost=True)
 

@@ -53,7 +53,7 @@ class Networks:
         self._pass_on("0")
 
     def mend(self) -> None:
-        """It gets through again."""
+        """Restore the connection between the networks."""
         self._pass_on("1")
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""What a new replica must receive: exactly what makes the version that serves."""
+"""A new replica receives exactly the updates that make the live version."""
 
 import json
 
@@ -17,7 +17,7 @@ def bucket(names: frozenset[str], content: object = None) -> Bucket:
     )
 
 
-def test_nothing_is_version_0() -> None:
+def test_version_0_has_no_changes() -> None:
     assert KeptWeights().version == 0
     assert KeptWeights().updates == ()
 
@@ -27,7 +27,7 @@ def test_whole_update_replaces_all_before() -> None:
     assert [update.version for update in kept.updates] == [3]
 
 
-def test_what_a_part_leaves_is_kept() -> None:
+def test_partial_update_keeps_the_rest() -> None:
     kept = (
         KeptWeights()
         .after(1, [bucket(frozenset("ab")), bucket(frozenset("c"))])
@@ -43,18 +43,18 @@ def test_what_a_part_leaves_is_kept() -> None:
 
 @st.composite
 def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
-    """Of each its buckets, which have no name in common."""
-    found: list[list[frozenset[str]]] = []
+    """Return each update's buckets, which share no name."""
+    results: list[list[frozenset[str]]] = []
     for _ in range(draw(st.integers(1, 6))):
         names = draw(st.sets(st.sampled_from(NAMES), min_size=1))
         cut = draw(st.integers(0, len(names)))
         ordered = sorted(names)
-        found.append([frozenset(part) for part in (ordered[:cut], ordered[cut:]) if part])
-    return found
+        results.append([frozenset(part) for part in (ordered[:cut], ordered[cut:]) if part])
+    return results
 
 
 @given(updates())
-def test_kept_make_the_same_weights(history: list[list[frozenset[str]]]) -> None:
+def test_kept_updates_restore_the_same_weights(history: list[list[frozenset[str]]]) -> None:
     everything: dict[str, int] = {}
     states: list[dict[str, int]] = [{}]  # of every version
     kept = KeptWeights()

@@ -43,7 +43,7 @@ def networks() -> Iterator[Networks]:
         yield found
 
 
-def test_ray_goes_on_where_a_network_is_cut(networks: Networks, tmp_path: Path) -> None:
+def test_ray_recovers_from_a_network_cut(networks: Networks, tmp_path: Path) -> None:
     models(tmp_path)
     with ExitStack() as stack:
         short = stack.enter_context(

@@ -36,7 +36,7 @@ def models(folder: Path) -> None:
 
 
 def run(*told: object) -> str:
-    """What Ray's Python says, at the end."""
+    """Return the last output of Ray's Python."""
     # Ray's sockets have long names below this folder, and no name of a socket may be longer than
     # 107 letters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
@@ -61,13 +61,13 @@ def test_bits_of_one_engine(seen: dict[str, Any]) -> None:
     assert seen["ids"]
 
 
-def test_all_replicas_take_new_weights(seen: dict[str, Any]) -> None:
+def test_replicas_all_take_new_weights(seen: dict[str, Any]) -> None:
     assert seen["versions"] == [1, 2]
     assert seen["each version"] == [2, 2]
     assert seen["checksum"]
 
 
-def test_what_is_refused_changes_nothing(seen: dict[str, Any]) -> None:
+def test_rejected_update_changes_nothing(seen: dict[str, Any]) -> None:
     said = seen["refused"]
     assert "shape" in said["shape"]
     assert "the update is empty" in said["none"]
@@ -102,13 +102,13 @@ def test_replicas_come_and_go_under_load(seen: dict[str, Any]) -> None:
     assert seen["elastic"] == [True, 1]
 
 
-def test_all_die(seen: dict[str, Any]) -> None:
+def test_fleet_survives_the_death_of_all_replicas(seen: dict[str, Any]) -> None:
     assert seen["all killed"]
     assert seen["after all"] == [2, True]
     assert seen["next"] == 3
 
 
-def test_nothing_stays_behind(seen: dict[str, Any]) -> None:
+def test_shutdown_leaves_no_process(seen: dict[str, Any]) -> None:
     assert seen["given back"] >= 2
 
 

@@ -92,7 +92,7 @@ def asked(url: str, path: str, body: Any = None) -> Any:
 
 
 def tokens(url: str, number: int) -> list[int]:
-    """Of one stream."""
+    """Return the token ids of one stream."""
     body = {
         "model": "x",
         "prompt": [5 + number, 6, 7, 8],
@@ -106,18 +106,18 @@ def tokens(url: str, number: int) -> list[int]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    found: list[int] = []
+    results: list[int] = []
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 for choice in event["choices"]:
-                    found += choice.get("token_ids") or []
-    return found
+                    results += choice.get("token_ids") or []
+    return results
 
 
 def all_streams(url: str) -> list[list[int]]:
-    """Of all, at the same time."""
+    """Return the token ids of all streams, which run concurrently."""
     found: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
 
     def one(number: int) -> None:
@@ -131,7 +131,9 @@ def all_streams(url: str) -> list[list[int]]:
     return found
 
 
-def test_ray_streams_go_on(server: tuple["subprocess.Popen[bytes]", str]) -> None:
+def test_ray_streams_continue_after_a_failure(
+    server: tuple["subprocess.Popen[bytes]", str],
+) -> None:
     process, url = server
     quiet = all_streams(url)
     assert all(len(each) == 400 for each in quiet)

@@ -1,4 +1,4 @@
-"""What the scripts here have in common: the work, and ways to look at a fleet that does it."""
+"""Shared parts of the scripts here: the work and ways to watch a fleet that does it."""
 
 import sys
 import threading

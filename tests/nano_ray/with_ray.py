@@ -94,9 +94,11 @@ def main() -> dict[str, Any]:
     say("fleet")
     try:
         seen["nodes"] = {each.node for each in fleet.replicas()} == set(nodes)
-        found = fleet.generate(PROMPTS[:6], PARAMS, WIDTH)  # with seeds of the config's
-        seen["generate"] = bits(found) == bits(unseeded)
-        seen["ids"] = [each.request_id for each in found] == [each.request_id for each in unseeded]
+        samples = fleet.generate(PROMPTS[:6], PARAMS, WIDTH)  # with seeds of the config's
+        seen["generate"] = bits(samples) == bits(unseeded)
+        seen["ids"] = [each.request_id for each in samples] == [
+            each.request_id for each in unseeded
+        ]
         say("generated")
         seen["versions"] = [
             fleet.update_weights(whole),

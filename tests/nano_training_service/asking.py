@@ -154,9 +154,9 @@ class Asker:
             base_model=base_model,
             lora_config={"rank": 4, "seed": 1, **lora},
         )
-        found = self.result(asked["request_id"])
-        self.model, self.seq = found.get("model_id", ""), 0
-        return found
+        reply = self.result(asked["request_id"])
+        self.model, self.seq = reply.get("model_id", ""), 0
+        return reply
 
     def step(self, learning_rate: float = 0.1, **params: float) -> Any:
         """`optim_step`; its result."""

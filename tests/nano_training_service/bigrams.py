@@ -47,10 +47,10 @@ class BigramPolicy(nn.Module):
         (folder / "adapter_config.json").write_text(json.dumps({"r": self.adapter.rank}))
 
     def load(self, folder: Path) -> None:
-        found = load_file(folder / "adapter_model.safetensors")
+        tensors = load_file(folder / "adapter_model.safetensors")
         with torch.no_grad():
-            self.lora_a.copy_(found["a"])
-            self.lora_b.copy_(found["b"])
+            self.lora_a.copy_(tensors["a"])
+            self.lora_b.copy_(tensors["b"])
 
 
 class Bigrams:
@@ -86,8 +86,8 @@ class Bigrams:
     def load_adapter(self, name: str, folder: Path) -> None:
         assert name not in self.adapters
         assert len(self.adapters) < self.most
-        found = load_file(folder / "adapter_model.safetensors")
-        self.adapters[name] = found["a"], found["b"]
+        tensors = load_file(folder / "adapter_model.safetensors")
+        self.adapters[name] = tensors["a"], tensors["b"]
 
     def unload_adapter(self, name: str) -> None:
         del self.adapters[name]

@@ -1,4 +1,4 @@
-"""What clients can make the service hold or wait for: bodies, their parsing, and results."""
+"""Bounds on a service's memory and waits: bodies, their parsing, and results."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from tests.nano_training_service.conftest import Services
 from tests.nano_training_service.test_service import TOKENS, sequences
 
 
-def test_batch_that_is_parsed_holds_nobody_up(
+def test_batch_parsing_blocks_no_other_request(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate, running, most = threading.Event(), threading.Event(), [0], [0]
@@ -34,21 +34,21 @@ def test_batch_that_is_parsed_holds_nobody_up(
         asker, other = Asker(url, timeout=60), Asker(url, timeout=60)
         asker.create()
         bodies = [batch(asker.model, number, sequences(number)) for number in (1, 2)]
-        found: list[str] = []
+        results: list[str] = []
         senders = [
-            threading.Thread(target=lambda body=body: found.append(asker.send_bytes(body)))
+            threading.Thread(target=lambda body=body: results.append(asker.send_bytes(body)))
             for body in bodies
         ]
-        for each in senders:
-            each.start()
+        for sender in senders:
+            sender.start()
         try:
             assert begun.wait(60)
             assert other.post("/session_heartbeat", session_id=other.session)
         finally:
             gate.set()
-            for each in senders:
-                each.join()
-        assert all(isinstance(asker.result(each), bytes) for each in found)
+            for sender in senders:
+                sender.join()
+        assert all(isinstance(asker.result(each), bytes) for each in results)
         assert most == [1]  # one body at a time
 
 
@@ -126,7 +126,7 @@ def test_bodies_in_memory_are_bounded_together() -> None:
     assert answers[0].startswith("429 the bodies being received exceed 4 times max_body_bytes=100")
 
 
-def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None:
+def test_results_are_bounded_in_bytes_and_kept_until_fetched() -> None:
     async def story() -> None:
         futures = Futures(max_pending=8, max_bytes=10_000, keep=600.0)
         for name in ("a", "b"):
@@ -146,7 +146,7 @@ def test_results_are_bounded_by_their_bytes_and_none_is_lost_unfetched() -> None
     asyncio.run(story())
 
 
-def test_results_that_wait_stop_new_requests_until_they_are_fetched(service: Services) -> None:
+def test_unfetched_results_block_new_requests(service: Services) -> None:
     with service(max_result_bytes=4000) as url:
         asker = Asker(url)
         asker.create()
@@ -156,8 +156,8 @@ def test_results_that_wait_stop_new_requests_until_they_are_fetched(service: Ser
         while asker.http.post("/forward_backward", content=body).status_code != 429:
             asker.seq += 1
             body = batch(asker.model, asker.seq, sequences(1))
-        for each in waiting:
-            assert isinstance(asker.result(each), bytes)
+        for waiter in waiting:
+            assert isinstance(asker.result(waiter), bytes)
         for number in range(3, asker.seq):
             asker.result(f"{asker.model}:{number}")
         assert isinstance(asker.result(asker.send_bytes(body)), bytes)

@@ -45,7 +45,7 @@ class Machine:
 
 
 def fill(content: bytes) -> Callable[[Path], None]:
-    """What writes an adapter of one file."""
+    """Return a function that writes an adapter of one file."""
 
     def write(folder: Path) -> None:
         (folder / ADAPTER).write_bytes(content)
@@ -53,7 +53,7 @@ def fill(content: bytes) -> Callable[[Path], None]:
     return write
 
 
-def test_checkpoints_survive_a_crash_at_any_time_of_an_overwrite(tmp_path: Path) -> None:
+def test_checkpoint_survives_a_crash_amid_an_overwrite(tmp_path: Path) -> None:
     seen, crashed = set(), True
     for last in range(60):
         folder = tmp_path / str(last)
@@ -124,7 +124,7 @@ def test_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert after == ["weights", "run", "runs", tmp_path.name]
 
 
-def test_second_service_on_a_folder_is_rejected_and_hurts_nothing(service: Services) -> None:
+def test_second_service_on_a_folder_is_rejected_without_damage(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()

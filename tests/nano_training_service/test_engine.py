@@ -76,19 +76,19 @@ def test_samplers_and_trainers_give_the_same_bits(url: str, options: dict[str, b
     sample = asker.sample(asker.sampler(1), PROMPT, max_tokens=8)
     assert sample != before
     for tokens, logprobs in drawn(sample):
-        found = asker.result(asker.send_batch([(PROMPT + tokens, {})], forward_only=True))
-        assert scored(found)[4 * (len(PROMPT) - 1) :] == logprobs
+        reply = asker.result(asker.send_batch([(PROMPT + tokens, {})], forward_only=True))
+        assert scored(reply)[4 * (len(PROMPT) - 1) :] == logprobs
 
 
-def test_two_clients_at_once_get_what_each_gets_alone(url: str, state: Path) -> None:
+def test_concurrent_clients_get_the_results_of_single_ones(url: str, state: Path) -> None:
     alone = [digest(state, train(url, number)[1]) for number in (1, 2)]
     together: dict[int, str] = {}
     threads = [
         threading.Thread(target=lambda n=n: together.update({n: train(url, n)[1]})) for n in (1, 2)
     ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert [digest(state, together[number]) for number in (1, 2)] == alone
     assert alone[0] != alone[1]

@@ -110,6 +110,6 @@ def test_defaults_are_the_clients() -> None:
         ("cross_entropy", {"x": 1.0}, "it has none"),
     ],
 )
-def test_what_is_unknown_is_refused_by_name(name: str, config: dict, words: str) -> None:
+def test_unknown_field_is_rejected_by_name(name: str, config: dict, words: str) -> None:
     with pytest.raises(Refused, match=words):
         loss_of(name, config)

@@ -138,7 +138,7 @@ def test_values_of_all_sparse_tensors_are_bounded_together() -> None:
     assert "more than" in str(forward_backward_request(half * 3).refusal)
 
 
-def test_logprobs_of_several_targets_are_written_as_the_client_reads_them() -> None:
+def test_logprobs_of_several_targets_are_readable_by_the_client() -> None:
     arrays = [np.array([-1, -2]), np.array([[-3, -4, -5]]), np.array([[-6, -7, -8]])]
     output = forward_backward_output(
         {"logprobs": [each.astype(np.float32) for each in arrays]}, {"loss:sum": 6.0}
@@ -146,7 +146,7 @@ def test_logprobs_of_several_targets_are_written_as_the_client_reads_them() -> N
     assert output.hex() == COLUMNS
 
 
-def test_image_is_refused_with_the_place_in_the_order_known() -> None:
+def test_image_is_rejected_with_its_known_position() -> None:
     read = forward_backward_request(IMAGE)
     assert read.seq_id == 7
     assert read.data == ()
@@ -163,14 +163,14 @@ def test_request_that_ends_within_a_field_is_refused() -> None:
     assert refused == len(REQUEST) - 1 - 6  # it may end behind each of its seven fields
 
 
-def test_forward_backward_request_rejects_a_shape_that_ends_within_a_number() -> None:
+def test_forward_backward_request_rejects_a_truncated_shape() -> None:
     # Request.data, Datum.inputs, Input.value, Tensor.shape: one byte whose number goes on
     body = bytes.fromhex("1a0712051203220180")
     with pytest.raises(Refused, match="not a valid Protocol Buffers message"):
         forward_backward_request(body)
 
 
-def test_forward_backward_request_rejects_a_name_that_is_not_utf8() -> None:
+def test_forward_backward_request_rejects_a_non_utf8_name() -> None:
     with pytest.raises(Refused, match="not a valid Protocol Buffers message"):
         forward_backward_request(b"\x0a\x01\xff")
 
@@ -187,12 +187,14 @@ def test_forward_backward_request_reads_settings_of_both_kinds() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_raise_anything_else(body: bytes) -> None:
+def test_arbitrary_bytes_raise_only_documented_errors(body: bytes) -> None:
     with suppress(Refused):
         forward_backward_request(body)
 
 
 @given(st.binary(max_size=60), st.integers(0, len(SPARSE)), st.sampled_from([REQUEST, SPARSE]))
-def test_nor_do_bytes_within_a_request(garbage: bytes, place: int, whole: bytes) -> None:
+def test_arbitrary_bytes_in_a_request_raise_documented_errors(
+    garbage: bytes, place: int, whole: bytes
+) -> None:
     with suppress(Refused):
         forward_backward_request(whole[:place] + garbage + whole[place + len(garbage) :])

@@ -63,19 +63,19 @@ def train(url: str, number: int, steps: int = 5) -> str:
 
 
 @pytest.mark.thorough
-def test_two_clients_at_once_get_what_each_gets_alone(service: Services) -> None:
+def test_concurrent_clients_get_the_results_of_single_ones(service: Services) -> None:
     def digests(*numbers: int) -> list[str]:
-        """Of clients that run at once."""
+        """Return the digests of clients that run concurrently."""
         paths: dict[int, str] = {}
         with service() as url:
             threads = [
                 threading.Thread(target=lambda n=n: paths.update({n: train(url, n)}))
                 for n in numbers
             ]
-            for each in threads:
-                each.start()
-            for each in threads:
-                each.join()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return [hashlib.sha256(adapter(service.folder, paths[n])).hexdigest() for n in numbers]
 
     together = digests(1, 2)
@@ -84,7 +84,7 @@ def test_two_clients_at_once_get_what_each_gets_alone(service: Services) -> None
 
 
 def test_requests_wait_for_their_turn_and_come_twice_in_vain(service: Services) -> None:
-    found = []
+    results = []
     for order in ((1, 2, 3), (3, 1, 2)):
         with service() as url:
             asker = Asker(url)
@@ -106,8 +106,8 @@ def test_requests_wait_for_their_turn_and_come_twice_in_vain(service: Services) 
             assert asker.result(ids[3])["metrics"]["grad_norm"] > 0
             assert asker.send_bytes(bodies[1]) == ids[1]
             asker.seq = 3
-            found.append(adapter(service.folder, asker.save("end")["path"]))
-    assert found[0] == found[1]
+            results.append(adapter(service.folder, asker.save("end")["path"]))
+    assert results[0] == results[1]
 
 
 def test_gradients_add_up_over_batches(service: Services) -> None:
@@ -125,7 +125,7 @@ def test_gradients_add_up_over_batches(service: Services) -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_resumed_optimizer_goes_on_to_the_bit(service: Services) -> None:
+def test_resumed_optimizer_continues_bit_for_bit(service: Services) -> None:
     def go_on(asker: Asker) -> bytes:
         for step in (7, 8):
             asker.send_batch(sequences(step))
@@ -141,15 +141,15 @@ def test_resumed_optimizer_goes_on_to_the_bit(service: Services) -> None:
         half = asker.save("half")["path"]
         whole = go_on(asker)
     with service() as url:  # another service
-        found = {}
+        results = {}
         for optimizer in (True, False):
             asker = Asker(url)
             about = {"session_id": asker.session, "model_seq_id": 0, "path": half}
             asked = asker.post("/load_weights", **about, optimizer=optimizer)
             asker.model = asker.result(asked["request_id"])["model_id"]
-            found[optimizer] = go_on(asker)
-    assert found[True] == whole
-    assert found[False] != whole
+            results[optimizer] = go_on(asker)
+    assert results[True] == whole
+    assert results[False] != whole
 
 
 def test_loading_into_a_model_and_what_does_not_fit(service: Services) -> None:
@@ -201,7 +201,7 @@ def test_batch_that_fails_leaves_nothing_half_applied(service: Services) -> None
 
 
 def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
-    """As the cookbook's rl_loop pads them: zeros in front of the sample, with advantages of 0."""
+    """Pad like the cookbook's rl_loop: zeros before the sample, with advantages of 0."""
     prompt, sample = [10, 20, 30, 31], [5, 6, 7]
     tokens, pad = prompt + sample, [0.0] * (len(prompt) - 1)
     rest = {"logprobs": [*pad, -3.0, -3.5, -3.0], "advantages": [*pad, 1.0, 1.0, -0.5]}
@@ -224,7 +224,7 @@ def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
         assert given[: len(pad)].tobytes() == zeros
 
 
-def test_several_targets_a_token_are_the_sum_of_each_column(service: Services) -> None:
+def test_targets_of_a_token_sum_their_columns(service: Services) -> None:
     columns = np.array([[1, 2, 3], [4, 4, 9], [0, 5, 31]])
     weights = np.array([[0.5, 0.25, 0.0], [1.0, -1.0, 0.5], [0.0, 0.0, 2.0]])
     data = [([7, 8, 9], {"target_tokens": columns, "weights": weights})]
@@ -271,9 +271,9 @@ def test_batches_that_are_refused_by_name(
     with service(max_request_tokens=200) as url:
         asker = Asker(url)
         asker.create()
-        found = asker.result(asker.send_batch(data, loss))
-        assert found["category"] == "user"
-        assert re.search(words, found["error"]), found["error"]
+        reply = asker.result(asker.send_batch(data, loss))
+        assert reply["category"] == "user"
+        assert re.search(words, reply["error"]), reply["error"]
 
 
 def test_steps_that_are_refused(service: Services) -> None:
@@ -305,9 +305,9 @@ def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPa
                 ({"seed": 13}, "seed 13 cannot be made"),
             ]
         ):
-            found = asker.create(number, **options)
-            assert words in found["error"]
-            assert found["category"] == "user"
+            reply = asker.create(number, **options)
+            assert words in reply["error"]
+            assert reply["category"] == "user"
         about = {"session_id": asker.session, "base_model": "bigrams"}
         full = asker.post("/create_model", **about, model_seq_id=20)
         assert "only LoRA adapters" in asker.result(full["request_id"])["error"]
@@ -339,20 +339,20 @@ def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPa
 def create_soon(url: str, seconds: float = 60.0) -> None:
     """A model in the place of one whose session has ended; the training thread gives it free."""
     asker, deadline, number = Asker(url), time.monotonic() + seconds, 0
-    while "model_id" not in (found := asker.create(number)):
-        assert "--max-models" in found["error"]
+    while "model_id" not in (reply := asker.create(number)):
+        assert "--max-models" in reply["error"]
         assert time.monotonic() < deadline, "the place is not given back"
         number += 1
         time.sleep(0.05)
 
 
-def test_model_that_cannot_be_written_down_fails_and_waits_for_nothing(
+def test_model_that_cannot_be_recorded_fails_promptly(
     service: Services,
 ) -> None:
     with service(max_pending=1) as url:
         asker = Asker(url)
-        found = asker.create(10**250)  # no folder can have such a long name
-        assert found["category"] == "server"
+        reply = asker.create(10**250)  # no folder can have such a long name
+        assert reply["category"] == "server"
         assert "model_id" in asker.create(1)
 
 
@@ -409,7 +409,7 @@ def test_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
+def test_request_queued_for_the_thread_ends_by_a_deadline(service: Services) -> None:
     base = Bigrams()
     with service(base) as url:
         asker = Asker(url)
@@ -442,7 +442,7 @@ def test_step_that_was_not_done_in_time_leaves_no_gradients(service: Services) -
         assert asker.step() == expected
 
 
-def test_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
+def test_model_that_times_out_frees_its_slot(service: Services) -> None:
     base = Bigrams()
     with service(base, max_models=2) as url:
         asker = Asker(url)
@@ -458,7 +458,7 @@ def test_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> 
 
 
 @pytest.mark.thorough
-def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: Services) -> None:
+def test_results_expire_and_pending_requests_are_bounded(service: Services) -> None:
     base = Bigrams()
     with service(base, max_pending=2, result_timeout=3.0) as url:
         asker = Asker(url)
@@ -478,7 +478,7 @@ def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: 
 
 
 @pytest.mark.thorough
-def test_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
+def test_session_without_heartbeats_frees_its_resources(service: Services) -> None:
     base = Bigrams()
     with service(base, session_timeout=6.0, max_models=1) as url:
         alive, dead = Asker(url), Asker(url)
@@ -541,29 +541,29 @@ def test_samplers_share_few_slots_and_see_their_own_weights(service: Services) -
         assert len(base.adapters) == 2
 
         base.delay = 0.05
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
         def ask(number: int) -> None:
-            found[number] = asker.sample(samplers[number % 4], TOKENS, 2 + number)
+            results[number] = asker.sample(samplers[number % 4], TOKENS, 2 + number)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert [found[number] for number in range(12)] == expected * 3
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [results[number] for number in range(12)] == expected * 3
 
 
-def test_two_clients_sample_each_from_its_own(service: Services) -> None:
+def test_clients_sample_from_their_own_weights(service: Services) -> None:
     with service() as url:
-        found = []
+        results = []
         for number in (1, 2):
             asker = Asker(url)
             asker.create()
             asker.send_batch(sequences(number))
             asker.step(1.0)
-            found.append((asker, asker.sampler(0)))
-        drawn = [asker.sample(sampler, TOKENS, 0) for asker, sampler in found]
+            results.append((asker, asker.sampler(0)))
+        drawn = [asker.sample(sampler, TOKENS, 0) for asker, sampler in results]
         assert drawn[0] != drawn[1]
 
 
@@ -586,7 +586,7 @@ def test_snapshots_are_bounded_and_inflight_ones_follow(service: Services) -> No
         }
 
 
-def test_what_inflight_samplers_follow_outlives_other_snapshots(service: Services) -> None:
+def test_snapshots_of_inflight_samplers_outlive_others(service: Services) -> None:
     with service(max_snapshots=1) as url:
         asker = Asker(url)
         asker.create()
@@ -632,7 +632,7 @@ def test_named_sampler_weights_and_the_base_model(service: Services) -> None:
             assert refusal.value.response.status_code == status
 
 
-def test_weights_that_were_overwritten_are_sampled_from_as_they_are(service: Services) -> None:
+def test_overwritten_weights_are_sampled_in_their_new_state(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create()
@@ -649,7 +649,7 @@ def test_weights_that_were_overwritten_are_sampled_from_as_they_are(service: Ser
         assert drawn(1, path) == asker.sample(asker.sampler(2), TOKENS) != first
 
 
-def test_samples_without_a_number_are_told_apart(service: Services) -> None:
+def test_samples_without_a_number_are_distinguished(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         about = {"session_id": asker.session, "sampling_session_seq_id": 0}
@@ -759,7 +759,7 @@ def test_checkpoints_are_on_record(service: Services) -> None:
                 later.post("/weights_info", tinker_path=gone)
 
 
-def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Services) -> None:
+def test_unlistable_lifetimes_and_names_are_rejected(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         run = asker.create()["model_id"]
@@ -767,9 +767,9 @@ def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Servic
         assert "ttl_seconds" in str(refusal)
         asker.seq -= 1
         asker.save("a", ttl_seconds=10**10)
-        place = f"/training_runs/{run}/checkpoints/weights/a/ttl"
+        path = f"/training_runs/{run}/checkpoints/weights/a/ttl"
         for body in (b"[]", b"{", b'{"ttl_seconds": 0}', b'{"ttl_seconds": 1000000000000}'):
-            assert asker.http.put(place, content=body).status_code == 400, body
+            assert asker.http.put(path, content=body).status_code == 400, body
         assert asker.get("/checkpoints")["checkpoints"][0]["expires_at"].startswith("23")
         about = b'{"session_id": "%b", "model_seq_id": 1, "base_model": "bigrams", ' % (
             asker.session.encode()
@@ -784,7 +784,7 @@ def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Servic
         }
 
 
-def test_publishing_is_no_route_and_deletes_nothing(service: Services) -> None:
+def test_publishing_is_not_a_route_and_deletes_nothing(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         run = asker.create()["model_id"]
@@ -818,7 +818,7 @@ def test_checkpoint_may_go_while_others_are_listed(
         assert [each["checkpoint_id"] for each in listed] == ["weights/b"]
 
 
-def test_sessions_end_also_where_the_disk_fails(
+def test_sessions_end_even_if_the_disk_fails(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
@@ -837,7 +837,7 @@ def test_sessions_end_also_where_the_disk_fails(
 
 
 @pytest.mark.thorough
-def test_what_checkpoints_take_is_bounded(service: Services) -> None:
+def test_checkpoint_storage_is_bounded(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
         asker.create(rank=64)

@@ -134,9 +134,7 @@ def batch(loss_fn: str, columns: int | None, seed: int = 1) -> list[Datum]:
 
 @pytest.mark.parametrize("columns", [None, 1, 3])
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_every_loss_of_any_targets_is_that_of_plain_torch(
-    both: Both, loss_fn: str, columns: int | None
-) -> None:
+def test_losses_match_plain_torch(both: Both, loss_fn: str, columns: int | None) -> None:
     data = batch(loss_fn, columns)
     result, own = both.run(data, loss_fn, CONFIGS.get(loss_fn, {}))
     logprobs, loss, grads = both.expected(data, loss_fn)
@@ -151,7 +149,7 @@ def test_every_loss_of_any_targets_is_that_of_plain_torch(
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_what_is_padded_where_nothing_counts_changes_no_bit(both: Both, loss_fn: str) -> None:
+def test_padding_with_zero_weight_changes_no_bit(both: Both, loss_fn: str) -> None:
     """Other targets and other sampler's logprobs there; the logprobs of them are answered."""
     data = batch(loss_fn, None)
     others = []
@@ -173,7 +171,7 @@ def test_what_is_padded_where_nothing_counts_changes_no_bit(both: Both, loss_fn:
         assert (one[:half] != two[:half]).all()
 
 
-def test_factors_multiply_each_targets_part(both: Both) -> None:
+def test_factors_multiply_their_targets_share(both: Both) -> None:
     (datum, *_) = batch("importance_sampling", None)
     weights = np.linspace(0, 2, len(datum.tokens), dtype=np.float32)
     weighted = Datum(datum.tokens, {**datum.inputs, "weights": weights})

@@ -14,15 +14,15 @@ from tests.cli.running import run
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, TrainServiceConfig]]:
-    found: list[tuple[EngineConfig, TrainServiceConfig]] = []
+    results: list[tuple[EngineConfig, TrainServiceConfig]] = []
     monkeypatch.setattr(
         "nano_training_service.main.serve",
-        lambda engine, config: found.append((engine, config)),
+        lambda engine, config: results.append((engine, config)),
     )
-    return found
+    return results
 
 
-def test_every_field_is_an_option_that_arrives(started: list[Any], tmp_path: Path) -> None:
+def test_config_fields_are_options_that_arrive(started: list[Any], tmp_path: Path) -> None:
     wanted: dict[str, Any] = {
         each.name: each.default + 1
         for each in fields(TrainServiceConfig)

@@ -31,7 +31,7 @@ MODEL = "smollm2-135m"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the service; the base model's name is its folder, where clients find the tokenizer."""
+    """Serve the base model and yield its URL. The base model's name is its folder, which has the tokenizer."""
     state = tmp_path_factory.mktemp("state")
     config = TrainServiceConfig(port=0, state_dir=str(state), max_models=8)
     with running_service(EngineConfig(MODEL, max_model_len=512, num_threads=1), config) as url:
@@ -58,26 +58,26 @@ def run(*arguments: str, cwd: Path, url: str) -> str:
 
 def test_client(url: str, folder: str, tmp_path: Path) -> None:
     output = run(str(HERE / "with_tinker.py"), url, folder, cwd=tmp_path, url=url)
-    found = json.loads(output.splitlines()[-1])
-    assert found["losses"] == sorted(found["losses"], reverse=True)
-    for row in found["sampled"]["rows"]:
+    report = json.loads(output.splitlines()[-1])
+    assert report["losses"] == sorted(report["losses"], reverse=True)
+    for row in report["sampled"]["rows"]:
         assert row["sampler"] == row["trainer"] == row["computed"]
         assert row["prompt"] == row["trainer_prompt"]
-    assert found["sampled"]["again"] == [row["tokens"] for row in found["sampled"]["rows"]]
-    assert set(found["sampled"]["top"][1:]) == {3}
+    assert report["sampled"]["again"] == [row["tokens"] for row in report["sampled"]["rows"]]
+    assert set(report["sampled"]["top"][1:]) == {3}
     # every ratio is 1 to the bit, so these are minus the sum of advantages: 8 tokens of each sign
-    assert found["policy"]["importance_sampling"] == found["policy"]["ppo"] == 0.0
-    assert found["policy"]["gspo"] == 0.0
-    assert found["columns"]["sparse"]
-    assert [shape[1:] for shape in found["columns"]["shapes"]] == [[3], []]
-    assert found["columns"]["last"] == found["columns"]["single"]
-    assert "no such route" in found["unpublished"]
-    assert found["custom"]["mine"] == 1.0
-    assert found["rest"][0] == found["rest"][1]
-    assert found["rank"] == 8
-    assert found["paths"] == [True]
-    assert found["downloaded"] == ["adapter_config.json", "adapter_model.safetensors"]
-    stable, other, rank = found["refused"]
+    assert report["policy"]["importance_sampling"] == report["policy"]["ppo"] == 0.0
+    assert report["policy"]["gspo"] == 0.0
+    assert report["columns"]["sparse"]
+    assert [shape[1:] for shape in report["columns"]["shapes"]] == [[3], []]
+    assert report["columns"]["last"] == report["columns"]["single"]
+    assert "no such route" in report["unpublished"]
+    assert report["custom"]["mine"] == 1.0
+    assert report["rest"][0] == report["rest"][1]
+    assert report["rank"] == 8
+    assert report["paths"] == [True]
+    assert report["downloaded"] == ["adapter_config.json", "adapter_model.safetensors"]
+    stable, other, rank = report["refused"]
     assert "user: " in stable
     assert "got 'stable_reinforce'" in stable
     assert "got 'another/model'" in other
@@ -86,13 +86,13 @@ def test_client(url: str, folder: str, tmp_path: Path) -> None:
 
 def recipe(name: str, folder: str, tmp_path: Path, url: str, **options: Any) -> list[Any]:
     """Metrics of a recipe's steps."""
-    given = {
+    fields = {
         "model_name": folder,
         "renderer_name": "qwen3_instruct",
         "log_path": tmp_path / "log",
         **options,
     }
-    words = [f"{option}={value}" for option, value in given.items() if value is not None]
+    words = [f"{option}={value}" for option, value in fields.items() if value is not None]
     run("-m", f"tinker_cookbook.recipes.{name}", *words, cwd=tmp_path, url=url)
     lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

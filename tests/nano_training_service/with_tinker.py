@@ -18,12 +18,12 @@ QUESTION = "What is 2 + 3?"
 
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:
     """A sequence with inputs of a loss; the prompt has weight 0 where they say so."""
-    given = {"target_tokens": np.array(tokens[1:]), **inputs}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+    fields = {"target_tokens": np.array(tokens[1:]), **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=fields)
 
 
 def failure(future: Any) -> str:
-    """What a future raises, with the category that the client reads."""
+    """Return a future's error with the category that the client reads."""
     try:
         future.result()
     except tinker.TinkerError as problem:
@@ -81,7 +81,7 @@ def sampled(client: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
 
 def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> dict[str, float]:
     """One batch for each loss; its sum."""
-    found = {}
+    results = {}
     for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
         data = []
         for row, advantage in zip(sample["rows"], (1.0, -1.0), strict=True):
@@ -94,8 +94,8 @@ def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> d
                 mask = padding + [1.0] * len(row["tokens"])
                 inputs["sequence_ratio_mask"] = np.array(mask, np.float32)
             data.append(datum(prompt + row["tokens"], **inputs))
-        found[name] = client.forward_backward(data, name).result().metrics["loss:sum"]
-    return found
+        results[name] = client.forward_backward(data, name).result().metrics["loss:sum"]
+    return results
 
 
 def columns(client: Any, tokenizer: Any) -> dict[str, Any]:

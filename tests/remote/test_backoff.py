@@ -11,7 +11,7 @@ from tests.server.engines import until
 GROWING = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
-def test_it_doubles_up_to_the_longest_and_begins_anew_after_one_that_lasted() -> None:
+def test_backoff_doubles_to_its_maximum_and_resets() -> None:
     backoff = Backoff()
     for wait in GROWING:
         backoff.ready(100.0)

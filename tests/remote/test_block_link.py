@@ -40,12 +40,12 @@ def pair(tmp_path: Path) -> Iterator[tuple[Core, Core]]:
     threads, model = torch.get_num_threads(), tiny_llama(tmp_path)
     cores = Core(model), Core(model)
     yield cores
-    for each in cores:
-        each.engine.shutdown()
+    for core in cores:
+        core.engine.shutdown()
     torch.set_num_threads(threads)
 
 
-def test_blocks_go_from_core_to_core_and_the_directory_hears_of_it(pair: tuple[Core, Core]) -> None:
+def test_blocks_move_between_cores_and_update_the_directory(pair: tuple[Core, Core]) -> None:
     source, target = pair
     directory = Directory()
     names = names_of(PROMPT, 4, 0)
@@ -77,7 +77,7 @@ def test_blocks_go_from_core_to_core_and_the_directory_hears_of_it(pair: tuple[C
     assert directory.count("target", names) == 0
 
 
-def test_what_cannot_be_exchanged_is_an_error_of_the_call(pair: tuple[Core, Core]) -> None:
+def test_blocks_that_cannot_be_exchanged_fail_the_call(pair: tuple[Core, Core]) -> None:
     source, target = pair
     assert source.call("export_blocks", names=pack_names(names_of(PROMPT, 4, 0))) is None
     wrong: list[tuple[str, dict[str, Any], str]] = [

@@ -108,7 +108,7 @@ TestDirectory = Machine.TestCase
 TestDirectory.settings = settings(max_examples=at_depth(40), stateful_step_count=30, deadline=None)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_block_directory_is_bounded() -> None:
     directory = Directory(max_names=3)
     directory.add("a")
     assert not directory.take("a", BlockReport(5, (1,)))
@@ -128,17 +128,17 @@ def test_what_is_kept_is_bounded() -> None:
 
 def test_thousand_replicas_with_one_stem() -> None:
     directory, stem = Directory(), list(range(10))
-    for place in range(1000):
-        directory.add(f"r{place}")
-        own = tuple(range(1000 * place, 1000 * place + place % 7))
-        directory.take(f"r{place}", BlockReport(1, (*stem, *own), whole=True))
+    for index in range(1000):
+        directory.add(f"r{index}")
+        own = tuple(range(1000 * index, 1000 * index + index % 7))
+        directory.take(f"r{index}", BlockReport(1, (*stem, *own), whole=True))
     assert directory.longest([*stem, 995_000, 995_001]) == Holder("r995", 11)
     assert directory.longest(stem) == Holder("r0", 10)
     directory.remove("r0")
     assert directory.longest(stem) == Holder("r1", 10)
 
 
-def test_fetching_is_worth_it_where_it_is_faster() -> None:
+def test_fetching_is_chosen_if_it_is_faster() -> None:
     directory, names = Directory(), list(range(64))
     for name, count in (("near", 60), ("target", 8), ("far", 64)):
         directory.add(name)

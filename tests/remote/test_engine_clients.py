@@ -58,7 +58,7 @@ def alone(model: Path) -> Iterator[Callable[..., list[TrainingSample]]]:
 
 @pytest.mark.thorough(cases=["process-False", "process-True"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_samples_are_those_of_the_engine_alone(
+def test_samples_match_a_local_engine(
     client: EngineClient, run: Run, alone: Callable[..., list[TrainingSample]], stream: bool
 ) -> None:
     prompts = [[1, 5, 6, seed] for seed in range(6)]
@@ -83,7 +83,7 @@ def test_samples_are_those_of_the_engine_alone(
 
 
 @pytest.mark.thorough(cases=["process"])
-def test_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
+def test_client_reports_the_engines_rejection(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         for prompt, error in (
             ([1] * 5000, RequestTooLarge),
@@ -101,7 +101,7 @@ def test_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.5], ["x"], [2**70], None])
-def test_what_is_no_prompt_is_refused_and_nobody_waits(
+def test_invalid_prompt_is_rejected_without_waiting(
     client: EngineClient, run: Run, prompt: Any
 ) -> None:
     async def test() -> None:
@@ -180,7 +180,7 @@ def test_calls_return_what_the_engine_says(client: EngineClient, run: Run) -> No
 
 
 @pytest.mark.thorough
-def test_call_that_waits_holds_nobody_up(client: EngineClient, run: Run) -> None:
+def test_waiting_call_delays_no_other(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         running = client.submit([1, 2], params_of(0, 450), stream=True)
         pausing = asyncio.create_task(client.call("pause", mode="wait"))
@@ -213,7 +213,7 @@ def test_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient, 
     run(test())
 
 
-def test_many_requests_are_aborted_at_once(client: EngineClient, run: Run) -> None:
+def test_abort_takes_many_requests(client: EngineClient, run: Run) -> None:
     """Each by a caller of its own, amid a long step; more of them than an engine answers calls."""
     over = threading.Event()
 
@@ -277,9 +277,7 @@ def test_heartbeats_bring_statistics(client: EngineClient, run: Run) -> None:
 
 @pytest.mark.thorough(cases=["ProcessClient"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_keeps_an_engine_from_being_built_is_told(
-    kind: Any, model: Path, tmp_path: Path
-) -> None:
+def test_engine_build_failure_is_reported(kind: Any, model: Path, tmp_path: Path) -> None:
     async def test() -> None:
         for config, error in (
             (EngineConfig(str(tmp_path / "nothing")), ModelLoadError),
@@ -307,7 +305,7 @@ def in_process(model: Path, test: Callable[[InProcessClient], Coroutine[Any, Any
     asyncio.run(whole())
 
 
-def test_bug_in_the_core_fails_one_request_alone(
+def test_bug_in_the_core_fails_only_its_request(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(client: InProcessClient) -> None:
@@ -345,9 +343,7 @@ def test_request_that_ends_before_it_is_noted_down_is_forgotten(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_request_that_waits_to_go_on_with_old_weights_can_be_ended(
-    model: Path, is_answered: bool
-) -> None:
+def test_request_that_waits_for_old_weights_can_be_ended(model: Path, is_answered: bool) -> None:
     async def test(client: InProcessClient) -> None:
         assert client._core is not None
         (whole,) = await finished(client.submit([1, 2], params_of(0, 400), stream=True))

@@ -105,7 +105,7 @@ def test_lines_of_the_engine_are_like_the_servers_and_few(
 
 
 @pytest.mark.thorough
-def test_nothing_listens_but_two_sockets_in_a_private_folder(
+def test_sockets_are_two_in_a_private_folder(
     quiet: tuple[ProcessClient, asyncio.Runner],
 ) -> None:
     client, runner = quiet
@@ -123,7 +123,9 @@ def test_nothing_listens_but_two_sockets_in_a_private_folder(
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_said_is_refused(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
+def test_message_that_cannot_be_encoded_is_rejected(
+    quiet: tuple[ProcessClient, asyncio.Runner],
+) -> None:
     client, runner = quiet
 
     async def test() -> None:

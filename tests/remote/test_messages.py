@@ -1,4 +1,4 @@
-"""What the two processes tell each other arrives as it was, to the bit."""
+"""Messages between the two processes arrive unchanged, bit for bit."""
 
 import math
 from dataclasses import replace

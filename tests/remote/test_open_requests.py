@@ -25,13 +25,13 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS)
 @settings(max_examples=at_depth(200), deadline=None)
-def test_open_requests_counts_as_a_scan_does(actions: list[tuple[str, Any, int]]) -> None:
+def test_open_requests_matches_a_scan(actions: list[tuple[str, Any, int]]) -> None:
     requests = OpenRequests()
     left: dict[int, tuple[str | None, int]] = {}
-    for place, (action, what, count) in enumerate(actions):
+    for index, (action, what, count) in enumerate(actions):
         if action == "add":
-            requests.add(place, RequestStream(count, 10, lambda: None, what), count, MagicMock())
-            left[place] = what, count
+            requests.add(index, RequestStream(count, 10, lambda: None, what), count, MagicMock())
+            left[index] = what, count
         elif action == "remove":
             removed = requests.remove(what)
             assert (removed is not None) == (left.pop(what, None) is not None)

@@ -32,22 +32,22 @@ def parameters_of(operation: Operation) -> dict[str, Parameter]:
 
 
 @pytest.mark.parametrize("operation", CALLED, ids=lambda each: each.name)
-def test_each_row_has_the_arguments_of_its_function(operation: Operation) -> None:
+def test_operation_rows_match_their_functions_arguments(operation: Operation) -> None:
     parameters = parameters_of(operation)
     needed = {name for name, each in parameters.items() if each.default is Parameter.empty}
     assert needed <= set(operation.arguments) <= set(parameters)
 
 
-def test_engine_that_keeps_a_deadline_is_told_it() -> None:
-    for each in CALLED:
-        assert (each.deadline == "engine") == ("seconds" in each.arguments)
+def test_deadline_is_passed_to_engines_that_keep_it() -> None:
+    for operation in CALLED:
+        assert (operation.deadline == "engine") == ("seconds" in operation.arguments)
 
 
-def test_what_undoes_an_operation_is_one() -> None:
+def test_undo_of_an_operation_is_an_operation() -> None:
     undoing = {"undone", "sleep", "wake", "join", "begin"}
-    for each in CALLED:
-        assert not each.undo or (each.fleet in undoing and each.undo in OPERATIONS)
-        assert each.fleet != "undone" or each.undo
+    for operation in CALLED:
+        assert not operation.undo or (operation.fleet in undoing and operation.undo in OPERATIONS)
+        assert operation.fleet != "undone" or operation.undo
 
 
 def test_caller_waits_a_little_longer_than_the_engine() -> None:

@@ -103,7 +103,7 @@ def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
 
 
 @pytest.mark.thorough
-def test_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
+def test_killed_engine_is_noticed_promptly_and_restarted(model: Path) -> None:
     async def test() -> None:
         async with restarted(config_of(model)) as client:
             before = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
@@ -146,7 +146,7 @@ def test_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -
 
 
 @pytest.mark.thorough
-def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
+def test_dead_engine_stays_dead_without_restart(model: Path) -> None:
     async def test() -> None:
         async with running(config_of(model)) as client:
             child = child_of(client)
@@ -164,7 +164,7 @@ def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "killed", "closed"])
-def test_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) -> None:
+def test_engine_may_die_before_it_is_ready(model: Path, how: str) -> None:
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
         starting = asyncio.create_task(client.start())
@@ -211,7 +211,7 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
     play(test())
 
 
-def test_process_client_hears_how_far_its_engine_has_come(
+def test_process_client_follows_the_engines_startup(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
@@ -233,7 +233,7 @@ def test_process_client_hears_how_far_its_engine_has_come(
     assert heard[-1] == "", "it is ready"
 
 
-def test_lifecycle_says_how_far_the_engine_has_come(model: Path) -> None:
+def test_lifecycle_reports_the_engines_startup(model: Path) -> None:
     client = ProcessClient(config_of(model), 4096)
     with pytest.raises(ApiError, match=r"^the engine is being built\.$"):
         Readiness(client).require_ready()
@@ -244,9 +244,7 @@ def test_lifecycle_says_how_far_the_engine_has_come(model: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_all_processes_at_once_are_not_for_the_engine(
-    model: Path, number: signal.Signals
-) -> None:
+def test_engine_ignores_signals_to_the_process_group(model: Path, number: signal.Signals) -> None:
     """Its parent lets what runs end first. Also in its first moments, in which Python has not come
     to our code yet.
     """
@@ -312,7 +310,7 @@ def test_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None
             time.sleep(0.01)
 
 
-def test_it_leaves_nothing_although_its_socket_is_made_meanwhile(
+def test_engine_removes_a_socket_created_during_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parent that is killed at once: the input thread binds while the folder is removed."""
@@ -366,7 +364,7 @@ def test_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) ->
 
 
 @pytest.mark.thorough
-def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) -> None:
+def test_calls_are_answered_during_a_long_step(slow_model: Path) -> None:
     async def test() -> None:
         async with running(slow_config_of(slow_model)) as client:
             long = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
@@ -384,7 +382,7 @@ def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) ->
 
 
 @pytest.mark.thorough
-def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
+def test_closing_ends_a_running_step(slow_model: Path) -> None:
     async def test() -> None:
         async with running(slow_config_of(slow_model)) as client:
             stream = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
@@ -433,7 +431,7 @@ def test_engine_that_hangs_is_seen_and_can_be_closed(
 
 @pytest.mark.thorough
 def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has nothing to do, but heartbeats are due all the same."""
+    """Hang an idle engine: heartbeats are still due."""
     monkeypatch.setattr(time_limits, "SILENCE", 0.3)
 
     async def test() -> None:
@@ -450,7 +448,7 @@ def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.Mon
     play(test())
 
 
-def test_what_cannot_be_told_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_unserializable_message_fails_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = (Delta(0, 0, (1,), (-0.5,), text) for text in ("fine", "\ud800"))
     data_of_each = encoded(msgspec.msgpack.Encoder(), Outputs([good, bad], [4, 7]))
     told = [msgspec.msgpack.decode(data, type=FromEngine) for data in data_of_each]

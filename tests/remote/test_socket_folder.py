@@ -40,7 +40,7 @@ def listening(path: Path) -> socket.socket:
     return one
 
 
-def test_what_nobody_listens_in_is_removed(place: Path) -> None:
+def test_sockets_without_listener_are_removed(place: Path) -> None:
     abandoned = private_folder()
     listening(abandoned / "api").close()
     listening(abandoned / "engine").close()
@@ -54,7 +54,7 @@ def test_what_nobody_listens_in_is_removed(place: Path) -> None:
     assert not empty.exists()
 
 
-def test_nothing_else_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_use_are_not_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = private_folder()
     with listening(used / "api"):
         listening(used / "engine").close()  # the engine has died, and is about to be replaced

@@ -24,6 +24,6 @@ def adapter_folder(model: Path, folder: Path, seed: int, *, width: int = 0) -> P
             tensors[f"base_model.model.{target.module}.lora_{half}.weight"] = numbers
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
-    told = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "bias": "none"}
-    (folder / CONFIG).write_text(json.dumps(told))
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "bias": "none"}
+    (folder / CONFIG).write_text(json.dumps(fields))
     return folder

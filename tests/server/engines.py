@@ -49,7 +49,7 @@ async def finished(stream: RequestStream, deltas: Sequence[Delta] = ()) -> list[
 
 
 def core_of(samples: list[TrainingSample]) -> str:
-    """What must be the same wherever it was made, to the bit."""
+    """Return the parts of samples that must match bit for bit on any engine."""
     return repr(
         [replace(sample, request_id=0, group_id=None, cached_tokens=0) for sample in samples]
     )

@@ -66,7 +66,7 @@ TOOLS: Any = [
 
 @dataclass(frozen=True)
 class Script:
-    """What one sample says.
+    """Script of one sample.
 
     Attributes:
         says: a text, or token ids. It goes on with an end-of-sequence token unless `ends` is False.
@@ -100,7 +100,7 @@ _tokenizer = cache(load_tokenizer)  # half a second each
 
 
 def logprob(place: int) -> float:
-    """Of the token at this place of any sample, and of any prompt."""
+    """Return the logprob of the token at this position of any sample or prompt."""
     return -0.25 - place % 4
 
 
@@ -264,7 +264,7 @@ class _Sample:
         return ids if self.script.fail_after is None else ids[: self.script.fail_after]
 
     def _take(self, token_id: int, params: SamplingParams) -> bool:
-        """Whether the sample ends with it."""
+        """True if the sample ends with it."""
         self.token_ids.append(token_id)
         eos = self.tokenizer.eos_token_id
         is_stop = token_id in params.stop_token_ids or (token_id == eos and not params.ignore_eos)
@@ -281,7 +281,7 @@ class _Sample:
         return matched is not None
 
     def cut(self, length: int) -> None:
-        """It ends here, as aborted."""
+        """End the sample here as aborted."""
         del self.token_ids[length:]
         self.finish_reason, self.stop_reason = "abort", None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one request.
+    """Scripted answer to one request.
 
     Attributes:
         content: a JSON object, or raw bytes.
@@ -46,7 +46,7 @@ def said(
 
 @dataclass
 class Seen:
-    """What was asked, and how often a client went away in the middle."""
+    """Requests received and the number of clients that disconnected early."""
 
     url: str
     requests: list[tuple[str, dict[str, str], Any]] = field(

@@ -8,7 +8,7 @@ from tests.standing import slowed
 
 
 def main() -> None:
-    """As `engine_process.main`."""
+    """Run `engine_process.main` with a slow engine."""
     build = engine_process._build
 
     def build_slow(begin: Begin) -> Any:

@@ -117,7 +117,7 @@ def test_stream_never_says_that_a_broken_call_is_finished(
     assert whole == text
 
 
-def test_whole_call_beside_a_broken_one_is_a_call(url: str, engine: ScriptedClient) -> None:
+def test_whole_call_next_to_a_broken_one_is_a_call(url: str, engine: ScriptedClient) -> None:
     whole = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     for first, second in ((BROKEN, whole), (whole, f"\n{BROKEN.removeprefix('Well.')}")):
         engine.script = Script(first + second, portion=3)

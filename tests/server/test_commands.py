@@ -9,7 +9,7 @@ from tests.cli.running import run
 
 
 @pytest.mark.thorough
-def test_generate_shows_what_the_server_answers(server: str) -> None:
+def test_generate_shows_the_servers_answer(server: str) -> None:
     body = {"prompt": "The sky is blue because", "max_tokens": 12, "temperature": 0}
     with urllib.request.urlopen(f"{server}/v1/completions", json.dumps(body).encode()) as answer:
         whole = json.load(answer)["choices"][0]["text"]

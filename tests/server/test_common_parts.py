@@ -48,7 +48,7 @@ def engine(model: Path) -> Iterator[InferenceEngine]:
 
 
 def told(engine: InferenceEngine, num_samples: int, message: Any = None) -> list[Outputs]:
-    """What an engine's core says of a request."""
+    """Return the core's messages for a request."""
     outputs: list[Outputs] = []
     left, over = [num_samples], threading.Event()
 
@@ -89,7 +89,7 @@ def core_of(samples: list[TrainingSample]) -> str:
     )
 
 
-def test_samples_come_whole_and_what_they_share_once(engine: InferenceEngine) -> None:
+def test_samples_are_complete_and_shared_parts_are_sent_once(engine: InferenceEngine) -> None:
     sizes = {}
     for count in (1, 6):
         outputs = told(engine, count)
@@ -103,7 +103,7 @@ def test_samples_come_whole_and_what_they_share_once(engine: InferenceEngine) ->
     assert sizes[6] - sizes[1] < 5 * 800 < everything
 
 
-def test_samples_that_go_on_come_whole_too(engine: InferenceEngine) -> None:
+def test_continued_samples_are_complete(engine: InferenceEngine) -> None:
     params = replace(ASKED, max_tokens=2)
     begun = [replace(each, sampling_params=ASKED) for each in engine.generate([PROMPT], params, 3)]
     message = Resume(7, [replace(each, finish_reason="abort") for each in begun])
@@ -111,7 +111,7 @@ def test_samples_that_go_on_come_whole_too(engine: InferenceEngine) -> None:
     assert core_of(samples) == core_of(engine.generate([PROMPT], ASKED, 3))
 
 
-def test_other_numbers_are_told_again() -> None:
+def test_changed_numbers_are_sent_again() -> None:
     sample = TrainingSample((1, 2), (3,), (-0.5,), None, 0, "length", prompt_logprobs=(0.0, -1.0))
     sample = replace(sample, sampling_params=SamplingParams(prompt_logprobs=True))
     others = [
@@ -135,7 +135,7 @@ def test_other_numbers_are_told_again() -> None:
     assert repr(back) == repr(others)
 
 
-def test_no_message_holds_too_much() -> None:
+def test_message_size_is_bounded() -> None:
     sample = TrainingSample((1,), (3,) * 10, (-0.5,) * 10, None, 0, "length")
     large = replace(sample, sampling_mask=SamplingMask((0, AT_ONCE), (5,) * AT_ONCE))
     scored = replace(

@@ -170,7 +170,7 @@ def _object(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_field_is_described(description: Mapping[str, Any], path: str) -> None:
+def test_fields_are_described(description: Mapping[str, Any], path: str) -> None:
     described = fields_of(description, path)
     for name in ROWS:
         first, *rest = name.split(".")
@@ -243,7 +243,7 @@ def play(description: Mapping[str, Any], url: str, path: str, examples: int) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", ROUTES)
-def test_no_grammar_is_answered_with_a_server_error(
+def test_grammars_cause_no_server_error(
     description: Mapping[str, Any], url: str, path: str
 ) -> None:
     seen = play(description, url, path, 4)
@@ -253,7 +253,7 @@ def test_no_grammar_is_answered_with_a_server_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ROUTES)
-def test_no_grammar_of_many_is_answered_with_a_server_error(
+def test_grammars_cause_no_server_error_in_a_long_run(
     description: Mapping[str, Any], url: str, path: str
 ) -> None:
     seen = play(description, url, path, 100)

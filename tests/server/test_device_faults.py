@@ -57,7 +57,7 @@ TOLD = {
 @pytest.mark.parametrize(
     ("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")]
 )
-def test_requests_are_told_why_and_health_says_dead(
+def test_requests_get_the_device_fault_and_health_says_dead(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, where: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN.format(fault=FAULTS[fault], where=where))

@@ -75,7 +75,7 @@ def connected(url: str, body: dict, **options) -> socket.socket:
 @pytest.mark.thorough(but=["queued-False"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "running"])
-def test_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
+def test_client_that_disconnects_ends_its_request(stream: bool, when: str) -> None:
     with serving(SLOW) as (url, client):
         reader = connected(url, {"prompt": "Hi", "max_tokens": 1000, "stream": stream})
         assert eventually(lambda: client.requests)
@@ -173,7 +173,7 @@ def test_full_queue_is_429_with_a_time_to_come_again() -> None:
 
 
 @pytest.mark.thorough
-def test_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
+def test_dying_engine_ends_streams_with_events_others_with_503() -> None:
     with serving(Script("a b c d e f", die_after=3)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
         assert (
@@ -243,9 +243,9 @@ def body(sent: list[dict]) -> list[bytes]:
 
 
 async def slow(*waits: float, raises: bool = False) -> AsyncGenerator[bytes, None]:
-    for place, wait in enumerate(waits):
+    for index, wait in enumerate(waits):
         await asyncio.sleep(wait)
-        yield b"data: %d\n\n" % place
+        yield b"data: %d\n\n" % index
     if raises:
         await asyncio.sleep(0.12)
         raise ValueError("no more")
@@ -264,7 +264,7 @@ def test_quiet_stream_is_kept_alive_by_comments() -> None:
     assert sent[-1]["more_body"] is False
 
 
-def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
+def test_error_is_a_status_first_and_an_event_later() -> None:
     assert played(slow(raises=True), keep_alive=1.0)[0]["status"] == 418
     # a comment went out before
     assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"
@@ -275,7 +275,7 @@ def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
 
 
 @pytest.mark.thorough
-def test_many_clients_at_once() -> None:
+def test_server_answers_many_concurrent_clients() -> None:
     """Threads of clients, streams and not, that go away at random: the server stays and nothing is
     left.
     """
@@ -448,15 +448,15 @@ def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
         assert (
             httpx.post(url + "/v1/completions", json={"prompt": "Hi", "n": 40}).status_code == 200
         )
-        for each in waiting:
-            each.close()
+        for waiter in waiting:
+            waiter.close()
         assert eventually(lambda: client.num_samples == 0)
         waiting = connected(url, later)
         assert eventually(lambda: client.num_samples == 4)  # there is room again
         waiting.close()
 
 
-def test_what_waits_for_weights_that_have_come_waits_like_all_others() -> None:
+def test_request_whose_weights_have_arrived_queues_normally() -> None:
     client, newest = ScriptedClient(), 0
     client._receive(Ready(client._engine_info()))
     admission = Admission(ServerConfig(max_queued_samples=0), client, lambda: newest)

@@ -98,9 +98,7 @@ def unknown_url(model: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
-def test_call_is_forced_where_the_model_s_own_way_is_not_known(
-    unknown_url: str, ask: Any, seed: int
-) -> None:
+def test_call_is_forced_for_unknown_tool_formats(unknown_url: str, ask: Any, seed: int) -> None:
     """In Hermes' way, and one call: nothing has taught the model where to stop."""
     for choice, names in (("required", {*SCHEMAS}), (NAMED, {"now"}), (ALLOWED, {"now"})):
         content, reason, calls = ask(unknown_url, asks(choice, seed=seed))
@@ -112,7 +110,7 @@ def test_call_is_forced_where_the_model_s_own_way_is_not_known(
     assert calls == []
 
 
-def test_anthropic_call_is_forced_where_the_model_s_own_way_is_not_known(
+def test_anthropic_call_is_forced_for_unknown_tool_formats(
     unknown_url: str,
 ) -> None:
     tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
@@ -124,7 +122,7 @@ def test_anthropic_call_is_forced_where_the_model_s_own_way_is_not_known(
     jsonschema.validate(block["input"], SCHEMAS[block["name"]])
 
 
-def test_calls_stay_text_where_the_server_says_so(model: Path) -> None:
+def test_calls_stay_text_if_the_server_is_configured_so(model: Path) -> None:
     config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
     server = ServerConfig(port=0, in_process=True, tool_format="none")
     with running_server(config, server) as url:
@@ -159,7 +157,7 @@ def test_openai_calls_are_forced(url: str, ask: Any, seed: int) -> None:
     assert calls
 
 
-def test_text_is_free_where_no_call_is_forced(url: str) -> None:
+def test_text_is_free_without_a_forced_call(url: str) -> None:
     content, _, calls = whole(url, asks("auto", max_tokens=20))
     assert content
     assert calls == []
@@ -189,14 +187,14 @@ def test_anthropic_calls_are_forced(url: str, stream: bool) -> None:
             blocks = [e["content_block"] for e in told if e["type"] == "content_block_start"]
             (block,) = blocks
             parts = [e["delta"] for e in told if e["type"] == "content_block_delta"]
-            given = json.loads("".join(each["partial_json"] for each in parts))
+            report = json.loads("".join(each["partial_json"] for each in parts))
             (reason,) = [e["delta"]["stop_reason"] for e in told if e["type"] == "message_delta"]
         else:
             (block,) = reply.json()["content"]
-            given, reason = block["input"], reply.json()["stop_reason"]
+            report, reason = block["input"], reply.json()["stop_reason"]
         assert (block["type"], reason) == ("tool_use", "tool_use")
         assert choice.get("name") in (None, block["name"])
-        jsonschema.validate(given, SCHEMAS[block["name"]])
+        jsonschema.validate(report, SCHEMAS[block["name"]])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +209,7 @@ def test_anthropic_calls_are_forced(url: str, stream: bool) -> None:
         ({"tools": [function("f", {"type": "array"})]}, "tools", "those of an object"),
     ],
 )
-def test_what_cannot_be_forced_is_refused(
+def test_unforceable_call_is_rejected(
     url: str, change: dict[str, Any], param: str, reason: str
 ) -> None:
     error = post(f"{url}/v1/chat/completions", asks("required") | change, 400)["error"]
@@ -219,7 +217,7 @@ def test_what_cannot_be_forced_is_refused(
     assert reason in error["message"]
 
 
-def test_only_strict_tools_need_a_schema_that_can_be_enforced(url: str) -> None:
+def test_schema_must_be_enforceable_only_for_strict_tools(url: str) -> None:
     body = asks("required", max_tokens=5) | {"tools": [function("f", UNKNOWN)]}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 200

@@ -36,8 +36,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[
 def test_completions_scores_a_prompt_that_fills_the_context(given: Any) -> None:
     url, prompt, scored, _ = given
     body = {"prompt": prompt, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 0}
-    told = post(f"{url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
-    values = [each[str(token)]["logprob"] for each, token in zip(told[1:], prompt[1:], strict=True)]
+    reply = post(f"{url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    values = [
+        each[str(token)]["logprob"] for each, token in zip(reply[1:], prompt[1:], strict=True)
+    ]
     assert np.array_equal(np.float32(values), np.float32(list(scored)[-len(values) :]))
     for more in ({"max_tokens": 1}, {"max_tokens": None}):
         error = post(f"{url}/v1/completions", {**body, **more}, 400)["error"]
@@ -50,8 +52,8 @@ def test_generate_scores_a_prompt_that_fills_the_context(given: Any) -> None:
     url, prompt, scored, _ = given
     sampling = {"max_new_tokens": 0, "temperature": 0}
     body = {"input_ids": prompt, "sampling_params": sampling}
-    told = post(f"{url}/generate", body | {"return_logprob": True, "logprob_start_len": 0})
-    values = [each[0] for each in told["meta_info"]["input_token_logprobs"][1:]]
+    reply = post(f"{url}/generate", body | {"return_logprob": True, "logprob_start_len": 0})
+    values = [each[0] for each in reply["meta_info"]["input_token_logprobs"][1:]]
     assert np.array_equal(np.float32(values), np.float32(list(scored)[-len(values) :]))
     for more in ({"max_new_tokens": 1}, {"max_new_tokens": None}):
         post(f"{url}/generate", body | {"sampling_params": sampling | more}, 400)
@@ -60,6 +62,6 @@ def test_generate_scores_a_prompt_that_fills_the_context(given: Any) -> None:
 
 def test_embeddings_takes_a_prompt_that_fills_the_context(given: Any) -> None:
     url, prompt, _, row = given
-    told = post(f"{url}/v1/embeddings", {"input": prompt})["data"][0]["embedding"]
-    assert np.array_equal(np.float32(told), row)
+    reply = post(f"{url}/v1/embeddings", {"input": prompt})["data"][0]["embedding"]
+    assert np.array_equal(np.float32(reply), row)
     post(f"{url}/v1/embeddings", {"input": [*prompt, 3]}, 400)

@@ -67,7 +67,9 @@ def test_several_names(url: str) -> None:
     check_error(httpx.post(url + "/v1/chat/completions", json=CHAT | {"model": "third"}), 404)
 
 
-def test_chat_template_of_ones_own(url: str, client: ScriptedClient, tmp_path: Path) -> None:
+def test_chat_template_option_replaces_the_models(
+    url: str, client: ScriptedClient, tmp_path: Path
+) -> None:
     httpx.post(url + "/v1/chat/completions", json=CHAT)
     assert client.tokenizer.decode(client.requests[-1].prompt) == "<Hi>"
     file = tmp_path / "template.jinja"
@@ -84,7 +86,7 @@ def test_probes(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_first_page_and_404s_say_where_things_are(url: str) -> None:
+def test_first_page_and_404s_list_the_routes(url: str) -> None:
     about = httpx.get(url + "/").json()
     assert (about["name"], about["status"]) == ("nano-inference", "ok")
     paths = httpx.get(url + "/openapi.json").json()["paths"]
@@ -157,7 +159,7 @@ HEADERS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("headers", HEADERS)
-def test_what_a_proxy_passes_on_is_not_trusted(
+def test_forwarded_headers_are_not_trusted(
     trainers: tuple[str, str, str], headers: dict[str, str]
 ) -> None:
     trusting, open_, keyed = trainers

@@ -40,7 +40,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.thorough
-def test_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
+def test_chat_matches_its_tokens(folder: Path, url: str) -> None:
     tokenizer = load_tokenizer(folder)
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}

@@ -174,7 +174,7 @@ def test_conversation_with_calls_comes_back(chat: OpenAI, engine: ScriptedClient
     assert "<|channel|>final<|message|>Sun.<|end|>" in prompt(engine)
 
 
-def test_answer_that_is_gone_on_with(chat: OpenAI, engine: ScriptedClient) -> None:
+def test_answer_is_continued(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(" and warm.")
     begun: Any = {"role": "assistant", "content": "It is sunny"}
     more = {"continue_final_message": True, "add_generation_prompt": False}

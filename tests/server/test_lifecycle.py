@@ -46,8 +46,8 @@ class Process:
     def said(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if found := re.search(pattern, "".join(self.lines)):
-                return found
+            if match := re.search(pattern, "".join(self.lines)):
+                return match
             time.sleep(0.01)
         raise AssertionError(f"{pattern!r} is not in {''.join(self.lines)}")
 
@@ -98,7 +98,7 @@ def stream_of(server: Process, max_tokens: int, found: list) -> threading.Thread
 
 
 @pytest.mark.thorough
-def test_it_listens_before_the_engine_is_there(tmp_path: Path) -> None:
+def test_server_listens_before_the_engine_is_ready(tmp_path: Path) -> None:
     file = tmp_path / "start"
     with process(start=str(file)) as server:
         health = httpx.get(server.url + "/health")
@@ -133,11 +133,11 @@ def test_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_drains(number: signal.Signals) -> None:
-    found: list = []
+def test_server_drains(number: signal.Signals) -> None:
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 20}) as server:
         ready(server)
-        thread = stream_of(server, 250, found)
+        thread = stream_of(server, 250, results)
         server.signal(number)
         server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request; press Ctrl-C again")
         # New connections: whoever asks is told, and not sent away without a word.
@@ -148,16 +148,16 @@ def test_it_drains(number: signal.Signals) -> None:
         health = httpx.get(server.url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         thread.join()
-        assert found[0].endswith("data: [DONE]\n\n")
+        assert results[0].endswith("data: [DONE]\n\n")
         assert server.ended() == 0
 
 
 @pytest.mark.thorough
 def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0.5}) as server:
         ready(server)
-        thread = stream_of(server, 100_000, found)
+        thread = stream_of(server, 100_000, results)
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as upload:
             upload.sendall(
@@ -167,7 +167,7 @@ def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
             assert upload.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it reads the body
             server.signal()
             thread.join()
-            assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
+            assert "shutting down" in results[0].rstrip().rsplit("data: ", 1)[1]
             assert b"503 Service Unavailable" in upload.recv(1000)  # it does not come to its end
         assert server.ended() == 0
         assert "Traceback" not in "".join(server.lines)
@@ -175,19 +175,19 @@ def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 @pytest.mark.thorough
 def test_drain_may_take_no_time() -> None:
-    found: list = []
+    results: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0}) as server:
         ready(server)
-        thread = stream_of(server, 100_000, found)
+        thread = stream_of(server, 100_000, results)
         server.signal()
         thread.join()
-        assert "shutting down" in found[0].rstrip().rsplit("data: ", 1)[1]
+        assert "shutting down" in results[0].rstrip().rsplit("data: ", 1)[1]
         assert server.ended() == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_second_signal_ends_it_at_once(number: signal.Signals, code: int) -> None:
+def test_second_signal_ends_the_server_immediately(number: signal.Signals, code: int) -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 60}) as server:
         ready(server)
@@ -200,7 +200,7 @@ def test_second_signal_ends_it_at_once(number: signal.Signals, code: int) -> Non
 
 
 @pytest.mark.thorough
-def test_it_ends_with_its_engine() -> None:
+def test_server_ends_with_its_engine() -> None:
     with process(script={"die_after": 2}, linger=3.0) as server:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
@@ -216,7 +216,7 @@ def test_it_ends_with_its_engine() -> None:
 
 
 @pytest.mark.thorough
-def test_it_stays_where_engines_are_replaced() -> None:
+def test_server_stays_if_engines_are_replaced() -> None:
     with process(script={"die_after": 2}, linger=0.1, config={"restart_engine": True}) as server:
         ready(server)
         httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})

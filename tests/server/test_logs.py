@@ -1,4 +1,4 @@
-"""What is logged, and how."""
+"""Log lines: their contents and format."""
 
 import io
 import itertools
@@ -41,7 +41,7 @@ from tests.server.scripted import ScriptedClient
         ("::1", (), False),
     ],
 )
-def test_warning_where_anybody_may_come(
+def test_warning_without_access_control(
     caplog, host: str, keys: tuple[str, ...], warns: bool
 ) -> None:
     with caplog.at_level("INFO", "nano_inference.server"):
@@ -69,7 +69,7 @@ def test_loopback(host: str, expected: bool) -> None:
 
 
 @given(text=st.text())
-def test_what_clients_send_stays_on_one_line(text: str) -> None:
+def test_client_text_stays_on_one_line(text: str) -> None:
     line = escaped(text)
     assert line.isprintable()
     assert line == text or not text.isprintable()
@@ -84,7 +84,7 @@ def entry(message: str, *args: object, **more) -> logging.LogRecord:
     return record
 
 
-def test_what_others_could_say_without_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeatable_client_messages_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: now[0])
     rarely = Rarely(0.05)
@@ -106,9 +106,7 @@ def test_what_others_could_say_without_end_is_counted(monkeypatch: pytest.Monkey
         ("/v1/models", 200, "INFO"),
     ],
 )
-def test_what_machines_ask_all_the_time_is_for_debug(
-    caplog, path: str, status: int, level: str
-) -> None:
+def test_polled_routes_are_logged_at_debug(caplog, path: str, status: int, level: str) -> None:
     with caplog.at_level("DEBUG", "nano_inference.access"):
         log_access(RequestRecord("id", "GET", path, status=status))
     assert [record.levelname for record in caplog.records] == [level]
@@ -126,7 +124,7 @@ AGAIN = "press Ctrl-C again to stop now."
         (3, 0.0, "Shutting down."),
     ],
 )
-def test_farewell_counts_what_it_waits_for(count: int, seconds: float, line: str) -> None:
+def test_farewell_counts_pending_requests(count: int, seconds: float, line: str) -> None:
     assert farewell(count, seconds) == line
 
 
@@ -189,13 +187,13 @@ def test_address_is_the_last_line_of_the_start(caplog: pytest.LogCaptureFixture)
         deadline = time.monotonic() + 30
         while "Ready" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        told = [record.getMessage() for record in caplog.records]
-    assert told[-1] == f"Ready: {url} (page, /docs, OpenAI at /v1)"
-    assert sum("Ready" in line for line in told) == 1
+        messages = [record.getMessage() for record in caplog.records]
+    assert messages[-1] == f"Ready: {url} (page, /docs, OpenAI at /v1)"
+    assert sum("Ready" in line for line in messages) == 1
 
 
 @given(text=st.text())
-def test_no_entry_can_be_forged(text: str) -> None:
+def test_log_entries_cannot_be_forged(text: str) -> None:
     wild = entry("model %s", text)
     assert TextLines().format(wild).isprintable()
     line = JsonLines().format(wild)

@@ -30,25 +30,25 @@ ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized"}
 
 
 def offences(source: str) -> list[str]:
-    found: list[str] = []
+    results: list[str] = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names):
-                found += [each.name for each in names if each.name.split(".")[0] in MODULES]
+                results += [each.name for each in names if each.name.split(".")[0] in MODULES]
             case ast.ImportFrom(module=str(module), names=names):
-                found += [module] if module.split(".")[0] in MODULES else []
-                found += [
+                results += [module] if module.split(".")[0] in MODULES else []
+                results += [
                     f"{module}.{each.name}" for each in names if (module, each.name) in METHODS
                 ]
             case ast.Call(func=ast.Name(name)) if name in CALLS:
-                found.append(name)
+                results.append(name)
             case ast.Attribute(value=ast.Name(owner), attr=name) if (owner, name) in METHODS:
-                found.append(f"{owner}.{name}")
+                results.append(f"{owner}.{name}")
             case ast.Attribute(attr=name) if name in ATTRIBUTES:
-                found.append(name)
+                results.append(name)
             case _:
                 pass
-    return found
+    return results
 
 
 FILES = sorted(path for folder in FOLDERS for path in (SOURCES / folder).rglob("*.py"))

@@ -77,7 +77,7 @@ def streamed(url: str, path: str, more: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(("path", "more"), PLAIN)
-def test_openais_clients_get_only_openais_nulls_unless_the_server_has_rl(
+def test_openai_clients_get_openai_nulls_unless_rl_is_on(
     server: tuple[str, bool], path: str, more: dict[str, Any]
 ) -> None:
     url, rl = server

@@ -41,8 +41,8 @@ PARAMETERS = {  # of uvicorn's methods, as `Connection` overrides or calls them
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_uvicorn_has_the_methods_that_connection_overrides(name: str) -> None:
-    found = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
-    assert list(found) == PARAMETERS[name], f"uvicorn {version('uvicorn')} changed {name}"
+    parameters = inspect.signature(getattr(HttpToolsProtocol, name)).parameters
+    assert list(parameters) == PARAMETERS[name], f"uvicorn {version('uvicorn')} changed {name}"
 
 
 def test_connection_overrides_no_other_method_of_uvicorns() -> None:
@@ -92,7 +92,7 @@ def test_jinja2_calls_the_guards_in_the_code_that_it_makes(template: str, guard:
 
 
 @pytest.mark.parametrize("name", ["uvicorn", "jinja2"])
-def test_versions_of_what_is_overridden_are_capped(name: str) -> None:
+def test_overridden_packages_have_version_caps(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rows = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     own = [each for each in rows if re.match(rf"{name}\b", each)]

@@ -75,7 +75,7 @@ def test_browsers_get_the_page_and_others_the_routes(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PAGE))
-def test_nothing_from_elsewhere_may_run(url: str, path: str) -> None:
+def test_page_runs_no_foreign_code(url: str, path: str) -> None:
     reply = httpx.get(url + path, headers=BROWSER)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith(TYPES.get(Path(path).suffix, "text/html"))
@@ -94,12 +94,12 @@ def test_nothing_from_elsewhere_may_run(url: str, path: str) -> None:
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["referrer-policy"] == "no-referrer"
     # Of addresses of other places only the name of SVG's elements, which nothing is loaded from.
-    found = set(re.findall(r"(?:https?:)?//[\w.-]+[^\s\"'<>&]*", reply.text.replace(url, "")))
-    assert {each for each in found if "://" in each} <= {"http://www.w3.org/2000/svg"}
+    matched = set(re.findall(r"(?:https?:)?//[\w.-]+[^\s\"'<>&]*", reply.text.replace(url, "")))
+    assert {each for each in matched if "://" in each} <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|javascript:", reply.text)
 
 
-def test_every_file_is_there_and_needed(url: str) -> None:
+def test_page_files_exist_and_are_used(url: str) -> None:
     assert {file.name for file in FILES.iterdir()} == {*PAGE_FILES, "index.html"}
     named = set[str]()
     for path in ("/", "/docs"):
@@ -116,7 +116,7 @@ def test_every_file_is_there_and_needed(url: str) -> None:
     }
 
 
-def test_scripts_name_elements_that_there_are() -> None:
+def test_page_scripts_name_existing_elements() -> None:
     page = (FILES / "index.html").read_text(encoding="utf-8")
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
@@ -131,7 +131,7 @@ def test_scripts_name_elements_that_there_are() -> None:
         assert "".join(pair) in ids
 
 
-def test_no_text_is_read_as_html() -> None:
+def test_page_reads_no_text_as_html() -> None:
     for name in PAGE_FILES:
         text = (FILES / name).read_text(encoding="utf-8")
         assert not re.search(
@@ -163,15 +163,15 @@ def test_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
         assert httpx.get(url + path, headers=BROWSER).status_code == 200
     for path in ("/stats", "/metrics", "/v1/models"):
         assert httpx.get(url + path, headers=BROWSER).status_code == 401
-        given = {"authorization": f"Bearer {KEY}"}
-        assert httpx.get(url + path, headers=given).status_code == 200
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.get(url + path, headers=headers).status_code == 200
     assert httpx.get(url + "/page/none.js").status_code == 401
 
 
-def test_page_settings_need_the_key_and_say_what_is_served(url: str) -> None:
+def test_page_settings_need_the_key_and_name_the_model(url: str) -> None:
     assert httpx.get(url + "/page/settings").status_code == 401
-    given = {"authorization": f"Bearer {KEY}"}
-    said = httpx.get(url + "/page/settings", headers=given).json()
+    headers = {"authorization": f"Bearer {KEY}"}
+    said = httpx.get(url + "/page/settings", headers=headers).json()
     assert said["model"] == "secret-model"
     assert said["max_model_len"] == 2048
     assert said["eos_token_ids"]
@@ -179,8 +179,8 @@ def test_page_settings_need_the_key_and_say_what_is_served(url: str) -> None:
 
 
 def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
-    told = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
-    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    fields = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     client = ScriptedClient()
     config = ServerConfig(port=0, generation_config=str(tmp_path))
     with running_server(client, config) as url:
@@ -189,11 +189,11 @@ def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
         assert httpx.post(url + "/v1/chat/completions", json=body).status_code == 200
     params = client.requests[0].params
     assert said == {name: getattr(params, name) for name in said}
-    assert said.items() >= told.items()
+    assert said.items() >= fields.items()
 
 
 def neutral() -> dict[str, float]:
-    """What the engine samples with if nobody says anything."""
+    """Return the engine's default sampling parameters."""
     names = ("temperature", "top_p", "top_k", "min_p")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return {name: getattr(SamplingParams(), name) for name in (*names, *penalties)}
@@ -237,7 +237,7 @@ def test_strange_host_is_not_repeated(url: str) -> None:
 
 
 def all_routes() -> dict[str, dict[str, str]]:
-    """Of a server with trainers' routes and replicas."""
+    """Return the routes of a server with trainers' routes and replicas."""
     config = ServerConfig(rl=True, replicas=2)
     server = Server(config, Made(2, Script()).client)
     app = build_routes(server, PROTOCOLS | RL_PROTOCOLS, (*ROUTES, *RL_ROUTES))
@@ -247,18 +247,18 @@ def all_routes() -> dict[str, dict[str, str]]:
     return found
 
 
-def test_table_has_all_routes_and_no_other() -> None:
+def test_route_table_matches_the_routes() -> None:
     named = [path for family in FAMILIES for path in family.paths]
     assert len(named) == len(set(named))
     assert set(named) == set(all_routes())
 
 
-def test_every_route_says_what_it_does() -> None:
+def test_routes_have_descriptions() -> None:
     for path, methods in all_routes().items():
         assert all(methods.values()), path
 
 
-def test_all_routes_are_on_the_page_and_no_other() -> None:
+def test_page_lists_exactly_the_routes() -> None:
     routes = all_routes()
     for there in (routes, {path: routes[path] for path in ("/health", "/v1/completions")}):
         text = docs_page(there, "http://host")
@@ -288,12 +288,12 @@ def test_examples_can_be_run(url: str, family: Family, example: Example) -> None
     if example.path in PROTOCOLS | RL_PROTOCOLS or example.path in ("/tokenize", "/detokenize"):
         body = {name: value for name, value in (example.body or {}).items() if value != "MODEL"}
         model = {"model": "secret-model"} if "model" in (example.body or {}) else {}
-        given = {"authorization": f"Bearer {KEY}"}
-        reply = httpx.post(url + example.path, json=body | model, headers=given)
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = httpx.post(url + example.path, json=body | model, headers=headers)
         assert reply.status_code == 200, reply.text
 
 
-def test_docs_have_an_index_of_what_is_there() -> None:
+def test_docs_have_an_index() -> None:
     text = docs_page(all_routes(), "http://host")
     linked = re.findall(r"<a href='#([^']+)'>([^<]+)</a>", text)
     sections = re.findall(r"<section class='card' id='([^']+)'><h2>([^<]+)</h2>", text)

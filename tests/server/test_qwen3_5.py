@@ -66,7 +66,7 @@ def chat(url: str) -> Iterator[OpenAI]:
 
 
 def require_logprobs_of(oracle: Any, answer: Any) -> None:
-    """Of every token of an answer, as transformers has them in one pass."""
+    """Compare the logprobs of an answer's tokens with one pass of transformers."""
     (choice,) = answer.choices
     prompt, made = answer.prompt_token_ids, choice.token_ids
     with torch.inference_mode():
@@ -78,11 +78,11 @@ def require_logprobs_of(oracle: Any, answer: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) -> None:
+def test_chat_matches_its_tokens(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}
-    told = {"return_token_ids": True}
-    whole: Any = chat.chat.completions.create(**asked, logprobs=True, extra_body=told | PLAIN)
+    fields = {"return_token_ids": True}
+    whole: Any = chat.chat.completions.create(**asked, logprobs=True, extra_body=fields | PLAIN)
     (choice,) = whole.choices
     tokenizer = load_tokenizer(folder)
     prompt = tokenizer.decode(whole.prompt_token_ids, skip_special_tokens=False)
@@ -98,13 +98,13 @@ def test_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) ->
 @pytest.mark.thorough
 def test_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
-    told = {"return_token_ids": True} | PLAIN
+    fields = {"return_token_ids": True} | PLAIN
     asked: Any = {"model": str(folder), "max_tokens": MOST, "logprobs": True, "seed": 9}
     before: Any = ASKED
-    first = chat.chat.completions.create(messages=before, **asked, extra_body=told)
+    first = chat.chat.completions.create(messages=before, **asked, extra_body=fields)
     said = {"role": "assistant", "content": first.choices[0].message.content}
     more: Any = [*ASKED, said, {"role": "user", "content": "And in the south?"}]
-    second: Any = chat.chat.completions.create(messages=more, **asked, extra_body=told)
+    second: Any = chat.chat.completions.create(messages=more, **asked, extra_body=fields)
     assert second.usage.prompt_tokens_details.cached_tokens >= 16
     require_logprobs_of(oracle, second)
 

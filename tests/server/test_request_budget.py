@@ -142,7 +142,7 @@ def bounded() -> Iterator[tuple[str, Bounded]]:
 
 
 @pytest.mark.parametrize(("route", "body", "name"), TOO_LARGE)
-def test_beyond_the_budget_is_a_400_that_says_what_fits(
+def test_request_over_the_budget_is_a_400_with_the_limit(
     bounded: tuple[str, Bounded], route: str, body: dict[str, Any], name: str
 ) -> None:
     url, client = bounded
@@ -150,14 +150,14 @@ def test_beyond_the_budget_is_a_400_that_says_what_fits(
     reply = httpx.post(url + route, json=body, timeout=60)
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]
-    found = re.search(
+    match = re.search(
         rf"max_request_entries={BUDGET}; lower {re.escape(name)}.* from (\d+) to (\d+)\.", message
     )
-    assert found, message
+    assert match, message
     assert len(client.requests) == before, "it was sent to the engine"
     lowered = json.loads(
         re.sub(
-            rf'("(?:{_field(body, name)})": ){found[1]}\b', rf"\g<1>{found[2]}", json.dumps(body)
+            rf'("(?:{_field(body, name)})": ){match[1]}\b', rf"\g<1>{match[2]}", json.dumps(body)
         )
     )
     assert lowered != body
@@ -184,7 +184,7 @@ def test_prompts_of_a_batch_count_together(
     httpx.post(url + route, json=body | {name: body[name][:19]}, timeout=60).raise_for_status()
 
 
-def test_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> None:
+def test_batch_shares_its_mask_budget(bounded: tuple[str, Bounded]) -> None:
     url, client = bounded
     before = len(client.requests)
     body = {
@@ -208,7 +208,7 @@ def test_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) -> N
 
 
 @pytest.mark.thorough
-def test_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> None:
+def test_oversized_prompt_logprobs_are_rejected_by_default() -> None:
     client = ScriptedClient(max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
         body = {"prompt": [7] * 2000, "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
@@ -218,7 +218,7 @@ def test_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> Non
         assert not client.requests
 
 
-def test_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> None:
+def test_mask_that_killed_the_engine_ends_only_its_samples(server: str) -> None:
     body = {
         "prompt": [7],
         "max_tokens": 60,
@@ -240,14 +240,14 @@ def test_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> None
 
 
 def test_json_in_pieces_is_json() -> None:
-    told = {
+    fields = {
         "a": 1,
         "b": {"c": LazyArray(({"d": LazyArray(range(5), 2)} for _ in range(2)), 1), "e": {}},
         "f": LazyArray(()),
         "g": [],
     }
     expected = {"a": 1, "b": {"c": [{"d": [0, 1, 2, 3, 4]}] * 2, "e": {}}, "f": [], "g": []}
-    pieces = list(json_pieces(told))
+    pieces = list(json_pieces(fields))
     assert json.loads(b"".join(pieces)) == expected
     assert len(pieces) > 5
 
@@ -258,7 +258,7 @@ def rows(count: int, made: list[int]) -> Iterator[dict[str, str]]:
         yield {"row": "x" * 1000}
 
 
-def test_large_answer_is_made_while_it_is_written_and_aside() -> None:
+def test_large_answer_is_encoded_in_pieces_off_the_event_loop() -> None:
     made: list[int] = []
     sent: list[dict[str, Any]] = []
     ahead: list[int] = []

@@ -62,10 +62,10 @@ def play(described: Any, examples: int) -> None:
 
 
 @pytest.mark.thorough
-def test_no_request_is_answered_with_a_server_error(described: Any) -> None:
+def test_requests_cause_no_server_error(described: Any) -> None:
     play(described, 15)
 
 
 @pytest.mark.slow
-def test_no_request_of_many_is_answered_with_a_server_error(described: Any) -> None:
+def test_requests_cause_no_server_error_in_a_long_run(described: Any) -> None:
     play(described, 400)

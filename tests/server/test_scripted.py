@@ -15,7 +15,7 @@ from tests.server.scripted import Script, ScriptedClient
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("portion", [1, 3])
-def test_it_says_what_the_script_says(portion: int) -> None:
+def test_scripted_engine_follows_its_script(portion: int) -> None:
     client = ScriptedClient(Script("One two three.", portion=portion))
     with running_server(client) as url:
         body = {"model": "scripted", "prompt": "x", "max_tokens": 50}

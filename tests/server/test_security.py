@@ -34,31 +34,31 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
         ["server/test_no_code_from_bytes.py::test_bytes_are_never_run",
          "remote/test_engine_sockets.py::test_strange_bytes_change_nothing"]),
     2: ("IPC in a private folder, no TCP",
-        ["remote/test_engine_sockets.py::test_nothing_listens_but_two_sockets_in_a_private_folder"]),
+        ["remote/test_engine_sockets.py::test_sockets_are_two_in_a_private_folder"]),
     3: ("a key on every route but /health, an admin key, constant time",
-        ["server/http/test_edge.py::test_every_route_but_health_needs_a_key",
+        ["server/http/test_edge.py::test_routes_except_health_need_a_key",
          "server/http/test_edge.py::test_admin_routes_are_off_without_an_admin_key",
          "server/test_security.py::test_keys_are_compared_in_constant_time"]),
     4: ("127.0.0.1 by default, a warning elsewhere without a key",
-        ["server/test_security.py::test_it_listens_on_this_machine_alone",
-         "server/test_logs.py::test_warning_where_anybody_may_come"]),
+        ["server/test_security.py::test_server_listens_only_on_loopback",
+         "server/test_logs.py::test_warning_without_access_control"]),
     5: ("bounds of all counts and sizes",
-        ["server/test_security.py::test_what_is_over_a_limit_is_refused_at_once",
+        ["server/test_security.py::test_value_over_a_limit_is_rejected_early",
          "server/http/test_edge.py::test_bodies_that_are_too_large", "server/http/test_edge.py::test_header_bombs",
          "server/http/test_edge.py::test_depth_is_found_without_parsing"]),
     6: ("not finite, out of range, huge, lone surrogates",
-        ["server/test_security.py::test_values_that_are_no_values",
-         "server/test_storm.py::test_thousand_bodies_that_make_no_sense"]),
-    7: ("grammars are bounded", ["server/test_security.py::test_grammars_that_cannot_be_are_refused_while_others_go_on",
+        ["server/test_security.py::test_non_finite_and_invalid_values_are_rejected",
+         "server/test_storm.py::test_storm_of_nonsense_bodies_is_rejected"]),
+    7: ("grammars are bounded", ["server/test_security.py::test_impossible_grammars_are_rejected_without_harm",
          "structured/test_hostile_grammars.py::test_slow_grammar_is_stopped_by_its_cpu_time",
          "server/http/test_grammar_readers.py::test_read_replaces_a_thread_that_works_too_long"]),
-    8: ("a grammar that fails ends its request only", ["fleet/test_replicas.py::test_what_a_dead_replica_began_under_a_grammar_ends_under_it"]),
+    8: ("a grammar that fails ends its request only", ["fleet/test_replicas.py::test_constrained_sample_keeps_its_grammar_after_a_death"]),
     9: ("templates of requests are refused, the model's run in a sandbox with limits",
         ["server/test_security.py::test_templates_of_requests_are_refused",
          "text/test_chat.py::test_sandbox_refuses"]),
     10: ("user text makes no control tokens", ["server/test_security.py::test_user_text_makes_no_control_tokens"]),
     11: ("no code of a model folder runs", ["server/test_storm.py::test_model_folder_runs_no_code"]),
-    12: ("nothing is fetched", ["server/test_security.py::test_nothing_is_fetched"]),
+    12: ("nothing is fetched", ["server/test_security.py::test_server_fetches_no_url"]),
     13: ("block keys are long, and tokens are compared on a hit",
          ["kv_cache/test_block_hash.py::test_collision_is_caught_by_comparing_tokens",
           "kv_cache/test_block_hash.py::test_collision_of_namespaces_is_caught"]),
@@ -73,10 +73,10 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
     17: ("slow readers are bounded",
          ["server/test_exchange.py::test_client_that_does_not_read_is_ended_with_its_connection"]),
     18: ("disconnects, timeouts, signals, kill -9",
-         ["server/test_exchange.py::test_client_that_goes_away_ends_its_request_at_once",
+         ["server/test_exchange.py::test_client_that_disconnects_ends_its_request",
           "server/test_exchange.py::test_request_that_takes_too_long",
-          "server/test_lifecycle.py::test_it_drains", "server/test_lifecycle.py::test_it_ends_with_its_engine",
-          "remote/test_process.py::test_killed_engine_is_noticed_at_once_and_another_one_started",
+          "server/test_lifecycle.py::test_server_drains", "server/test_lifecycle.py::test_server_ends_with_its_engine",
+          "remote/test_process.py::test_killed_engine_is_noticed_promptly_and_restarted",
           "remote/test_process.py::test_engine_ends_with_a_killed_parent"]),
     19: ("a poisoned request ends alone",
          ["server/test_exchange.py::test_poisoned_sample_ends_its_own_request_only",
@@ -84,7 +84,7 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
           "sampling/test_sample.py::test_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others"]),
     20: ("a 500 holds no path", ["server/test_security.py::test_bug_in_one_request_stays_there"]),
     21: ("logs cannot be forged, and hold no key and no prompt",
-         ["server/test_logs.py::test_no_entry_can_be_forged", "server/test_lifecycle.py::test_logs_of_a_server"]),
+         ["server/test_logs.py::test_log_entries_cannot_be_forged", "server/test_lifecycle.py::test_logs_of_a_server"]),
     22: ("no block is left behind",
          ["server/test_storm.py::test_storm_of_cancelled_requests", "server/http/test_metrics.py::test_stats"]),
     23: ("weights are never pickles",
@@ -92,23 +92,23 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
           "server/trainers/test_prime_rl.py::test_pickles_are_refused_by_the_deadline"]),
     24: ("trainers' routes are off without --rl, closed to web pages, and on other machines "
          "behind a key",
-         ["server/trainers/test_access.py::test_what_is_off_says_how_to_turn_it_on",
-          "server/trainers/test_access.py::test_every_changing_route_refuses_pages_over_http",
-          "server/trainers/test_access.py::test_every_route_of_a_dialect_has_a_level",
-          "server/trainers/test_access.py::test_what_contradicts_itself_is_refused"]),
+         ["server/trainers/test_access.py::test_disabled_route_names_its_option",
+          "server/trainers/test_access.py::test_changing_routes_reject_web_pages_over_http",
+          "server/trainers/test_access.py::test_dialect_routes_have_an_access_level",
+          "server/trainers/test_access.py::test_contradictory_access_options_are_rejected"]),
     25: ("paths that trainers name say nothing about others",
-         ["server/trainers/test_prime_rl.py::test_path_says_no_more_than_its_caller_did"]),
+         ["server/trainers/test_prime_rl.py::test_path_error_reveals_no_more_than_the_request"]),
     26: ("shapes and names that no model has",
          ["server/trainers/test_rl_security.py::test_shapes_and_names_that_no_model_has",
-          "server/trainers/test_rl_security.py::test_million_names"]),
+          "server/trainers/test_rl_security.py::test_million_tensor_names_are_rejected"]),
     27: ("bodies of weights have a bound of their own, and other bodies no sense",
          ["server/trainers/test_access.py::test_bodies_of_weights_may_be_larger",
-          "server/trainers/test_rl_security.py::test_bodies_that_make_no_sense"]),
+          "server/trainers/test_rl_security.py::test_nonsense_bodies_are_rejected"]),
     28: ("groups that never form leave no thread and no socket",
-         ["server/trainers/test_rl_security.py::test_flood_of_calls_leaves_nothing_behind"]),
+         ["server/trainers/test_rl_security.py::test_flood_of_calls_leaves_no_state"]),
     29: ("the page runs nothing from elsewhere and reads no text as HTML, and what it asks for needs a key",
-         ["server/test_page.py::test_nothing_from_elsewhere_may_run",
-          "server/test_page.py::test_no_text_is_read_as_html",
+         ["server/test_page.py::test_page_runs_no_foreign_code",
+          "server/test_page.py::test_page_reads_no_text_as_html",
           "server/test_page.py::test_page_loads_before_the_engine_and_without_a_key",
           "server/test_page.py::test_links_of_answers_are_made_in_one_place",
          "server/page/test_in_chromium.py::test_text_stays_text",
@@ -117,7 +117,7 @@ CHECKLIST: dict[int, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("line", CHECKLIST)
-def test_every_line_has_its_test(line: int) -> None:
+def test_checklist_lines_have_tests(line: int) -> None:
     for name in CHECKLIST[line][1]:
         file, test = name.split("::")
         source = (ROOT / "tests" / file).read_text(encoding="utf-8")
@@ -156,7 +156,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.thorough
-def test_it_listens_on_this_machine_alone() -> None:
+def test_server_listens_only_on_loopback() -> None:
     assert ServerConfig().host == "127.0.0.1"
     with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
         port = int(url.rsplit(":", 1)[1])
@@ -214,7 +214,7 @@ OVER: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("path", "more"), OVER, ids=lambda each: each if isinstance(each, str) else next(iter(each))
 )
-def test_what_is_over_a_limit_is_refused_at_once(
+def test_value_over_a_limit_is_rejected_early(
     scripted: tuple[str, ScriptedClient],
     path: str,
     more: dict[str, Any],
@@ -257,7 +257,7 @@ RAW = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, '"0.5"', "t
     "field", ["temperature", "top_p", "max_tokens", "seed", "presence_penalty"]
 )
 @pytest.mark.parametrize("raw", RAW)
-def test_values_that_are_no_values(
+def test_non_finite_and_invalid_values_are_rejected(
     scripted: tuple[str, ScriptedClient], path: str, field: str, raw: str
 ) -> None:
     body = json.dumps({**ROUTES_OF[path], field: "HERE"}).replace('"HERE"', raw)
@@ -280,7 +280,7 @@ def test_values_that_are_no_values(
                                                                                 b'{}', b'"' * 99,
     ],
 )  # fmt: skip
-def test_prompts_that_are_no_prompts(scripted: tuple[str, ScriptedClient], body: bytes) -> None:
+def test_invalid_prompts_are_rejected(scripted: tuple[str, ScriptedClient], body: bytes) -> None:
     reply = httpx.post(
         scripted[0] + "/v1/completions", content=body, headers={"content-type": "application/json"}
     )
@@ -312,7 +312,7 @@ GRAMMARS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "more"), GRAMMARS)
-def test_grammars_that_cannot_be_are_refused_while_others_go_on(
+def test_impossible_grammars_are_rejected_without_harm(
     scripted: tuple[str, ScriptedClient], path: str, more: dict[str, Any]
 ) -> None:
     reply = httpx.post(scripted[0] + path, json={**ROUTES_OF[path], **more}, timeout=30)
@@ -361,7 +361,7 @@ def test_user_text_makes_no_control_tokens(scripted: tuple[str, ScriptedClient])
 
 
 @pytest.mark.thorough
-def test_nothing_is_fetched(scripted: tuple[str, ScriptedClient]) -> None:
+def test_server_fetches_no_url(scripted: tuple[str, ScriptedClient]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0.3)
         at = f"http://127.0.0.1:{trap.getsockname()[1]}/x.png"
@@ -387,7 +387,7 @@ def test_nothing_is_fetched(scripted: tuple[str, ScriptedClient]) -> None:
 
 
 class Buggy(ScriptedClient):
-    """Where the seed is 13, the server's own code fails, with a message that should not get out."""
+    """Client whose own code fails at seed 13 with a message that must stay private."""
 
     def _send(self, message: ToEngine) -> None:
         if getattr(getattr(message, "params", None), "seed", None) == 13:
@@ -421,7 +421,7 @@ def test_bug_in_one_request_stays_there() -> None:
         assert heard[0] == heard[1]
 
 
-def test_bugs_outside_of_generation_say_nothing_either(
+def test_bugs_outside_of_generation_reveal_nothing(
     scripted: tuple[str, ScriptedClient],
 ) -> None:
     url, client = scripted
@@ -434,8 +434,8 @@ def test_bugs_outside_of_generation_say_nothing_either(
         client.failure = None
 
 
-def test_no_route_is_outside_of_the_layers() -> None:
-    """What is not HTTP gets no answer at all."""
+def test_routes_are_all_inside_the_layers() -> None:
+    """Check that a scope other than HTTP gets no answer."""
     import asyncio
 
     from nano_inference.server.server import Server

@@ -201,8 +201,10 @@ def fuzzed(number: int) -> tuple[str, bytes]:
     if chance.random() < 0.2:  # damage it as bytes
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 5)):
-            place = chance.randrange(len(damaged) + 1)
-            damaged[place : place + chance.randrange(3)] = chance.randbytes(chance.randrange(3))
+            position = chance.randrange(len(damaged) + 1)
+            damaged[position : position + chance.randrange(3)] = chance.randbytes(
+                chance.randrange(3)
+            )
         body = bytes(damaged)
     if chance.random() < 0.05:
         body = body.replace(
@@ -213,7 +215,7 @@ def fuzzed(number: int) -> tuple[str, bytes]:
 
 
 @pytest.mark.thorough
-def test_thousand_bodies_that_make_no_sense() -> None:
+def test_storm_of_nonsense_bodies_is_rejected() -> None:
     with (
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,
         httpx.Client(base_url=url) as http,
@@ -235,7 +237,7 @@ def test_thousand_bodies_that_make_no_sense() -> None:
         assert http.get("/health").json()["status"] == "ok"
 
 
-def test_all_routes_with_bodies_are_fuzzed() -> None:
+def test_fuzzing_covers_all_routes_with_bodies() -> None:
     from nano_inference.server.app import build_routes
     from nano_inference.server.server import Server
 

@@ -130,7 +130,7 @@ def schemas() -> list[dict[str, Any]]:
     return list(found.values())[:NUM_SCHEMAS]
 
 
-def test_what_ended_by_itself_is_valid(url: str) -> None:
+def test_finished_answer_is_valid(url: str) -> None:
     asked = schemas()
     assert len(asked) == NUM_SCHEMAS
 

@@ -174,7 +174,7 @@ def served(engine: ScriptedClient) -> Served:
 
 
 def grammar_of(name: str, fields: dict[str, Any], served: Served) -> Grammar | None:
-    """What a request of these fields becomes."""
+    """Return the grammar of a request with these fields."""
     protocol, body, is_nested = PROTOCOLS[name]
     whole = body | ({"sampling_params": fields} if is_nested else fields)
     data = json.dumps(whole).encode()
@@ -184,7 +184,7 @@ def grammar_of(name: str, fields: dict[str, Any], served: Served) -> Grammar | N
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_every_field_is_one_grammar(name: str, served: Served) -> None:
+def test_grammar_fields_give_one_grammar(name: str, served: Served) -> None:
     more = {"chat": OF_OPENAI, "completions": OF_OPENAI, "messages": OF_ANTHROPIC}.get(name, [])
     for fields, grammar in [*EVERYWHERE, *more]:
         assert grammar_of(name, fields, served) == grammar, fields
@@ -227,7 +227,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a pa
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_what_is_wrong_is_named(name: str, served: Served) -> None:
+def test_wrong_field_is_named(name: str, served: Served) -> None:
     within = "sampling_params." if PROTOCOLS[name][2] else ""
     for fields, field, reason in BAD:
         with pytest.raises(ApiError) as raised:
@@ -250,13 +250,13 @@ def test_what_is_wrong_is_named(name: str, served: Served) -> None:
         (_of_openai() | {"guided_regex": "a"}, "response_format"),
     ],
 )
-def test_formats_that_are_none(fields: dict[str, Any], field: str, served: Served) -> None:
+def test_invalid_formats_are_rejected(fields: dict[str, Any], field: str, served: Served) -> None:
     with pytest.raises(ApiError) as raised:
         grammar_of("chat", fields, served)
     assert (raised.value.status, raised.value.param) == (400, field)
 
 
-def test_objects_are_closed_where_a_request_says_so(served: Served) -> None:
+def test_objects_are_closed_if_the_request_says_so(served: Served) -> None:
     inner = {"properties": {"a": {"type": "integer"}}}
     kept = {"properties": {}, "additionalProperties": {"type": "null"}}
     schema = {
@@ -297,7 +297,7 @@ def test_objects_are_closed_where_a_request_says_so(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_fields_beside_sampling_params_are_refused(name: str, served: Served) -> None:
+def test_grammar_fields_next_to_sampling_params_are_rejected(name: str, served: Served) -> None:
     protocol, body, _ = PROTOCOLS[name]
     with pytest.raises(ApiError, match="put it into sampling_params"):
         protocol.prepare(json.dumps(body | {"regex": "a+"}).encode(), served, "id")
@@ -337,7 +337,7 @@ def thinking(engine: ScriptedClient) -> Served:
     return Served("scripted", engine._engine_info(), engine.tokenizer, format, CONFIG)
 
 
-def test_reasoning_stays_on_where_a_route_tells_it_apart(engine: ScriptedClient) -> None:
+def test_reasoning_stays_on_if_the_route_separates_it(engine: ScriptedClient) -> None:
     served, plain = thinking(engine), Grammar.regex("a+")
     behind = replace(plain, after="</think>", opened_by="<think>")
     for name in ("chat", "messages"):
@@ -358,7 +358,7 @@ def test_reasoning_stays_on_where_a_route_tells_it_apart(engine: ScriptedClient)
             assert ask.params.grammar == expected
 
 
-def test_reasoning_between_markers_that_answers_do_not_show_is_not_let_begin() -> None:
+def test_hidden_reasoning_markers_are_masked() -> None:
     format = ChatFormat(reasoning="think")
     for hidden, behind in (("<think>", AT_ONCE), ("</think>", AT_ONCE), ("<x>", MAY_OPEN)):
         assert reasoning_before(format, prompt_tail="", hidden={hidden}) == behind
@@ -517,7 +517,7 @@ def test_failed_matcher_says_why(
 def test_grammar_that_the_engine_refuses_is_a_bad_request(
     tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As what shows only with the model's vocabulary."""
+    """Check an error that shows only with the model's vocabulary."""
 
     def refuse(*_: Any) -> Any:
         raise InvalidRequest("the regex grammar cannot be enforced: it is not.")

@@ -115,8 +115,8 @@ def test_call_is_read_as_hermes_writes_it(
         text = client.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).json()
         assert text["choices"][0]["message"]["content"] == said
         body = {"model": "m", "messages": ANTHROPIC, "tools": [ANTHROPIC_TOOL], "max_tokens": 64}
-        told = client.post("/v1/messages", json=body).json()
-        assert [each["type"] for each in told["content"]] == ["tool_use"]
+        reply = client.post("/v1/messages", json=body).json()
+        assert [each["type"] for each in reply["content"]] == ["tool_use"]
     finally:
         engine.script = before
 

@@ -25,7 +25,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, of what waits for timers alone."""
+    """Run a coroutine that waits only for timers, like `asyncio.run`."""
 
     def make() -> asyncio.AbstractEventLoop:
         selector = _Jumping()

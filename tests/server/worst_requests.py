@@ -29,9 +29,9 @@ def lowered(ask: Callable[[], str | None], lower: Callable[[str, int], None]) ->
         refusal = ask()
         if refusal is None:
             return times
-        found = re.findall(r"(\S+)(?: \(with echo also logprobs\))? from \d+ to (\d+)", refusal)
-        assert found, refusal
-        for name, value in found:
+        matched = re.findall(r"(\S+)(?: \(with echo also logprobs\))? from \d+ to (\d+)", refusal)
+        assert matched, refusal
+        for name, value in matched:
             lower(name, int(value))
     raise AssertionError("it is never taken")
 
@@ -184,8 +184,8 @@ def over_http() -> None:
 
             def lower(name: str, value: int, body: dict[str, Any] = body) -> None:
                 *outer, last = name.split(".")
-                for each in outer:
-                    body = body[each]
+                for item in outer:
+                    body = body[item]
                 # echo tells as many
                 if last == "prompt_logprobs" and isinstance(body.get("logprobs"), int):
                     body["logprobs"] = min(body["logprobs"], value)

@@ -44,7 +44,7 @@ def validator(schema: dict[str, Any]) -> Any:
 @settings(max_examples=at_depth(60), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_document_is_accepted_where_it_is_valid(
+def test_document_is_accepted_if_it_is_valid(
     backend: BackendName, seed: int, tokenizer: Tokenizer
 ) -> None:
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def test_document_is_accepted_where_it_is_valid(
 @settings(max_examples=at_depth(60), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_masks_let_be_drawn_is_valid_and_the_default_backend_allows_it_too(
+def test_masked_draws_are_valid_for_the_default_backend_too(
     backend: BackendName, seed: int, tokenizer: Tokenizer
 ) -> None:
     rng = random.Random(seed)
@@ -158,7 +158,7 @@ def drawn(matcher: Matcher, other: Matcher, rng: random.Random, tokenizer: Token
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_plain_form_allows_what_the_schema_does_and_no_more(
+def test_plain_form_allows_exactly_the_schemas_language(
     backend: BackendName,
     schema: dict[str, Any],
     valid: list[str],

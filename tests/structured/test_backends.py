@@ -44,8 +44,8 @@ GRAMMARS = (
 def states_of(tokenizer: Tokenizer, number: int) -> list[GrammarState]:
     vocabulary = vocabulary_of(tokenizer)
     thoughts, states = Thoughts(vocabulary), list[GrammarState]()
-    for place in range(number):
-        states.append(GrammarState(GRAMMARS[place % len(GRAMMARS)]))
+    for index in range(number):
+        states.append(GrammarState(GRAMMARS[index % len(GRAMMARS)]))
         first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
         matcher = backend_named("llguidance").compile(states[-1].grammar, vocabulary)
         matcher.fill(first)
@@ -54,7 +54,7 @@ def states_of(tokenizer: Tokenizer, number: int) -> list[GrammarState]:
 
 
 @pytest.mark.parametrize("number", [2, FEW + 10])
-def test_masks_made_at_once_are_those_made_one_by_one(tokenizer: Tokenizer, number: int) -> None:
+def test_batched_masks_match_single_masks(tokenizer: Tokenizer, number: int) -> None:
     rng = random.Random(number)
     together, alone = states_of(tokenizer, number), states_of(tokenizer, number)
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_masks_made_at_once_are_those_made_one_by_one(tokenizer: Tokenizer, numb
         assert all(map(np.array_equal, before, copies))
 
 
-def test_one_matcher_that_is_at_a_limit_spoils_no_other(tokenizer: Tokenizer) -> None:
+def test_matcher_at_a_limit_does_not_affect_others(tokenizer: Tokenizer) -> None:
     vocabulary = vocabulary_of(tokenizer)
     backend = backend_named("llguidance")
     matchers: list[Any] = [backend.compile(GRAMMARS[1], vocabulary) for _ in range(FEW + 2)]

@@ -32,7 +32,7 @@ def test_spent_counts_work() -> None:
     assert spent.left == 0.0
 
 
-def test_spent_ends_what_does_no_work() -> None:
+def test_spent_ends_idle_work() -> None:
     work, wall = Hand(), Hand()
     spent = Spent(10.0, work, wall)
     wall.now += 10.0 * clocks.PATIENCE - 1.0
@@ -41,7 +41,7 @@ def test_spent_ends_what_does_no_work() -> None:
     assert spent.left == 0.0
 
 
-def test_spent_counts_the_walls_seconds_where_there_is_no_clock() -> None:
+def test_spent_uses_wall_time_without_a_clock() -> None:
     wall = Hand()
     spent = Spent(10.0, None, wall)
     wall.now += 4.0
@@ -55,7 +55,7 @@ def spin(seconds: float) -> None:
 
 
 @pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="not told here")
-def test_thread_clock_counts_that_thread_alone() -> None:
+def test_thread_clock_counts_only_its_thread() -> None:
     go, done = threading.Event(), threading.Event()
 
     clocks_of: list[clocks.Clock | None] = []
@@ -92,9 +92,9 @@ def test_process_clock_counts_the_busiest_thread() -> None:
     clock = process_clock(os.getpid())
     assert clock is not None
     threads = [threading.Thread(target=spin, args=(0.3,)) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(30)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
     spin(0.3)
     assert 0.25 <= clock() < 0.8

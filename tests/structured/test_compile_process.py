@@ -56,7 +56,7 @@ def ids(children: CompileProcesses) -> set[int]:
         ("leave", "ended with exit code 3"),
     ],
 )
-def test_what_ends_the_child_fails_its_grammar_alone(
+def test_grammar_that_ends_the_child_fails_only_itself(
     kind: str, reason: str, children: CompileProcesses
 ) -> None:
     assert compiled(children, "") == FINE
@@ -69,7 +69,7 @@ def test_what_ends_the_child_fails_its_grammar_alone(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "limit"), [("spin", 0.3), ("sleep", 0.1)])
-def test_one_that_takes_too_long_is_killed(
+def test_child_that_takes_too_long_is_killed(
     kind: str, limit: float, children: CompileProcesses
 ) -> None:
     """By its CPU time; and one that sleeps after many times its limit."""
@@ -90,7 +90,7 @@ def test_time_that_others_take_is_not_counted(children: CompileProcesses) -> Non
     assert compiled(children, "rest") == FINE
 
 
-def test_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileProcesses) -> None:
+def test_child_survives_a_rejection_and_printed_text(children: CompileProcesses) -> None:
     compiled(children, "")
     before = ids(children)
     with pytest.raises(InvalidRequest, match="cannot be enforced: a panic") as raised:
@@ -102,7 +102,7 @@ def test_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileP
     assert ids(children) == before
 
 
-def test_compile_asks_another_child_if_the_idle_one_is_about_to_end(
+def test_compile_asks_another_child_if_the_idle_one_is_ending(
     children: CompileProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It still runs when it is chosen, and has ended when the grammar comes."""
@@ -124,7 +124,7 @@ def test_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcess
 
 
 @pytest.mark.thorough
-def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> None:
+def test_concurrent_compilations_have_separate_children(children: CompileProcesses) -> None:
     children.time_limit = 0.5  # it sleeps for 15 times as long
     problems: list[Exception] = []
 
@@ -148,7 +148,7 @@ def test_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
 
 
 @pytest.mark.thorough
-def test_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
+def test_stopped_compilation_is_retried_but_not_a_rejected_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     vocabulary = vocabulary_of(byte_tokenizer(tmp_path))
@@ -217,11 +217,11 @@ print(json.dumps([each for each in ("torch", "xgrammar", "outlines_core") if eac
 
 
 @pytest.mark.skipif(not all(map(find_spec, PACKAGES.values())), reason="missing")
-def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
-    found = subprocess.run(
+def test_grammars_are_checked_without_packages_or_torch() -> None:
+    result = subprocess.run(
         [sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ TAG = {
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_grammar_allows_its_language_alone(
+def test_grammar_allows_only_its_language(
     grammar: Grammar, yes: list[str], no: list[str], backend: BackendName, tokenizer: Tokenizer
 ) -> None:
     if grammar.kind not in KINDS[backend]:
@@ -165,7 +165,7 @@ def test_whitespace_is_bounded(
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_other_backends_allow_less_whitespace_or_none_and_refuse_another_pattern(
+def test_backends_differ_in_whitespace_and_reject_other_patterns(
     backend: BackendName, tokenizer: Tokenizer
 ) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array"}}}
@@ -198,7 +198,7 @@ def test_other_backends_allow_less_whitespace_or_none_and_refuse_another_pattern
         (Grammar.structural_tag({"triggers": ["<"], "structures": []}), "no tags"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(grammar: Grammar, reason: str) -> None:
+def test_unenforceable_keyword_is_rejected_by_name(grammar: Grammar, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         backend_named("llguidance").check(grammar)
 
@@ -347,7 +347,7 @@ def test_references_that_lead_nowhere_are_refused(
         ("(.*)(.*)(.*)(.*)=", ["q" * 300 + "="], ["q" * 300]),
     ],
 )
-def test_patterns_that_other_engines_take_for_ever_with(
+def test_catastrophic_patterns_compile_quickly(
     pattern: str, yes: list[str], no: list[str], tokenizer: Tokenizer
 ) -> None:
     grammar = Grammar.regex(pattern)
@@ -356,7 +356,7 @@ def test_patterns_that_other_engines_take_for_ever_with(
     assert [text for text in no if accepts(grammar, text, tokenizer)] == []
 
 
-def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:
+def test_lenient_mode_ignores_unenforceable_keywords(tokenizer: Tokenizer) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     grammar = Grammar.json_schema(schema, lenient=True)
     backend_named("llguidance").check(grammar)
@@ -385,7 +385,7 @@ def test_bad_grammar_is_refused_at_construction(make: Any, reason: str) -> None:
         make()
 
 
-def test_token_that_cannot_follow_and_a_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
+def test_invalid_token_and_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
     """llguidance's own mask allows the end of the text then."""
     vocabulary = vocabulary_of(tokenizer)
     matcher = backend_named("llguidance").compile(Grammar.regex("[0-9]{3}"), vocabulary)
@@ -404,7 +404,7 @@ VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
 )
 
 
-def test_state_is_ready_only_when_it_is_behind_all_tokens(
+def test_state_is_ready_only_after_all_tokens(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread goes through them, and the engine's thread asks meanwhile."""
@@ -436,7 +436,7 @@ def test_state_is_ready_only_when_it_is_behind_all_tokens(
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)
 @given(value=st.dictionaries(TEXT, VALUES, max_size=3), cut=st.integers(0, 10**6))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_object_is_accepted_and_no_beginning_of_one(
+def test_object_is_accepted_only_when_complete(
     backend: BackendName, value: dict[str, Any], cut: int, tokenizer: Tokenizer
 ) -> None:
     text = json.dumps(value, ensure_ascii=False)
@@ -454,7 +454,7 @@ def depth_of(value: Any) -> int:
 @settings(max_examples=at_depth(100), deadline=None, derandomize=True)
 @given(data=st.data())
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_stay_at_their_place_in_the_text(
+def test_copies_keep_their_position_in_the_text(
     backend: BackendName, data: st.DataObject, tokenizer: Tokenizer
 ) -> None:
     vocabulary = vocabulary_of(tokenizer)

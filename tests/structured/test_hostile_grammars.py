@@ -24,7 +24,7 @@ def backend() -> LlguidanceBackend:
     return LlguidanceBackend()
 
 
-def test_grammar_that_overflows_the_stack_ends_no_process_but_the_childs(
+def test_grammar_that_overflows_the_stack_ends_only_the_child(
     backend: LlguidanceBackend,
 ) -> None:
     with pytest.raises(CompilationStopped, match=r"json grammar cannot be enforced: .*signal"):
@@ -70,7 +70,7 @@ def nested(begin: str, middle: str, end: str) -> str:
         (Grammar.json_schema, nested('{"anyOf":[', "{}", "]}")),
     ],
 )
-def test_small_hostile_grammar_is_checked_in_place_at_once(
+def test_small_hostile_grammar_is_checked_in_process(
     make: Callable[[str], Grammar], text: str, backend: LlguidanceBackend
 ) -> None:
     """Accepted or refused: without a crash, in less CPU time than a request may take."""

@@ -72,7 +72,7 @@ ARRAY = {"type": "array"}
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_what_a_backend_does_not_enforce_is_refused_by_name(
+def test_unenforced_keyword_is_rejected_by_name(
     backend: BackendName, schema: dict[str, Any], keyword: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"{backend} cannot enforce `({keyword})`"):
@@ -157,7 +157,7 @@ def test_bounds_of_integers_are_whole_and_reached() -> None:
     "(?i)a", "(?=a)", r"\ba", r"\p{L}", r"\1", "a**", "a{,3}", "a{2}{3}", "(a", "a)", "[a", "a|",
     "(|a)", "[[:alpha:]]", "[a&&b]", "^a|b", "a$b", "[b-a]", r"[\w-z]", r"[a-\d]", r"[\D]", "[]",
 ])  # fmt: skip
-def test_what_is_not_plain_is_refused(pattern: str) -> None:
+def test_schema_without_a_plain_form_is_rejected(pattern: str) -> None:
     with pytest.raises(NotPlain):
         plain_regex(pattern)
 

@@ -67,7 +67,7 @@ LANGUAGES = st.sampled_from(["[ab]{2}[01]", "[01]+", "a?b?[01]", "(ab|ba|ü)*0",
 @pytest.mark.thorough
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)
 @given(opened_by=st.just("") | MARKERS, after=MARKERS, language=LANGUAGES, seed=st.integers(0, 99))
-def test_what_masks_let_be_drawn_is_a_thought_and_a_text_of_the_grammar(
+def test_masked_draws_are_a_thought_and_a_text_of_the_grammar(
     opened_by: str, after: str, language: str, seed: int, tokenizer: Tokenizer
 ) -> None:
     language = language or f"{opened_by}[01]"  # it may begin as the thought does
@@ -100,7 +100,7 @@ def test_what_masks_let_be_drawn_is_a_thought_and_a_text_of_the_grammar(
     thinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_each_text_can_be_drawn_in_any_tokens_that_end_where_a_thought_does(
+def test_texts_can_be_drawn_in_any_tokens_after_a_thought(
     opened_by: str,
     after: str,
     language: str,
@@ -169,7 +169,7 @@ def test_marker_may_be_one_token_even_a_special_one(tokenizer: Tokenizer) -> Non
         assert not accepts(grammar, text, tokenizer), text
 
 
-def test_no_sample_ends_in_a_thought(tokenizer: Tokenizer) -> None:
+def test_sample_cannot_end_in_a_thought(tokenizer: Tokenizer) -> None:
     state = state_of(Grammar("regex", "a*", after="</think>", opened_by="<think>"), tokenizer)
     assert may_draw(state.words, EOS), "the grammar allows the empty text"
     for token_id in tokenizer.encode("<think>a</think"):

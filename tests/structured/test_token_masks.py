@@ -44,7 +44,7 @@ def one_by_one(text: Text, tokenizer: Tokenizer) -> list[np.ndarray]:
     return masks
 
 
-def test_masks_made_together_are_those_of_each_text(
+def test_masks_of_a_batch_match_single_texts(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     texts, made = texts_of(tokenizer), TokenMasks(compiler)
@@ -55,7 +55,7 @@ def test_masks_made_together_are_those_of_each_text(
             assert all(map(np.array_equal, masks, expected))
 
 
-def test_what_was_made_is_not_made_again(
+def test_masks_are_cached(
     tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, made = texts_of(tokenizer), TokenMasks(compiler)
@@ -67,7 +67,7 @@ def test_what_was_made_is_not_made_again(
         made.of(texts)
 
 
-def test_equal_masks_are_one_array_and_no_more_is_kept_than_may_be(
+def test_equal_masks_share_an_array_and_the_cache_is_bounded(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     made = TokenMasks(compiler)
@@ -84,7 +84,7 @@ def test_equal_masks_are_one_array_and_no_more_is_kept_than_may_be(
     TokenMasks(compiler, most_bytes=1).of([(GRAMMARS[0], text)])
 
 
-def test_what_no_text_of_a_grammar_holds_is_named(
+def test_unreachable_text_of_a_grammar_is_named(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     digits = tuple(tokenizer.encode("12a"))

@@ -115,7 +115,7 @@ def test_template_refuses_messages() -> None:
         render(CHATML, [{"role": "pirate", "content": "Arr"}])
 
 
-def test_no_messages() -> None:
+def test_empty_conversation_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="conversation is empty"):
         render(CHATML, [])
 

@@ -93,7 +93,7 @@ def test_template_of_parts() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_tools(name: str) -> None:
+def test_template_renders_without_tools(name: str) -> None:
     plain = render(name, CONVERSATION[:2], tools=None)
     assert "get_weather" not in plain
     assert "Weather?" in plain
@@ -116,7 +116,7 @@ def test_arguments_that_are_no_object_stay_text() -> None:
     )
 
 
-def test_what_a_template_cannot_stand_is_rewritten() -> None:
+def test_unsupported_messages_are_rewritten_for_a_template() -> None:
     def last(template: str) -> str:
         return render_chat(
             template, CONVERSATION, special_tokens=TOKENS, add_generation_prompt=False
@@ -162,7 +162,7 @@ def test_parts_reach_a_template_that_knows_them() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("content", ["The answer", " is 4 \n", "x"])
-def test_last_message_goes_on(name: str, content: str) -> None:
+def test_last_message_is_continued(name: str, content: str) -> None:
     messages = [CONVERSATION[1], {"role": "assistant", "content": content}]
     text = render(name, messages, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith(content.strip() if name == "llama" else content)
@@ -173,7 +173,7 @@ def test_last_message_goes_on(name: str, content: str) -> None:
         render(name, CONVERSATION[:3], add_generation_prompt=False, continue_final_message=True)
 
 
-def test_message_that_is_not_rendered_cannot_go_on() -> None:
+def test_unrendered_message_cannot_be_continued() -> None:
     with pytest.raises(InvalidRequest, match="omits the last message"):
         render_chat(
             "x",

@@ -101,7 +101,7 @@ def test_real_vocabulary_on_any_ids(smollm2: Tokenizer, data: st.DataObject) -> 
 @given(raw=st.binary(max_size=12), data=st.data())
 # surrogates, overlong forms, beyond Unicode
 @example(raw=b"\xed\xa0\x80\xe0\x80\xf4\x90\xc0\xaf", data=None)
-def test_any_bytes(raw: bytes, data: st.DataObject | None) -> None:
+def test_detokenizer_takes_any_bytes(raw: bytes, data: st.DataObject | None) -> None:
     """Python's and the library's ideas of which bytes one U+FFFD stands for are the same, wherever
     they are cut.
     """
@@ -141,7 +141,7 @@ def byte_level_characters(raw: bytes) -> str:
 )
 @settings(max_examples=at_depth(60), deadline=None)
 @given(data=st.data())
-def test_nothing_is_held_back_that_no_continuation_can_change(
+def test_detokenizer_holds_back_only_text_that_may_change(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
     ids = data.draw(st.lists(ids_of(tokenizer), max_size=8))
@@ -180,7 +180,7 @@ def test_spoilt_run_of_bytes_waits_no_longer() -> None:
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=at_depth(20), deadline=None)
 @given(data=st.data())
-def test_copies_have_their_own_future(name: str, data: st.DataObject) -> None:
+def test_copies_are_independent(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
     past, one, other = (data.draw(st.lists(ids_of(tokenizer), max_size=6)) for _ in range(3))
     first = Detokenizer(tokenizer)

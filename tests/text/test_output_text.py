@@ -105,12 +105,12 @@ def feed(
 
 
 def piece_id(tokenizer: Tokenizer, piece: str) -> int:
-    found = tokenizer.backend.token_to_id(piece)
-    assert found is not None
-    return found
+    token_id = tokenizer.backend.token_to_id(piece)
+    assert token_id is not None
+    return token_id
 
 
-def test_over_tokens_and_inside_one() -> None:
+def test_stop_string_matches_across_and_inside_tokens() -> None:
     output, stops = feed(GEMMA, ["x", "a", "b", "do not"], ("b do n",))
     assert stops == [None] * 4  # there is no space between them
     output, stops = feed(GEMMA, ["x", "a", "b", "▁", "do not"], ("b do n",))
@@ -127,7 +127,7 @@ def test_over_tokens_and_inside_one() -> None:
         (["x", "aaa", "b"], ("aab", "ab"), "aab", "xa"),
     ],
 )
-def test_one_that_begins_first_then_the_longest(
+def test_stop_string_that_begins_first_wins_then_the_longest(
     pieces: list[str], stops: tuple[str, ...], first: str, text: str
 ) -> None:
     for order in (stops, stops[::-1]):
@@ -136,7 +136,7 @@ def test_one_that_begins_first_then_the_longest(
         assert output.finish() == text
 
 
-def test_too_early_a_match_never_counts() -> None:
+def test_premature_match_never_counts() -> None:
     output = OutputText(GEMMA, ("aa", "aab"))
     a, b = piece_id(GEMMA, "a"), piece_id(GEMMA, "b")
     assert [output.append(a, False), output.append(a, False)] == [None, None]
@@ -157,7 +157,7 @@ def test_flushed_characters_are_not_searched() -> None:
         assert output.text == "a\ufffd"
 
 
-def test_without_stop_strings_only_incomplete_characters_wait() -> None:
+def test_incomplete_characters_wait_without_stop_strings() -> None:
     output, _ = feed(BYTE_LEVEL, ["a", "Ã"], ())
     assert (output.take(), output.text) == ("a", "a")
     output.append(piece_id(BYTE_LEVEL, "©"))
@@ -166,7 +166,7 @@ def test_without_stop_strings_only_incomplete_characters_wait() -> None:
 
 @settings(max_examples=at_depth(50), deadline=None)
 @given(data=st.data(), stops=st.lists(STOP, max_size=3).map(tuple))
-def test_copies_have_their_own_future(stops: tuple[str, ...], data: st.DataObject) -> None:
+def test_copies_are_independent(stops: tuple[str, ...], data: st.DataObject) -> None:
     past, one, other = (data.draw(samples(GEMMA))[0] for _ in range(3))
     first = OutputText(GEMMA, stops)
     for token_id in past:

@@ -189,7 +189,7 @@ def test_request_fails() -> None:
     assert time.process_time() - begin < 5  # with a probe of what the template renders
 
 
-def test_errors_name_no_places_in_memory_or_on_disk() -> None:
+def test_errors_contain_no_addresses_or_paths() -> None:
     for template in (
         "{{ messages[0].get }}",
         "{{ (1).bit_length.x() }}",
@@ -202,7 +202,7 @@ def test_errors_name_no_places_in_memory_or_on_disk() -> None:
         assert "/" not in text
 
 
-def test_what_fits_is_rendered() -> None:
+def test_conversation_within_limits_is_rendered() -> None:
     def render(template: str) -> str:
         return sandbox.render(
             template, {"messages": [{"role": "user", "content": "a b"}], "n": None}

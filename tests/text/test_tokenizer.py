@@ -64,7 +64,7 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode([0, *plain, 1], skip_special_tokens=False) == "<s>a</s>"
 
 
-def test_part_of_a_character_decodes_to_the_replacement_character(tmp_path: Path) -> None:
+def test_partial_character_decodes_to_the_replacement_character(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
 
@@ -76,7 +76,7 @@ def test_special_token_stored_as_an_object(tmp_path: Path) -> None:
     assert tokenizer.special_tokens == {"eos_token": "</s>"}
 
 
-def test_no_end_of_sequence_token(tmp_path: Path) -> None:
+def test_tokenizer_without_end_of_sequence_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, {}))
     assert tokenizer.eos_token_id is None
 
@@ -112,12 +112,12 @@ def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
     "template",
     [5, {"a": "b"}, [{"name": "default"}], ["one"], [{"name": "default", "template": 5}]],
 )
-def test_chat_template_that_is_none_is_named(tmp_path: Path, template: Any) -> None:
+def test_missing_chat_template_is_named(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ModelLoadError, match="cannot read the chat template of"):
         load_tokenizer(write_folder(tmp_path, {"chat_template": template}))
 
 
-def test_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_chat_template_that_is_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelLoadError, match="cannot read the chat template of"):
         load_tokenizer(write_folder(tmp_path))
@@ -190,7 +190,7 @@ DECODER = {"0": {"content": "<s>", "special": True}, "259": LISTED}
         ({"eos_token": "<|extra|>"}, {}),
     ],
 )
-def test_tokens_beside_tokenizer_json_are_those_of_transformers(
+def test_tokens_next_to_tokenizer_json_match_transformers(
     tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
 ) -> None:
     from transformers import AutoTokenizer
@@ -218,7 +218,7 @@ def test_tokens_beside_tokenizer_json_are_those_of_transformers(
         {"extra_special_tokens": 5},
     ],
 )
-def test_added_tokens_that_are_none_are_named(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_invalid_added_tokens_are_named(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError, match="cannot read the added tokens of"):
         load_tokenizer(write_folder(tmp_path, config))
 
@@ -241,7 +241,7 @@ def test_long_texts_are_the_same_ids(tmp_path: Path, add: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+def test_encoding_a_long_text_blocks_no_other_thread(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     turns, ended = 0, threading.Event()
 

@@ -153,7 +153,7 @@ def tools_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(deadline=None, max_examples=at_depth(25))
 @given(data=st.data())
-def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> None:
+def test_tool_calls_and_results_are_rendered(name: str, data: st.DataObject) -> None:
     messages = data.draw(histories())
     if "system" in name:
         messages = [{"role": "system", "content": "Be brief."}, *messages]
@@ -193,7 +193,7 @@ def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> No
         assert text.count(odd) == nothing.count(odd)
 
 
-def test_each_answer_stands_behind_its_call_where_only_one_call_fits_a_message() -> None:
+def test_tool_results_follow_their_calls_one_call_a_message() -> None:
     calls = [
         {"id": str(n), "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}}
         for n in range(2)
@@ -211,7 +211,7 @@ def test_each_answer_stands_behind_its_call_where_only_one_call_fits_a_message()
     assert places == sorted(places)
 
 
-def test_what_a_call_becomes_where_no_template_renders_it() -> None:
+def test_tool_call_is_text_if_the_template_ignores_it() -> None:
     function = {"name": "f", "arguments": '{"city": "Zürich"}'}
     call = {"id": "1", "type": "function", "function": function}
     asked = [

@@ -79,7 +79,7 @@ def test_system_messages_at_the_beginning_are_one(template: str) -> None:
         ("user:a, system:b, system:c, assistant:d, user:e", "[user]a\nb\nc[assistant]d[user]e"),
     ],
 )
-def test_later_system_message_is_a_user_s_text(template: str, given: str, shown: str) -> None:
+def test_later_system_message_becomes_a_users_text(template: str, given: str, shown: str) -> None:
     assert rendered(template, given) == shown
     with_first = rendered(template, f"system:s, {given}")
     assert with_first.endswith(shown)
@@ -87,7 +87,7 @@ def test_later_system_message_is_a_user_s_text(template: str, given: str, shown:
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refuses: bool) -> None:
+def test_unsupported_system_message_becomes_a_users_text(refuses: bool) -> None:
     """As Gemma 2 has it, or in silence."""
     what = "{{ raise_exception('System role not supported') }}" if refuses else ""
     template = (
@@ -98,7 +98,7 @@ def test_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refuse
     assert rendered(template, "system:a, system:b, user:c") == "[user]a\nb\nc"
 
 
-def test_template_that_renders_all_of_it_is_given_all_of_it() -> None:
+def test_capable_template_gets_all_messages_unchanged() -> None:
     given = (
         "system:a, system:b, user:c, assistant:d, system:e, user:f, call:f, user:g, tool:h, user:i"
     )
@@ -125,14 +125,12 @@ def test_users_of_one_role_are_joined_only_for_a_system_message() -> None:
         ("tool:b, assistant:d", "[tool]b[assistant]d"),
     ],
 )
-def test_words_beside_an_answer_stand_where_the_template_renders_them(
-    given: str, shown: str
-) -> None:
+def test_text_next_to_a_call_is_placed_by_the_template(given: str, shown: str) -> None:
     text = rendered(IN_TURNS, f"user:a, call:f, {given}")
     assert text == f'[user]a[assistant]<call>f{{"a": 1}}</call>{shown}'
 
 
-def test_words_between_answers_stand_behind_them() -> None:
+def test_text_between_tool_results_follows_them() -> None:
     messages = said("user:a, call:f, tool:b, user:c, tool:d, user:e, assistant:g")
     shape = TurnShape(before_answers=False)
     assert [each["content"] for each in in_turns(messages, shape)] == [

@@ -70,9 +70,9 @@ def tokenizer(words: Sequence[str], decoder: decoders.Decoder | None) -> Tokeniz
 
 
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
-    found = tokenizer.backend.token_to_id(BYTES[byte])
-    assert found is not None
-    return found
+    token_id = tokenizer.backend.token_to_id(BYTES[byte])
+    assert token_id is not None
+    return token_id
 
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -19,7 +19,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_comes_while_it_is_closed_waits_until_it_opens() -> None:
+def test_closed_gate_parks_newcomers_until_it_opens() -> None:
     async def scene(gate: Gate) -> None:
         assert await gate.enter()
         gate.close(reject=False)
@@ -35,7 +35,7 @@ def test_who_comes_while_it_is_closed_waits_until_it_opens() -> None:
     run(scene)
 
 
-def test_gate_that_opens_and_closes_at_once_keeps_the_parked() -> None:
+def test_gate_that_opens_and_closes_immediately_keeps_the_parked() -> None:
     async def scene(gate: Gate) -> None:
         gate.close(reject=False)
         parked = asyncio.ensure_future(gate.enter())
@@ -50,7 +50,7 @@ def test_gate_that_opens_and_closes_at_once_keeps_the_parked() -> None:
     run(scene)
 
 
-def test_rejecting_gate_turns_away_newcomers_and_the_parked_until_it_opens() -> None:
+def test_rejecting_gate_rejects_newcomers_and_parked_requests() -> None:
     async def scene(gate: Gate) -> None:
         gate.close(reject=False)
         parked = asyncio.ensure_future(gate.enter())

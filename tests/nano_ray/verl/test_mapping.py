@@ -45,7 +45,7 @@ SAMPLE = TrainingSample(
 )
 
 
-def test_what_the_agent_loop_sends() -> None:
+def test_agent_loop_request_is_read() -> None:
     asked = wanted(AGENT_LOOP, 4, DEFAULTS)
     assert asked.params == SamplingParams(temperature=0.7, top_p=0.9, top_k=0, max_tokens=30)
     assert asked.log_probs
@@ -57,19 +57,17 @@ def test_what_the_agent_loop_sends() -> None:
     told=st.one_of(st.none(), st.integers(-5, 200)), name=st.sampled_from(["max_tokens", "max_new_tokens"]),
     prompt=st.integers(1, 99),
 )  # fmt: skip
-def test_max_tokens_is_what_was_asked_as_far_as_the_context_goes(
-    told: int | None, name: str, prompt: int
-) -> None:
+def test_max_tokens_is_capped_by_the_context(told: int | None, name: str, prompt: int) -> None:
     params = wanted({} if told is None else {name: told}, prompt, DEFAULTS).params
     left = min(30, 50 - prompt) if told is None else told
     assert params.max_tokens == max(1, min(left, 100 - prompt))
 
 
-def test_max_tokens_goes_before_max_new_tokens() -> None:
+def test_max_tokens_takes_precedence_over_max_new_tokens() -> None:
     assert wanted({"max_new_tokens": 3, "max_tokens": 7}, 1, DEFAULTS).params.max_tokens == 7
 
 
-def test_rollout_says_what_its_requests_do_not() -> None:
+def test_rollout_config_sets_request_defaults() -> None:
     defaults = replace(
         DEFAULTS, repetition_penalty=1.2, ignore_eos=True, seed=43, raw_logprobs=True
     )
@@ -100,7 +98,7 @@ def test_rollout_says_what_its_requests_do_not() -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_is_not_understood_is_named(told: dict[str, Any], named: str) -> None:
+def test_unknown_parameter_is_named(told: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         wanted(told, 1, DEFAULTS)
 
@@ -136,8 +134,8 @@ def test_routed_experts_are_an_array_that_torch_takes() -> None:
     routed = RoutedExperts((5, 2, 1), "uint8", bytes(range(10)))
     asked = wanted({}, 3, replace(DEFAULTS, routed_experts=True))
     assert asked.params.routed_experts
-    found = token_output(replace(SAMPLE, routed_experts=routed), asked, GlobalSteps())
-    experts = torch.from_numpy(found["routed_experts"])
+    output = token_output(replace(SAMPLE, routed_experts=routed), asked, GlobalSteps())
+    experts = torch.from_numpy(output["routed_experts"])
     assert (experts.shape, experts.dtype) == ((5, 2, 1), torch.int32)
     assert experts.flatten().tolist() == list(range(10))
 
@@ -150,7 +148,7 @@ def test_stop_reasons(reason: FinishReason, told: str) -> None:
     assert token_output(sample, wanted({}, 3, DEFAULTS), GlobalSteps())["stop_reason"] == told
 
 
-def test_log_probs_only_where_asked_for_and_raw_where_the_rollout_says() -> None:
+def test_log_probs_are_optional_and_raw_if_configured() -> None:
     raw = replace(DEFAULTS, raw_logprobs=True)
     assert token_output(SAMPLE, wanted({}, 3, DEFAULTS), GlobalSteps())["log_probs"] is None
     assert token_output(SAMPLE, wanted({"logprobs": True}, 3, raw), GlobalSteps())["log_probs"] == [
@@ -181,7 +179,7 @@ def test_request_that_was_turned_away() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=12))
-def test_versions_rise_whatever_the_steps_do_and_each_is_known_by_its_step(told: list[int]) -> None:
+def test_versions_rise_with_any_steps_and_map_to_them(told: list[int]) -> None:
     steps, newest, seen = GlobalSteps(), 0, {}
     for step in told:
         version = steps.version_for(step, newest)

@@ -102,7 +102,7 @@ def alone(folder: Path, max_tokens: int, weights: Weights | None = None) -> Trai
         return engine.generate([PROMPT], params)[0]
 
 
-def test_sample_is_the_engines_to_the_bit(play: Callable[..., None], folder: Path) -> None:
+def test_sample_matches_the_engine_bit_for_bit(play: Callable[..., None], folder: Path) -> None:
     expected = alone(folder, 12)
 
     async def scene(server: RolloutServer) -> None:
@@ -144,7 +144,7 @@ def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None
 
 
 @pytest.mark.thorough
-def test_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
+def test_aborted_sample_keeps_its_tokens_and_can_continue(
     play: Callable[..., None], folder: Path
 ) -> None:
     expected = alone(folder, 480)
@@ -191,7 +191,7 @@ def test_server_that_leaves_turns_requests_away(play: Callable[..., None]) -> No
     play(scene)
 
 
-def test_one_request_is_aborted_by_its_name(play: Callable[..., None]) -> None:
+def test_request_is_aborted_by_its_name(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         one, other = (
             asyncio.create_task(server.generate(PROMPT, LONG | {"max_tokens": count}, name))
@@ -229,7 +229,7 @@ def test_new_weights_serve_requests_that_are_under_way(
     play(scene)
 
 
-def test_what_fails_leaves_the_old_weights_and_the_next_update_works(
+def test_failed_update_keeps_the_old_weights_and_the_next_works(
     play: Callable[..., None],
 ) -> None:
     async def scene(server: RolloutServer) -> None:
@@ -260,7 +260,7 @@ def test_what_fails_leaves_the_old_weights_and_the_next_update_works(
 
 
 @pytest.mark.thorough
-def test_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
+def test_hybrid_server_frees_and_reallocates_memory_in_parts(
     play: Callable[..., None], folder: Path
 ) -> None:
     expected = alone(folder, 3, NEW)
@@ -286,7 +286,7 @@ def test_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
     play(scene)
 
 
-def test_verls_update_of_a_server_that_has_its_device_alone(play: Callable[..., None]) -> None:
+def test_verl_updates_a_server_with_its_own_device(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         await server.sleep()
         assert server._engine.sleeping() == ()
@@ -308,7 +308,7 @@ def test_verls_update_of_a_server_that_has_its_device_alone(play: Callable[..., 
     play(scene, "standalone")
 
 
-def test_memory_stays_where_verl_says_so(play: Callable[..., None]) -> None:
+def test_memory_is_kept_if_verl_requests_it(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         for call in (server.sleep, server.release_kv_cache):
             await call()
@@ -321,7 +321,7 @@ def test_memory_stays_where_verl_says_so(play: Callable[..., None]) -> None:
     play(scene, gives_memory_back=False)
 
 
-def test_only_methods_that_tell_are_called_from_afar(play: Callable[..., None]) -> None:
+def test_remote_calls_use_only_reporting_methods(play: Callable[..., None]) -> None:
     async def scene(server: RolloutServer) -> None:
         assert await server.collective_rpc("get_weight_version") == 0
         for method in ("shutdown", "__reduce__", "pause"):
@@ -331,7 +331,7 @@ def test_only_methods_that_tell_are_called_from_afar(play: Callable[..., None]) 
     play(scene)
 
 
-def test_parcels_hold_every_tensor_once_whatever_becomes_of_it_afterwards() -> None:
+def test_parcels_hold_a_copy_of_every_tensor_once() -> None:
     async def scene(max_bytes: int) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in NEW.items()}
         room = torch.empty(10**6)
@@ -358,7 +358,7 @@ def test_parcels_hold_every_tensor_once_whatever_becomes_of_it_afterwards() -> N
         asyncio.run(scene(max_bytes))
 
 
-def test_parcels_of_nothing_are_refused() -> None:
+def test_empty_parcels_are_rejected() -> None:
     async def scene() -> None:
         with pytest.raises(WeightUpdateError, match="the update is empty"):
             async for _ in parcels(iter(()), 10):
@@ -367,6 +367,6 @@ def test_parcels_of_nothing_are_refused() -> None:
     asyncio.run(scene())
 
 
-def test_parcel_of_something_else_is_refused() -> None:
+def test_foreign_parcel_is_rejected() -> None:
     with pytest.raises(WeightUpdateError):
         opened(Parcel(b"\x80\x04.", np.zeros(16, dtype=np.uint8)), {})

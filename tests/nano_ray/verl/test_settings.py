@@ -13,7 +13,7 @@ from nano_ray.verl.settings import engine_config, request_defaults, require_no_a
 
 def rollout(**changes: Any) -> Any:
     """What verl 0.9.1's `RolloutConfig` says by default, but for the parallelism."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": 1,
         "data_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -40,12 +40,14 @@ def rollout(**changes: Any) -> Any:
         "ignore_eos": False,
         "engine_kwargs": {},
     }
-    return SimpleNamespace(**(told | changes))
+    return SimpleNamespace(**(fields | changes))
 
 
-def test_options_that_both_have() -> None:
-    told = rollout(max_num_seqs=64, max_model_len=900, dtype="float32", enable_prefix_caching=False)
-    assert engine_config(told, "some/model", 3) == EngineConfig(
+def test_options_of_both_are_shared() -> None:
+    config = rollout(
+        max_num_seqs=64, max_model_len=900, dtype="float32", enable_prefix_caching=False
+    )
+    assert engine_config(config, "some/model", 3) == EngineConfig(
         "some/model",
         dtype="float32",
         quantization=None,
@@ -58,7 +60,7 @@ def test_options_that_both_have() -> None:
     )
 
 
-def test_options_of_the_engine_alone() -> None:
+def test_options_of_only_the_engine() -> None:
     told = rollout(
         engine_kwargs={
             "vllm": {"x": 1},
@@ -83,24 +85,24 @@ def test_options_of_the_engine_alone() -> None:
         {"mtp": SimpleNamespace(enable=True, enable_rollout=True)},
     ],
 )
-def test_what_the_engine_cannot_do_is_refused_by_name(changes: dict[str, Any]) -> None:
+def test_unsupported_option_is_rejected_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         engine_config(rollout(**changes), "some/model", 0)
 
 
 def test_routing_replay_asks_for_routed_experts() -> None:
-    told = rollout(enable_rollout_routing_replay=True)
-    assert engine_config(told, "some/model", 0).enable_return_routed_experts
+    config = rollout(enable_rollout_routing_replay=True)
+    assert engine_config(config, "some/model", 0).enable_return_routed_experts
     assert not engine_config(rollout(), "some/model", 0).enable_return_routed_experts
-    assert request_defaults(told, 700, 1).routed_experts
+    assert request_defaults(config, 700, 1).routed_experts
 
 
-def test_what_requests_are_when_they_do_not_say() -> None:
+def test_request_defaults_apply_to_omitted_parameters() -> None:
     assert request_defaults(rollout(), 700, 1) == RequestDefaults(512, 256, 700)
-    told = rollout(
+    config = rollout(
         full_determinism=True, logprobs_mode="raw_logprobs", ignore_eos=True, repetition_penalty=1.1
     )
-    assert request_defaults(told, 700, 1) == RequestDefaults(512, 256, 700, 1.1, True, 43, True)
+    assert request_defaults(config, 700, 1) == RequestDefaults(512, 256, 700, 1.1, True, 43, True)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=9, top_logprobs=2, raw_logprobs=True, stop=("
 
 @pytest.fixture(scope="module")
 def deltas() -> list[Delta]:
-    """Of nine tokens, one each, and the end."""
+    """Return the deltas of nine tokens, one each, and of the end."""
     request = Generate(0, [1, 2], PARAMS, stream=True)
     sample = _Sample(
         request, 0, Script("One two three four five six seven."), ScriptedClient().tokenizer

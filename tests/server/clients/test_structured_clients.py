@@ -37,7 +37,7 @@ def url() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_clients_take_out_is_valid(url: str, client: str) -> None:
+def test_clients_schemas_give_valid_output(url: str, client: str) -> None:
     script = Path(__file__).with_name(f"with_{client}.py")
     local = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the network
     ran = subprocess.run(

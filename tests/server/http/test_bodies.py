@@ -106,7 +106,7 @@ def test_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_there_are_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SPARE", 1)
     head = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     with serving(monkeypatch, max_connections=2) as (url, _), ExitStack() as stack:

@@ -60,7 +60,7 @@ def request(*headers: str, version: str = "1.1", key: bool = True, **fields) -> 
 
 
 def all_of(peer: socket.socket) -> str:
-    """What comes until the server hangs up."""
+    """Read until the server closes the connection."""
     found = b""
     while data := peer.recv(65536):
         found += data
@@ -96,7 +96,7 @@ def test_error_in_a_stream_over_http_1_0(peer: socket.socket, engine: ScriptedCl
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, pieces: int) -> None:
-    """As Java's HttpClient says it, and `curl --http2`."""
+    """Send the upgrade of Java's HttpClient and of `curl --http2`."""
     sent = request(
         "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"
     )
@@ -117,7 +117,7 @@ def test_trailers_are_no_headers(peer: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("first", [{"stream": True}, {"stream": False}], ids=["stream", "whole"])
-def test_end_of_a_client_ends_what_runs_although_more_waits_behind_it(
+def test_disconnect_ends_the_running_request_and_queued_ones(
     peer: socket.socket, engine: ScriptedClient, first: dict
 ) -> None:
     engine.script = ENDLESS
@@ -177,7 +177,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_two_servers_could_read_differently_is_refused(peer: socket.socket, name: str) -> None:
+def test_ambiguous_request_is_rejected(peer: socket.socket, name: str) -> None:
     lines, said = HEADS[name]
     peer.sendall(b"POST /v1/completions HTTP/1.1\r\n" + lines + b"\r\n" + b"0\r\n\r\n")
     head, _, body = all_of(peer).partition("\r\n\r\n")

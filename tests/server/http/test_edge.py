@@ -78,7 +78,7 @@ def check_error(reply: httpx.Response, status: int) -> str:
 
 
 @pytest.mark.thorough
-def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
+def test_models_route_answers_in_the_callers_protocol(keyed: str) -> None:
     version = {"anthropic-version": "2023-06-01"}
     check_error(httpx.get(f"{keyed}/v1/models", headers=version), 401)
     check_error(httpx.get(f"{keyed}/v1/models"), 401)
@@ -91,7 +91,7 @@ def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
 
 @pytest.mark.thorough(cases=["POST-/v1/completions"])
 @pytest.mark.parametrize(("method", "path"), all_routes())
-def test_every_route_but_health_needs_a_key(keyed: str, method: str, path: str) -> None:
+def test_routes_except_health_need_a_key(keyed: str, method: str, path: str) -> None:
     for headers in (
         {},
         {"authorization": "Bearer wrong"},
@@ -108,7 +108,7 @@ def test_every_route_but_health_needs_a_key(keyed: str, method: str, path: str) 
 
 
 @pytest.mark.parametrize("headers", [{"authorization": f"bearer {OTHER}"}, {"x-api-key": KEY}])
-def test_either_header_and_any_key_will_do(keyed: str, headers: dict[str, str]) -> None:
+def test_key_is_accepted_in_either_header(keyed: str, headers: dict[str, str]) -> None:
     assert httpx.get(keyed + "/version", headers=headers).status_code == 200
     assert httpx.post(keyed + "/v1/completions", headers=headers, json=BODY).status_code == 200
     check_error(httpx.get(keyed + "/no/such/route", headers=headers), 404)
@@ -235,7 +235,7 @@ def test_depth_takes_linear_time(bomb: bytes) -> None:
 
 
 @pytest.mark.thorough
-def test_many_containers_are_refused() -> None:
+def test_containers_over_the_limit_are_rejected() -> None:
     with pytest.raises(ApiError, match="lists and objects"):
         check_json(b"[" + b"[]," * (MAX_CONTAINERS + 1), 64, MOST)
 
@@ -279,7 +279,7 @@ def test_values_and_keys_are_refused_before_they_are_parsed(
     assert not parsed
 
 
-def test_what_a_request_may_hold_is_let_through() -> None:
+def test_request_within_limits_is_accepted() -> None:
     prompts = json.dumps({"prompt": [[7] * 8192] * 127}).encode()
     check_json(prompts, 64, ServerConfig().max_values)
     text = json.dumps({"prompt": "a, b: c; [d] {e} " * 100_000}).encode()
@@ -341,7 +341,7 @@ def test_header_bombs(open_: str, pieces: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "nonsense", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"GET\r\n\r\n", b"POST / HTTP/9\r\n\r\n"]
 )
-def test_what_is_not_http_is_answered_in_json(open_: str, nonsense: bytes) -> None:
+def test_non_http_bytes_are_answered_in_json(open_: str, nonsense: bytes) -> None:
     answer = raw(open_, nonsense)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
@@ -373,7 +373,7 @@ def test_pages_may_forget_a_response(open_: str) -> None:
     assert "DELETE" in answer.headers["access-control-allow-methods"]
 
 
-def test_without_cors_nothing_is_allowed(keyed: str) -> None:
+def test_cors_is_off_by_default(keyed: str) -> None:
     asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
     reply = httpx.options(keyed + "/v1/completions", headers=asks)
     check_error(reply, 401)

@@ -49,7 +49,7 @@ async def busy(readers: GrammarReaders, job: Standing, size: int) -> list[asynci
     return tasks
 
 
-def test_read_gives_what_was_made_and_raises_what_was_raised() -> None:
+def test_read_returns_the_grammar_or_raises_its_error() -> None:
     async def test(_: Standing) -> None:
         readers = GrammarReaders(20.0)
         assert await readers.read(lambda: 3, 10) == 3
@@ -71,7 +71,7 @@ def test_read_of_a_small_body_does_not_wait_for_large_ones() -> None:
     run(test)
 
 
-def test_read_counts_no_time_before_its_thread_begins() -> None:
+def test_read_starts_its_clock_with_its_thread() -> None:
     async def test(job: Standing) -> None:
         readers = GrammarReaders(0.05)
         tasks = await busy(readers, job, LARGE)
@@ -129,7 +129,7 @@ def test_read_replaces_a_thread_that_works_too_long() -> None:
     run(test)
 
 
-def test_two_slow_grammars_do_not_refuse_other_users_of_tools(
+def test_slow_grammars_do_not_reject_other_users_of_tools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go, begun = threading.Event(), threading.Semaphore(0)

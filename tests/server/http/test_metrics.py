@@ -60,7 +60,7 @@ def read(server: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.thorough
-def test_metrics_say_what_happened(server: str) -> None:
+def test_metrics_count_events(server: str) -> None:
     before = read(server)
     assert set(before) >= STEMS
     body = {
@@ -90,7 +90,7 @@ def test_metrics_say_what_happened(server: str) -> None:
     assert grown("inter_token_latency_seconds", "inter_token_latency_seconds_count") >= 5
 
 
-def test_pauses_of_failovers_are_a_histogram_whose_buckets_add_up() -> None:
+def test_failover_pauses_are_a_consistent_histogram() -> None:
     made = Made(2, Script())
     metrics = Metrics(made.client)
     metrics.serve("m")
@@ -147,7 +147,7 @@ def test_drafts_are_counted_by_source_and_place() -> None:
     assert {each.labels["rows"]: each.value for each in costs} == {"1": 0.5, "2": 0.75, "4": 1.5}
 
 
-def test_dashboard_draws_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboard_draws_existing_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("make_grafana", DOCS / "make_grafana.py")
     assert spec is not None
     assert spec.loader is not None

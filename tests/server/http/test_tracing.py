@@ -74,7 +74,7 @@ def test_generation_is_a_span_of_its_clients_trace(
     assert bad.trace_id.hex() != trace
 
 
-def test_without_the_packages_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_is_rejected_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"nano-inference\[otel\]"):
         Tracer("http://127.0.0.1:4318/v1/traces")

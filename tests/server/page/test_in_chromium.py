@@ -97,8 +97,8 @@ def scripted(text: str = "One two three.", **script: Any) -> ScriptedClient:
 def test_samples_stand_side_by_side_token_by_token(url: str) -> None:
     seen = look(url, "tokens")
     body = {"prompt": "The sky is blue because", "n": 3, "max_tokens": 12, "temperature": 0.8}
-    told = httpx.post(url + "/v1/completions", json=body | {"seed": 7, "top_p": 1, "logprobs": 5})
-    choices = told.json()["choices"]
+    reply = httpx.post(url + "/v1/completions", json=body | {"seed": 7, "top_p": 1, "logprobs": 5})
+    choices = reply.json()["choices"]
     assert ["".join(column) for column in seen["columns"]] == [each["text"] for each in choices]
     assert seen["columns"] == [each["logprobs"]["tokens"] for each in choices]
     assert seen["tints"] > 8
@@ -116,10 +116,10 @@ def test_samples_stand_side_by_side_token_by_token(url: str) -> None:
 def test_chat_sample(url: str) -> None:
     seen = look(url, "chat_sample")
     body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "seed": 7}
-    told = httpx.post(
+    reply = httpx.post(
         url + "/v1/chat/completions", json=body | {"max_tokens": 12, "temperature": 0.8, "top_p": 1}
     )
-    assert "".join(seen["columns"][0]) == told.json()["choices"][0]["message"]["content"]
+    assert "".join(seen["columns"][0]) == reply.json()["choices"][0]["message"]["content"]
     assert seen["problem"] == ""
 
 

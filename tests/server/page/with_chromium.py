@@ -46,8 +46,8 @@ def sampling(page: Page, prompt: str, **settings: str) -> None:
 
 def sample(page: Page, prompt: str, *, n: int = 3, seed: str = "7", **settings: str) -> None:
     """Sample, and wait for the end."""
-    given = {"max_tokens": "12", "temperature": "0.8", "top_p": "1"} | settings
-    sampling(page, prompt, n=str(n), seed=seed, **given)
+    fields = {"max_tokens": "12", "temperature": "0.8", "top_p": "1"} | settings
+    sampling(page, prompt, n=str(n), seed=seed, **fields)
     page.press("#prompt", "Control+Enter")
     ended(page, n)
 
@@ -58,7 +58,7 @@ def ended(page: Page, n: int) -> None:
 
 
 def texts(page: Page) -> list[list[str]]:
-    """Of each column its tokens."""
+    """Return the tokens of each column."""
     return [each.locator(".token").all_text_contents() for each in page.locator(".sample").all()]
 
 
@@ -375,7 +375,7 @@ def chat(page: Page) -> dict[str, Any]:
 
 
 def markdown(page: Page) -> dict[str, Any]:
-    """What becomes of an answer's markdown."""
+    """Check how an answer's markdown is rendered."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     say(page, "Show me all")
     inside = page.locator(".message.assistant .markdown")
@@ -476,7 +476,7 @@ def link(page: Page) -> dict[str, Any]:
 
 
 def words(page: Page) -> dict[str, Any]:
-    """What is rejected before anything is sent."""
+    """Check requests that the page rejects before it sends them."""
     said = {}
     open_settings(page)
     page.press("#message", "Enter")
@@ -554,7 +554,7 @@ def idle(page: Page) -> dict[str, Any]:
 
 
 def keyboard(page: Page) -> dict[str, Any]:
-    """What Tab reaches, one after the other."""
+    """Check the elements that Tab reaches, in order."""
     reached = []
     page.focus("nav a[href='#/chat']")
     for _ in range(12):

@@ -31,7 +31,7 @@ def look(url: str, path: str, status: int = 200) -> Any:
 
 
 def body(prompt: list[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
-    """Of `GENERATE`: a sample of just so many tokens."""
+    """Return a `GENERATE` body for a sample of exactly this many tokens."""
     params = {"max_tokens": max_tokens, "seed": 5, "logprobs": 1, "ignore_eos": True} | sampling
     return {"token_ids": prompt, "sampling_params": params}
 

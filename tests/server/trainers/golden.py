@@ -55,16 +55,16 @@ def replay(
     path = FOLDER / f"{dialect}.json"
     exchanges: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     with httpx.Client(base_url=url, timeout=60) as client:
-        for each in exchanges:
-            around = (beside or {})[each["beside"]]() if "beside" in each else nullcontext()
+        for exchange in exchanges:
+            around = (beside or {})[exchange["beside"]]() if "beside" in exchange else nullcontext()
             with around:
-                status, reply = _sent(client, each, words)
+                status, reply = _sent(client, exchange, words)
             if update:
-                each |= {"status": status, "reply": reply}
+                exchange |= {"status": status, "reply": reply}
                 continue
-            assert status == each["status"], f"{each['name']}: {status}, {reply}"
-            difference = differs(reply, masked(each["reply"], words))
-            assert difference is None, f"{each['name']}: {difference}\n{json.dumps(reply)}"
+            assert status == exchange["status"], f"{exchange['name']}: {status}, {reply}"
+            difference = differs(reply, masked(exchange["reply"], words))
+            assert difference is None, f"{exchange['name']}: {difference}\n{json.dumps(reply)}"
     if update:
         path.write_text("[\n" + ",\n".join(map(_line, exchanges)) + "\n]\n", encoding="utf-8")
 
@@ -87,7 +87,7 @@ def masked(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def differs(value: Any, expected: Any, where: str = "reply") -> str | None:
-    """Where two masked replies are not the same; floats may be off by a little."""
+    """Return the first difference between two masked replies. Floats may differ slightly."""
     if isinstance(value, dict) and isinstance(expected, dict):
         if value.keys() != expected.keys():
             return f"{where} has other keys: {sorted(value.keys() ^ expected.keys())}"

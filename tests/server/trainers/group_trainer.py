@@ -147,9 +147,9 @@ def main() -> None:
     }
     print("ready", flush=True)
     for line in sys.stdin:
-        told = json.loads(line)
+        report = json.loads(line)
         try:
-            do[told.pop("do")](**told)
+            do[report.pop("do")](**report)
             print("done", flush=True)
         except Exception as problem:
             print(f"failed: {str(problem).splitlines()[0]}", flush=True)

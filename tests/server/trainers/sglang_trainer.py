@@ -50,7 +50,7 @@ def checksums_of(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def told_of(weights: dict[str, Tensor], **more: Any) -> dict[str, Any]:
-    """What an update request says of its tensors."""
+    """Return an update request's description of its tensors."""
     return {
         "names": list(weights),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
@@ -77,7 +77,7 @@ class Trainer(GroupTrainer):
         port = free_port()
         if status == 200:
             self.say("join", name=GROUP, port=port, named=True)
-        told = {
+        fields = {
             "master_address": "127.0.0.1",
             "master_port": port,
             "rank_offset": 1,
@@ -86,7 +86,7 @@ class Trainer(GroupTrainer):
             "backend": "gloo",
             **more,
         }
-        reply = post(self.url, "/init_weights_update_group", told, status)
+        reply = post(self.url, "/init_weights_update_group", fields, status)
         if status == 200:
             assert self.hear() == "done"
         return reply

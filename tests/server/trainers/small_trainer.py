@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Of a version: random, and other ones each time."""
+    """Return a version's weights: random and different for each version."""
     return llama_weights(CONFIG, seed=version)
 
 

@@ -32,7 +32,7 @@ def trainer(kind: str, url: str, port: int, world_size: int = 2) -> Iterator[Tra
 
 
 def checksums(version: int) -> dict[str, str]:
-    """Of the weights that a small trainer sends as this version."""
+    """Return the checksums of the weights that a small trainer sends as this version."""
     return {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
         for name, tensor in weights(version).items()

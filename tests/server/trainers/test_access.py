@@ -33,7 +33,7 @@ def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) 
     return 200
 
 
-def test_every_route_of_a_dialect_has_a_level() -> None:
+def test_dialect_routes_have_an_access_level() -> None:
     """One that is in no table would be for all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
     router = APIRouter()
@@ -49,7 +49,7 @@ def test_every_route_of_a_dialect_has_a_level() -> None:
     assert set(RL_PROTOCOLS) == paths.GENERATION
 
 
-def test_without_an_admin_key_this_machine_may_do_all() -> None:
+def test_loopback_may_do_all_without_an_admin_key() -> None:
     assert status(ServerConfig(), "/flush_cache", HERE) == 403
     assert status(ServerConfig(rl=True), SWAP, HERE) == 200
     assert status(ServerConfig(rl=True), "/flush_cache", HERE) == 200
@@ -106,7 +106,7 @@ def test_addresses_and_its_own_name_may(host: str) -> None:
     assert status(config, SWAP, [(b"host", host.encode()), (b"sec-fetch-site", b"none")]) == 200
 
 
-def test_where_all_are_trusted_any_name_does() -> None:
+def test_trusting_server_accepts_any_host_name() -> None:
     config = ServerConfig(rl=True, rl_open=True, host="0.0.0.0")
     assert status(config, SWAP, [(b"host", b"node-3:8000")]) == 200
     assert (
@@ -117,7 +117,7 @@ def test_where_all_are_trusted_any_name_does() -> None:
 
 @pytest.mark.thorough
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
-def test_no_name_is_taken_for_an_address(text: str) -> None:
+def test_host_name_is_never_taken_for_an_address(text: str) -> None:
     name = host_name(text)
     assert not is_address(name) or name == "localhost" or set(name) <= set("0123456789abcdef.:%")
 
@@ -138,7 +138,7 @@ def test_no_name_is_taken_for_an_address(text: str) -> None:
         ({"rl": True, "rl_timeout": float("nan")}, "rl_timeout=nan"),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: dict[str, Any], words: str) -> None:
+def test_contradictory_access_options_are_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**options)
 
@@ -181,7 +181,7 @@ def test_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_off_says_how_to_turn_it_on() -> None:
+def test_disabled_route_names_its_option() -> None:
     with (
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,
         httpx.Client(base_url=url) as client,
@@ -197,7 +197,7 @@ def test_what_is_off_says_how_to_turn_it_on() -> None:
 
 
 @pytest.mark.thorough
-def test_every_changing_route_refuses_pages_over_http() -> None:
+def test_changing_routes_reject_web_pages_over_http() -> None:
     config = ServerConfig(port=0, rl=True, cors_origins=("*",))
     with running_server(ScriptedClient(), config) as url, httpx.Client(base_url=url) as client:
         for path in paths.CONTROL:

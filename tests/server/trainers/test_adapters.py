@@ -39,7 +39,7 @@ SERVERS = {"one": {}, "two": {"replicas": 2, "in_process": False}}
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of adapters: two that fit, one of another base model, and a folder without one."""
+    """Create folders: two valid adapters, one of another base model, one without an adapter."""
     root = tmp_path_factory.mktemp("adapters")
     return {
         "a": str(adapter_folder(tiny_folder, root / "a", 1)),
@@ -56,18 +56,18 @@ def url(
     threads = torch.get_num_threads()
     config = replace(engine_config(tiny_folder), max_loras=3, loras=(f"first={folders['a']}",))
     options: Any = SERVERS[request.param]
-    with running_server(config, replace(RL, **options)) as own:
-        yield own
+    with running_server(config, replace(RL, **options)) as server:
+        yield server
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder: Path, folders: dict[str, str]) -> Iterator[InferenceEngine]:
     """The same model, with both adapters."""
-    with InferenceEngine(replace(engine_config(tiny_folder), max_loras=3)) as own:
-        own.load_adapter("a", folders["a"])
-        own.load_adapter("b", folders["b"])
-        yield own
+    with InferenceEngine(replace(engine_config(tiny_folder), max_loras=3)) as local_engine:
+        local_engine.load_adapter("a", folders["a"])
+        local_engine.load_adapter("b", folders["b"])
+        yield local_engine
 
 
 def post(url: str, path: str, body: Any, status: int = 200, **headers: str) -> httpx.Response:
@@ -151,7 +151,7 @@ def test_name_is_uploaded_twice(url: str, folders: dict[str, str], engine: Infer
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_one_that_is_used_is_unloaded_and_finishes(
+def test_adapter_in_use_is_unloaded_after_its_requests(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
     load(url, "own", folders["b"])
@@ -167,7 +167,7 @@ def test_one_that_is_used_is_unloaded_and_finishes(
 
 
 @pytest.mark.thorough(cases=["two"])
-def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]) -> None:
+def test_invalid_adapter_changes_nothing(url: str, folders: dict[str, str]) -> None:
     before = models(url)
     assert "adapter_config.json is missing" in load(url, "own", folders["empty"], 404)
     assert "is not an adapter folder" in load(url, "own", "/nowhere/at all", 404)
@@ -211,8 +211,8 @@ def test_engine_without_adapters_says_so(rl_server: str, folders: dict[str, str]
 
 @pytest.mark.thorough(cases=["two"])
 def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None:
-    told = {"lora_name": "own", "lora_path": folders["b"]}
-    reply = ask(url, "/load_lora_adapter", told | {"pinned": True})
+    fields = {"lora_name": "own", "lora_path": folders["b"]}
+    reply = ask(url, "/load_lora_adapter", fields | {"pinned": True})
     loaded = {"first": folders["a"], "own": folders["b"]}
     assert reply == {
         "success": True,
@@ -220,8 +220,8 @@ def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None
         "loaded_adapters": loaded,
         "status": "ok",
     }
-    assert ask(url, "/load_lora_adapter", told) == reply  # prime-rl loads each step in place
-    assert ask(url, "/load_lora_adapter", told | {"lora_path": folders["wide"]}, 400)
+    assert ask(url, "/load_lora_adapter", fields) == reply  # prime-rl loads each step in place
+    assert ask(url, "/load_lora_adapter", fields | {"lora_path": folders["wide"]}, 400)
     gone = ask(url, "/unload_lora_adapter", {"lora_name": "own"})
     assert gone["loaded_adapters"] == {"first": folders["a"]}
     assert "not loaded" in str(ask(url, "/unload_lora_adapter", {"lora_name": "own"}, 404))
@@ -229,9 +229,9 @@ def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None
 
 def send(url: str, name: str, content: bytes, status: int = 200, **more: Any) -> Any:
     """An adapter's tensors as the body, and what else is said in the query."""
-    told = {"lora_name": name, "config_dict": json.dumps({"r": 4, "lora_alpha": 8}), **more}
+    fields = {"lora_name": name, "config_dict": json.dumps({"r": 4, "lora_alpha": 8}), **more}
     headers = {"content-type": "application/octet-stream"}
-    reply = httpx.post(url + TENSORS, params=told, content=content, headers=headers, timeout=60)
+    reply = httpx.post(url + TENSORS, params=fields, content=content, headers=headers, timeout=60)
     assert reply.status_code == status, reply.text
     return reply.json()
 
@@ -241,9 +241,9 @@ def test_tensors_come_over_the_wire(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
     a, b = ((Path(folders[name]) / WEIGHTS).read_bytes() for name in "ab")
-    told = send(url, "wired", a)
-    assert (told["success"], told["version"]) == (True, 1)
-    assert told["loaded_adapters"] == {"first": folders["a"], "wired": "wired"}
+    reply = send(url, "wired", a)
+    assert (reply["success"], reply["version"]) == (True, 1)
+    assert reply["loaded_adapters"] == {"first": folders["a"], "wired": "wired"}
     assert [drawn(url, "wired") for _ in range(4)] == [expected(engine, "a")] * 4
     assert send(url, "wired", b, version=7)["version"] == 7
     assert [drawn(url, "wired") for _ in range(4)] == [expected(engine, "b")] * 4
@@ -300,23 +300,25 @@ def test_tensors_that_cannot_serve_change_nothing(
     unload(url, "kept")
 
 
-def test_only_an_administrator_names_folders(tiny_folder: Path, folders: dict[str, str]) -> None:
+def test_adapter_folders_are_named_only_by_an_administrator(
+    tiny_folder: Path, folders: dict[str, str]
+) -> None:
     config = replace(RL, api_keys=("user",), admin_key="admin")
     named = {"lora_name": "a", "lora_path": folders["a"]}
     engine = replace(engine_config(tiny_folder), max_loras=1)
-    with running_server(engine, config) as own:
+    with running_server(engine, config) as server:
         for path in (LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter", TENSORS):
-            post(own, path, named, 401)
-            post(own, path, named, 403, authorization="Bearer user")
-        post(own, LOAD, named, authorization="Bearer admin")
+            post(server, path, named, 401)
+            post(server, path, named, 403, authorization="Bearer user")
+        post(server, LOAD, named, authorization="Bearer admin")
         users = {"authorization": "Bearer user"}
-        post(own, GENERATE, body(PROMPT, 2) | {"model": "a"}, **users)
-    with running_server(engine, ServerConfig(port=0, in_process=True)) as own:
-        post(own, LOAD, named, 404)  # without --rl
+        post(server, GENERATE, body(PROMPT, 2) | {"model": "a"}, **users)
+    with running_server(engine, ServerConfig(port=0, in_process=True)) as server:
+        post(server, LOAD, named, 404)  # without --rl
 
 
 def adapters_are_sent_alone(info: Any) -> bool:
-    """As TRL's `select_adapter_sync` decides: by vLLM's configuration of adapters."""
+    """Return the decision of TRL's `select_adapter_sync`: by vLLM's configuration of adapters."""
     config = info["vllm_config"]
     lora = config.get("lora_config")
     return (

@@ -95,7 +95,7 @@ def test_read_with_file_of_an_empty_body_says_nothing(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b"[", b'{"file": "' + b"A" * 40, b'{"file": "' + b"A" * 40 + b'" "']
 )
-def test_read_with_file_names_what_is_no_json(body: bytes) -> None:
+def test_read_with_file_names_invalid_json(body: bytes) -> None:
     with pytest.raises(ApiError, match="not valid JSON"):
         read_with_file(body, CONFIG, NAMES)
 

@@ -61,7 +61,7 @@ def config_of(folder: Path) -> EngineConfig:
 
 
 def in_memory(stored: Weights) -> Weights:
-    """What transformers calls, and shapes, a checkpoint's tensors."""
+    """Return a checkpoint's tensors under the names and shapes of transformers."""
     held = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.")[0] for name in stored if ".experts." in name}):
         experts = [f"{layer}.mlp.experts.{i}" for i in range(6)]
@@ -185,7 +185,7 @@ INTO_AN_ENGINE: dict[str, Callable[[InferenceEngine, Weights, Path], object]] = 
 
 
 @pytest.mark.parametrize("transport", INTO_AN_ENGINE)
-def test_every_transport_takes_them_into_an_engine(
+def test_fused_names_arrive_over_every_transport(
     engine: InferenceEngine,
     old: Weights,
     new: Weights,
@@ -307,7 +307,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("transport", OVER_HTTP)
-def test_every_dialect_takes_them(
+def test_fused_names_arrive_in_every_dialect(
     url: str, old: Weights, new: Weights, expected: Any, tmp_path: Path, transport: str
 ) -> None:
     trainer = Trainer(url)
@@ -354,7 +354,9 @@ ONE = "model.layers.0.mlp.experts.gate_up_proj"
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: str) -> None:
+def test_fused_tensor_that_does_not_fit_is_rejected(
+    engine: InferenceEngine, more: Any, why: str
+) -> None:
     before = engine.weights_checksum()
     with pytest.raises(WeightUpdateError, match=why):
         engine.update_weights(more if isinstance(more, dict) else iter([more]), blocking=True)
@@ -364,7 +366,7 @@ def test_what_does_not_fit_is_refused(engine: InferenceEngine, more: Any, why: s
 def test_bucket_that_a_link_takes_is_checked_by_the_same_table(
     engine: InferenceEngine, new: Weights
 ) -> None:
-    """As verl's and Ray's engines take it."""
+    """Update through the call that verl's and Ray's engines use."""
     link = EngineWeights(engine)
     link.begin_update(1)
     for parcel in parcels_of(new.items()):

@@ -12,7 +12,7 @@ from tests.server.trainers.golden import FOLDER, differs, masked, replay
 
 @pytest.mark.thorough(cases=["sglang"])
 @pytest.mark.parametrize("dialect", sorted(path.stem for path in FOLDER.glob("*.json")))
-def test_replies_are_what_they_were(
+def test_golden_replies_are_unchanged(
     dialect: str, tiny_folder: Path, request: pytest.FixtureRequest
 ) -> None:
     with running_server(engine_config(tiny_folder), RL) as url:

@@ -46,7 +46,7 @@ def routes(listed: str) -> list[tuple[str, str, list[int]]]:
 
 
 @pytest.mark.parametrize("listed", [VLLM, SGLANG, OTHERS], ids=["vllm", "sglang", "others"])
-def test_each_answers(rl_server: str, listed: str) -> None:
+def test_listed_routes_answer(rl_server: str, listed: str) -> None:
     with httpx.Client(base_url=rl_server, timeout=60) as client:
         for method, path, statuses in routes(listed):
             bodies = (None, b"", b"{}") if method == "POST" else (None,)

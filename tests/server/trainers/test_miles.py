@@ -18,13 +18,13 @@ def test_miles_samples(rl_server: str) -> None:
         [PYTHON, SCRIPT, rl_server], capture_output=True, text=True, timeout=200, check=False
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["tokens"] == [5, 6, 7, *told["sent"]]
-    assert told["response"] == "".join(told["texts"])
-    assert told["response_length"] == len(told["loss_mask"]) == len(told["logprobs"]) == 10
-    assert told["versions"] == ["0", "0"]
-    assert told["status"] == "truncated"
-    assert told["cached"] > 0  # the second turn found the first one's prefix
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["tokens"] == [5, 6, 7, *report["sent"]]
+    assert report["response"] == "".join(report["texts"])
+    assert report["response_length"] == len(report["loss_mask"]) == len(report["logprobs"]) == 10
+    assert report["versions"] == ["0", "0"]
+    assert report["status"] == "truncated"
+    assert report["cached"] > 0  # the second turn found the first one's prefix
     # At temperature 1 Miles takes its logprobs for those of the whole vocabulary, also at top_p <
     # 1.
-    assert told["logprobs"] == pytest.approx(told["scored"], abs=1e-4)
+    assert report["logprobs"] == pytest.approx(report["scored"], abs=1e-4)

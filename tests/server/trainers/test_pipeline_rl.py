@@ -63,7 +63,7 @@ def serving(url: str) -> tuple[str, dict[str, str]]:
     return httpx.get(url + "/weight_info").json()["weight_version"], reply.json()["checksums"]
 
 
-def test_it_serves_while_it_waits_for_its_trainer(served: tuple[str, int]) -> None:
+def test_server_serves_while_it_waits_for_its_trainer(served: tuple[str, int]) -> None:
     assert httpx.get(served[0] + "/health").json()["status"] == "ok"
     assert (
         httpx.post(served[0] + "/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code
@@ -127,7 +127,7 @@ def test_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
 
 
 @pytest.mark.thorough
-def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple[str, int]) -> None:
+def test_failed_update_changes_nothing_and_frees_the_group(served: tuple[str, int]) -> None:
     url, port = served
     before = serving(url)
     for action, word in (("misnamed", "no.such.tensor"), ("misshapen", "shape")):
@@ -176,7 +176,7 @@ NO_TENSORS: list[object] = [
 
 
 @pytest.mark.thorough
-def test_what_is_no_list_of_tensors() -> None:
+def test_invalid_list_of_tensors_is_rejected() -> None:
     client = ScriptedClient()
     client.returns["leave_group"] = False
     with running_server(client, config(1)) as url:
@@ -187,7 +187,7 @@ def test_what_is_no_list_of_tensors() -> None:
 
 
 @pytest.mark.thorough
-def test_without_a_group_there_is_nothing_to_receive() -> None:
+def test_update_is_rejected_without_a_group() -> None:
     with running_server(ScriptedClient(), config(1, disable_weight_updates=True)) as url:
         reply = httpx.post(url + UPDATE, json={"version": 1, "parameters_info": []})
         assert reply.status_code == 409

@@ -125,7 +125,7 @@ def test_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
         "~root",
     ],
 )
-def test_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) -> None:
+def test_path_error_reveals_no_more_than_the_request(rl_server: str, folder: str) -> None:
     before = serving(rl_server)
     headers = {"content-type": "application/json"}
     body = json.dumps({"weight_dir": folder})
@@ -140,7 +140,7 @@ def test_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) -> N
 
 
 @pytest.mark.thorough
-def test_liveness_tells_when_the_engine_is_dead_or_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liveness_reports_a_dead_or_stalled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ScriptedClient()
     config = ServerConfig(port=0, rl=True, api_keys=("k",), admin_key="a", restart_engine=True)
     with running_server(client, config) as url:

@@ -112,13 +112,13 @@ class Needing(ControlRequest):
     ],
 )
 def test_read_fields_names_a_missing_field(body: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as error:
         read_fields(Needing, body, {})
-    assert told.value.message == message
-    assert told.value.param == message.partition(" ")[0]
+    assert error.value.message == message
+    assert error.value.param == message.partition(" ")[0]
 
 
-def test_each_route_is_known_to_access_and_errors() -> None:
+def test_routes_are_known_to_access_and_errors() -> None:
     server = Server(ServerConfig(rl=True), ScriptedClient())
     router = APIRouter()
     for add in RL_ROUTES:

@@ -243,7 +243,7 @@ def test_prime_rls_requests(
 
 
 @pytest.mark.thorough
-def test_share_that_hangs_holds_nobody_up(
+def test_hung_share_blocks_no_other_request(
     rl_server: str,
     client: httpx.Client,
     tiny_folder: Path,
@@ -260,8 +260,8 @@ def test_share_that_hangs_holds_nobody_up(
     (tmp_path / "model.safetensors").write_bytes(save(new_weights(tiny_folder)))
     monkeypatch.setattr(loading, "open_regular", hangs)
     replies: list[httpx.Response] = []
-    told = {"model_path": str(tmp_path), "timeout": 1.5}
-    asking = threading.Thread(target=lambda: replies.append(client.post(DISK, json=told)))
+    fields = {"model_path": str(tmp_path), "timeout": 1.5}
+    asking = threading.Thread(target=lambda: replies.append(client.post(DISK, json=fields)))
     asking.start()
     assert hung.wait(20)
     assert ask(rl_server, GENERATE, body([1, 2, 3], 20))["choices"][0]["finish_reason"] == "length"
@@ -269,7 +269,7 @@ def test_share_that_hangs_holds_nobody_up(
     assert replies[0].status_code == 504, replies[0].text
     assert serving(rl_server) == was
     back.set()
-    assert client.post(DISK, json=told | {"timeout": 20.0}).status_code == 200
+    assert client.post(DISK, json=fields | {"timeout": 20.0}).status_code == 200
     assert serving(rl_server)[1] != was[1]
 
 
@@ -286,7 +286,7 @@ def test_share_that_hangs_before_a_step_is_read(
     assert reply.json()["message"] == "weight_dir: the file system did not answer within 0.2 s."
 
 
-def test_nan_is_taken_where_it_is_asked_for(
+def test_nan_is_accepted_on_request(
     rl_server: str, client: httpx.Client, tiny_folder: Path
 ) -> None:
     was = serving(rl_server)

@@ -38,7 +38,7 @@ def control(client: EngineClient) -> Control:
 
 @pytest.mark.thorough(cases=["process-False", "process-True"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_aborted_are_answered_with_what_they_have(
+def test_aborted_requests_return_their_tokens(
     client: EngineClient, control: Control, run: Run, stream: bool
 ) -> None:
     async def test() -> None:
@@ -76,7 +76,7 @@ def test_aborted_are_answered_with_what_they_have(
 
 @pytest.mark.thorough(cases=["process-paused"])
 @pytest.mark.parametrize("state", ["paused", "asleep"])
-def test_those_who_wait_can_be_aborted(
+def test_queued_requests_can_be_aborted(
     client: EngineClient, control: Control, run: Run, state: str
 ) -> None:
     async def test() -> None:
@@ -181,7 +181,9 @@ def test_memory_sleeps_part_by_part(client: EngineClient, control: Control, run:
     run(test())
 
 
-def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> None:
+def test_request_control_rejects_invalid_calls(
+    client: EngineClient, control: Control, run: Run
+) -> None:
     async def test() -> None:
         unknown: Any = ["everything"]
         with pytest.raises(ApiError, match="'everything' is not a part of the memory"):
@@ -205,7 +207,7 @@ def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> No
 # -- groups and versions ---------------------------------------------------------------------------
 
 
-def test_rest_of_a_group_is_answered_with_what_it_has(client: EngineClient, run: Run) -> None:
+def test_rest_of_a_group_returns_its_tokens(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         alone = await finished(client.submit([1, 2], short, 4, stream=False))
         for stream in (False, True):

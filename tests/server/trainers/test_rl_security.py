@@ -178,7 +178,7 @@ def test_shapes_and_names_that_no_model_has(url: str, client: httpx.Client) -> N
 
 
 @pytest.mark.thorough
-def test_million_names(url: str, client: httpx.Client) -> None:
+def test_million_tensor_names_are_rejected(url: str, client: httpx.Client) -> None:
     """Refused, or told that there is no group, without holding up others."""
     before = serving(url)
     many = [(f"n{i}", [1], "float32") for i in range(60_000)]
@@ -224,7 +224,7 @@ BODIES: list[bytes] = [
 
 
 @pytest.mark.thorough
-def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
+def test_nonsense_bodies_are_rejected(url: str, client: httpx.Client) -> None:
     """Every route answers each of them, none with a 500, and the engine still serves afterwards."""
     headers = {"content-type": "application/json"}
     before = serving(url)[1]
@@ -242,7 +242,7 @@ def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
 
 
 @pytest.mark.thorough
-def test_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) -> None:
+def test_flood_of_calls_leaves_no_state(url: str, client: httpx.Client) -> None:
     """Groups that never form, of one name and of many: few threads wait for a peer that is silent,
     none afterwards.
     """

@@ -81,7 +81,7 @@ def sglang(url: str, status: int = 200, sampling: dict[str, Any] | None = None, 
 
 
 @pytest.mark.thorough(but=["in-process"])
-def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
+def test_vllms_route_returns_experts_as_npy(server: str, expected: Array) -> None:
     (choice,) = vllm(server)["choices"]
     found = npy(choice["routed_experts"])
     assert (found.shape, found.dtype) == (SHAPE, np.uint8)
@@ -91,12 +91,12 @@ def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
         == expected[3:]
     ).all()
     assert vllm(server, routed_experts=False)["choices"][0]["routed_experts"] is None
-    told = vllm(server, 400, routed_experts_prompt_start=6)
-    assert "routed_experts_prompt_start=6 exceeds the prompt's length (5)" in json.dumps(told)
+    reply = vllm(server, 400, routed_experts_prompt_start=6)
+    assert "routed_experts_prompt_start=6 exceeds the prompt's length (5)" in json.dumps(reply)
 
 
 @pytest.mark.thorough(cases=["replicas"])
-def test_every_sample_has_its_own(server: str) -> None:
+def test_samples_have_separate_experts(server: str) -> None:
     choices = vllm(server, n=3, temperature=2.0)["choices"]
     first, *others = (npy(choice["routed_experts"]) for choice in choices)
     assert all((other[:5] == first[:5]).all() for other in others)
@@ -104,7 +104,7 @@ def test_every_sample_has_its_own(server: str) -> None:
 
 
 @pytest.mark.thorough(cases=["replicas"])
-def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None:
+def test_sglangs_route_returns_experts_as_int32(server: str, expected: Array) -> None:
     assert "routed_experts" not in sglang(server)["meta_info"]
     meta = sglang(server, return_routed_experts=True)["meta_info"]
     assert (int32(meta["routed_experts"]) == expected).all()
@@ -112,8 +112,8 @@ def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None
     assert (int32(meta["routed_experts"]) == expected[5:]).all()
     scored = sglang(server, return_routed_experts=True, sampling={"max_new_tokens": 0})["meta_info"]
     assert (int32(scored["routed_experts"]) == expected[:4]).all()
-    told = sglang(server, 400, return_routed_experts=True, routed_experts_start_len=6)
-    assert "routed_experts_start_len=6 must be in [0, 5]" in told["message"]
+    reply = sglang(server, 400, return_routed_experts=True, routed_experts_start_len=6)
+    assert "routed_experts_start_len=6 must be in [0, 5]" in reply["message"]
     many = ask(
         server,
         "/generate",
@@ -147,15 +147,15 @@ def test_streams_end_with_them(server: str, expected: Array) -> None:
 
 @pytest.mark.thorough(cases=["replicas-asked0", "replicas-asked1"])
 @pytest.mark.parametrize("asked", [{"routed_experts": True}, {"return_token_ids": True}])
-def test_openais_routes_tell_them_where_they_are_asked_for(
+def test_openais_routes_return_experts_on_request(
     server: str, expected: Array, asked: dict[str, Any]
 ) -> None:
-    given = {"max_tokens": 4, "seed": 1, "ignore_eos": True, "temperature": 1}
-    body = {"prompt": PROMPT, **given}
+    fields = {"max_tokens": 4, "seed": 1, "ignore_eos": True, "temperature": 1}
+    body = {"prompt": PROMPT, **fields}
     assert ask(server, "/v1/completions", body)["choices"][0]["routed_experts"] is None
     told = ask(server, "/v1/completions", body | asked)["choices"][0]["routed_experts"]
     assert (npy(told) == expected).all()
-    body = {"messages": [{"role": "user", "content": "a"}], **given}
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
     reply = ask(server, "/v1/chat/completions", body | asked)
     tokens = reply["usage"]["total_tokens"]
     assert npy(reply["choices"][0]["routed_experts"]).shape == (tokens - 1, *SHAPE[1:])
@@ -165,14 +165,14 @@ def test_openais_routes_tell_them_where_they_are_asked_for(
 
 
 def test_server_without_a_record_says_how_to_get_one(rl_server: str) -> None:
-    told = sglang(rl_server, 400, return_routed_experts=True)
-    assert "start it with --enable-return-routed-experts" in told["message"]
+    reply = sglang(rl_server, 400, return_routed_experts=True)
+    assert "start it with --enable-return-routed-experts" in reply["message"]
     for path, body in [
         (GENERATE, {"token_ids": PROMPT, "sampling_params": {"routed_experts": True}}),
         ("/v1/completions", {"prompt": PROMPT, "routed_experts": True}),
     ]:
-        told = ask(rl_server, path, body, 400)
-        assert "start it with --enable-return-routed-experts" in json.dumps(told)
+        reply = ask(rl_server, path, body, 400)
+        assert "start it with --enable-return-routed-experts" in json.dumps(reply)
     assert vllm(rl_server)["choices"][0]["routed_experts"] is None
 
 
@@ -194,5 +194,5 @@ def test_experts_that_were_not_asked_for_cost_nothing(folder: Path) -> None:
         ask(url, "/v1/chat/completions", chat | {"return_token_ids": True})
 
 
-def test_start_says_nothing_where_no_experts_are_asked_for(rl_server: str) -> None:
+def test_start_logs_nothing_without_routed_experts(rl_server: str) -> None:
     assert "routed_experts" not in sglang(rl_server, routed_experts_start_len=6)["meta_info"]

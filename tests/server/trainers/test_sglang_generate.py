@@ -54,8 +54,8 @@ def core(told: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name != "index"} | {"meta_info": meta}
 
 
-def test_it_says_what_the_other_routes_say(rl_server: str) -> None:
-    told = generate(
+def test_sglang_generate_matches_the_other_routes(rl_server: str) -> None:
+    reply = generate(
         rl_server,
         [5, 6, 7],
         {"max_new_tokens": 6, "sampling_seed": 3},
@@ -66,11 +66,11 @@ def test_it_says_what_the_other_routes_say(rl_server: str) -> None:
         f"{rl_server}/v1/completions",
         {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "logprobs": 0, "return_token_ids": True},
     )["choices"][0]
-    meta = told["meta_info"]
-    assert (told["output_ids"], told["text"]) == (other["token_ids"], other["text"])
+    meta = reply["meta_info"]
+    assert (reply["output_ids"], reply["text"]) == (other["token_ids"], other["text"])
     assert [row[0] for row in meta["output_token_logprobs"]] == other["logprobs"]["token_logprobs"]
     assert [row[1:] for row in meta["output_token_logprobs"]] == [
-        [each, None] for each in told["output_ids"]
+        [each, None] for each in reply["output_ids"]
     ]
     assert (meta["id"], meta["seed"], meta["weight_version"]) == ("mine", 3, "0")
     assert meta["finish_reason"] == {"type": "length", "length": 6}
@@ -151,30 +151,32 @@ def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str,
     """
     sampling = {"max_new_tokens": 12, "sampling_seed": 1, **filters}
     mask = {"return_sampling_mask": True} if filters else {}
-    told = generate(rl_server, [5, 6, 7], sampling, return_logprob=True, top_logprobs_num=2, **mask)
-    rows = told["meta_info"]["output_token_logprobs"]
+    reply = generate(
+        rl_server, [5, 6, 7], sampling, return_logprob=True, top_logprobs_num=2, **mask
+    )
+    rows = reply["meta_info"]["output_token_logprobs"]
     scored = generate(  # as Miles scores a sample again
         rl_server,
-        [5, 6, 7, *told["output_ids"]],
+        [5, 6, 7, *reply["output_ids"]],
         {"max_new_tokens": 0, "temperature": 0},
         return_logprob=True,
         logprob_start_len=2,
     )
     inputs = scored["meta_info"]["input_token_logprobs"]
     assert inputs[0] == [None, 7, None]
-    assert [row[1] for row in inputs[1:]] == told["output_ids"]
+    assert [row[1] for row in inputs[1:]] == reply["output_ids"]
     assert [row[0] for row in inputs[1:]] == pytest.approx([row[0] for row in rows], abs=1e-4)
     assert scored["output_ids"] == scored["meta_info"]["output_token_logprobs"] == []
     assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     for (logprob, token_id, _), tops in zip(
-        rows, told["meta_info"]["output_top_logprobs"], strict=True
+        rows, reply["meta_info"]["output_top_logprobs"], strict=True
     ):
         assert tops[0][0] >= logprob - 1e-6
         assert all(top[0] == pytest.approx(logprob) for top in tops if top[1] == token_id)
     if filters:
-        kept = told["meta_info"]["output_token_sampling_mask"]
-        sampled = told["meta_info"]["output_token_sampling_logprobs"]
-        assert all(token_id in ids for token_id, ids in zip(told["output_ids"], kept, strict=True))
+        kept = reply["meta_info"]["output_token_sampling_mask"]
+        sampled = reply["meta_info"]["output_token_sampling_logprobs"]
+        assert all(token_id in ids for token_id, ids in zip(reply["output_ids"], kept, strict=True))
         assert all(own >= row[0] for own, row in zip(sampled, rows, strict=True))
         assert any(own > row[0] + 0.01 for own, row in zip(sampled, rows, strict=True))
 
@@ -212,7 +214,7 @@ def test_logprobs_as_flat_numbers(rl_server: str) -> None:
     assert "output_token_logprobs" not in listed | packed
 
 
-def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None:
+def test_stop_reason_is_reported_and_shown_on_request(rl_server: str) -> None:
     free = generate(
         rl_server,
         [5, 6, 7],
@@ -234,8 +236,8 @@ def test_what_stops_a_sample_is_told_and_shown_if_wanted(rl_server: str) -> None
     ]
 
 
-def test_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
-    told = generate(
+def test_batch_takes_parameters_per_prompt(rl_server: str) -> None:
+    reply = generate(
         rl_server,
         [[5, 6, 7], [8, 9]],
         [{"max_new_tokens": 2}, {"max_new_tokens": 3}],
@@ -243,23 +245,23 @@ def test_batch_may_ask_for_each_prompt_what_it_likes(rl_server: str) -> None:
         logprob_start_len=[1, -1],
         rid=["a", "b"],
     )
-    assert [each["meta_info"]["id"] for each in told] == ["a", "b"]
-    assert [each["meta_info"]["completion_tokens"] for each in told] == [2, 3]
-    assert [row[1] for row in told[0]["meta_info"]["input_token_logprobs"]] == [6, 7]
-    assert "output_token_logprobs" not in told[1]["meta_info"]
+    assert [each["meta_info"]["id"] for each in reply] == ["a", "b"]
+    assert [each["meta_info"]["completion_tokens"] for each in reply] == [2, 3]
+    assert [row[1] for row in reply[0]["meta_info"]["input_token_logprobs"]] == [6, 7]
+    assert "output_token_logprobs" not in reply[1]["meta_info"]
     texts = post(
         f"{rl_server}/generate", {"text": ["hi", "you"], "sampling_params": {"max_new_tokens": 1}}
     )
     assert [each["meta_info"]["prompt_tokens"] for each in texts] == [2, 3]
 
 
-def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str) -> None:
-    told = generate(rl_server, [5] * 500, {"ignore_eos": True})
-    assert told["meta_info"]["completion_tokens"] == 12
+def test_max_new_tokens_defaults_to_the_rest_of_the_context(rl_server: str) -> None:
+    reply = generate(rl_server, [5] * 500, {"ignore_eos": True})
+    assert reply["meta_info"]["completion_tokens"] == 12
 
 
 @pytest.mark.thorough
-def test_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
+def test_aborted_sample_keeps_its_tokens_and_can_continue(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]
     answers: list[Any] = []
@@ -293,16 +295,16 @@ def test_first_of_a_group_are_enough(rl_server: str) -> None:
         "sampling_seed": 1,
         "stop_token_ids": list(range(3, 12)),
     }
-    told = generate(rl_server, [5, 6, 7], sampling, n_wanted=2)
-    ends = sorted(each["meta_info"]["finish_reason"]["type"] for each in told)
+    reply = generate(rl_server, [5, 6, 7], sampling, n_wanted=2)
+    ends = sorted(each["meta_info"]["finish_reason"]["type"] for each in reply)
     assert ends[:2] == ["abort", "abort"]
     assert "abort" not in ends[2:]
-    assert {each["meta_info"]["finish_reason"].get("message") for each in told} >= {
+    assert {each["meta_info"]["finish_reason"].get("message") for each in reply} >= {
         "group complete"
     }
 
 
-def test_one_version_of_the_weights(rl_server: str) -> None:
+def test_sample_reports_one_version_of_the_weights(rl_server: str) -> None:
     sampling = {"max_new_tokens": 1}
     for wanted in ({"exact_version": 0}, {"min_version": "0"}, {"exact_version": None}):
         assert (
@@ -373,7 +375,7 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_field_is_rejected_by_name(
     rl_server: str, body: dict[str, Any], told: str
 ) -> None:
     reply = post(f"{rl_server}/generate", body, 400)
@@ -382,7 +384,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_fields_that_ask_for_nothing_are_taken(rl_server: str) -> None:
-    """As AReaL and others send them along."""
+    """Accept fields without effect that AReaL and other trainers send."""
     nothing = {
         "image_data": None,
         "lora_path": None,

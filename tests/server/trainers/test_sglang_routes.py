@@ -30,18 +30,18 @@ def loads(url: str) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-def test_who_serves(url: str, tiny_folder: Path) -> None:
+def test_server_info_names_the_model(url: str, tiny_folder: Path) -> None:
     for path in ("/model_info", "/get_model_info"):
-        told = httpx.get(url + path).json()
-        assert (told["model_path"], told["weight_version"], told["is_generation"]) == (
+        reply = httpx.get(url + path).json()
+        assert (reply["model_path"], reply["weight_version"], reply["is_generation"]) == (
             str(tiny_folder),
             "0",
             True,
         )
     for path in ("/server_info", "/get_server_info"):  # slime reads either
-        told = httpx.get(url + path).json()
-        assert [told[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
-        assert told["disaggregation_mode"] == "null"
+        reply = httpx.get(url + path).json()
+        assert [reply[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
+        assert reply["disaggregation_mode"] == "null"
     assert loads(url)["num_total_reqs"] == 0
     assert httpx.get(f"{url}/v1/loads?dp_rank=1").json()["loads"] == []
 
@@ -57,7 +57,7 @@ def test_health_is_a_token(url: str) -> None:
 
 @pytest.mark.thorough(but=["abort"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
+def test_pause_stops_running_requests_and_flushes_report_it(url: str, mode: str) -> None:
     with rollout(url) as asked:
         assert httpx.get(f"{url}/flush_cache").status_code == 400  # while requests run
         said = post(url, "/pause_generation", {"mode": mode})
@@ -80,7 +80,7 @@ def test_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> No
 
 @pytest.mark.thorough
 def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
-    """As slime's async rollouts: what was aborted is asked for again at once."""
+    """Abort like slime's async rollouts, which immediately repeat aborted requests."""
     post(url, "/pause_generation")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/generate", json={"input_ids": [5]}, timeout=0.3)
@@ -89,7 +89,7 @@ def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
 
 
 @pytest.mark.thorough
-def test_abort_all(url: str) -> None:
+def test_abort_ends_all_requests(url: str) -> None:
     with rollout(url) as asked:
         assert post(url, "/abort_request", {"abort_all": True})["num_aborted"] == 1
         assert asked.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
@@ -133,8 +133,8 @@ def test_update_of_safetensors(url: str, tmp_path: Path, tiny_folder: Path, form
     assert send_file(url, weights, form, tmp_path, weight_version="step-3")["success"]
     assert version(url) == "step-3"
     assert checksums(url) == checksums_of(weights)
-    told = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
-    assert told["meta_info"]["weight_version"] == "step-3"
+    reply = post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
+    assert reply["meta_info"]["weight_version"] == "step-3"
 
 
 def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more: Any) -> Any:
@@ -143,11 +143,11 @@ def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more
         return post(url, "/update_weights_from_disk", {"model_path": str(folder), **more})
     content = save(weights)
     if form == "base64":
-        told = {
+        fields = {
             "serialized_named_tensors": [base64.b64encode(content).decode()],
             "load_format": "safetensors",
         }
-        return post(url, "/update_weights_from_tensor", told | more)
+        return post(url, "/update_weights_from_tensor", fields | more)
     headers = {"content-type": "application/octet-stream"}
     reply = httpx.post(
         f"{url}/update_weights_from_tensor", params=more, content=content, headers=headers
@@ -187,14 +187,14 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
     post(url, "/continue_generation")
 
 
-def test_without_a_pause_an_update_is_whole_also_while_the_cache_sleeps(
+def test_update_without_a_pause_is_whole_while_the_cache_sleeps(
     url: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """As of a trainer on the same device, which wakes the cache last, and never paused."""
+    """Update like a trainer on the same device that wakes the cache last and never pauses."""
     weights = new_weights(tiny_folder, 6)
     post(url, "/release_memory_occupation", {"tags": ["kv_cache"]})
-    told = send_file(url, weights, "bytes", tmp_path, weight_version="6")
-    assert "are served as version 6" in told["message"]
+    reply = send_file(url, weights, "bytes", tmp_path, weight_version="6")
+    assert "are served as version 6" in reply["message"]
     post(url, "/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert (version(url), checksums(url)) == ("6", checksums_of(weights))
 
@@ -226,13 +226,13 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     post(url, "/weights_checker", {"action": "snapshot"})
     post(url, "/weights_checker", {"action": "compare"})
     send_file(url, {"model.norm.weight": torch.ones(64)}, "bytes", tmp_path)
-    told = post(url, "/weights_checker", {"action": "compare"}, 400)["message"]
-    assert "1 tensor(s)" in told
-    assert "model.norm.weight" in told
+    reply = post(url, "/weights_checker", {"action": "compare"}, 400)["message"]
+    assert "1 tensor(s)" in reply
+    assert "model.norm.weight" in reply
     post(url, "/weights_checker", {"action": "compare", "skip_tensor_list": ["norm"]})
-    told = post(url, "/weights_checker")
-    assert told["ranks"][0]["parallelism_info"]["rank"] == 0
-    assert httpx.get(f"{url}/weights_checker").json() == told
+    reply = post(url, "/weights_checker")
+    assert reply["ranks"][0]["parallelism_info"]["rank"] == 0
+    assert httpx.get(f"{url}/weights_checker").json() == reply
     assert (
         "reset_tensors"
         in post(url, "/weights_checker", {"action": "reset_tensors"}, 501)["message"]
@@ -306,14 +306,14 @@ def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
         ("/update_weights_from_ipc", {}, 501, "safetensors"),
     ],
 )
-def test_what_is_refused_changes_nothing(
+def test_rejected_call_changes_nothing(
     rl_server: str, path: str, body: dict[str, Any], status: int, told: str
 ) -> None:
     assert told in post(rl_server, path, body, status)["message"]
     assert version(rl_server) == "0"
 
 
-def test_bodies_that_are_no_json(rl_server: str) -> None:
+def test_non_json_bodies_are_rejected(rl_server: str) -> None:
     headers = {"content-type": "application/json"}
     reply = httpx.post(
         f"{rl_server}/update_weights_from_distributed", content=b"{", headers=headers

@@ -107,16 +107,16 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
-    assert told["version"] == 2
-    assert told["buckets"] >= 6
-    assert told["crossed"] > 0
-    assert (told["aborts"] > 0) == (mode == "abort")
+    report = json.loads(run.stdout)
+    assert report["version"] == 2
+    assert report["buckets"] >= 6
+    assert report["crossed"] > 0
+    assert (report["aborts"] > 0) == (mode == "abort")
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
 @pytest.mark.thorough
-def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
+def test_request_outside_of_a_pause_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)
     with rollout(trainer.url) as asked:
@@ -134,16 +134,16 @@ def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
+def test_areal_sends_no_flush_and_no_version(trainer: Trainer) -> None:
     before = version(trainer.url)
     post(trainer.url, "/pause_generation", {})
     for bucket in trainer.buckets(3):
         weights = {
             name: each for name, each in new_weights(trainer.folder, 12).items() if name in bucket
         }
-        told = told_of(weights, abort_all_requests=True)
-        del told["flush_cache"]
-        asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", told)
+        request = told_of(weights, abort_all_requests=True)
+        del request["flush_cache"]
+        asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", request)
         trainer.say("send", group=GROUP, names=bucket, seed=12)
         asked.result(30)
         assert trainer.hear() == "done"
@@ -179,7 +179,7 @@ def test_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
         ({"dtypes": []}, 400, "lists of equal length"),
     ],
 )
-def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
+def test_mismatched_tensor_ends_the_update_and_the_next_works(
     trainer: Trainer, changes: dict[str, Any], status: int, told: str
 ) -> None:
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
@@ -249,10 +249,10 @@ def test_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
+def test_missing_tensor_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
-    told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
-    assert "within" in told["message"]
+    reply = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
+    assert "within" in reply["message"]
     group = {
         "master_address": "127.0.0.1",
         "master_port": "9",
@@ -276,7 +276,7 @@ def test_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
 
 @pytest.mark.thorough
 def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
-    """Of the routes that need a trainer."""
+    """Compare exchanges of the routes that need a trainer."""
     with (
         running_server(engine_config(tiny_folder), RL) as url,
         trainer_of(url, tiny_folder) as trainer,

@@ -29,7 +29,7 @@ class Question:
         return number
 
 
-def test_shared_answer_asks_once_for_all_who_wait_and_for_a_second_behind() -> None:
+def test_shared_answer_asks_once_for_all_callers_and_once_more() -> None:
     question = Question()
 
     async def run() -> None:
@@ -82,11 +82,11 @@ def test_health_generate_draws_one_token_a_second_for_all() -> None:
 
     async def probe(url: str) -> list[int]:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            found: list[int] = []
+            results: list[int] = []
             for _ in range(5):
                 replies = [http.get("/health_generate") for _ in range(20)]
-                found += [each.status_code for each in await asyncio.gather(*replies)]
-            return found
+                results += [each.status_code for each in await asyncio.gather(*replies)]
+            return results
 
     with running_server(client, ServerConfig(port=0, rl=True)) as url:
         begun = time.monotonic()

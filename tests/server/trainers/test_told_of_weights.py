@@ -25,12 +25,12 @@ def test_weights_by_name(rl_server: str, tmp_path: Path) -> None:
     save_file(new, tmp_path / "model.safetensors")
     ask(rl_server, "/update_weights_from_disk", {"model_path": str(tmp_path)})
     for name in (NORM, EMBEDDING):
-        told = ask(rl_server, "/get_weights_by_name", {"name": name})
-        assert told == new[name][:100].to(torch.float32).tolist()
+        reply = ask(rl_server, "/get_weights_by_name", {"name": name})
+        assert reply == new[name][:100].to(torch.float32).tolist()
         assert (
-            ask(rl_server, "/get_weights_by_name", {"name": name, "truncate_size": 2}) == told[:2]
+            ask(rl_server, "/get_weights_by_name", {"name": name, "truncate_size": 2}) == reply[:2]
         )
-        assert look(rl_server, f"/get_weights_by_name?name={name}&truncate_size=1") == told[:1]
+        assert look(rl_server, f"/get_weights_by_name?name={name}&truncate_size=1") == reply[:1]
     assert (
         "'x' is not a tensor"
         in ask(rl_server, "/get_weights_by_name", {"name": "x"}, 400)["message"]
@@ -43,10 +43,10 @@ def test_rows_are_bounded(rl_server: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         len(ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 10})) == 10
     )
-    told = ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 11}, 400)[
+    reply = ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 11}, 400)[
         "message"
     ]
-    assert told == f"11 rows of '{EMBEDDING}' hold 704 numbers; request 10 rows."
+    assert reply == f"11 rows of '{EMBEDDING}' hold 704 numbers; request 10 rows."
 
 
 def test_folder_that_serves(rl_server: str, tmp_path: Path) -> None:
@@ -71,21 +71,21 @@ def test_checksums_are_in_sglangs_form(rl_server: str) -> None:
 
 
 def test_rid_that_is_alive_is_refused(rl_server: str) -> None:
-    given = {
+    fields = {
         "input_ids": [1, 2, 3],
         "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
         "rid": "mine",
     }
-    first = threading.Thread(target=lambda: ask(rl_server, "/generate", given))
+    first = threading.Thread(target=lambda: ask(rl_server, "/generate", fields))
     with dawdling():
         first.start()
         for _ in range(2000):
             if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:
                 break
         short = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-        told = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
+        reply = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
         assert (
-            told["message"]
+            reply["message"]
             == 'rid "mine" is in use by an unfinished request; give each request its own.'
         )
         ask(rl_server, "/generate", short | {"rid": "another"})

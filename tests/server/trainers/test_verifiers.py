@@ -28,19 +28,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def seen(tiny_folder: Path) -> dict[str, Any]:
-    """What the clients saw, and what a plain request is answered."""
+    """Return the clients' results and the reply to a plain request."""
     with running_server(engine_config(tiny_folder), RL) as url:
         quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         command = [PYTHON, "-W", "ignore", SCRIPT, url, tiny_folder]
         ran = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=300)
         assert ran.returncode == 0, ran.stderr[-4000:]
-        told = json.loads(ran.stdout.splitlines()[-1])
+        report = json.loads(ran.stdout.splitlines()[-1])
         sampling = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
-        prompt = told["renderers"]["plain"]["prompt_ids"]
-        told["plain"] = ask(url, GENERATE, {"token_ids": prompt, "sampling_params": sampling})[
+        prompt = report["renderers"]["plain"]["prompt_ids"]
+        report["plain"] = ask(url, GENERATE, {"token_ids": prompt, "sampling_params": sampling})[
             "choices"
         ][0]
-    return told
+    return report
 
 
 def test_renderers_sample_by_token_ids(seen: dict[str, Any]) -> None:

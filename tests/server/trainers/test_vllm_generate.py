@@ -50,13 +50,15 @@ SAMPLING = st.fixed_dictionaries(
 
 @given(sampling=SAMPLING, text=st.booleans())
 @settings(max_examples=at_depth(25), deadline=None)
-def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool) -> None:
-    given = {
+def test_reply_holds_the_documented_fields(
+    rl_server: str, sampling: dict[str, Any], text: bool
+) -> None:
+    fields = {
         "token_ids": PROMPT,
         "sampling_params": sampling,
         "output_mode": "text" if text else "tokens",
     }
-    whole = ask(rl_server, GENERATE, given)
+    whole = ask(rl_server, GENERATE, fields)
     choices = whole["choices"]
     assert [choice["index"] for choice in choices] == list(range(sampling["n"]))
     for choice in choices:
@@ -64,8 +66,8 @@ def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool
     usage = whole["usage"]
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
     # flat numbers are the same numbers
-    packed = ask(rl_server, GENERATE, given | {"flat_logprobs": "base64"})["choices"]
-    listed = ask(rl_server, GENERATE, given | {"flat_logprobs": "list"})["choices"]
+    packed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "base64"})["choices"]
+    listed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "list"})["choices"]
     for choice, one, other in zip(choices, packed, listed, strict=True):
         assert choice["token_ids"] == one["token_ids"] == other["token_ids"]
         count = len(one["token_ids"])
@@ -77,7 +79,7 @@ def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool
                 each["logprob"] for each in choice["logprobs"]["content"]
             ]
     # and a stream says the same
-    events = streamed(rl_server, GENERATE, given | {"stream_options": {"include_usage": True}})
+    events = streamed(rl_server, GENERATE, fields | {"stream_options": {"include_usage": True}})
     for choice in choices:
         news = [
             each
@@ -133,7 +135,7 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
 
 
 @pytest.mark.thorough
-def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context(rl_server: str) -> None:
     choice = ask(
         rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}}
     )["choices"][0]
@@ -158,8 +160,8 @@ def test_salts_share_no_prefix(rl_server: str) -> None:
     prompt = list(range(100, 140))
 
     def cached(salt: str | None) -> int:
-        given = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
-        return ask(rl_server, GENERATE, given)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        fields = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
+        return ask(rl_server, GENERATE, fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [cached(salt) > 0 for salt in (None, None, "7", "7", "8")] == [
         False,
@@ -194,15 +196,15 @@ def test_group_ends_when_enough_of_it_is_done(rl_server: str) -> None:
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
 def test_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     now = int(look(rl_server, "/weight_info")["weight_version"])
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "token_ids": PROMPT,
         "prompt": PROMPT,
         "sampling_params": {"max_tokens": 1},
         "max_tokens": 1,
     }
-    assert ask(rl_server, path, given | {"min_weight_version": now})["choices"]
+    assert ask(rl_server, path, fields | {"min_weight_version": now})["choices"]
     told: list[Any] = []
-    later = given | {"min_weight_version": str(now + 1), "request_id": "later"}
+    later = fields | {"min_weight_version": str(now + 1), "request_id": "later"}
     thread = threading.Thread(
         target=lambda: told.append(ask(rl_server, path, later, **{"x-request-id": "later"}))
     )
@@ -213,7 +215,7 @@ def test_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
         assert time.monotonic() < deadline
     thread.join(30)
     assert told[0]["choices"][0]["finish_reason"] == "abort"
-    ask(rl_server, path, given | {"min_weight_version": [1]}, 400)
+    ask(rl_server, path, fields | {"min_weight_version": [1]}, 400)
 
 
 @pytest.mark.thorough
@@ -289,7 +291,7 @@ def test_batch_of_trls_goes_in_one_request(rl_server: str) -> None:
         assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
-def test_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_server: str) -> None:
+def test_scored_token_is_first_in_its_row_and_has_a_rank(rl_server: str) -> None:
     body = {"prompt": [PROMPT * 3], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 5}
     rows = ask(rl_server, COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
     assert rows[0] is None
@@ -328,7 +330,9 @@ def test_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_serve
         ({"model": "other"}, "other"),
     ],
 )
-def test_what_is_refused(rl_server: str, change: dict[str, Any], named: str) -> None:
+def test_vllm_generate_rejects_invalid_bodies(
+    rl_server: str, change: dict[str, Any], named: str
+) -> None:
     status = 404 if "model" in change else 400
     reply = ask(rl_server, GENERATE, {"token_ids": PROMPT} | change, status)
     assert named in reply["message"]

@@ -94,7 +94,7 @@ def test_pause_that_waits_lets_requests_end(url: str) -> None:
     assert look(url, "/is_paused") == {"is_paused": True}
 
 
-def test_prefix_cache_is_forgotten_when_it_is_told_so(url: str) -> None:
+def test_prefix_cache_is_reset_on_request(url: str) -> None:
     ask(url, GENERATE, body(PROMPT, 1))
     assert cached(url) > 40
     for path in (
@@ -128,7 +128,7 @@ def test_requests_are_aborted_by_their_ids(url: str, named: str) -> None:
         assert 2 <= len(it.token_ids) < LONG
 
 
-def test_all_requests_are_aborted_where_none_is_named(url: str) -> None:
+def test_abort_without_ids_ends_all_requests(url: str) -> None:
     with running(url, body([7], LONG)) as one, running(url, body([8], LONG)) as other:
         assert ask(url, "/abort_requests")["aborted"] == 2
         assert [it.end()["finish_reason"] for it in (one, other)] == ["abort", "abort"]
@@ -200,7 +200,7 @@ def test_versions_have_names(url: str) -> None:
     ask(url, "/update_weight_version", {"new_version": first})
 
 
-def test_what_trainers_ask_for_first(url: str) -> None:
+def test_trainers_first_requests_are_answered(url: str) -> None:
     assert look(url, "/get_world_size?include_dp=false") == {"world_size": 1}
     config = look(url, "/server_info?config_format=json")["vllm_config"]
     assert config["weight_transfer_config"] is not None
@@ -243,7 +243,9 @@ def test_what_trainers_ask_for_first(url: str) -> None:
         ("/finish_weight_update", {}, 409, None),
     ],
 )
-def test_what_is_refused(url: str, path: str, given: Any, status: int, named: str | None) -> None:
+def test_vllm_routes_reject_invalid_calls(
+    url: str, path: str, given: Any, status: int, named: str | None
+) -> None:
     reply = ask(url, path, given, status)
     assert reply["success"] is False
     assert reply["message"] == reply["error"]["message"]

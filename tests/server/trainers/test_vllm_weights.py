@@ -52,9 +52,9 @@ class Trainer(GroupTrainer):
 
     def update(self, seed: int, **info: Any) -> dict[str, Any]:
         """One `/update_weights`, and its broadcasts."""
-        told = described(self.folder)
+        request = described(self.folder)
         self.say("send", group="group", seed=seed, packed_bytes=info.pop("send_packed", None))
-        reply = ask(self.url, UPDATE, {"update_info": told | info})
+        reply = ask(self.url, UPDATE, {"update_info": request | info})
         assert self.hear() == "done"
         return reply
 
@@ -69,8 +69,8 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def serving(url: str) -> tuple[str, dict[str, str]]:
-    told = ask(url, "/weight_checker", {"action": "checksum"})["checksums"]
-    return look(url, "/weight_info")["weight_version"], told
+    reply = ask(url, "/weight_checker", {"action": "checksum"})["checksums"]
+    return look(url, "/weight_info")["weight_version"], reply
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, pa
 
 
 @pytest.mark.thorough
-def test_requests_in_flight_tell_which_version_made_which_token(url: str, trainer: Trainer) -> None:
+def test_requests_in_flight_report_the_version_of_each_token(url: str, trainer: Trainer) -> None:
     trainer.join()
     before = look(url, "/weight_info")["weight_version"]
     with running(url, body([7, 8, 9], LONG)) as it:
@@ -156,7 +156,7 @@ def test_requests_in_flight_tell_which_version_made_which_token(url: str, traine
 
 
 @pytest.mark.thorough
-def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Trainer) -> None:
+def test_recomputed_tokens_follow_the_pause_mode(url: str, trainer: Trainer) -> None:
     trainer.join()
     computed: list[int] = []
     for clear_cache in ("false", "true"):
@@ -176,8 +176,8 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Traine
 
 def test_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     before = serving(url)
-    told = {"update_info": described(tiny_folder)}
-    assert "start" in ask(url, UPDATE, told, 409)["message"]
+    fields = {"update_info": described(tiny_folder)}
+    assert "start" in ask(url, UPDATE, fields, 409)["message"]
     trainer.join()
     ask(url, FINISH, None, 409)
     ask(url, START)
@@ -191,7 +191,7 @@ def test_wrong_order_changes_nothing(url: str, tiny_folder: Path, trainer: Train
     ask(url, FINISH)
     assert serving(url)[1] == checksums(tiny_folder, 5)
     ask(url, FINISH, None, 409)
-    assert "start" in ask(url, UPDATE, told, 409)["message"]
+    assert "start" in ask(url, UPDATE, fields, 409)["message"]
     assert "no weight transfer group" in ask(url, START, None, 409)["message"], (
         "it may have sent already"
     )
@@ -212,9 +212,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_does_not_fit_the_model_ends_the_update(
-    url: str, tiny_folder: Path, trainer: Trainer
-) -> None:
+def test_mismatched_tensor_ends_the_update(url: str, tiny_folder: Path, trainer: Trainer) -> None:
     before = serving(url)
     for wrong, said in WRONG:
         trainer.join()

@@ -52,7 +52,7 @@ class TrainerProcess(GroupTrainer):
 
 
 def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> list[TensorSpec]:
-    """How a trainer tells of its tensors."""
+    """Return a trainer's description of its tensors."""
     chosen = weights if names is None else {name: weights[name] for name in names}
     return [
         TensorSpec(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in chosen.items()
@@ -60,7 +60,7 @@ def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> lis
 
 
 def checksums(folder: Path, seed: int, dtype: str = "float32") -> dict[str, str]:
-    """Those of an engine in float32 that has these weights."""
+    """Return the checksums of an engine with these weights, by default in float32."""
     return {name: _sha256(tensor) for name, tensor in new_weights(folder, seed, dtype).items()}
 
 

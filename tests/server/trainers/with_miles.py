@@ -65,7 +65,7 @@ async def main(url: str) -> None:
     http_utils.init_http_client(ARGS)
     sample = Sample(prompt="as ids")
     outputs = [await ask(url, sample, 6), await ask(url, sample, 4)]
-    told = {
+    fields = {
         "tokens": sample.tokens,
         "sent": [token_id for output in outputs for token_id in output["output_ids"]],
         "response": sample.response,
@@ -80,7 +80,7 @@ async def main(url: str) -> None:
     await recompute_samples_rollout_logprobs_via_prefill(
         ARGS, [sample], url=f"{url}/generate", sampling_params=SAMPLING
     )
-    print(json.dumps(told | {"scored": sample.rollout_log_probs}))
+    print(json.dumps(fields | {"scored": sample.rollout_log_probs}))
 
 
 if __name__ == "__main__":

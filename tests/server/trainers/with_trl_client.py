@@ -47,7 +47,7 @@ def checksums(model: Any) -> dict[str, str]:
 
 
 def compared(model: Any) -> dict[str, Any]:
-    """Whether the server has these weights, to the bit."""
+    """Return the server's bitwise comparison with these weights."""
     body = {"action": "compare", "baseline": checksums(model)}
     return requests.post(f"{URL}/weight_checker", json=body).json()
 
@@ -87,7 +87,7 @@ def whole_update(client: VLLMClient) -> dict[str, Any]:
 
 
 def update_in_flight() -> dict[str, Any]:
-    """As AsyncGRPO does it: requests are frozen, and go on."""
+    """Update as AsyncGRPO does: requests pause and continue."""
     model, client = a_model(3), AsyncClient(URL)
     told = [
         (name, str(each.dtype).removeprefix("torch."), list(each.shape))

@@ -70,7 +70,7 @@ class Replay:
 
 
 def choice_of(pieces: list[ChoiceDelta]) -> Choice:
-    """What the server knows after these pieces."""
+    """Return the server's state after these pieces."""
     choice = Choice(0, None, Replay(pieces), frozenset())
     for piece in pieces:
         choice.push([Delta(0, 0, (5,), (-1.0,), "?", piece.finished)])
@@ -185,7 +185,7 @@ def _gathered(message: dict[str, Any]) -> list[str]:
 
 
 @given(says(in_order=False))
-def test_one_tool_where_parallel_use_is_disabled(pieces: list[ChoiceDelta]):
+def test_answer_has_one_tool_if_parallel_use_is_disabled(pieces: list[ChoiceDelta]):
     fields = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
     for message in (streamed(pieces, **fields), whole(pieces, **fields)):
         names = [block["name"] for block in message["content"] if block["type"] == "tool_use"]
@@ -206,7 +206,7 @@ def test_omitted_thinking_is_signed_and_empty():
         assert text["text"] == "Yes"
 
 
-def test_call_alone_has_no_text_block():
+def test_answer_of_only_a_call_has_no_text_block():
     call = ToolCallDelta(0, "call_abc", "now", "{}")
     pieces = [
         ChoiceDelta(0, content="\n"),

@@ -12,13 +12,13 @@ from tests.server.scripted import Script
 
 @pytest.fixture
 def chat(scripted: Scripted) -> ChatAnthropic:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "m",
         "max_tokens": 100,
         "base_url": scripted.url,
         "api_key": "k",
     }
-    return ChatAnthropic(**given, max_retries=0, stop=["END"])
+    return ChatAnthropic(**fields, max_retries=0, stop=["END"])
 
 
 @pytest.mark.thorough
@@ -84,13 +84,13 @@ def test_tools(chat: ChatAnthropic, scripted: Scripted, stream: bool):
 
 def test_thinking(scripted: Scripted):
     scripted.script = Script("<think>Hm.</think>Hello.")
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "m",
         "max_tokens": 2000,
         "base_url": scripted.url,
         "api_key": "k",
     }
-    chat = ChatAnthropic(**given, thinking={"type": "enabled", "budget_tokens": 1024})
+    chat = ChatAnthropic(**fields, thinking={"type": "enabled", "budget_tokens": 1024})
     answer = chat.invoke("Hi")
     assert answer.text == "Hello."
     assert [block["type"] for block in answer.content_blocks] == ["reasoning", "text"]

@@ -1,4 +1,4 @@
-"""How Anthropic's messages become a conversation that chat templates take."""
+"""Conversion of Anthropic's messages to a conversation for chat templates."""
 
 import itertools
 from typing import Any
@@ -21,7 +21,7 @@ def text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
-def test_all_kinds_of_blocks():
+def test_prompt_takes_all_kinds_of_blocks():
     call = {"type": "tool_use", "id": "t1", "name": "now", "input": {"zone": ["UTC", 1]}}
     given = converse(
         ("user", [text("a"), text("b")]),
@@ -121,13 +121,13 @@ def test_thinking_is_off_unless_asked_for():
     assert asked.template_kwargs == {"enable_thinking": True, "more": 1}
 
 
-def test_no_tools_where_none_may_be_called():
+def test_prompt_has_no_tools_if_calls_are_disabled():
     tools = [{"name": "now", "input_schema": {}}]
     assert converse(("user", "a"), tools=tools, tool_choice={"type": "none"}).tools is None
     assert converse(("user", "a"), tools=tools, tool_choice={"type": "auto"}).tools
 
 
-def test_billing_line_alone_is_dropped():
+def test_prompt_drops_only_the_billing_line():
     given = converse(("user", "a"), system="x-anthropic-billing-header: cch=1;\nbe brief")
     assert given.messages[0] == {"role": "system", "content": "be brief"}
     assert (
@@ -149,7 +149,7 @@ def test_billing_line_alone_is_dropped():
         [("system", [{"type": "image"}]), ("user", "a")],
     ],
 )
-def test_no_conversation(turns: list[tuple[str, Any]]):
+def test_empty_conversation_is_rejected(turns: list[tuple[str, Any]]):
     with pytest.raises(ApiError) as caught:
         converse(*turns)
     assert caught.value.status == 400

@@ -204,7 +204,7 @@ def test_prefill(sdk: Anthropic, scripted: Scripted):
 
 
 def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
-    given = {
+    fields = {
         "min_p": 0.1,
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -222,10 +222,10 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
         model="m",
         max_tokens=20,
         messages=HELLO,
-        extra_body={**given, **more, "temperature": 0.5, "top_k": 3},
+        extra_body={**fields, **more, "temperature": 0.5, "top_k": 3},
     )
     params = scripted.client.requests[-1].params
-    assert {name: getattr(params, name) for name in given} == given
+    assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {17: 2.5}
     assert (params.allowed_token_ids, params.stop_token_ids) == ({2, 17, 30}, {30})
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 1.0)
@@ -391,7 +391,7 @@ def test_unknown_model(sdk: Anthropic):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_is_a_bad_request(sdk: Anthropic, scripted: Scripted, stream: bool):
+def test_engine_rejection_is_a_bad_request(sdk: Anthropic, scripted: Scripted, stream: bool):
     scripted.script = Script(refuse=RequestTooLarge("it does not fit"))
     with pytest.raises(anthropic.BadRequestError, match="it does not fit"):
         sdk.messages.create(model="m", max_tokens=20, messages=HELLO, stream=stream)

@@ -51,7 +51,7 @@ def streamed(scripted: Scripted, request: pytest.FixtureRequest) -> bytes:
 
 
 @pytest.mark.thorough(cases=["Hello there."])
-def test_every_event_has_its_line(streamed: bytes):
+def test_events_have_an_event_line(streamed: bytes):
     assert streamed.count(b"event: ") == streamed.count(b"data: ") == streamed.count(b"\n\n")
     events_of(streamed)
 
@@ -62,7 +62,7 @@ def test_message_start_is_first_and_counts_the_prompt(streamed: bytes):
     assert first["message"]["usage"]["input_tokens"] > 0
 
 
-def test_no_delta_before_its_block(streamed: bytes):
+def test_block_starts_before_its_deltas(streamed: bytes):
     accumulated(streamed)
 
 
@@ -74,7 +74,7 @@ def test_message_delta_has_the_whole_usage(streamed: bytes):
     assert last["usage"]["output_tokens"] > 0
 
 
-def test_no_done(streamed: bytes):
+def test_stream_ends_without_done(streamed: bytes):
     assert b"[DONE]" not in streamed
 
 
@@ -107,7 +107,7 @@ def test_errors_have_the_shape_and_ids(scripted: Scripted):
 
 
 def claude_code() -> dict[str, Any]:
-    """As Claude Code asks."""
+    """Return the body of a Claude Code request."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",
@@ -286,7 +286,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.thorough
 @settings(max_examples=at_depth(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies() | JSON, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
-def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
+def test_fuzzed_bodies_cause_no_server_error(scripted_server: Scripted, body: Any, path: str):
     answer = post(scripted_server, body, path)
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"):
@@ -299,5 +299,5 @@ def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
 @pytest.mark.thorough
 @settings(max_examples=at_depth(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_json(scripted_server: Scripted, body: bytes):
+def test_invalid_json_is_rejected(scripted_server: Scripted, body: bytes):
     assert post(scripted_server, body).status_code == 400

@@ -51,10 +51,10 @@ def test_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
         params(request, sampling.kept_seconds("in-memory", request), cached)
 
 
-def test_what_the_engine_is_asked_for_is_no_hint() -> None:
+def test_engine_parameters_are_not_cache_hints() -> None:
     """The engine refuses it."""
-    told = {"prompt": "Hi.", "keep_cache_seconds": 86400, "cache_priority": 3}
-    request = CompletionRequest.model_validate(told)
+    fields = {"prompt": "Hi.", "keep_cache_seconds": 86400, "cache_priority": 3}
+    request = CompletionRequest.model_validate(fields)
     assert params(request, sampling.kept_seconds("24h", request), False).keep_cache_seconds == 86400
 
 
@@ -70,8 +70,8 @@ def test_what_the_engine_is_asked_for_is_no_hint() -> None:
     ],
 )
 def test_retention_and_seconds_say_the_same(retention: Any, seconds: float, fits: bool) -> None:
-    told = {"prompt": "Hi.", "keep_cache_seconds": seconds}
-    request = CompletionRequest.model_validate(told)
+    fields = {"prompt": "Hi.", "keep_cache_seconds": seconds}
+    request = CompletionRequest.model_validate(fields)
     if fits:
         assert sampling.kept_seconds(retention, request) == seconds
         return

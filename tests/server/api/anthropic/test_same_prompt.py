@@ -78,11 +78,11 @@ class Conversation:
         thoughts = (
             [] if thought is None else [{"type": "thinking", "thinking": thought, "signature": "s"}]
         )
-        told: dict[str, Any] = {"role": "assistant", "content": None if calls else "Yes."}
+        fields: dict[str, Any] = {"role": "assistant", "content": None if calls else "Yes."}
         if thought is not None:
-            told["reasoning_content"] = thought
+            fields["reasoning_content"] = thought
         if not calls:
-            self.openai.append(told)
+            self.openai.append(fields)
             self.anthropic.append(
                 {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Yes."}]}
             )
@@ -92,7 +92,7 @@ class Conversation:
             {"type": "tool_use", "id": name, "name": "f", "input": call}
             for name, call in zip(names, calls, strict=True)
         ]
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": name,
                 "type": "function",
@@ -102,7 +102,7 @@ class Conversation:
         ]
         results = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in names]
         self.openai += [
-            told,
+            fields,
             *({"role": "tool", "tool_call_id": name, "content": "ok"} for name in names),
         ]
         self.anthropic += [
@@ -163,7 +163,7 @@ def test_same_conversation_is_the_same_prompt(
 
 
 @pytest.mark.thorough(cases=["text"])
-def test_arguments_are_json_whatever_the_template_takes(served: Served) -> None:
+def test_arguments_are_json_for_any_template(served: Served) -> None:
     said = [(["What?"], [{"x": "a"}], None)]
     it = Conversation(None, said, ["And?"], None, None)
     ids = encode(CountRequest.model_validate({"model": "m", "messages": it.anthropic}), served)

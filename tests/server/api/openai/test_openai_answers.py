@@ -66,7 +66,7 @@ def valid(schema: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_replies_are_what_their_schemas_say(url: str, engine: ScriptedClient) -> None:
+def test_replies_match_their_schemas(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("Hi 🙂", cached_tokens=1)
     completions, chats = f"{url}/v1/completions", f"{url}/v1/chat/completions"
     for more in (
@@ -164,7 +164,7 @@ def test_event_is_one_line_for_all(url: str, engine: ScriptedClient) -> None:
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
 
 
-def test_tokenizer_that_cannot_be_read_keeps_the_server_from_starting(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_stops_the_server_start(tmp_path: Path) -> None:
     folder = with_template(tmp_path / "tokenizer", None)
     (folder / "tokenizer_config.json").unlink()
     engine = ScriptedClient()
@@ -212,7 +212,7 @@ def test_large_answer_is_the_same(
     assert post(f"{url}/v1/completions", body)["choices"] == small
 
 
-def test_what_is_left_out(url: str, engine: ScriptedClient) -> None:
+def test_answer_omits_special_tokens_and_stop_strings(url: str, engine: ScriptedClient) -> None:
     engine.script = Script(TWO_CALLS)
     tools = HELLO | {"tools": TOOLS}
     both = post(f"{url}/v1/chat/completions", tools)["choices"][0]["message"]
@@ -238,7 +238,7 @@ def test_answer_cut_short_has_no_finished_call(url: str, engine: ScriptedClient)
     assert choice["finish_reason"] == "length"
 
 
-def test_what_goes_wrong_in_a_stream_is_its_last_event(url: str, engine: ScriptedClient) -> None:
+def test_stream_error_is_its_last_event(url: str, engine: ScriptedClient) -> None:
     engine.script = Script(fail_after=2)
     reply = httpx.post(f"{url}/v1/chat/completions", json=HELLO | {"stream": True})
     last = json.loads(reply.text.rstrip().split("\n\n")[-1].removeprefix("data: "))
@@ -341,7 +341,7 @@ def test_choice_s_text_does_not_depend_on_its_portions(
     assert [token_id for piece in pieces for token_id in piece.token_ids] == ids
 
 
-def test_only_the_template_and_completions_write_special_tokens(
+def test_special_tokens_come_only_from_template_and_completions(
     url: str, engine: ScriptedClient
 ) -> None:
     end = engine.tokenizer.eos_token_id
@@ -353,7 +353,7 @@ def test_only_the_template_and_completions_write_special_tokens(
 
 
 @pytest.mark.thorough
-def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None:
+def test_unrequested_fields_are_null(url: str, engine: ScriptedClient) -> None:
     """vLLM's clients read it: SDKs make attributes of what is there, and of nothing else."""
     engine.script = Script("One two")
     chat, text = f"{url}/v1/chat/completions", f"{url}/v1/completions"
@@ -421,7 +421,7 @@ def test_id_prompt_is_echoed_with_its_special_tokens(url: str, engine: ScriptedC
     assert names[: len(ids) + 1] == choice["logprobs"]["tokens"][: len(ids) + 1]
 
 
-def test_prompt_is_cut_where_that_is_asked_for(url: str, engine: ScriptedClient) -> None:
+def test_prompt_is_truncated_on_request(url: str, engine: ScriptedClient) -> None:
     ids = list(range(100, 140))
     for more, kept in (
         ({"truncate_prompt_tokens": 5}, ids[-5:]),
@@ -466,7 +466,7 @@ def test_newer_names_and_values(url: str, engine: ScriptedClient) -> None:
     assert (plain == around) is own
 
 
-def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> None:
+def test_prompt_logprobs_are_complete_if_the_server_returns_them(engine: ScriptedClient) -> None:
     served = Served(
         "scripted",
         engine._engine_info(),
@@ -501,7 +501,10 @@ def test_documents_and_roles_that_a_template_renders(tmp_path: Path) -> None:
         assert "does not render messages of the role 'ghost'" in error["message"]
     client = ScriptedClient()
     with running_server(client, ServerConfig(port=0, in_process=True)) as url:
-        assert "does not render documents" in post(f"{url}/v1/chat/completions", body, 400)["error"]["message"]
+        assert (
+            "does not render documents"
+            in post(f"{url}/v1/chat/completions", body, 400)["error"]["message"]
+        )
         post(f"{url}/v1/chat/completions", body | {"documents": []})
 
 

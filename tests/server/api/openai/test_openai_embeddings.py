@@ -60,7 +60,9 @@ def test_embeddings_are_the_engines(client: tuple[OpenAI, list[np.ndarray]]) -> 
 
 
 @pytest.mark.thorough(cases=["two replicas"])
-def test_many_clients_at_once_wait_for_each_other(client: tuple[OpenAI, list[np.ndarray]]) -> None:
+def test_concurrent_embeddings_clients_wait_for_each_other(
+    client: tuple[OpenAI, list[np.ndarray]],
+) -> None:
     openai_client, _ = client
 
     async def ask_all() -> list[int]:
@@ -89,7 +91,7 @@ def test_many_clients_at_once_wait_for_each_other(client: tuple[OpenAI, list[np.
 @pytest.mark.thorough(
     cases=[f"two replicas-{each}" for each in ("none", "empty", "float", "beyond", "long")]
 )
-def test_what_cannot_be_embedded_names_the_input(
+def test_invalid_embedding_input_is_named(
     client: tuple[OpenAI, list[np.ndarray]], given: object, said: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said) as problem:

@@ -1,4 +1,4 @@
-"""What OpenAI's routes take and refuse. A refused request never reaches the engine."""
+"""Requests that OpenAI's routes accept or reject. A rejected request never reaches the engine."""
 
 import json
 import logging
@@ -224,7 +224,9 @@ def test_refusal_is_one_sentence_for_people(
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(("change", "param"), BOTH)
-def test_both_refuse(served: Served, change: dict[str, Any], param: str | None, chat: bool) -> None:
+def test_completions_and_chat_reject_the_same_fields(
+    served: Served, change: dict[str, Any], param: str | None, chat: bool
+) -> None:
     problem = refusal((CHAT if chat else TEXT) | change, served, chat=chat)
     assert (problem.status, problem.param) == (400, param)
     assert len(problem.message) < 300
@@ -260,7 +262,7 @@ def test_chat_refuses(served: Served, change: dict[str, Any], param: str) -> Non
         b'{"prompt": ' + b"[" * 100_000,
     ],
 )
-def test_what_is_no_strict_json(served: Served, body: bytes) -> None:
+def test_loose_json_is_rejected(served: Served, body: bytes) -> None:
     assert refusal(body, served, chat=False).status == 400
 
 
@@ -354,7 +356,9 @@ VALUES = st.recursive(
 @pytest.mark.thorough
 @settings(max_examples=at_depth(400), deadline=None)
 @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any]) -> None:
+def test_fuzzed_bodies_are_read_or_rejected(
+    served: Served, chat: bool, change: dict[str, Any]
+) -> None:
     base = CHAT | {"max_tokens": 5} if chat else TEXT
     # writes NaN, Infinity and lone surrogates as they are
     body = json.dumps(base | change).encode()

@@ -36,7 +36,7 @@ TOOLS: Any = [
 
 
 def prompt(script: ScriptedClient) -> str:
-    """What the engine was asked last."""
+    """Return the text of the last prompt that the engine received."""
     return script.tokenizer.decode(script.requests[-1].prompt, skip_special_tokens=False)
 
 
@@ -69,7 +69,7 @@ def test_response(client: OpenAI, script: ScriptedClient) -> None:
     assert reply.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_stream_ends_with_what_the_whole_answer_is(client: OpenAI, script: ScriptedClient) -> None:
+def test_stream_ends_with_the_whole_answer(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
     whole = client.responses.create(model="scripted", input="Köln?", tools=TOOLS)
     events = list(
@@ -114,7 +114,9 @@ def test_stream_of_text_holds_all_that_the_client_wants(client: OpenAI, include:
     assert bool(told) == bool(include)
 
 
-def test_conversation_goes_on_from_what_is_stored(client: OpenAI, script: ScriptedClient) -> None:
+def test_conversation_continues_from_a_stored_response(
+    client: OpenAI, script: ScriptedClient
+) -> None:
     script.script = Script(THINKS_AND_CALLS)
     first = client.responses.create(
         model="scripted", input="Köln?", tools=TOOLS, instructions="Only now."
@@ -146,7 +148,7 @@ def test_conversation_goes_on_from_what_is_stored(client: OpenAI, script: Script
 
 
 @pytest.mark.parametrize("most", [16, 19, 22, 25, 29])
-def test_conversation_goes_on_behind_a_call_that_was_cut_off(
+def test_conversation_continues_after_a_truncated_call(
     client: OpenAI, script: ScriptedClient, most: int
 ) -> None:
     script.script = Script(
@@ -161,7 +163,7 @@ def test_conversation_goes_on_behind_a_call_that_was_cut_off(
     assert "Köln?" in prompt(script)
 
 
-def test_what_is_not_stored_is_not_found(client: OpenAI) -> None:
+def test_unstored_response_is_not_found(client: OpenAI) -> None:
     reply = client.responses.create(model="scripted", input="Hello", store=False)
     assert not (reply.model_extra or {})["store"]
     with pytest.raises(openai.BadRequestError, match="send the whole conversation") as problem:
@@ -181,7 +183,7 @@ def test_response_that_is_cut_off_says_so(client: OpenAI) -> None:
 def test_stream_says_of_an_item_what_the_response_says(
     max_tokens: int, client: OpenAI, script: ScriptedClient
 ) -> None:
-    """Wherever it is cut off: in reasoning, in a call's arguments, or in the text behind them."""
+    """Cut the response in reasoning, in a call's arguments or in the text after them."""
     script.script = Script(THINKS_AND_CALLS + "Done.", ends=False)
     events = list(
         client.responses.create(
@@ -209,7 +211,7 @@ def test_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> Non
     assert json.loads(grammar.text) == schema
 
 
-def test_engine_that_fails_ends_the_stream_with_a_failed_response(
+def test_engine_failure_ends_the_stream_with_a_failed_response(
     client: OpenAI, script: ScriptedClient
 ) -> None:
     script.script = Script("Hello there.", fail_after=2)
@@ -241,7 +243,7 @@ def test_engine_that_fails_ends_the_stream_with_a_failed_response(
         ({"input": "a b" * 3000}, "input", "context"),
     ],
 )
-def test_what_is_refused_names_its_field(
+def test_rejection_names_its_field(
     client: OpenAI, script: ScriptedClient, body: dict[str, Any], param: str, said: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said) as problem:
@@ -251,7 +253,7 @@ def test_what_is_refused_names_its_field(
     assert not script.requests
 
 
-def test_longest_unused_are_dropped_first() -> None:
+def test_responses_unused_longest_are_dropped_first() -> None:
     kept = KeptResponses(700)
     for name in "abc":
         kept.put(KeptResponse({"id": name, "text": "x" * 300}, [], []))
@@ -285,7 +287,7 @@ def test_messages_of_responses_that_were_dropped_still_count() -> None:
     assert kept._bytes == 0
 
 
-def test_server_can_keep_nothing(script: ScriptedClient) -> None:
+def test_store_can_be_disabled(script: ScriptedClient) -> None:
     with (
         running_server(
             ScriptedClient(tokenizer_folder=script.folder),

@@ -141,7 +141,7 @@ def test_models_and_errors(url: str, engine: ScriptedClient) -> None:
     valid("ErrorResponse", json.loads(last.removeprefix("data: ")))
 
 
-def test_what_is_no_reply_is_refused() -> None:
+def test_invalid_reply_is_rejected_by_the_schema() -> None:
     with pytest.raises(ValidationError):
         valid(
             "CreateChatCompletionResponse",

@@ -287,7 +287,7 @@ def test_langchain(url: str, script: ScriptedClient) -> None:
     ]
 
 
-def test_template_s_folder_is_what_the_tests_think(tmp_path: Path) -> None:
+def test_template_folder_matches_the_tests_assumptions(tmp_path: Path) -> None:
     assert (
         ScriptedClient(tokenizer_folder=with_template(tmp_path / "t", None)).tokenizer.chat_template
         is None

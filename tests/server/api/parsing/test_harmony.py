@@ -161,12 +161,12 @@ def test_markers_in_ordinary_letters_are_text() -> None:
     assert parse("c", tail=written, mark="§$") == ("", "c", [])
 
 
-def test_call_that_the_model_did_not_finish_is_none() -> None:
+def test_unfinished_call_is_not_a_call() -> None:
     text = '<|channel|>commentary to=functions.f<|message|>{"a": '
     assert parse(text, cut_off=False) == ("", '{"a": ', [])
 
 
-def test_what_is_not_told_apart_is_content() -> None:
+def test_unseparated_output_is_content() -> None:
     call = f"<|channel|>commentary to=functions.f<|message|>{JSON}<|call|>"
     assert parse(THOUGHT + TURN + call, tools=False) == ("Think.", JSON, [])
     assert parse(THOUGHT + TURN + FINAL, reasoning=False) == ("", "Think.\nHello.", [])
@@ -202,7 +202,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=25).map(
 @pytest.mark.thorough
 @given(TEXTS, st.lists(st.integers(0, 10_000), max_size=30), st.booleans())
 @settings(max_examples=at_depth(400), deadline=None)
-def test_any_text_gives_the_same_however_it_is_cut(text: str, ends: list[int], tools: bool) -> None:
+def test_parse_is_independent_of_the_split(text: str, ends: list[int], tools: bool) -> None:
     places = [0, *sorted(end % (len(text) + 1) for end in ends), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(places)]
     assert parse(*pieces, tools=tools) == parse(text, tools=tools)

@@ -136,7 +136,7 @@ DOCUMENTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=
 
 @given(st.sampled_from(FORMATS), DOCUMENTS | st.text(), CUTS, st.booleans())
 @settings(max_examples=at_depth(400), deadline=None)
-def test_any_text_gives_the_same_however_it_is_cut(
+def test_parse_is_independent_of_the_split(
     tools: str, text: str, ends: list[int], inside: bool
 ) -> None:
     tail = "<think>\n" if inside else ""
@@ -145,7 +145,7 @@ def test_any_text_gives_the_same_however_it_is_cut(
 
 @given(st.sampled_from(FORMATS), DOCUMENTS, st.booleans())
 @settings(max_examples=at_depth(400), deadline=None)
-def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
+def test_parser_loses_no_text(tools: str, text: str, inside: bool) -> None:
     # Letters that stand in no marker and in no call's own words; each has to come out once, in
     # order in its channel.
     marked = "".join(
@@ -252,7 +252,7 @@ def test_arguments_stream(tools: str) -> None:
     )
 )
 @settings(deadline=None)
-def test_what_may_be_a_marker_waits_and_nothing_else(text: str) -> None:
+def test_parser_holds_back_only_possible_markers(text: str) -> None:
     parser = make_parser(ChatFormat("hermes"), tools=True, reasoning=False, prompt_tail="")
     shown = ""
     for end, letter in enumerate(text, 1):
@@ -386,14 +386,14 @@ def test_small_mistakes_in_arguments_are_mended(
     "written",
     ["{'a': 1}", '{"a": 1 "b": 2}', "{a: 1}", '{"a": NaN}', '{"a": Tru}', '{"a": [1,,2]}'],
 )
-def test_what_cannot_be_mended_is_no_call(tools: str, written: str) -> None:
+def test_unrepairable_call_is_text(tools: str, written: str) -> None:
     text = write(tools, [('"f"', written)], "\n")
     for pieces in ([text], list(text)):
         assert parse(tools, pieces) == Joined(text)
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_call_that_the_model_did_not_finish_is_none(tools: str) -> None:
+def test_unfinished_call_is_not_a_call(tools: str) -> None:
     text = write(tools, [('"f"', '{"a": "b')], "\n").partition("b")[0] + "b"
     for pieces in ([text], list(text)):
         assert parse(tools, pieces, cut_off=False) == Joined(text)
@@ -454,7 +454,7 @@ def test_scanner_takes_what_json_takes(parts: list[str]) -> None:
 
 @given(OBJECTS, st.sampled_from([None, 1]), CUTS)
 @settings(deadline=None)
-def test_mender_leaves_what_is_right(value: object, indent: int | None, ends: list[int]) -> None:
+def test_mender_keeps_valid_json(value: object, indent: int | None, ends: list[int]) -> None:
     text = json.dumps(value, indent=indent)
     mender, out = JsonMender(), ""
     for piece in cut(text, ends):
@@ -473,7 +473,7 @@ def test_mender_leaves_what_is_right(value: object, indent: int | None, ends: li
     CUTS,
 )
 @settings(max_examples=at_depth(500), deadline=None)
-def test_what_the_mender_writes_is_json(text: str, ends: list[int]) -> None:
+def test_mender_writes_json(text: str, ends: list[int]) -> None:
     whole, mender, out, at = JsonMender(), JsonMender(), "", 0
     end = whole.feed(text, 0)
     for piece in cut(text, ends):

@@ -169,7 +169,7 @@ PROMPTS = ["<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"]
     tail=st.sampled_from(PROMPTS),
     seed=st.integers(0, 2**32),
 )
-def test_what_a_grammar_of_tools_lets_be_drawn_is_read_back_as_valid_calls(
+def test_tool_grammar_draws_are_parsed_as_valid_calls(
     tools: list[OfferedTool],
     name: str,
     kind: str,
@@ -335,7 +335,7 @@ def test_text_may_be_json_of_a_lenient_schema(tokenizers: dict[str, Tokenizer]) 
                 backend_named("llguidance").check(grammar)
 
 
-def test_what_cannot_be_forced_is_refused_by_name(tokenizers: dict[str, Tokenizer]) -> None:
+def test_unforceable_call_is_rejected_by_name(tokenizers: dict[str, Tokenizer]) -> None:
     special = byte_like(tokenizers["bytes"], "<tool_call>")
     for demand, format, tokenizer, reason in [
         (ToolDemand([NOW], True), ChatFormat(), tokenizers["bytes"], "--tool-format"),
@@ -363,7 +363,7 @@ def byte_like(tokenizer: Tokenizer, special: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_only_strict_tools_are_refused_for_what_cannot_be_enforced(
+def test_unenforceable_schema_is_rejected_only_for_strict_tools(
     strict: bool, tokenizers: dict[str, Tokenizer]
 ) -> None:
     tags = object_of(tags={"type": "array", "items": {"type": "string"}, "uniqueItems": True})
@@ -381,7 +381,7 @@ def test_only_strict_tools_are_refused_for_what_cannot_be_enforced(
         check(grammar)
 
 
-def test_many_tools_at_once_take_bounded_time(tokenizers: dict[str, Tokenizer]) -> None:
+def test_tool_grammar_of_many_tools_takes_bounded_time(tokenizers: dict[str, Tokenizer]) -> None:
     tools = [
         OfferedTool(
             f"tool_{number}",

@@ -71,8 +71,8 @@ def trainers(folder: Path) -> Iterator[Callable[[], TrainerProcess]]:
         return started[-1]
 
     yield start
-    for each in started:
-        each.close()
+    for process in started:
+        process.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def shared_trainer(folder: Path) -> Iterator[TrainerProcess]:
 
 @pytest.fixture
 def trainer(shared_trainer: TrainerProcess, run: Run) -> Iterator[TrainerProcess]:
-    """It is in no group."""
+    """Yield a trainer that is in no group."""
     yield shared_trainer
     shared_trainer.say("leave_all")
     assert run(shared_trainer.answer()) == "done"

@@ -194,7 +194,7 @@ def test_trainer_that_fails_in_the_middle_of_a_bucket(
 
 
 @pytest.mark.thorough
-def test_call_that_is_given_up(
+def test_cancelled_call_ends_its_update(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     tensors = specs(new_weights(trainer.folder, 1))
@@ -238,9 +238,7 @@ def test_call_that_is_given_up(
 
 
 @pytest.mark.thorough
-def test_session_that_nobody_goes_on_with(
-    client: ProcessClient, trainer: TrainerProcess, run: Run
-) -> None:
+def test_abandoned_session_ends(client: ProcessClient, trainer: TrainerProcess, run: Run) -> None:
     async def test() -> None:
         control = Control(client, ServerConfig(rl=True, rl_timeout=2.0))
         await control.updates.begin()
@@ -257,7 +255,7 @@ def test_session_that_nobody_goes_on_with(
 
 
 @pytest.mark.thorough
-def test_new_engine_knows_nothing_of_the_old_ones_update(
+def test_new_engine_has_no_update_of_the_old_one(
     folder: Path, trainer: TrainerProcess, run: Run
 ) -> None:
     client = FleetClient(lambda _: ProcessClient(config_of(folder), 4096), 1, 4096, restart=True)

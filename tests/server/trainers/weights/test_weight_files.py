@@ -88,7 +88,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_bytes_that_are_no_such_file(control: Control, run: Run, case: str) -> None:
+def test_invalid_safetensors_bytes_are_rejected(control: Control, run: Run, case: str) -> None:
     content, told = FILES[case]
 
     async def test() -> None:
@@ -146,10 +146,10 @@ def test_engine_itself_closes_a_session_that_something_failed_in(
     async def test() -> None:
         before = await control.checksums.get()
         content = save({NORM: new_weights(folder, 5)[NORM]})
-        told = {"session": 10**6, "seconds": 5.0}
+        fields = {"session": 10**6, "seconds": 5.0}
         again = {"size": len(content), "content": content}
         newest = await client.call("begin_update", session=10**6)
-        await client.call("receive_file", **told, **again)
+        await client.call("receive_file", **fields, **again)
         end = {"version": newest + 1, "kv_policy": "keep"}
         for name, more in (
             ("receive_file", again),
@@ -157,7 +157,7 @@ def test_engine_itself_closes_a_session_that_something_failed_in(
             ("finish_update", end),
         ):
             with pytest.raises(WeightUpdateError, match="occurs twice"):
-                await client.call(name, **told, **more)
+                await client.call(name, **fields, **more)
         assert await control.checksums.get() == before
 
     run(test())

@@ -113,7 +113,7 @@ def test_update_can_be_cancelled_while_its_first_part_comes(
     run(test())
 
 
-def test_cancelling_that_is_lost_keeps_nobody_out(
+def test_lost_cancellation_does_not_block_the_next_update(
     client: InProcessClient,
     control: Control,
     run: Run,
@@ -138,7 +138,7 @@ def test_cancelling_that_is_lost_keeps_nobody_out(
     run(test())
 
 
-def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
+def test_concurrent_updates_start_only_once(control: Control, run: Run) -> None:
     async def test() -> None:
         begun = await asyncio.gather(
             *(control.updates.begin() for _ in range(5)), return_exceptions=True
@@ -194,7 +194,7 @@ def test_file_that_is_written_over_before_the_update_is_applied(
     assert served == hashlib.sha256(first[NORM].numpy().data).hexdigest()
 
 
-def test_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
+def test_invalid_version_name_is_rejected(control: Control, run: Run, part: bytes) -> None:
     async def test() -> None:
         await control.updates.begin()
         with pytest.raises(ApiError, match="printable") as caught:
@@ -206,7 +206,7 @@ def test_name_that_no_version_may_have(control: Control, run: Run, part: bytes) 
     run(test())
 
 
-def test_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
+def test_trainer_is_notified_of_the_server_shutdown(client: InProcessClient, run: Run) -> None:
     async def test() -> None:
         server = Server(ServerConfig(rl=True, rl_timeout=5.0), client)
         with socket.create_server(("127.0.0.1", 0)) as silent:

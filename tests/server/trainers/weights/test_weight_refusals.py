@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[list[TensorSpec], str]] = {
 
 @pytest.mark.thorough(but=["dtype", "twice"])
 @pytest.mark.parametrize("case", WRONG)
-def test_tensors_that_are_not_the_models(
+def test_foreign_tensors_are_rejected(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run, case: str
 ) -> None:
     tensors, told = WRONG[case]
@@ -62,7 +62,7 @@ def test_tensors_that_are_not_the_models(
 
 @pytest.mark.parametrize("packed_bytes", [None, 10_000])
 @pytest.mark.parametrize(("numbers", "told"), [(10, "sent less than"), (30_000, "sent more than")])
-def test_trainer_that_sends_something_else_than_it_told(
+def test_trainer_whose_tensors_differ_from_its_announcement(
     client: ProcessClient,
     control: Control,
     trainer: TrainerProcess,
@@ -97,7 +97,7 @@ def test_trainer_that_sends_something_else_than_it_told(
     run(test())
 
 
-def test_nan_where_that_is_asked_for(
+def test_nan_is_accepted_on_request(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     tensors = specs(new_weights(trainer.folder, 1), [UP, NORM])

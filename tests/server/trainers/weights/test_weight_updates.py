@@ -86,7 +86,7 @@ def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], 
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
+def test_buckets_of_any_split_match_a_local_update(
     control: Control,
     trainer: TrainerProcess,
     run: Run,
@@ -274,7 +274,7 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_group_ends_at_once_whoever_still_holds_the_error(
+def test_group_ends_promptly_even_if_the_error_is_still_held(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     """Its frames hold what was under way, which would keep the sockets open until somebody collects
@@ -300,7 +300,7 @@ def test_group_ends_at_once_whoever_still_holds_the_error(
         gc.enable()
 
 
-def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
+def test_describe_reports_the_kind_of_engine(control: Control, run: Run) -> None:
     told = run(control.engine.call("describe"))
     assert {name: told[name] for name in ("device", "dtype", "block_size", "num_tensors")} == {
         "device": "cpu",
@@ -316,7 +316,7 @@ def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
         max_size=12,
     )
 )
-def test_versions_rise_and_are_called_what_they_were_called(
+def test_versions_rise_and_keep_their_names(
     asked: list[tuple[str | None, bool]],
 ) -> None:
     names, newest, serving = VersionNames(3), 3, dict[int, str]()
