@@ -84,7 +84,7 @@ def rest(engine: InferenceEngine) -> TrainingSample:
     return sample
 
 
-def test_new_version_leaves_those_that_have_begun_alone(
+def test_adapter_update_spares_running_requests(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -100,7 +100,7 @@ def test_new_version_leaves_those_that_have_begun_alone(
     assert new.cached_tokens == 0  # blocks of the old version match for nobody
 
 
-def test_unload_frees_the_matrices_once_the_last_request_has_ended(
+def test_unload_frees_the_matrices_after_the_last_request(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -117,7 +117,7 @@ def test_unload_frees_the_matrices_once_the_last_request_has_ended(
     assert adapter() is None
 
 
-def test_recompute_goes_on_under_the_new_version_alone(
+def test_recompute_continues_under_the_new_version_only(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -146,7 +146,7 @@ def where(engine: InferenceEngine) -> set[int]:
     return {part.a.data_ptr() for parts in adapter.parts.values() for part in parts}
 
 
-def test_memory_of_a_version_that_is_gone_holds_the_next(
+def test_memory_of_an_unloaded_version_is_reused(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -193,7 +193,7 @@ def sample_until(sample: TrainingSample, length: int) -> TrainingSample:
     )
 
 
-def test_keep_goes_on_with_the_keys_that_are_there(engine: InferenceEngine, folder: Path) -> None:
+def test_keep_continues_with_the_cached_keys(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -207,7 +207,7 @@ def test_keep_goes_on_with_the_keys_that_are_there(engine: InferenceEngine, fold
     assert whole(engine).cached_tokens == 0  # nothing of a mix was published
 
 
-def test_abort_ends_those_that_run_with_it_alone(engine: InferenceEngine, folder: Path) -> None:
+def test_abort_ends_only_requests_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     engine.add_request(PROMPT, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
     request_id = begun(engine)
@@ -220,7 +220,7 @@ def test_abort_ends_those_that_run_with_it_alone(engine: InferenceEngine, folder
     assert [*ends.values()] == ["length"]
 
 
-def test_one_that_waits_begins_with_the_newest_version(
+def test_waiting_request_starts_with_the_newest_version(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -229,7 +229,7 @@ def test_one_that_waits_begins_with_the_newest_version(
     assert rest(engine).adapter_versions == (VersionSpan(2, 0, 12),)
 
 
-def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, folder: Path) -> None:
+def test_unloaded_adapter_serves_its_running_requests(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -242,7 +242,7 @@ def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, fol
     assert whole(engine).cached_tokens == 0
 
 
-def test_base_update_and_an_adapter_keep_to_themselves(
+def test_base_update_does_not_affect_the_adapter(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -258,7 +258,7 @@ def test_base_update_and_an_adapter_keep_to_themselves(
     assert whole(engine).logprobs != own.logprobs
 
 
-def test_limits(folder: Path) -> None:
+def test_adapter_limits_are_enforced(folder: Path) -> None:
     with make(folder) as engine:
         for name in ("one", "two"):
             engine.load_adapter(name, matrices(folder, 1))
@@ -292,20 +292,20 @@ def test_limits(folder: Path) -> None:
         ({"max_loras": -1}, "max_loras=-1"),
     ],
 )
-def test_configuration_that_cannot_be_is_refused(
+def test_config_rejects_impossible_adapter_options(
     folder: Path, options: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         EngineConfig(str(folder), **options)
 
 
-def test_engine_without_room_for_adapters_says_so(folder: Path) -> None:
+def test_engine_without_adapter_slots_rejects_adapters(folder: Path) -> None:
     expected = pytest.raises(AdapterError, match="set max_loras to the number to allow")
     with make(folder, max_loras=0) as engine, expected:
         engine.load_adapter("own", matrices(folder, 1))
 
 
-def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder: Path) -> None:
+def test_matrices_belong_to_the_caller_after_loading(engine: InferenceEngine, folder: Path) -> None:
     given = matrices(folder, 1)
     engine.load_adapter("own", given)
     before = whole(engine)
@@ -315,13 +315,13 @@ def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder:
     assert bits(whole(engine)) == bits(before)
 
 
-def test_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
+def test_replay_rejects_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     with pytest.raises(InvalidRequest, match="drawn with the adapter 'own', which replay does not"):
         replay(engine, whole(engine))
 
 
-def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
+def test_unload_drops_the_blocks_of_the_adapter(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 0))
@@ -338,7 +338,7 @@ def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
 
 @pytest.mark.thorough(cases=["cpu-weights"])
 @pytest.mark.parametrize("what", ["adapter", "weights"])
-def test_blocks_of_two_versions_are_not_kept(
+def test_blocks_of_mixed_versions_are_not_kept(
     engine: InferenceEngine, folder: Path, what: str
 ) -> None:
     engine.load_adapter("own", matrices(folder, 0))
@@ -355,7 +355,7 @@ def test_blocks_of_two_versions_are_not_kept(
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy) -> None:
+def test_prompt_scores_come_from_one_version(folder: Path, kv_policy: KvPolicy) -> None:
     params = replace(PARAMS, prompt_logprobs=True)
     with make(folder, max_tokens_per_batch=16) as engine:
         engine.load_adapter("own", matrices(folder, 1))
@@ -369,7 +369,7 @@ def test_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "recompute", "keep", "abort"])
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_sequences_are_scored_by_one_version_of_an_adapter(
+def test_score_uses_one_version_of_an_adapter(
     folder: Path, kv_policy: KvPolicy, at: int
 ) -> None:
     sequences = [PROMPT, list(range(50, 90))]

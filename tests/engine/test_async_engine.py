@@ -73,7 +73,7 @@ async def collect(deltas: Any) -> list[Delta]:
 
 
 @pytest.mark.thorough
-def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -> None:
+def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> None:
     r = random.Random(1)
     alone = {
         seed: engine.generate(prompt(seed), params(seed))[0].completion_tokens
@@ -130,7 +130,7 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
     assert not engine.has_pending(), "samples of cancelled callers are left for others"
 
 
-def test_stream_is_the_sample(engine: InferenceEngine) -> None:
+def test_stream_joins_to_the_sample(engine: InferenceEngine) -> None:
     async def main() -> list[Delta]:
         async with AsyncInferenceEngine(engine) as a:
             return await collect(a.stream([5, 6, 7], params(3), num_samples=3))
@@ -146,7 +146,7 @@ def test_stream_is_the_sample(engine: InferenceEngine) -> None:
         assert len(mine) > 5, "tokens came all at once"
 
 
-def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
+def test_results_keep_the_order_of_prompts(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
             each = [params(i, max_tokens=20 - i) for i in range(6)]
@@ -159,7 +159,7 @@ def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
     assert [s.sample_index for s in samples] == [0, 1] * 6
 
 
-def test_leaving_a_stream_aborts_it(
+def test_stream_aborts_if_the_caller_leaves_it(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -180,7 +180,7 @@ def test_leaving_a_stream_aborts_it(
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_weights_change_between_two_awaited_samples(
+def test_update_between_two_awaits_is_live_for_the_second(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = stand_still(monkeypatch, engine.loop)
@@ -201,7 +201,7 @@ def test_weights_change_between_two_awaited_samples(
     assert after.weight_version == 7
 
 
-def test_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
+def test_rejected_request_fails_only_its_caller(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
             good = asyncio.create_task(a.generate([5, 6], params(1)))
@@ -214,7 +214,7 @@ def test_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
     assert len(run(main())[0].completion_tokens) == 12
 
 
-def test_failing_step_reaches_everybody_who_awaits(
+def test_failed_step_raises_in_every_awaiting_task(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -239,7 +239,7 @@ def test_failing_step_reaches_everybody_who_awaits(
     assert all(isinstance(result, EngineDead) for result in run(main()))
 
 
-def test_stopping_wakes_those_who_wait(
+def test_shutdown_wakes_waiting_tasks(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -267,7 +267,7 @@ def test_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
     assert run(main()) < 0.2, "something spins"
 
 
-def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
+def test_engine_is_shared_by_threads_and_tasks(engine: InferenceEngine) -> None:
     blocking: list[TrainingSample] = []
     thread = threading.Thread(
         target=lambda: blocking.extend(engine.generate([9, 9], params(4, 40)))
@@ -291,7 +291,7 @@ def test_generate_async_names_the_async_engine(engine: InferenceEngine) -> None:
         engine.generate_asinc  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_who_is_cancelled_before_a_sample_is_gone_on_with_leaves_nothing(
+def test_resume_from_cancelled_early_leaves_no_request(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request(prompt(1), params(1, max_tokens=40))

@@ -24,7 +24,7 @@ def in_a_thread(run: Callable[[], object]) -> None:
     thread.join(10)
 
 
-def test_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
+def test_step_back_lowers_only_its_thread_and_children() -> None:
     own, seen = niceness(), list[int]()
 
     def bring() -> None:
@@ -37,5 +37,5 @@ def test_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
     assert niceness() == own
 
 
-def test_groups_are_made_by_such_threads() -> None:
+def test_before_runs_in_a_background_thread() -> None:
     assert before(Deadline(5), niceness, "the trainer") == NICENESS

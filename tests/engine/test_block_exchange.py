@@ -104,7 +104,7 @@ def move(
         ("gemma3", "radix", "auto"),
     ],
 )
-def test_prompt_goes_on_elsewhere_with_the_same_bits(
+def test_imported_prompt_continues_bit_identically(
     build: Build, family: str, cache_type: str, backend: str
 ) -> None:
     source, target, alone = (
@@ -135,7 +135,7 @@ def test_prompt_goes_on_elsewhere_with_the_same_bits(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject) -> None:
+def test_import_at_any_time_changes_no_bit(build: Build, data: st.DataObject) -> None:
     """Requests, exchanges, flushes in any order, on caches that are too small for all of it."""
     family = data.draw(st.sampled_from(FAMILIES))
     kinds = [data.draw(st.sampled_from(["paged", "radix"])) for _ in range(2)]
@@ -209,7 +209,7 @@ def _take(engine: InferenceEngine, expected: dict[Any, TrainingSample], steps: i
 
 
 @pytest.mark.thorough
-def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
+def test_ranks_export_and_import_their_own_shards(build: Build) -> None:
     engine, alone = build(tensor_parallel=2), build()
     prompt = prompt_of(18)
     want = engine.generate([prompt], params())[0]
@@ -231,7 +231,7 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
     assert bits(again) == bits(want)
 
 
-def test_windows_on_several_ranks_are_refused_by_name(build: Build) -> None:
+def test_windows_on_several_ranks_are_rejected_by_name(build: Build) -> None:
     with pytest.raises(
         InvalidRequest,
         match="engines of several ranks cannot exchange blocks of layers with a window",
@@ -246,7 +246,7 @@ def piece_of(engine: InferenceEngine, prompt: list[int]) -> BlockPiece:
     return piece
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(build: Build) -> None:
+def test_import_rejects_mismatched_blocks_without_side_effects(build: Build) -> None:
     source, target = build(), build(cache_type="radix")
     piece = piece_of(source, prompt_of(17))
     tokens, form, space = piece.token_ids, piece.format, piece.namespace
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(build: Build) -> None:
     assert target.blocks.import_blocks(piece) == 4  # what all of these were made of
 
 
-def test_blocks_of_old_weights_are_refused(build: Build) -> None:
+def test_blocks_of_old_weights_are_rejected(build: Build) -> None:
     source, target = build(), build()
     piece = piece_of(source, prompt_of(12))
     names = piece.names
@@ -295,7 +295,7 @@ def test_blocks_of_old_weights_are_refused(build: Build) -> None:
     assert move(source, target, source.blocks.names(prompt_of(12))) == 3
 
 
-def test_hole_and_a_full_cache_take_less(build: Build) -> None:
+def test_import_is_partial_after_a_gap_or_in_a_full_cache(build: Build) -> None:
     source, target = build(), build(kv_cache_memory=6 * SIZE * 512, max_model_len=24)
     prompt = prompt_of(40)
     piece = piece_of(source, prompt)
@@ -316,7 +316,7 @@ def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     target.loop.check()
 
 
-def test_asleep_and_without_prefixes(build: Build) -> None:
+def test_exchange_rejects_sleep_and_disabled_prefix_caching(build: Build) -> None:
     source, target = build(), build(enable_prefix_caching=False)
     piece = piece_of(source, prompt_of(9))
     for call in (
@@ -337,7 +337,7 @@ def test_asleep_and_without_prefixes(build: Build) -> None:
     assert source.blocks.import_blocks(piece) == 2
 
 
-def test_names_are_those_of_the_prompt_and_of_nothing_else(build: Build) -> None:
+def test_block_names_cover_only_the_prompt(build: Build) -> None:
     source = build(cache_type="radix")
     piece = piece_of(source, prompt_of(13))
     assert piece.namespace == Namespace("policy", 0)
@@ -353,7 +353,7 @@ def test_names_are_those_of_the_prompt_and_of_nothing_else(build: Build) -> None
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_reports_say_what_a_cache_has(build: Build, cache_type: str) -> None:
+def test_cache_reports_list_cached_blocks(build: Build, cache_type: str) -> None:
     engine = build(cache_type=cache_type, kv_cache_memory=12 * SIZE * 512, max_model_len=48)
     known: set[int] = set()
     for round_ in range(12):
@@ -368,7 +368,7 @@ def test_reports_say_what_a_cache_has(build: Build, cache_type: str) -> None:
             engine.generate([prompt_of(10 + 3 * round_)], params(2))
 
 
-def test_news_are_bounded_and_cancel_out() -> None:
+def test_cache_events_are_bounded_and_cancel_out() -> None:
     news = BlockChanges(most=3)
     assert news.take([5]).whole
     for name in (1, 2):

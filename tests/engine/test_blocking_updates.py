@@ -127,7 +127,7 @@ def ending(engine: InferenceEngine) -> Iterator[None]:
 
 
 @pytest.mark.thorough
-def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
+def test_updates_and_pauses_end_in_every_short_order(build: Build) -> None:
     engine = build()
     watched = Watched(engine)
     watched.run()
@@ -140,7 +140,7 @@ def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
     assert len(refused) < watched.ended // 2
 
 
-def test_update_of_another_thread_that_comes_before_is_seen(
+def test_update_of_another_thread_is_seen_if_it_comes_first(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the look at the queue, and before the blocking update stands in it."""

@@ -42,7 +42,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
     return found
 
 
-def test_engine_that_fails_late_ends_its_ranks(
+def test_failed_construction_ends_the_ranks(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = ThreadLauncher()
@@ -54,7 +54,7 @@ def test_engine_that_fails_late_ends_its_ranks(
         assert not handle.alive()
 
 
-def test_engine_that_fails_late_lets_go_of_its_weights(
+def test_failed_construction_releases_the_weights(
     folder: str, tmp_path: Path, assembled: list[Parts]
 ) -> None:
     with pytest.raises(AdapterError):
@@ -83,7 +83,7 @@ class Left:
         self.is_left = True
 
 
-def test_engine_that_fails_late_leaves_the_lockstep(
+def test_failed_construction_leaves_the_lockstep(
     folder: str, tmp_path: Path, assembled: list[Parts]
 ) -> None:
     lockstep: Any = Left()
@@ -92,7 +92,7 @@ def test_engine_that_fails_late_leaves_the_lockstep(
     assert lockstep.is_left
 
 
-def test_engine_that_fails_late_removes_its_kept_files(folder: str, tmp_path: Path) -> None:
+def test_failed_construction_removes_offloaded_files(folder: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with pytest.raises(AdapterError):
         InferenceEngine(
@@ -101,7 +101,7 @@ def test_engine_that_fails_late_removes_its_kept_files(folder: str, tmp_path: Pa
     assert not [each for each in kept.iterdir() if each.is_dir()]
 
 
-def test_engine_that_cannot_be_assembled_leaves_the_lockstep(
+def test_failed_assembly_leaves_the_lockstep(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lockstep: Any = Left()
@@ -111,7 +111,7 @@ def test_engine_that_cannot_be_assembled_leaves_the_lockstep(
     assert lockstep.is_left
 
 
-def test_engine_that_is_built_keeps_its_parts(folder: str, assembled: list[Parts]) -> None:
+def test_built_engine_keeps_its_parts(folder: str, assembled: list[Parts]) -> None:
     lockstep: Any = Left()
     with InferenceEngine(config(folder), lockstep=lockstep):
         assert not lockstep.is_left

@@ -66,7 +66,7 @@ def test_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> None:
     assert same(samples[1], expected)
 
 
-def test_pause_that_waits_holds_newcomers(build: Build) -> None:
+def test_waiting_pause_holds_new_requests(build: Build) -> None:
     engine = build(lookahead=1)
     done: list[TrainingSample] = []
     first = engine.add_request(PROMPT, drawn())
@@ -81,7 +81,7 @@ def test_pause_that_waits_holds_newcomers(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [second]
 
 
-def test_pause_that_aborts_returns_what_there_is(build: Build) -> None:
+def test_aborting_pause_returns_partial_samples(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(), num_samples=2)
     for _ in range(4):
@@ -111,7 +111,7 @@ def test_generate_waits_for_another_threads_resume(build: Build) -> None:
     assert same(found[0], expected)
 
 
-def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
+def test_generate_rejects_a_pause_by_its_own_thread(build: Build) -> None:
     engine = build()
     engine.pause()
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode
 @pytest.mark.thorough(cases=["0-radix"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_partial_sample_goes_on_token_for_token(
+def test_partial_sample_resumes_token_for_token(
     build: Build, cache_type: str, lookahead: int
 ) -> None:
     told = {
@@ -214,7 +214,7 @@ def test_partial_sample_goes_on_token_for_token(
         engine.shutdown()
 
 
-def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
+def test_resume_from_reuses_the_cache(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn())
     for _ in range(8):
@@ -227,7 +227,7 @@ def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
     assert engine.stats().tokens_computed - before == known - (known - 1) // 4 * 4
 
 
-def test_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> None:
+def test_resume_from_continues_a_length_limited_sample(build: Build) -> None:
     engine = build()
     long = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]
@@ -239,7 +239,7 @@ def test_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> 
     assert sample.sampling_params == replace(drawn(), max_tokens=20)
 
 
-def test_turns_of_a_tool(build: Build) -> None:
+def test_resume_from_appends_tool_turns(build: Build) -> None:
     """Appended tokens are in the sample, marked, and the model reads them."""
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
@@ -265,7 +265,7 @@ def test_turns_of_a_tool(build: Build) -> None:
     )
 
 
-def test_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:
+def test_resume_from_continues_a_stopped_sample_after_new_tokens(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
     params = drawn(6, stop_token_ids=frozenset([first.completion_tokens[2]]))
@@ -278,7 +278,7 @@ def test_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> Non
     assert sample.completion_tokens[:4] == (*stopped.completion_tokens, 4)
 
 
-def test_going_on_under_exactly_some_version(build: Build) -> None:
+def test_resume_from_honors_an_exact_version(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(30))
     engine.add_request(PROMPT, drawn())
@@ -297,7 +297,7 @@ def test_going_on_under_exactly_some_version(build: Build) -> None:
         engine.resume_from(partial, version=0)
 
 
-def test_what_cannot_go_on_is_refused(build: Build) -> None:
+def test_resume_from_rejects_samples_that_cannot_continue(build: Build) -> None:
     engine = build()
     sample = engine.generate(PROMPT, drawn(4))[0]
     for bad, message in [
@@ -320,7 +320,7 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
     assert not engine.has_pending()
 
 
-def test_async_engine_goes_on(build: Build) -> None:
+def test_async_engine_resumes_samples(build: Build) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]

@@ -35,7 +35,7 @@ def finished(deltas: list[Delta]) -> TrainingSample:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_streamed_numbers_are_those_of_the_sample(build: Build, lookahead: int) -> None:
+def test_deltas_join_to_the_sample(build: Build, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     for mine in by_sample(run(engine, PARAMS, stream=True)).values():
         sample = finished(mine)
@@ -47,7 +47,7 @@ def test_streamed_numbers_are_those_of_the_sample(build: Build, lookahead: int) 
             assert len(delta.top_logprobs) == len(delta.token_ids) == len(delta.raw_logprobs or ())
 
 
-def test_what_nobody_asked_for_is_none(build: Build) -> None:
+def test_delta_fields_are_none_unless_requested(build: Build) -> None:
     plain = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
     for stream in (True, False):
         for delta in run(build(), plain, stream=stream):
@@ -56,7 +56,7 @@ def test_what_nobody_asked_for_is_none(build: Build) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_every_delta_says_what_was_cached_and_how_long_it_queued(
+def test_deltas_report_cached_tokens_and_queue_time(
     build: Build, stream: bool
 ) -> None:
     engine = build(max_batch_size=3)
@@ -86,7 +86,7 @@ def test_preemption_does_not_queue_again(build: Build) -> None:
         assert len({delta.queued for delta in arrived if delta.request_id == request_id}) == 1
 
 
-def test_request_that_is_aborted_in_the_queue_says_how_long_it_waited(build: Build) -> None:
+def test_request_aborted_in_the_queue_reports_its_queue_time(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([1, 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     engine.step()

@@ -126,7 +126,7 @@ with InferenceEngine(EngineConfig(model_path="smollm2-135m", cache_type="radix",
 
 
 @pytest.mark.thorough
-def test_usage_that_was_promised_runs_as_it_stands() -> None:
+def test_documented_usage_runs_unchanged() -> None:
     threads = torch.get_num_threads()
     weights = dict(read_tensors(resolve_model("smollm2-135m")))
     new_state_dict = {"model.norm.weight": weights["model.norm.weight"] * 1.1}
@@ -151,7 +151,7 @@ def test_usage_that_was_promised_runs_as_it_stands() -> None:
     assert names["free"]
 
 
-def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None:
+def test_results_keep_request_order(build: Build) -> None:
     lengths = [9, 1, 6, 3]
     prompts = [[10 + i] * (i + 1) for i in range(4)]
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
@@ -165,7 +165,7 @@ def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None
     assert len(set(ended)) > 2, "all ended at once: the test shows nothing"
 
 
-def test_progress_is_told_after_every_step(build: Build) -> None:
+def test_progress_is_called_after_every_step(build: Build) -> None:
     engine, told = build(), list[tuple[int, int, int]]()
     engine.generate(
         [[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers)
@@ -187,7 +187,7 @@ def test_progress_is_told_after_every_step(build: Build) -> None:
         [np.int64(5), 6, torch.tensor(7)],
     ],
 )
-def test_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
+def test_prompt_accepts_any_integer_sequence(build: Build, prompt: Any) -> None:
     engine = build()
     (sample,) = engine.generate(prompt, greedy(2))
     assert sample.prompt_tokens == (5, 6, 7)
@@ -195,7 +195,7 @@ def test_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
     assert sample.completion_tokens == engine.generate([[5, 6, 7]], greedy(2))[0].completion_tokens
 
 
-def test_one_params_for_each_prompt_or_one_for_all(build: Build) -> None:
+def test_params_apply_per_prompt_or_to_all(build: Build) -> None:
     engine = build()
     with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts"):
         engine.generate([[1], [2], [3]], [greedy(), greedy()])
@@ -226,7 +226,7 @@ def test_group_computes_its_prompt_once(build: Build, chunk: int | None, lookahe
         assert len({s.seed for s in group}) == 1
 
 
-def test_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
+def test_group_sample_equals_the_sample_of_a_single_request(build: Build) -> None:
     params = SamplingParams(max_tokens=12, seed=77, raw_logprobs=True)
     prompt = list(range(20, 41))
     group = build().generate(prompt, params, 5)
@@ -244,7 +244,7 @@ def test_group_larger_than_a_batch_takes_turns(build: Build) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_prompt_that_was_seen_is_taken_from_the_cache(build: Build, cache_type: CacheType) -> None:
+def test_repeated_prompt_is_read_from_the_cache(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     (first,) = engine.generate(prompt, greedy())
@@ -269,7 +269,7 @@ def test_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [12, 200])
-def test_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
+def test_cache_kind_changes_no_bit(build: Build, num_blocks: int) -> None:
     """Conversations that go on, prompts asked twice, groups and an update; the small cache has to
     evict.
     """
@@ -300,7 +300,7 @@ def test_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: CacheType) -> None:
+def test_disabled_prefix_caching_reuses_nothing(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, enable_prefix_caching=False, cache_type=cache_type)
     for _ in range(2):
         assert engine.generate(list(range(30, 41)), greedy())[0].cached_tokens == 0
@@ -310,7 +310,7 @@ def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: Cache
 # -- sharing the engine ----------------------------------------------------------------------------
 
 
-def test_generate_keeps_the_samples_of_others(build: Build) -> None:
+def test_generate_keeps_samples_of_other_callers(build: Build) -> None:
     engine = build()
     short, long = (
         engine.add_request([9, 8], greedy(2)),
@@ -327,7 +327,7 @@ def test_generate_keeps_the_samples_of_others(build: Build) -> None:
     assert engine.step() == []
 
 
-def test_kept_sample_alone_is_pending(build: Build) -> None:
+def test_kept_sample_counts_as_pending(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(2))
     engine.generate([1, 2], greedy(10, ignore_eos=True))
@@ -348,7 +348,7 @@ def test_requests_are_served_in_order_of_priority(build: Build) -> None:
     assert engine.stats().num_preemptions == 0, "somebody was let in out of order"
 
 
-def test_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:
+def test_failing_progress_ends_only_the_requests_of_generate(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(12, seed=1, ignore_eos=True))
 
@@ -384,7 +384,7 @@ def test_abort_from_progress_ends_generate(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
+def test_abort_returns_partial_samples(build: Build, lookahead: int) -> None:
     params = SamplingParams(
         max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True
     )
@@ -411,7 +411,7 @@ def test_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
     assert_all_blocks_free(engine)
 
 
-def test_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None:
+def test_abort_changes_no_bit_of_other_requests(build: Build) -> None:
     params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
     alone = build().generate([4, 5], params)[0]
     engine = build()
@@ -426,7 +426,7 @@ def test_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> None:
+def test_abort_of_an_unforked_group_returns_all_samples(build: Build, steps: int) -> None:
     engine = build(max_chunk_tokens=4)
     request = engine.add_request(list(range(50, 70)), SamplingParams(seed=8, raw_logprobs=True), 4)
     for _ in range(steps):
@@ -448,7 +448,7 @@ def test_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> N
     assert_all_blocks_free(engine)
 
 
-def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
+def test_abort_skips_ids_of_finished_requests(build: Build) -> None:
     engine = build()
     done = engine.generate([1], greedy(1))[0].request_id
     live = engine.add_request([2], greedy(4))
@@ -552,7 +552,7 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "params", "num", "error", "told"), BAD_REQUESTS)
-def test_bad_request_is_refused_by_name(
+def test_bad_request_is_rejected_by_name(
     build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], told: str
 ) -> None:
     engine = build()
@@ -579,7 +579,7 @@ def test_bad_request_is_refused_by_name(
         ([[1], [2] * LONGEST], greedy(), 1),
     ],
 )
-def test_generate_refuses_all_or_nothing(build: Build, prompts: Any, params: Any, num: Any) -> None:
+def test_generate_adds_all_requests_or_none(build: Build, prompts: Any, params: Any, num: Any) -> None:
     engine = build()
     with pytest.raises(InvalidRequest):
         engine.generate(prompts, params, num)
@@ -588,7 +588,7 @@ def test_generate_refuses_all_or_nothing(build: Build, prompts: Any, params: Any
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_bad_requests_do_not_disturb_running_ones(build: Build, lookahead: int) -> None:
+def test_bad_requests_do_not_disturb_running_requests(build: Build, lookahead: int) -> None:
     """Token for token, and the seeds that the engine gives to later requests too."""
 
     def run(disturb: bool) -> list[TrainingSample]:
@@ -611,7 +611,7 @@ def test_bad_requests_do_not_disturb_running_ones(build: Build, lookahead: int) 
     assert run(disturb=True) == run(disturb=False)
 
 
-def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) -> None:
+def test_params_reject_stop_ids_that_mask_every_token(build: Build) -> None:
     """The model's own end id counts too: with `min_tokens` all of these would be masked."""
     everything_else = frozenset(range(300)) - {2}
     engine = build()
@@ -623,7 +623,7 @@ def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) 
     assert sample.completion_tokens[0] == 2
 
 
-def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
+def test_oversized_request_error_names_the_size_that_fits(build: Build) -> None:
     engine = build(kv_cache_memory=3 * 16 * TOKEN_BYTES)
     assert engine.max_model_len == 48
     with pytest.raises(
@@ -637,7 +637,7 @@ def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
     assert len(engine.generate([7] * 47, greedy(1))[0].completion_tokens) == 1
 
 
-def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
+def test_request_must_fit_a_step_without_chunked_prefill(build: Build) -> None:
     engine = build(enable_chunked_prefill=False, max_tokens_per_batch=20)
     with pytest.raises(
         RequestTooLarge,
@@ -647,7 +647,7 @@ def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
     assert len(engine.generate([7] * 15, greedy(5, ignore_eos=True))[0].completion_tokens) == 5
 
 
-def test_more_work_than_memory_is_done_in_turns(build: Build) -> None:
+def test_work_that_exceeds_memory_runs_in_turns(build: Build) -> None:
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
     prompts = [[i] * (3 + i) for i in range(6)]
     tight = build(kv_cache_memory=8 * 4 * TOKEN_BYTES, block_size=4)
@@ -679,7 +679,7 @@ def assert_dead(engine: InferenceEngine, why: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["forward", "sample"])
-def test_failed_step_is_the_end_of_the_engine(
+def test_failed_step_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine = build()
@@ -697,7 +697,7 @@ def test_failed_step_is_the_end_of_the_engine(
     engine.shutdown()
 
 
-def test_failed_step_inside_generate_is_engine_dead_too(
+def test_failed_step_inside_generate_raises_engine_dead(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -707,7 +707,7 @@ def test_failed_step_inside_generate_is_engine_dead_too(
     assert_dead(engine, "ZeroDivisionError")
 
 
-def test_after_shutdown_every_call_says_so(build: Build) -> None:
+def test_calls_after_shutdown_raise(build: Build) -> None:
     engine = build()
     engine.add_request([1], greedy())
     engine.shutdown()
@@ -715,7 +715,7 @@ def test_after_shutdown_every_call_says_so(build: Build) -> None:
     assert_dead(engine, "shut down")
 
 
-def test_leaving_the_context_shuts_down(build: Build) -> None:
+def test_context_manager_shuts_down_on_exit(build: Build) -> None:
     with build() as engine:
         engine.generate([1], greedy(1))
     assert_dead(engine, "shut down")
@@ -731,7 +731,7 @@ def poison(engine: InferenceEngine, token: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["params", "update"])
-def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: str) -> None:
+def test_non_finite_logits_end_only_their_request(build: Build, way: str) -> None:
     params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
     healthy = [[1, 2, 3], [4, 5]]
     expected = build().generate(healthy, params)
@@ -763,7 +763,7 @@ def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: st
     assert_all_blocks_free(engine)
 
 
-def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
+def test_non_finite_logits_keep_tokens_sampled_before(build: Build) -> None:
     (whole,) = build().generate([1, 2, 3], greedy(10, ignore_eos=True))
     place = 4
     token = whole.completion_tokens[place]
@@ -787,7 +787,7 @@ def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
         ({"max_model_len": 10_000, "kv_cache_memory": 4 * 16 * TOKEN_BYTES}, 64),
     ],
 )
-def test_length_that_does_not_fit_is_lowered_and_said(
+def test_max_model_len_is_lowered_to_fit_and_logged(
     build: Build, caplog: pytest.LogCaptureFixture, options: dict[str, int], longest: int
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference"):
@@ -796,7 +796,7 @@ def test_length_that_does_not_fit_is_lowered_and_said(
     assert f"max_model_len={options['max_model_len']} is lowered to {longest}" in caplog.text
 
 
-def test_memory_table_says_where_memory_goes(
+def test_memory_table_lists_every_use_of_memory(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"):
@@ -815,20 +815,20 @@ def test_memory_table_says_where_memory_goes(
         assert (told in caplog.text) == (told != "lowered")
 
 
-def test_cache_is_no_larger_than_it_can_be_used(build: Build) -> None:
+def test_cache_is_capped_at_its_usable_size(build: Build) -> None:
     engine = build(kv_cache_memory=2**40, max_batch_size=3, max_model_len=50)
     assert engine.memory_budget.num_blocks == 3 * 4
     assert engine.max_model_len == 50
 
 
-def test_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) -> None:
+def test_cache_too_small_for_a_block_names_the_needed_size(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 8,191 bytes.*at least 8,192 bytes"):
         build(kv_cache_memory=8191)
     assert build(kv_cache_memory=8192).max_model_len == 16
 
 
 @pytest.mark.parametrize("asked", [500 * 2**30, 10**12, 2**62])
-def test_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
+def test_oversized_cache_is_rejected_before_weights_are_read(
     build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
     monkeypatch.setattr(parts, "load_params", None)
@@ -840,7 +840,7 @@ def test_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
         build(kv_cache_memory=asked, max_batch_size=2**53)
 
 
-def test_cache_knows_the_limit_of_a_container(
+def test_cache_size_respects_the_container_limit(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = "memory.max of the control group"
@@ -859,7 +859,7 @@ def test_cache_knows_the_limit_of_a_container(
         build(kv_cache_memory=None)
 
 
-def test_cache_that_the_system_does_not_give_is_a_config_error(
+def test_failed_cache_allocation_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was free a moment ago, or the system counts otherwise."""
@@ -868,7 +868,7 @@ def test_cache_that_the_system_does_not_give_is_a_config_error(
         build()
 
 
-def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
+def test_failed_weight_allocation_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "load_params", lambda *_: torch.empty(2**60))
@@ -877,23 +877,23 @@ def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:x", "meta"])
-def test_device_that_is_not_there_is_a_config_error(build: Build, device: str) -> None:
+def test_missing_device_is_a_config_error(build: Build, device: str) -> None:
     with pytest.raises(ConfigError, match=rf"device='{device}' is not supported; use 'auto'"):
         build(device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_no_cuda_is_a_config_error(build: Build) -> None:
+def test_missing_cuda_is_a_config_error(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"device='cuda' is not available.*(CUDA|NVIDIA)"):
         build(device="cuda")
 
 
-def test_order_of_sums_is_for_the_cpu_backend(build: Build) -> None:
+def test_summation_order_is_only_for_the_cpu_backend(build: Build) -> None:
     with pytest.raises(ConfigError, match="cpu_sums='tiles' is not possible with backend='ref"):
         build(backend="reference", cpu_sums="tiles")
 
 
-def test_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
+def test_folder_without_a_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         build(tmp_path)
 
@@ -913,7 +913,7 @@ def test_samples_carry_the_fingerprint_of_the_arithmetic(
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("tie", [True, False])
-def test_models_of_every_kind_run(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
+def test_model_of_every_family_runs(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
     folder = tiny_llama(
         tmp_path, rope=rope, tie=tie, num_heads=4, num_kv_heads=1, layers=1, dtype=torch.bfloat16
     )
@@ -959,7 +959,7 @@ def test_seed_of_64_bits_is_kept(build: Build, seed: int) -> None:
     assert sample.seed == seed
 
 
-def test_fresh_seeds_do_not_meet(build: Build) -> None:
+def test_fresh_seeds_are_distinct(build: Build) -> None:
     engine = build(seed=None)
     for _ in range(100):
         engine.add_request([1], SamplingParams())
@@ -1003,7 +1003,7 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
     own=st.booleans(),
     lookahead=st.integers(0, 1),
 )
-def test_ends_come_after_min_tokens(
+def test_stops_wait_for_min_tokens(
     build: Build, eager: Path, model: Path, seed: int, min_tokens: int, own: bool, lookahead: int
 ) -> None:
     """The model's own end ids and the request's stop ids alike."""
@@ -1028,7 +1028,7 @@ def test_min_tokens_equal_to_max_tokens_ends_by_length(build: Build, eager: Path
     assert not EVEN & set(sample.completion_tokens)
 
 
-def test_logprobs_under_min_tokens_are_of_the_masked_distribution(
+def test_logprobs_under_min_tokens_use_the_masked_distribution(
     build: Build, eager: Path
 ) -> None:
     params = SamplingParams(max_tokens=4, min_tokens=4, seed=1, raw_logprobs=True)
@@ -1037,7 +1037,7 @@ def test_logprobs_under_min_tokens_are_of_the_masked_distribution(
     assert all(own > raw for own, raw in zip(sample.logprobs, sample.raw_logprobs, strict=True))
 
 
-def test_ignore_eos_goes_on_and_masks_nothing(build: Build, eager: Path) -> None:
+def test_ignore_eos_continues_and_masks_nothing(build: Build, eager: Path) -> None:
     params = SamplingParams(max_tokens=30, min_tokens=10, ignore_eos=True, seed=4)
     (sample,) = build(eager).generate([1], params)
     assert (len(sample.completion_tokens), sample.finish_reason) == (30, "length")
@@ -1046,14 +1046,14 @@ def test_ignore_eos_goes_on_and_masks_nothing(build: Build, eager: Path) -> None
     assert sample.completion_tokens == plain.completion_tokens
 
 
-def test_temperature_zero_returns_the_models_own_logprobs(build: Build) -> None:
+def test_temperature_zero_returns_the_logprobs_of_the_model(build: Build) -> None:
     params = greedy(6, raw_logprobs=True, top_k=3, ignore_eos=True)
     (sample,) = build().generate([1, 2], params)
     assert sample.logprobs == sample.raw_logprobs
     assert sample.log_kept_mass == (0.0,) * 6
 
 
-def test_optional_columns_are_absent_unless_asked_for(build: Build) -> None:
+def test_optional_columns_are_absent_unless_requested(build: Build) -> None:
     (sample,) = build().generate([1, 2], SamplingParams(max_tokens=3, top_k=4))
     assert sample.raw_logprobs is None
     assert sample.sampling_mask is None
@@ -1106,7 +1106,7 @@ class Threads:
 
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
+def test_add_and_update_run_while_another_thread_steps(build: Build, lookahead: int) -> None:
     engine, samples, added, updates = (
         build(lookahead=lookahead),
         list[TrainingSample](),
@@ -1150,7 +1150,7 @@ def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int)
     assert_all_blocks_free(engine)
 
 
-def test_another_thread_may_add_while_generate_runs(build: Build) -> None:
+def test_add_request_runs_while_another_thread_generates(build: Build) -> None:
     engine = build()
     started, added = threading.Event(), list[int]()
 

@@ -143,7 +143,7 @@ def test_fault_ends_the_engine_and_says_why(
     engine.shutdown()
 
 
-def test_device_without_memory_is_no_samples_own_fault(
+def test_out_of_memory_is_not_blamed_on_a_sample(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although each sample alone might find room."""
@@ -160,7 +160,7 @@ def test_device_without_memory_is_no_samples_own_fault(
         engine.generate([[1, 2, 3], [4, 5]], PARAMS)
 
 
-def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> None:
+def test_fault_reaches_every_waiting_caller(engine: InferenceEngine, where: str) -> None:
     """Two that generate, one that waits in a pause, one for an update, and one who came through
     asyncio's engine.
     """
@@ -201,7 +201,7 @@ def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> Non
     engine.shutdown()
 
 
-def test_fault_while_weights_are_written_ends_it_too(
+def test_fault_while_writing_weights_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -220,7 +220,7 @@ def test_fault_while_weights_are_written_ends_it_too(
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_memory_that_cannot_be_given_back_ends_it(
+def test_failed_release_of_memory_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, weights: bool
 ) -> None:
     engine = build()
@@ -236,7 +236,7 @@ def test_memory_that_cannot_be_given_back_ends_it(
     engine.shutdown()
 
 
-def test_card_that_is_full_when_it_wakes_is_tried_again(
+def test_wake_retries_if_the_card_is_full(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -283,7 +283,7 @@ class Resized:
         self.size = size
 
 
-def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
+def test_partial_reallocation_is_released() -> None:
     refusals = [2]
     tensors: list[Any] = [Resized(place, refusals) for place in range(4)]
     part = Sleep(tensors, (), keep=False)
@@ -296,7 +296,7 @@ def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
     assert [tensor.size for tensor in tensors] == [100, 101, 102, 103]
 
 
-def test_what_is_the_devices_fault_and_what_to_change() -> None:
+def test_device_faults_are_recognized_with_a_remedy() -> None:
     config = EngineConfig("tiny", gpu_memory_utilization=0.06, max_tokens_per_batch=1)
     text, public = why_dead(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
@@ -334,7 +334,7 @@ def step_until_dead(engine: InferenceEngine) -> None:
         assert engine.step() == []
 
 
-def test_step_that_fails_delivers_finished_samples_to_sinks(build: Build) -> None:
+def test_failed_step_delivers_finished_samples_to_sinks(build: Build) -> None:
     engine = failing_with_a_sample(build)
     finished: list[Any] = []
     for params in (SHORT, PARAMS):
@@ -345,7 +345,7 @@ def test_step_that_fails_delivers_finished_samples_to_sinks(build: Build) -> Non
     assert len(finished[0].finished.completion_tokens) == 3
 
 
-def test_step_that_fails_raises_with_finished_samples(build: Build) -> None:
+def test_failed_step_raises_with_finished_samples(build: Build) -> None:
     engine = failing_with_a_sample(build)
     request_id = engine.add_request([5, 6, 7], SHORT)
     engine.add_request([5, 6, 7], PARAMS)
@@ -359,7 +359,7 @@ def test_step_that_fails_raises_with_finished_samples(build: Build) -> None:
     assert not again.value.samples, "each is returned once"
 
 
-def test_generate_returns_if_all_its_samples_ended_before_a_step_failed(build: Build) -> None:
+def test_generate_returns_samples_that_ended_before_a_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
     engine.add_request([5, 6, 7], PARAMS)
     (sample,) = engine.generate([5, 6, 7], SHORT)
@@ -379,7 +379,7 @@ def test_generate_raises_with_finished_samples(build: Build) -> None:
     assert is_device_failure(cause)  # type: ignore[arg-type]
 
 
-def test_stream_yields_what_ended_before_a_step_failed(build: Build) -> None:
+def test_stream_yields_samples_that_ended_before_the_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
     deltas: list[Any] = []
     stream = engine.generate([[5, 6, 7], [5, 6]], [SHORT, PARAMS], stream=True)
@@ -391,7 +391,7 @@ def test_stream_yields_what_ended_before_a_step_failed(build: Build) -> None:
     assert len(tokens) == 3
 
 
-def test_async_generate_returns_if_its_sample_ended_before_a_step_failed(build: Build) -> None:
+def test_async_generate_returns_if_it_ended_before_the_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
 
     async def main() -> list[Any]:
@@ -407,7 +407,7 @@ def test_async_generate_returns_if_its_sample_ended_before_a_step_failed(build: 
     assert isinstance(problem, EngineDead)
 
 
-def test_update_that_fails_in_writing_delivers_finished_samples(
+def test_failed_write_of_an_update_delivers_finished_samples(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update retires the step in flight, whose sample has ended."""

@@ -86,7 +86,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     found.go.set()
 
 
-def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
+def test_sample_follows_its_grammar_and_ends_with_it(build: Build) -> None:
     engine = build()
     samples = engine.generate([PROMPT, PROMPT[:5]], [DIGITS, OBJECT], 4)
     for sample in samples:
@@ -101,7 +101,7 @@ def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
 @pytest.mark.thorough(cases=["True-xgrammar", "False-xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("of_request", [True, False])
-def test_samples_follow_their_grammar_whatever_the_backend(
+def test_sample_follows_its_grammar_on_every_backend(
     build: Build, backend: BackendName, of_request: bool
 ) -> None:
     """The request names it, or the engine has it."""
@@ -124,7 +124,7 @@ def test_samples_follow_their_grammar_whatever_the_backend(
 
 @pytest.mark.thorough(cases=["xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: BackendName) -> None:
+def test_drafts_change_no_bit_on_any_backend(build: Build, backend: BackendName) -> None:
     """Guessed tokens that are not drawn are taken back, or were never accepted."""
     params = [
         replace(DIGITS, grammar=Grammar("regex", "(12){4,9}[0-9]{9}", backend=backend)),
@@ -135,7 +135,7 @@ def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: Backen
     assert list(map(bits, drafted)) == list(map(bits, plain))
 
 
-def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build: Build) -> None:
+def test_logprobs_and_mass_account_for_the_grammar_mask(build: Build) -> None:
     engine = build()
     params = replace(DIGITS, raw_logprobs=True)
     (sample,) = engine.generate(PROMPT, params)
@@ -149,7 +149,7 @@ def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build:
 
 
 @pytest.mark.thorough
-def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
+def test_compilation_blocks_no_other_request(build: Build, held: Held) -> None:
     engine, alone = build(), bits(build().generate(PROMPT, drawn(20))[0])
     structured = engine.add_request(PROMPT, DIGITS)
     free = engine.add_request(PROMPT, drawn(20))
@@ -163,7 +163,7 @@ def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
     assert text_of(engine, sample).isdigit()
 
 
-def test_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
+def test_request_waiting_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
     engine = build()
     request_id = engine.add_request(PROMPT, DIGITS)
     engine.step()
@@ -174,7 +174,7 @@ def test_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: H
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
-def test_one_compilation_serves_all_samples_and_requests(
+def test_compilation_is_shared_by_samples_and_requests(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -185,7 +185,7 @@ def test_one_compilation_serves_all_samples_and_requests(
     assert stats.grammar_seconds > 0
 
 
-def test_who_waits_for_a_matcher_gets_an_end(build: Build, held: Held) -> None:
+def test_request_waiting_for_a_matcher_gets_a_result(build: Build, held: Held) -> None:
     """Of the engine, or of patience."""
     engine, problems = build(), list[Exception]()
     grammars = engine.intake.grammars
@@ -212,7 +212,7 @@ def test_who_waits_for_a_matcher_gets_an_end(build: Build, held: Held) -> None:
     assert "shut down" in str(problems[0])
 
 
-def test_nobody_waits_for_a_matcher_for_ever(
+def test_matcher_wait_is_bounded(
     build: Build, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.WAIT_LIMIT", 0.1)
@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_matcher_for_ever(
         build().intake.grammars.wait(GrammarState(Grammar.regex("a")))
 
 
-def test_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
+def test_compilation_timeout_fails_its_request_and_is_not_cached(
     build: Build, held: Held
 ) -> None:
     engine = build()
@@ -235,7 +235,7 @@ def test_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
-def test_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(build: Build) -> None:
+def test_invalid_grammar_is_rejected_before_any_change(build: Build) -> None:
     engine = build()
     bad = replace(DIGITS, grammar=Grammar.json_schema({"uniqueItems": True}))
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(buil
     assert "uniqueItems" in str(sample.stop_reason)
 
 
-def test_compilation_that_raises_tells_the_kind_alone(
+def test_compilation_error_reports_only_its_type(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -260,7 +260,7 @@ def test_compilation_that_raises_tells_the_kind_alone(
     assert sample.stop_reason == "error: compiling the grammar raised KeyError"
 
 
-def test_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Build) -> None:
+def test_grammar_limits_apply_per_sample(build: Build) -> None:
     """Copies of llguidance's matchers share what they may construct in all."""
     engine = build()
     greedy = SamplingParams(max_tokens=300, grammar=Grammar.regex("(x{1,1000}){1,1000}y"))
@@ -273,7 +273,7 @@ def test_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Bu
     assert engine.stats().grammars_compiled == 2
 
 
-def test_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
+def test_matcher_error_ends_only_its_sample_as_an_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -305,7 +305,7 @@ def test_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
         ),
     ],
 )
-def test_grammar_that_leaves_nothing_ends_by_name(
+def test_grammar_that_allows_no_token_ends_by_name(
     build: Build, options: dict[str, Any], reason: str
 ) -> None:
     engine = build()
@@ -315,7 +315,7 @@ def test_grammar_that_leaves_nothing_ends_by_name(
     assert re.search(reason, str(sample.stop_reason))
 
 
-def test_grammars_end_counts_before_min_tokens(build: Build) -> None:
+def test_grammar_end_overrides_min_tokens(build: Build) -> None:
     engine = build()
     params = SamplingParams(
         max_tokens=20, min_tokens=10, seed=1, grammar=Grammar.choice(["yes", "no"])
@@ -329,7 +329,7 @@ def test_grammars_end_counts_before_min_tokens(build: Build) -> None:
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
-def test_grammar_ends_a_sample_also_with_its_last_token(
+def test_grammar_can_end_with_the_last_allowed_token(
     build: Build, options: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
@@ -344,7 +344,7 @@ def test_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> Non
     assert sample.completion_tokens[-1] == EOS
 
 
-def test_grammar_begins_behind_the_reasoning(build: Build) -> None:
+def test_grammar_begins_after_the_reasoning(build: Build) -> None:
     engine = build()
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t")
     (marker_id,) = engine.tokenizer.encode("t")
@@ -361,7 +361,7 @@ def test_grammar_begins_behind_the_reasoning(build: Build) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_sample_that_does_not_think_comes_to_its_grammar_at_once(
+def test_grammar_begins_immediately_without_reasoning(
     build: Build, backend: str
 ) -> None:
     engine = build(backend=backend)
@@ -391,7 +391,7 @@ def thoughtful(engine: InferenceEngine) -> SamplingParams:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("thinks", [False, True])
-def test_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
+def test_resumed_sample_continues_its_grammar(build: Build, thinks: bool) -> None:
     engine = build()
     params = thoughtful(engine) if thinks else OBJECT
     whole = build().generate(PROMPT, params)[0]
@@ -415,7 +415,7 @@ def test_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) ->
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 9}])
-def test_sample_whose_grammar_has_ended_is_not_gone_on_with(
+def test_resume_from_rejects_a_sample_whose_grammar_ended(
     build: Build, options: dict[str, Any]
 ) -> None:
     engine = build()
@@ -427,7 +427,7 @@ def test_sample_whose_grammar_has_ended_is_not_gone_on_with(
         engine.resume_many([told], lambda _: None, stream=False, request_id=again)
 
 
-def test_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
+def test_grammar_restarts_after_appended_tokens(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, DIGITS)[0]
     engine.resume_from(first, append=[40, 41], max_new_tokens=20)
@@ -438,7 +438,7 @@ def test_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
+def test_grammar_survives_an_update(build: Build, kv_policy: Any) -> None:
     engine = build()
     engine.add_request(PROMPT, OBJECT, 3)
     for _ in range(6):
@@ -452,7 +452,7 @@ def test_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
 
 @pytest.mark.parametrize("vocab_size", [258, 259, 300, 320])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
+def test_grammar_works_if_model_and_tokenizer_sizes_differ(
     tmp_path: Path, vocab_size: int, backend: Any
 ) -> None:
     folder = tiny_llama(tmp_path / "model", vocab_size=vocab_size)
@@ -469,7 +469,7 @@ def test_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
             assert max(last) < min(vocab_size, tokenizer.vocab_size)
 
 
-def test_model_without_an_end_of_sequence_has_no_grammars(
+def test_grammar_needs_an_end_of_sequence_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -480,7 +480,7 @@ def test_model_without_an_end_of_sequence_has_no_grammars(
     assert "needs a model with an end-of-sequence token" in str(sample.stop_reason)
 
 
-def test_asyncio_callers_get_structured_samples(build: Build) -> None:
+def test_async_engine_returns_structured_samples(build: Build) -> None:
     engine = build()
     expected = bits(build().generate(PROMPT, OBJECT)[0])
 
@@ -491,7 +491,7 @@ def test_asyncio_callers_get_structured_samples(build: Build) -> None:
     assert [bits(sample) for sample in asyncio.run(main())] == [expected] * 2
 
 
-def test_backend_whose_package_is_missing_is_named(
+def test_missing_backend_package_is_named(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = "LlguidanceBackend", "no_such_module", "llguidance"
@@ -501,7 +501,7 @@ def test_backend_whose_package_is_missing_is_named(
         build().generate(PROMPT, DIGITS)
 
 
-def test_two_hundred_grammars_at_once(build: Build) -> None:
+def test_grammars_run_two_hundred_at_a_time(build: Build) -> None:
     engine = build()
     alone = bits(build().generate(PROMPT, drawn(20))[0])
     each = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
@@ -514,7 +514,7 @@ def test_two_hundred_grammars_at_once(build: Build) -> None:
 
 @pytest.mark.thorough(cases=["0"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
+def test_grammars_delay_no_step_of_other_samples(
     build: Build, lookahead: int
 ) -> None:
     """Every step brings it a token, while they are compiled and while they run."""
@@ -549,7 +549,7 @@ def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
         ("0123456789", 30, 4, "the grammar and allowed_token_ids left no token to draw"),
     ],
 )
-def test_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
+def test_grammar_that_contradicts_allowed_ids_ends_the_sample(
     build: Build, allowed: str, min_tokens: int, drawn_text: int, reason: str
 ) -> None:
     engine = build()
@@ -565,7 +565,7 @@ def test_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
     assert bits(other) == bits(build().generate(PROMPT, drawn(20))[0])
 
 
-def test_min_tokens_and_stop_ids_bend_to_a_grammar_that_ends(build: Build) -> None:
+def test_grammar_end_overrides_min_tokens_and_stop_ids(build: Build) -> None:
     engine = build()
     (seven,) = engine.tokenizer.encode("7")
     params = replace(
@@ -578,7 +578,7 @@ def test_min_tokens_and_stop_ids_bend_to_a_grammar_that_ends(build: Build) -> No
     assert (text_of(engine, sample), sample.stop_reason) == ("7", seven)
 
 
-def test_compiled_grammars_are_kept_up_to_a_number(build: Build, monkeypatch: Any) -> None:
+def test_compiled_grammar_cache_is_bounded(build: Build, monkeypatch: Any) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.MOST_CACHED", 4)
     engine = build()
     for n in range(8):

@@ -203,7 +203,7 @@ def assert_same_others(found: Run, quiet: Run) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 4, 9])
-def test_draw_that_raises(
+def test_sampler_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -228,7 +228,7 @@ def test_draw_that_raises(
     )
 
 
-def test_draw_that_raises_for_a_sample_that_has_ended(
+def test_sampler_error_after_the_end_is_ignored(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With lookahead a step draws once more for a sample whose last token has come meanwhile."""
@@ -257,7 +257,7 @@ def test_draw_that_raises_for_a_sample_that_has_ended(
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_one_sample_of_a_group_whose_draw_raises(
+def test_sampler_error_fails_one_sample_of_a_group(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -283,7 +283,7 @@ def test_one_sample_of_a_group_whose_draw_raises(
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
-def test_penalties_that_cannot_be_counted(
+def test_penalty_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -312,7 +312,7 @@ def test_penalties_that_cannot_be_counted(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at", [1, 4, LENGTH])
 @pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
-def test_text_that_raises(
+def test_detokenizer_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     breaks: str,
@@ -338,7 +338,7 @@ def test_text_that_raises(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_that_cannot_be_copied(
+def test_detokenizer_copy_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], stream: bool
 ) -> None:
     """The sample that keeps the text goes on, the other one of its group ends with its first
@@ -357,7 +357,7 @@ def test_text_that_cannot_be_copied(
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_samples_that_cannot_be_fetched(
+def test_fetch_error_fails_only_its_samples(
     build: Build, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """Without lookahead: with it the next step has used them before it is known."""
@@ -380,7 +380,7 @@ def test_samples_that_cannot_be_fetched(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
-def test_sink_that_raises(
+def test_sink_error_fails_only_its_request(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], after: int, stream: bool
 ) -> None:
     engine = make()
@@ -400,7 +400,7 @@ def test_sink_that_raises(
         assert engine.stats().completion_tokens < quiet[stream].num_tokens, "it is aborted"
 
 
-def test_fault_of_nobody_is_the_end_of_none(
+def test_unattributed_fault_ends_no_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -433,7 +433,7 @@ def test_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
     assert sample.finish_reason == "length"
 
 
-def test_log_has_what_the_caller_is_not_told(
+def test_log_has_the_details_hidden_from_the_caller(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = run(build(), stream=False, text=Text("append", 2))

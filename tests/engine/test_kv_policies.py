@@ -150,7 +150,7 @@ def check_first(
 # -- finish_old ------------------------------------------------------------------------------------
 
 
-def test_new_request_finishes_first_while_an_old_one_goes_on(
+def test_new_request_finishes_while_an_old_request_continues(
     build: Build, stops: dict[str, Any]
 ) -> None:
     engine = build()
@@ -170,7 +170,7 @@ def test_new_request_finishes_first_while_an_old_one_goes_on(
     )
 
 
-def test_only_what_changes_is_copied_aside(build: Build) -> None:
+def test_finish_old_copies_only_changed_tensors(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(30))
     engine.step()
@@ -188,7 +188,7 @@ def test_only_what_changes_is_copied_aside(build: Build) -> None:
     assert bits(sample) == bits(alone(build, 0, PROMPT, 30))
 
 
-def test_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
+def test_second_finish_old_waits_for_finishing_requests(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     engine.step()
@@ -210,7 +210,7 @@ def test_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
     )
 
 
-def test_old_and_new_do_not_meet_in_the_cache(build: Build, stops: dict[str, Any]) -> None:
+def test_cache_never_mixes_old_and_new_versions(build: Build, stops: dict[str, Any]) -> None:
     """Both lose their blocks and compute the same prompt again, in one step."""
     engine = build()
     engine.add_request(PROMPT, drawn())
@@ -237,7 +237,7 @@ def test_group_finishes_on_the_old_weights(build: Build) -> None:
     assert {s.weight_version for s in samples} == {0}
 
 
-def test_without_memory_for_the_old_weights_the_update_fails(
+def test_update_fails_without_memory_for_the_old_weights(
     build: Build, monkeypatch: pytest.MonkeyPatch, stops: dict[str, Any]
 ) -> None:
     engine = build()
@@ -260,7 +260,7 @@ def test_without_memory_for_the_old_weights_the_update_fails(
     assert bits(engine.generate(PROMPT, drawn())[0]) == bits(stops["new"])
 
 
-def test_what_builds_on_a_failed_update_fails_with_it(
+def test_dependent_update_fails_with_the_failed_update(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -325,7 +325,7 @@ def test_held_request_can_be_aborted(build: Build) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "finish_old"])
-def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: KvPolicy) -> None:
+def test_stale_request_ends_with_its_partial_sample(build: Build, policy: KvPolicy) -> None:
     engine = build()
     strict = engine.add_request(PROMPT, drawn(30), max_staleness=1)
     engine.add_request(PROMPT, drawn(30))
@@ -349,7 +349,7 @@ def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: K
 @pytest.mark.parametrize(
     ("name", "value"), [("min_version", -1), ("min_version", 1.5), ("max_staleness", "2")]
 )
-def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: Any) -> None:
+def test_version_limits_must_be_integers(build: Build, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         build().add_request(PROMPT, drawn(), **{name: value})
 
@@ -358,7 +358,7 @@ def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: An
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
-def test_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) -> None:
+def test_blocking_update_is_live_when_it_returns(build: Build, policy: KvPolicy) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(20))
     for _ in range(3):
@@ -370,7 +370,7 @@ def test_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) 
     assert len(sample.completion_tokens) == 20 or policy == "abort"
 
 
-def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[str, Any]) -> None:
+def test_new_request_waits_for_a_waiting_update(build: Build, stops: dict[str, Any]) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(15))
     engine.step()
@@ -396,7 +396,7 @@ def test_unknown_policy_is_an_error(build: Build) -> None:
 # -- several updates, and what stands between them -------------------------------------------------
 
 
-def test_who_is_held_behind_an_update_that_fails_goes_on(
+def test_held_request_continues_after_a_failed_update(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -425,7 +425,7 @@ def test_who_is_held_behind_an_update_that_fails_goes_on(
     )
 
 
-def test_who_is_held_has_not_begun(build: Build) -> None:
+def test_held_request_has_not_started(build: Build) -> None:
     """Else it would be put on the old weights, for which the next update waits, and it for the one
     behind that.
     """
@@ -448,7 +448,7 @@ def test_who_is_held_has_not_begun(build: Build) -> None:
     assert samples[-1].request_id == resumed
 
 
-def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
+def test_resume_from_rejects_a_version_being_replaced(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     for _ in range(4):
@@ -464,7 +464,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
 
 
 @pytest.mark.parametrize("how", ["preempted", "resumed"])
-def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build, how: str) -> None:
+def test_prompt_logprobs_match_the_versions_of_the_sample(build: Build, how: str) -> None:
     engine = build(max_tokens_per_batch=8)
     params = SamplingParams(max_tokens=4, seed=SEED, ignore_eos=True, prompt_logprobs=True)
     expected = build(NEW).generate(PROMPT, params)[0]
@@ -485,7 +485,7 @@ def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build,
     assert repr(sample.prompt_logprobs) == repr(expected.prompt_logprobs)
 
 
-def test_abort_returns_its_own_samples_alone(build: Build) -> None:
+def test_abort_policy_returns_only_its_own_samples(build: Build) -> None:
     """It lets an update be applied, which brings in what was in flight for others."""
     engine = build(lookahead=1)
     old = engine.add_request(PROMPT, drawn(40))
@@ -499,7 +499,7 @@ def test_abort_returns_its_own_samples_alone(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [other]
 
 
-def test_update_that_aborts_samples_spares_scores(build: Build) -> None:
+def test_aborting_update_spares_scores(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     expected = score(build(NEW), [PROMPT])[0]
     partial = engine.add_request(PROMPT, drawn())
@@ -520,7 +520,7 @@ def test_update_that_aborts_samples_spares_scores(build: Build) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: int) -> None:
+def test_staleness_counts_only_versions_that_were_used(build: Build, limit: int) -> None:
     engine = build(max_tokens_per_batch=8)
     request = engine.add_request(PROMPT, drawn(20), max_staleness=limit)
     engine.step()  # a part of its prompt
@@ -538,7 +538,7 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     assert sample.stop_reason == ("it is too stale" if limit == 2 else None)
 
 
-def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
+def test_resumed_sample_keeps_its_staleness(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(30))
     engine.step()  # a part of its prompt

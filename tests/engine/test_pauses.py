@@ -62,7 +62,7 @@ STOPS: dict[str, Callable[[InferenceEngine], object]] = {
 
 
 @pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-def test_pause_that_is_interrupted_leaves_the_engine_running(
+def test_interrupted_pause_leaves_the_engine_running(
     build: Build, monkeypatch: pytest.MonkeyPatch, stop: Callable[[InferenceEngine], object]
 ) -> None:
     engine = build(lookahead=1)
@@ -80,7 +80,7 @@ def test_pause_that_is_interrupted_leaves_the_engine_running(
     assert same(engine.generate(PROMPT, drawn())[0], expected)
 
 
-def test_pause_that_is_interrupted_leaves_an_earlier_pause(
+def test_interrupted_pause_keeps_an_earlier_pause(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -93,7 +93,7 @@ def test_pause_that_is_interrupted_leaves_an_earlier_pause(
     assert not engine.is_paused()
 
 
-def test_pause_that_is_interrupted_twice_ends_the_engine(
+def test_pause_interrupted_twice_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second Ctrl-C cuts a step in two. The caller still gets `KeyboardInterrupt`."""
@@ -109,7 +109,7 @@ def test_pause_that_is_interrupted_twice_ends_the_engine(
         engine.pause("wait")
 
 
-def test_sleep_that_is_interrupted_while_memory_is_given_back_is_whole(
+def test_sleep_interrupted_while_freeing_memory_completes(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -130,7 +130,7 @@ def test_sleep_that_is_interrupted_while_memory_is_given_back_is_whole(
 
 
 @pytest.mark.parametrize("what", ["sleep", "wake"])
-def test_sleep_that_is_cut_in_two_ends_the_engine(
+def test_sleep_interrupted_halfway_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Nobody knows which part of the memory holds numbers after a second Ctrl-C."""
@@ -160,7 +160,7 @@ class InterruptedGate(Gate):
         raise KeyboardInterrupt
 
 
-def test_sleep_that_is_interrupted_while_others_are_busy_leaves_the_engine_running(
+def test_sleep_interrupted_while_busy_leaves_the_engine_running(
     build: Build,
 ) -> None:
     engine = build()
@@ -254,7 +254,7 @@ def test_pause_on_the_event_loop_rejects_a_generate_that_blocks_it(build: Build)
 # -- one thread ------------------------------------------------------------------------------------
 
 
-def test_submit_takes_requests_while_paused(build: Build) -> None:
+def test_submit_accepts_requests_while_paused(build: Build) -> None:
     """It waits for nothing, so the thread that paused the engine may call it."""
     engine = build()
     deltas: list[Any] = []
@@ -287,7 +287,7 @@ def test_generate_rejects_a_pause_by_its_progress_function(build: Build) -> None
     assert len(engine.generate(PROMPT, drawn())) == 1
 
 
-def test_generate_goes_on_after_a_consumer_pauses_and_resumes(build: Build) -> None:
+def test_generate_continues_after_a_consumer_pauses_and_resumes(build: Build) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn())[0]
     for delta in engine.generate(PROMPT, drawn(), stream=True):

@@ -83,7 +83,7 @@ def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[Trai
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
+def test_prompt_top_logprobs_equal_teacher_forcing(model: Path, backend: str) -> None:
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(model)
@@ -104,7 +104,7 @@ def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend: str) -> None:
+def test_logprob_has_the_same_bits_in_every_field(model: Path, backend: str) -> None:
     """Beside the prompt's own tokens, and as the raw logprob of a token drawn there."""
     greedy = SamplingParams(0, max_tokens=12, raw_logprobs=True, ignore_eos=True)
     with build(model, backend=backend) as engine:
@@ -125,7 +125,7 @@ def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend:
 @pytest.mark.thorough(but=["schedule2-cpu"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
+def test_schedule_changes_no_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
     """Chunks, preemption by force, groups, and neighbours that want more, fewer or none."""
     wants = [replace(PARAMS, prompt_top_logprobs=num) for num in (4, 9, 2, 0)]
     with build(model, backend=backend) as engine:
@@ -149,7 +149,7 @@ def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str
                 assert sample.prompt_logprobs[1:] == (alone[place].prompt_logprobs or ())[1:]
 
 
-def test_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
+def test_prompt_may_exceed_a_tile_of_rows(model: Path) -> None:
     prompt = [3 + i % 290 for i in range(BEST_TILE + 40)]
     with build(model) as engine:
         (whole,) = engine.generate(prompt, PARAMS)
@@ -161,7 +161,7 @@ def test_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
 
 @pytest.mark.thorough(but=["3"])
 @pytest.mark.parametrize("steps", [1, 3, 14])
-def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
+def test_resume_from_keeps_or_rescores_prompt_logprobs(model: Path, steps: int) -> None:
     """Aborted in the middle of the prompt, where what is known is dropped, and behind it."""
     with build(model, max_chunk_tokens=8) as engine:
         (expected,) = engine.generate(PROMPTS[2], PARAMS)
@@ -180,14 +180,14 @@ def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
     assert samples[0].completion_tokens == expected.completion_tokens
 
 
-def test_reference_model_is_not_asked_for_them(model: Path) -> None:
+def test_reference_model_computes_no_prompt_top_logprobs(model: Path) -> None:
     with build(model, ref_model_path=str(model)) as engine:
         (sample,) = engine.generate(PROMPTS[1], PARAMS)
     assert len(best_of(sample)) == len(PROMPTS[1])
     assert sample.ref_logprobs is not None
 
 
-def test_new_weights_score_anew(model: Path) -> None:
+def test_update_rescores_the_prompt(model: Path) -> None:
     with build(model, max_chunk_tokens=8) as engine:
         engine.add_request(PROMPTS[2], PARAMS)
         engine.step()

@@ -35,7 +35,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "coded", write_model(tmp_path / "plain", config, reference)
 
 
-def test_start_up_line_says_what_becomes_of_it(
+def test_startup_log_names_the_quantization(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"), build(folders[0], dtype="auto"):
@@ -51,7 +51,7 @@ def test_start_up_line_says_what_becomes_of_it(
 
 @pytest.mark.thorough(cases=["2"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_bit_is_that_of_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
+def test_dequantized_engine_equals_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
     found = []
     for folder in folders:
         launcher = ThreadLauncher() if ranks > 1 else None
@@ -61,7 +61,7 @@ def test_every_bit_is_that_of_the_plain_model(folders: tuple[Path, Path], ranks:
     assert found[0] == found[1]
 
 
-def test_update_after_a_quantised_start_is_of_plain_weights(
+def test_update_after_a_quantized_start_uses_plain_weights(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     weights = llama_weights(llama_config(), seed=1)
@@ -74,7 +74,7 @@ def test_update_after_a_quantised_start_is_of_plain_weights(
         assert engine.get_weight_version() == 2
 
 
-def test_quantised_reference_of_a_plain_policy(folders: tuple[Path, Path]) -> None:
+def test_quantized_reference_scores_a_plain_policy(folders: tuple[Path, Path]) -> None:
     found: list[list[float]] = []
     for reference in folders:
         with build(folders[1], ref_model_path=str(reference)) as engine:
@@ -86,7 +86,7 @@ def test_quantised_reference_of_a_plain_policy(folders: tuple[Path, Path]) -> No
     assert len(found[0]) == 5
 
 
-def test_trainers_parameters_begin_with_all_digits_and_are_saved_as_numbers(
+def test_trainer_parameters_start_exact_and_are_saved_as_floats(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"

@@ -49,7 +49,7 @@ DTYPES = ("float32", "bfloat16")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
+def test_updated_engine_equals_a_fresh_engine(
     build: Build, backend: str, dtype: str, quantization: str
 ) -> None:
     options: dict[str, Any] = {"backend": backend, "dtype": dtype, "quantization": quantization}
@@ -75,7 +75,7 @@ def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_weights_that_are_read_are_the_same_weights_elsewhere(
+def test_exported_weights_load_identically_elsewhere(
     build: Build, backend: str, quantization: str
 ) -> None:
     options: dict[str, Any] = {"backend": backend, "quantization": quantization}
@@ -87,7 +87,7 @@ def test_weights_that_are_read_are_the_same_weights_elsewhere(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) -> None:
+def test_patch_rejects_codes_and_accepts_plain_tensors(build: Build, backend: str) -> None:
     engine = build(backend=backend, quantization="int8-32")
     before = engine.weights_checksum()
     places = torch.tensor([3])
@@ -102,7 +102,7 @@ def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) 
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_numbers_that_have_no_codes_are_refused_where_asked(
+def test_non_finite_weights_are_rejected_if_checked(
     build: Build, quantization: str
 ) -> None:
     engine = build(backend="reference", quantization=quantization)
@@ -195,7 +195,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
+def test_impossible_options_are_rejected_before_loading(
     tmp_path: Path, options: Any, reason: str
 ) -> None:
     folder = tiny_llama(tmp_path / "m", num_heads=16, num_kv_heads=16)
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
         plan_engine(EngineConfig(str(folder), quantization="int4", device="cpu", **options))
 
 
-def test_card_has_no_kernels_for_codes(model: Path) -> None:
+def test_cuda_rejects_codes_without_kernels(model: Path) -> None:
     config = EngineConfig(str(model), quantization="int8")
     specs = {"policy": load_spec(model)}
     with pytest.raises(
@@ -213,7 +213,7 @@ def test_card_has_no_kernels_for_codes(model: Path) -> None:
         choose_ops(config, specs, torch.bfloat16, torch.device("cuda"))
 
 
-def test_other_names_are_refused(model: Path) -> None:
+def test_unknown_quantization_names_are_rejected(model: Path) -> None:
     for wrong in ("fp8", "int8-64", True, 8):
         with pytest.raises(
             ConfigError, match=r"one of None, 'auto', 'none', 'int8', 'int8-32', 'int4'"
@@ -221,7 +221,7 @@ def test_other_names_are_refused(model: Path) -> None:
             EngineConfig(str(model), quantization=wrong)  # pyright: ignore
 
 
-def test_numerics_name_the_quantisation_only_where_there_is_one(build: Build) -> None:
+def test_numerics_name_the_quantization_only_if_quantized(build: Build) -> None:
     assert build(backend="reference").numerics.fingerprint.count("/") == 3
     found = build(backend="reference", quantization="int8").numerics
     assert (found.quantization, found.fingerprint.split("/")[-1]) == ("int8", "int8")

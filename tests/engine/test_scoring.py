@@ -64,7 +64,7 @@ def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
 
 @pytest.mark.thorough(cases=["schedule1", "schedule2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
+def test_frozen_copy_scores_policy_samples_bit_identically(
     policy: Path, schedule: dict[str, Any]
 ) -> None:
     with build(policy, ref_model_path=str(policy), **schedule) as engine:
@@ -77,7 +77,7 @@ def test_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
 
 @pytest.mark.thorough(cases=["schedule2", "schedule3"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_another_model_scores_as_it_would_a_prompt(
+def test_reference_model_scores_samples_like_prompts(
     policy: Path, reference: Path, schedule: dict[str, Any]
 ) -> None:
     with build(policy, ref_model_path=str(reference), **schedule) as engine:
@@ -89,7 +89,7 @@ def test_another_model_scores_as_it_would_a_prompt(
 
 
 @pytest.mark.thorough
-def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
+def test_prompt_logprobs_equal_teacher_forcing(policy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(policy)
@@ -109,7 +109,7 @@ def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
             )
 
 
-def test_prompt_logprobs_read_no_cached_prefix_and_are_the_same_again(policy: Path) -> None:
+def test_prompt_logprobs_bypass_the_cache_and_repeat(policy: Path) -> None:
     with build(policy) as engine:
         first = engine.generate([PROMPTS[3]], PARAMS)[0]
         again = engine.generate([PROMPTS[3]], PARAMS)[0]
@@ -134,7 +134,7 @@ def test_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference: Path) -> None:
+def test_policy_update_does_not_change_the_reference(policy: Path, reference: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
         (before,) = engine.generate(PROMPTS[2], PARAMS)
         engine.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, blocking=True)
@@ -144,7 +144,7 @@ def test_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference
     assert after.ref_logprobs == scores_by_prompt(policy, after)[len(after.prompt_tokens) :]
 
 
-def test_aborting_a_sample_that_waits_for_its_scores_returns_it_whole(policy: Path) -> None:
+def test_abort_returns_a_sample_awaiting_scores_complete(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy), max_tokens_per_batch=4) as engine:
         request_id = engine.add_request(PROMPTS[3], SamplingParams(max_tokens=3, seed=1))
         while not any(seq.request.scored_sample for seq in engine.loop.sequences.by_id.values()):
@@ -189,7 +189,7 @@ def test_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path
         build(policy, ref_model_path=str(other))
 
 
-def test_rows_that_were_scored_twice_count_once(policy: Path) -> None:
+def test_rows_scored_twice_count_once(policy: Path) -> None:
     with build(policy) as engine:
         seq: Sequence = engine.intake.sequence([1, 2, 3, 4, 5], PARAMS, 1, stream=False)
     assert seq.rows_to_score(0, 3) == range(3)

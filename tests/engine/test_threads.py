@@ -56,7 +56,7 @@ def wait_until_waited_for(lock: FairLock) -> None:
         time.sleep(0.001)
 
 
-def test_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
+def test_fair_lock_lets_waiters_in_between_reacquisitions() -> None:
     """A plain lock is taken again before the waiting thread has woken up: hundreds of times."""
     lock, turns = FairLock(), list[str]()
 
@@ -75,7 +75,7 @@ def test_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
     assert turns == ["the one that waits", "the one that had it"] * 20
 
 
-def test_lock_is_taken_again_by_its_owner_alone() -> None:
+def test_fair_lock_is_reentrant_only_for_its_owner() -> None:
     lock, found = FairLock(), list[bool]()
     with lock, lock:
         assert lock.acquire(blocking=False)
@@ -90,7 +90,7 @@ def test_lock_is_taken_again_by_its_owner_alone() -> None:
     lock.release()
 
 
-def test_pause_comes_after_a_step_and_not_after_hundreds(
+def test_pause_takes_effect_within_a_few_steps(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request(PROMPT, drawn(40))
@@ -115,7 +115,7 @@ def test_pause_comes_after_a_step_and_not_after_hundreds(
 # -- in the middle of another thread's step --------------------------------------------------------
 
 
-def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
+def test_sample_delivered_by_another_thread_is_not_lost(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has left the loop and has not arrived: there is nothing to do, and something to wait
@@ -147,7 +147,7 @@ def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
     assert found[-1].finished is not None
 
 
-def test_request_on_its_way_into_the_loop_is_something_to_do(
+def test_queued_request_counts_as_work(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, enter = threading.Event(), engine.loop._enter
@@ -171,7 +171,7 @@ def test_request_on_its_way_into_the_loop_is_something_to_do(
 
 
 @pytest.mark.parametrize("how", ["shutdown", "failure"])
-def test_no_update_is_waited_for_when_the_engine_has_ended(
+def test_update_wait_ends_if_the_engine_ended(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     engine.add_request(PROMPT, drawn(40))
@@ -195,7 +195,7 @@ def test_no_update_is_waited_for_when_the_engine_has_ended(
     assert not engine.model.params, "one that failed lets go of its memory too"
 
 
-def test_shutdown_ends_what_awaits_a_paused_engine(
+def test_shutdown_ends_callers_of_a_paused_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -234,7 +234,7 @@ def test_interrupted_step_ends_the_engine(
 # -- weights that are asleep -----------------------------------------------------------------------
 
 
-def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) -> None:
+def test_weight_readers_wait_for_weight_writers(engine: InferenceEngine) -> None:
     model = PolicyModel(engine)
     sample = engine.generate(PROMPT, drawn())[0]
     before = model.logprobs([PROMPT])[0].detach()
@@ -258,7 +258,7 @@ def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) ->
 
 
 @pytest.mark.parametrize("late", ["request", "update"])
-def test_tensors_are_the_callers_again_whatever_comes_in_between(
+def test_tensors_belong_to_the_caller_after_the_update(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """An update that seemed to be applied at once has to wait after all, for what another thread
@@ -290,7 +290,7 @@ def test_tensors_are_the_callers_again_whatever_comes_in_between(
     assert_holds(engine, OLD | {NORM: NEWER[NORM]} | ({UP: NEW[UP]} if late == "update" else {}))
 
 
-def test_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> None:
+def test_weight_manager_leaves_writes_to_its_engine(engine: InferenceEngine) -> None:
     """Written past the loop, new weights would go on with the old ones' cache and version."""
     engine.weight_sync.start_sync({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="update_weights"):
@@ -302,7 +302,7 @@ def test_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> N
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_ctrl_c_comes_between_two_steps(
+def test_ctrl_c_takes_effect_between_steps(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engine.generate(PROMPT, drawn(12))

@@ -52,7 +52,7 @@ def endless(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_long_sequence_holds_its_window_and_what_full_layers_need(
+def test_long_sequence_holds_only_its_window_and_full_layers(
     build: Build, family: str
 ) -> None:
     engine = build(family)
@@ -82,7 +82,7 @@ def most_running(engine: InferenceEngine, count: int, length: int) -> int:
 
 
 @pytest.mark.thorough
-def test_more_sequences_run_at_once_in_the_same_memory(build: Build) -> None:
+def test_windows_let_more_sequences_share_the_memory(build: Build) -> None:
     # 128 blocks: what two sequences of 250 tokens take in full
     memory = {"kv_cache_memory": 128 * SIZE * 512}
     full = build("llama", **memory)
@@ -110,7 +110,7 @@ def test_prefix_is_found_after_the_window_has_moved_on(
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, family: str) -> None:
+def test_request_runs_in_its_minimum_memory(build: Build, family: str) -> None:
     """One chunk would take more; it is cut. One unit less, and the engine is made for shorter
     sequences.
     """
@@ -132,7 +132,7 @@ def test_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, fami
 
 
 @pytest.mark.thorough
-def test_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
+def test_device_copy_of_units_follows_the_pool(build: Build) -> None:
     engine = build("gemma3", num_units=120, backend="reference")
     mirror = engine.runner.storage.unit_map
     assert mirror is not None
@@ -147,13 +147,13 @@ def test_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
     )
 
 
-def test_prompt_that_may_not_be_cut_needs_memory_for_all_of_it(build: Build) -> None:
+def test_unchunked_prompt_needs_memory_for_all_its_tokens(build: Build) -> None:
     engine = build("mistral", num_units=20, enable_chunked_prefill=False, max_tokens_per_batch=512)
     assert engine.max_model_len == 80
     assert len(engine.generate([[3] * 60], endless(20))[0].completion_tokens) == 20
 
 
-def test_memory_table_says_what_a_token_costs_later(build: Build) -> None:
+def test_memory_table_reports_the_later_cost_per_token(build: Build) -> None:
     budget = build("gemma3", num_units=400).memory_budget
     assert budget.num_units == 400
     assert budget.num_tokens == 400 // 4 * SIZE
@@ -178,7 +178,7 @@ def test_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
 
 
 @pytest.mark.thorough
-def test_models_whose_layers_do_not_match_keep_everything(
+def test_mismatched_layers_keep_every_unit(
     build: Build, models: dict[str, Path]
 ) -> None:
     """A reference of another kind: blocks belong to either, so none of them may give up a part."""
