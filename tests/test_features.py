@@ -124,7 +124,7 @@ def setting_of(case: Case) -> Setting:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_row_rejects_what_it_names(case: Case) -> None:
+def test_row_rejects_the_settings_it_names(case: Case) -> None:
     with pytest.raises(case.limits.error) as caught:
         require(case.limits, setting_of(case))
     told = case.row.problem_with(setting_of(case))
@@ -152,7 +152,7 @@ def typed_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", typed_cases(), ids=str)
-def test_configuration_and_request_reject_what_a_row_names(case: Case) -> None:
+def test_config_and_request_reject_the_settings_of_a_row(case: Case) -> None:
     options = dict(case.values)
     if isinstance(case.clash, str):
         options["backend"] = case.clash
@@ -162,7 +162,7 @@ def test_configuration_and_request_reject_what_a_row_names(case: Case) -> None:
         MAKERS[case.limits](**options)
 
 
-def test_attention_stands_for_its_backend() -> None:
+def test_attention_option_implies_its_backend() -> None:
     with pytest.raises(NanoInferenceError, match="int8' is not possible with attention='triton'"):
         EngineConfig(model_path="tiny", kv_cache_dtype="int8", attention="triton")
     for attention, backend in (("cpu", "cpu"), ("flex", "reference"), ("triton", "cuda")):

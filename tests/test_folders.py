@@ -46,7 +46,7 @@ def test_init_names_the_folders_that_it_imports(folder: Path) -> None:
     sorted(PACKAGE.rglob("__init__.py")),
     ids=lambda init: str(init.parent.relative_to(PACKAGE)),
 )
-def test_init_begins_with_files_that_are_there(init: Path) -> None:
+def test_init_docstring_starts_with_existing_files(init: Path) -> None:
     text = ast.get_docstring(ast.parse(init.read_text())) or ""
     said = re.search(r"^Begin with: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
     named = re.findall(r"[\w/]+\.py", said.group(1)) if said else []

@@ -88,7 +88,7 @@ def test_range_begins_with_its_lowest_version(extras: tuple[str, ...]) -> None:
     assert all("==" in each and ">" not in each and "," not in each for each in lowest(extras))
 
 
-def test_every_package_of_the_extra_for_one_machine_is_tried() -> None:
+def test_packages_of_the_single_machine_extra_are_all_tested() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     assert {*re.findall(r"[a-z]+", everything.partition("[")[2]), ""} <= {
         name for extras in TESTS for name in extras

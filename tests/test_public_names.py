@@ -282,7 +282,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_front_door_holds_exactly_these_names() -> None:
+def test_public_api_holds_exactly_these_names() -> None:
     assert set(nano_inference.__all__) == NAMES
     assert sorted(nano_inference.__all__) == nano_inference.__all__
     assert all(hasattr(nano_inference, name) for name in NAMES)
@@ -312,7 +312,7 @@ def test_fields_and_defaults(cls: type) -> None:
 
 
 @pytest.mark.parametrize("cls", FIRST_NAMES, ids=lambda cls: cls.__name__)
-def test_names_of_the_first_description_are_still_there(cls: type) -> None:
+def test_names_of_the_original_specification_still_exist(cls: type) -> None:
     own = set(dir(cls)) | (set(defaults(cls)) if dataclasses.is_dataclass(cls) else set())
     if cls is PagedKVCache:
         own |= vars(PagedKVCache(1, 1)).keys()
@@ -358,7 +358,7 @@ def test_free_functions_keep_their_arguments() -> None:
     assert arguments("compute_block_hash") == ["token_ids", "prefix_hash", "extra"]
 
 
-def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
+def test_errors_are_public_and_share_a_base() -> None:
     own = {
         name
         for name, value in vars(errors).items()
@@ -382,7 +382,7 @@ def test_version_is_a_release() -> None:
     assert all(part.isdigit() for part in parts)
 
 
-def test_no_link_is_tracked() -> None:
+def test_repository_tracks_no_links() -> None:
     """A tracked link `.venv` would replace the folder of that name where it is checked out."""
     told = subprocess.run(
         ["git", "ls-files", "--stage"],

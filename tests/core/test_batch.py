@@ -179,7 +179,7 @@ class AnyDrafts:
 @pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_drafts: int) -> None:
+def test_batch_matches_its_sequences(seed: int, lookahead: int, max_drafts: int) -> None:
     r = random.Random(seed)
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
@@ -236,7 +236,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
     )
 
 
-def test_slot_that_is_filled_again_is_read_again() -> None:
+def test_refilled_slot_is_read_again() -> None:
     table, place = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
     batches = []
     for temperature in (0.5, 0.25):
@@ -245,7 +245,7 @@ def test_slot_that_is_filled_again_is_read_again() -> None:
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
 
 
-def test_mask_may_change_at_each_draw() -> None:
+def test_mask_may_change_at_every_draw() -> None:
     """As a grammar will set it: what the parameters say stays the same tensors."""
     table, slots = SamplingTable(TORCH), np.arange(3)
     for slot in range(3):
@@ -263,7 +263,7 @@ def test_mask_may_change_at_each_draw() -> None:
         assert sample(logits, batch).token_ids[1] == allowed[0]
 
 
-def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
+def test_masks_of_256_rows_take_five_megabytes() -> None:
     vocab, rows = 151_936, np.arange(256)
     table = SamplingTable(TORCH)
     for slot in range(256):
@@ -273,7 +273,7 @@ def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
     assert batch.mask_words.nbytes == 256 * vocab // 8  # 4.9 MB
 
 
-def test_rows_without_a_scheduler() -> None:
+def test_row_batch_is_built_without_a_scheduler() -> None:
     """The same sequences by `batch_of_rows`: positions, slots and tables are each row's own."""
     chunks = [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])]
     batch = batch_of_rows(chunks, BLOCK_SIZE, draws=[2, 3], scores=[(0, 6)])
@@ -290,7 +290,7 @@ def test_rows_without_a_scheduler() -> None:
     assert_declared_dtypes(batch)
 
 
-def test_chunk_may_have_no_rows_beside_one_of_one_row() -> None:
+def test_chunk_without_rows_may_share_a_batch() -> None:
     batch = batch_of_rows([Rows([], 0, [1]), Rows([7], 2, [4, 4])], BLOCK_SIZE)
     assert batch.cu_seqlens_q.tolist() == [0, 0, 1]
     assert batch.row_chunks.tolist() == [1]

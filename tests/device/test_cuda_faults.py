@@ -92,7 +92,7 @@ def failing(build: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Infe
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("where", PLACES)
-def test_it_ends_the_engine_with_the_reason(
+def test_cuda_fault_ends_the_engine_with_its_reason(
     failing: Callable[..., InferenceEngine], where: str, fault: str
 ) -> None:
     engine = failing(where, fault, lookahead=1)
@@ -105,7 +105,9 @@ def test_it_ends_the_engine_with_the_reason(
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_whoever_awaits_is_told(failing: Callable[..., InferenceEngine], where: str) -> None:
+def test_cuda_fault_reaches_awaiting_tasks(
+    failing: Callable[..., InferenceEngine], where: str
+) -> None:
     async def one(engine: AsyncInferenceEngine, seed: int) -> None:
         async for _ in engine.stream([seed, 2], PARAMS):
             pass
@@ -123,7 +125,9 @@ def test_whoever_awaits_is_told(failing: Callable[..., InferenceEngine], where: 
 
 
 @pytest.mark.parametrize("where", ["capture", "upload"])
-def test_after_a_sleep(failing: Callable[..., InferenceEngine], where: str) -> None:
+def test_cuda_fault_after_a_sleep_ends_the_engine(
+    failing: Callable[..., InferenceEngine], where: str
+) -> None:
     """Graphs are captured again once memory has moved."""
     engine = failing(where, "memory", left=10**6, lookahead=1)
     assert engine.generate([[1, 2]], PARAMS)
@@ -137,7 +141,7 @@ def test_after_a_sleep(failing: Callable[..., InferenceEngine], where: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_bug_in_the_thread_that_steps_is_told_to_whoever_awaits(build: Build) -> None:
+def test_bug_in_the_stepping_thread_reaches_awaiting_tasks(build: Build) -> None:
     engine = build(backend="reference")
 
     def fails() -> None:

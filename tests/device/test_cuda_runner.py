@@ -87,7 +87,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.thorough(but=["{'lookahead': 1}"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str, Any]) -> None:
+def test_graphs_equal_eager_and_the_reference(build: Build, options: dict[str, Any]) -> None:
     plain = build(backend="reference", **options)
     expected = workload(plain)
     eager = build(backend="cuda", cuda_graphs=False, batch_invariant=True, **options)
@@ -108,7 +108,7 @@ def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str,
         )
 
 
-def test_workload_meets_what_it_should(build: Build) -> None:
+def test_workload_covers_the_expected_cases(build: Build) -> None:
     """The equality above is worth something: preemption, and draws by graphs and without."""
     engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
     workload(engine)
@@ -119,7 +119,7 @@ def test_workload_meets_what_it_should(build: Build) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
-def test_steady_decode_costs_one_copy_up(
+def test_steady_decode_uploads_one_copy_per_step(
     build: Build, lookahead: int, filters: dict[str, Any]
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -140,7 +140,7 @@ def test_steady_decode_costs_one_copy_up(
     assert log == step * 8
 
 
-def test_parameters_go_up_when_they_change(build: Build) -> None:
+def test_parameters_are_uploaded_when_they_change(build: Build) -> None:
     engine = build(backend="cuda", lookahead=1)
     for seed in range(3):
         engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30), 1)
@@ -156,7 +156,7 @@ def test_parameters_go_up_when_they_change(build: Build) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(build: Build, dtype: str) -> None:
+def test_half_precision_samples_agree(build: Build, dtype: str) -> None:
     """A step that a graph computes and no graph draws; numpy knows no bfloat16."""
     options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
     expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
@@ -167,7 +167,7 @@ def test_half_precision(build: Build, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
+def test_shutdown_frees_device_memory(build: Build, graphs: bool) -> None:
     """Also while somebody knows it still: the next engine of the process wants the card's
     memory.
     """
@@ -181,7 +181,7 @@ def test_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) ->
     assert [tensor() for tensor in held] == [None] * 3
 
 
-def test_group_that_is_wider_than_a_step(build: Build) -> None:
+def test_group_may_be_wider_than_a_step(build: Build) -> None:
     """Tokens of its fork do not fit where graphs look for them; the steps that want them look
     elsewhere.
     """
@@ -194,7 +194,7 @@ def test_group_that_is_wider_than_a_step(build: Build) -> None:
     assert runner(engine).num_replays > 5
 
 
-def test_step_of_nothing_but_scores(build: Build, model: Path) -> None:
+def test_step_may_hold_only_scores(build: Build, model: Path) -> None:
     """The reference model scores what the policy has finished, also when nobody draws."""
     engines = [
         build(backend=name, lookahead=1, ref_model_path=str(model))
@@ -207,7 +207,7 @@ def test_step_of_nothing_but_scores(build: Build, model: Path) -> None:
 
 @pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_windows(build: Build, tmp_path: Path, family: str) -> None:
+def test_windows_equal_the_reference(build: Build, tmp_path: Path, family: str) -> None:
     """Layers whose keys and values lie in units that other blocks had before."""
     model = str(tiny_model(tmp_path / family, family))
     options: dict[str, Any] = {"model_path": model, "lookahead": 1, "kv_cache_memory": 2**17}
@@ -225,7 +225,7 @@ def test_windows(build: Build, tmp_path: Path, family: str) -> None:
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"frequency_penalty": 0.5}], ids=str)
-def test_graphs_of_decodes_compute_drafts_too(
+def test_decode_graphs_compute_drafts(
     build: Build, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     """Right ones and wrong ones; in gemma3 windows move meanwhile."""
@@ -247,7 +247,7 @@ def test_graphs_of_decodes_compute_drafts_too(
     assert steps[1] < 30  # so there were drafts
 
 
-def test_each_row_becomes_a_chunk() -> None:
+def test_row_by_row_makes_a_chunk_of_every_row() -> None:
     chunks = [Rows([5, 6, 7], 3, [9, 4]), Rows([8], 6, [2, 1])]
     batch = batch_of_rows(chunks, 4, draws=range(4))
     found = row_by_row(batch)
@@ -260,7 +260,7 @@ def test_each_row_becomes_a_chunk() -> None:
     assert row_by_row(found) is found
 
 
-def test_mirror_of_the_units_stays_where_it_is() -> None:
+def test_mirror_of_units_keeps_its_address() -> None:
     """Captured graphs know its address."""
     pool = UnitPool(12, 4, BlockLayout(1, 2, 8))
     units = UnitMap(pool, torch.device("cpu"))

@@ -62,7 +62,7 @@ def config(model: Path, **options: Any) -> EngineConfig:
 
 
 @NEEDS_COMPILER
-def test_engine_of_a_gguf_file_computes_its_blocks(folder: Path) -> None:
+def test_gguf_engine_computes_with_its_blocks(folder: Path) -> None:
     found = {}
     for asked in ("auto", "file", "none"):
         with InferenceEngine(config(folder / "Q4_1.gguf", quantization=asked)) as engine:
@@ -95,7 +95,7 @@ def test_auto_is_plain_for_models_that_packages_carry() -> None:
         {"draft_model": "hf"},
     ],
 )
-def test_auto_is_plain_where_another_option_needs_it(folder: Path, options: dict[str, Any]) -> None:
+def test_auto_is_plain_if_another_option_needs_it(folder: Path, options: dict[str, Any]) -> None:
     for name in ("ref_model_path", "draft_model"):
         if options.get(name, "self") != "self":
             options = {**options, name: str(folder / options[name])}
@@ -107,7 +107,7 @@ def test_auto_is_plain_where_another_option_needs_it(folder: Path, options: dict
 
 
 @pytest.mark.parametrize("name", ["hf", "F16.gguf"])
-def test_auto_is_plain_for_weights_that_are_in_no_blocks(folder: Path, name: str) -> None:
+def test_auto_is_plain_for_weights_without_blocks(folder: Path, name: str) -> None:
     assert blocks_bytes(str(folder / name)) == 0
     assert settle_quantization(config(folder / name), CPU).quantization is None
 
@@ -122,7 +122,7 @@ def test_auto_is_plain_without_kernels(folder: Path, monkeypatch: pytest.MonkeyP
     assert settle_quantization(asked, CPU).quantization is None
 
 
-def test_blocks_bytes_are_those_that_are_held(folder: Path) -> None:
+def test_blocks_bytes_equal_the_bytes_held(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf")) as engine:
         held = engine.memory_budget.weights
     assert 0.7 * held < blocks_bytes(str(folder / "Q4_1.gguf")) <= held
@@ -139,7 +139,7 @@ def test_blocks_bytes_are_those_that_are_held(folder: Path) -> None:
         ("hf", "bfloat16", {}, "bfloat16, 512.0 MiB"),
     ],
 )  # fmt: skip
-def test_told_weights_names_a_faster_setting_where_there_is_one(
+def test_told_weights_names_a_faster_setting_if_one_exists(
     folder: Path,
     name: str,
     dtype: str,
@@ -189,7 +189,7 @@ def test_engine_logs_no_setting_that_was_ruled_out(
 
 
 @NEEDS_COMPILER
-def test_policy_model_rejects_blocks_that_nobody_asked_for(folder: Path) -> None:
+def test_policy_model_rejects_implicit_blocks(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf")) as engine:
         with pytest.raises(ConfigError, match=r"PolicyModel needs plain weights.*=None"):
             PolicyModel(engine)
@@ -197,7 +197,7 @@ def test_policy_model_rejects_blocks_that_nobody_asked_for(folder: Path) -> None
 
 
 @NEEDS_COMPILER
-def test_lora_policy_trains_beside_blocks(folder: Path) -> None:
+def test_lora_policy_trains_on_blocks(folder: Path) -> None:
     """The weights that it adapts never change, so nothing is rounded."""
     with InferenceEngine(config(folder / "Q4_1.gguf", max_loras=1)) as engine:
         policy = LoraPolicy(engine)
@@ -209,7 +209,7 @@ def test_lora_policy_trains_beside_blocks(folder: Path) -> None:
 
 
 @NEEDS_COMPILER
-def test_engine_in_blocks_by_default_warns_once_that_updates_are_rounded(
+def test_implicit_blocks_warn_once_that_updates_are_rounded(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     norm = {"model.norm.weight": torch.ones(64)}
@@ -223,7 +223,7 @@ def test_engine_in_blocks_by_default_warns_once_that_updates_are_rounded(
 
 
 @NEEDS_COMPILER
-def test_engine_in_blocks_by_name_takes_updates(folder: Path) -> None:
+def test_named_blocks_accept_updates(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf", quantization="file")) as engine:
         PolicyModel(engine).publish()
         assert engine.get_weight_version() == 1
@@ -238,7 +238,7 @@ def test_trainer_builds_an_engine_of_plain_weights(folder: Path, policy: Any) ->
         assert not formats_of(engine.model.params)
 
 
-def test_with_plain_weights_leaves_named_codes() -> None:
+def test_plain_weights_context_keeps_named_codes() -> None:
     asked = EngineConfig("m")
     assert with_plain_weights(asked).quantization is None
     for given in ("int8", "file", None):

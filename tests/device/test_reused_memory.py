@@ -9,7 +9,7 @@ from nano_inference.ops.cpu.memory import HUGE_PAGE
 from nano_inference.weights.transports.reuse import ReusedMemory
 
 
-def test_memory_is_used_again_once_nobody_holds_it() -> None:
+def test_memory_is_reused_once_it_is_released() -> None:
     memory = ReusedMemory()
     first = memory.take(HUGE_PAGE + 5)
     place = first.data_ptr()
@@ -22,7 +22,7 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert memory.take(3).nbytes == 3
 
 
-def test_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> None:
+def test_take_picks_the_best_fit_within_bounds() -> None:
     memory = ReusedMemory()
     pieces = {count: memory.take(count * HUGE_PAGE) for count in (6, 2, 3)}
     places = {count: piece.data_ptr() for count, piece in pieces.items()}
@@ -35,7 +35,7 @@ def test_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> 
     assert memory.take(5 * HUGE_PAGE).data_ptr() == places[6]
 
 
-def test_no_piece_is_given_out_twice() -> None:
+def test_piece_in_use_is_not_handed_out_again() -> None:
     rng, memory, held = random.Random(0), ReusedMemory(), list[tuple[Tensor, int]]()
     places: set[int] = set()
     for count in range(300):
@@ -50,7 +50,7 @@ def test_no_piece_is_given_out_twice() -> None:
     assert len(places) < 60, "it is used again"
 
 
-def test_forgotten_memory_is_not() -> None:
+def test_forgotten_memory_is_not_reused() -> None:
     memory = ReusedMemory()
     tensor = memory.take(HUGE_PAGE)
     memory.forget()

@@ -174,7 +174,7 @@ UPDATES = st.sampled_from(["recompute", "keep", "finish_old", "wait", "abort"])
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_experts_are_those_of_a_plain_forward(
+def test_experts_equal_those_of_a_plain_forward(
     build: Build,
     folders: dict[str, list[Path]],
     oracles: dict[str, Oracle],
@@ -208,7 +208,7 @@ def test_experts_are_those_of_a_plain_forward(
             check(sample, oracles[family], LAYERS[family])
 
 
-def test_first_row_of_a_fork_and_of_a_copied_block_are_there(
+def test_forks_and_copied_blocks_have_their_first_row(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
     """A prompt that ends inside a block: its samples share that block and copy it when they write
@@ -225,7 +225,7 @@ def test_first_row_of_a_fork_and_of_a_copied_block_are_there(
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_what_was_preempted_is_noted_again(
+def test_preempted_rows_are_recorded_again(
     build: Build, oracles: dict[str, Oracle], lookahead: int
 ) -> None:
     options = {"max_model_len": 40, "kv_cache_memory": 60 * 780, "lookahead": lookahead}
@@ -240,7 +240,7 @@ def test_what_was_preempted_is_noted_again(
 
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "keep", "recompute"])
-def test_update_in_the_middle(
+def test_update_mid_sample_keeps_the_record(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle], kv_policy: str
 ) -> None:
     """What stays with the old weights, or keeps their keys, has the experts of those; what comes
@@ -298,7 +298,7 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
         check(target.generate([prompt], drawn())[0], oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
 
-def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
+def test_sample_that_ends_without_keys_has_unknown_experts(build: Build) -> None:
     with build(max_batch_size=1) as engine:
         first, second = (engine.add_request(prompt_of(9), drawn(9)) for _ in range(2))
         for _ in range(3):
@@ -311,7 +311,7 @@ def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
     )
 
 
-def test_what_goes_on_has_all_its_experts(build: Build, oracles: dict[str, Oracle]) -> None:
+def test_resumed_sample_has_all_its_experts(build: Build, oracles: dict[str, Oracle]) -> None:
     with build() as engine:
         whole = engine.generate([prompt_of(9)], drawn(9))[0]
         engine.add_request(prompt_of(9), drawn(9))
@@ -327,7 +327,7 @@ def test_what_goes_on_has_all_its_experts(build: Build, oracles: dict[str, Oracl
     assert partial.routed_experts == whole.routed_experts.rows(0, partial.routed_experts.shape[0])
 
 
-def test_streamed_and_scored_samples_have_them_too(
+def test_streamed_and_scored_samples_have_experts(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle]
 ) -> None:
     with build(ref_model_path=str(folders["qwen3-moe"][1])) as engine:
@@ -339,7 +339,7 @@ def test_streamed_and_scored_samples_have_them_too(
     assert plain.routed_experts is plain.routed_experts_unknown is None
 
 
-def test_experts_are_refused_where_there_is_no_record(
+def test_experts_are_rejected_without_a_record(
     build: Build, tmp_path: Path, folders: dict[str, list[Path]]
 ) -> None:
     with build(enable_return_routed_experts=False) as engine:
@@ -379,14 +379,14 @@ def test_record_is_counted_as_part_of_the_cache(
         assert own > 0
 
 
-def test_they_count_as_entries_of_a_request(build: Build) -> None:
+def test_experts_count_against_the_request_budget(build: Build) -> None:
     with build(max_request_entries=100) as engine:
         engine.generate([prompt_of(10)], drawn(10))
         with pytest.raises(RequestTooLarge, match="lower num_samples from 5 to 4"):
             engine.generate([prompt_of(10)], drawn(5), 5)
 
 
-def test_array_is_of_its_shape() -> None:
+def test_array_has_its_documented_shape() -> None:
     ids = np.arange(24, dtype="<u2").reshape(4, 2, 3) + 300
     routed = RoutedExperts((4, 2, 3), "uint16", ids.tobytes())
     assert (np.asarray(routed) == ids).all()

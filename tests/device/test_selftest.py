@@ -91,13 +91,13 @@ def test_check_compares_steps_of_packed_weights(dtype: torch.dtype, which: int) 
             check(broken, spec, dtype, CPU)
 
 
-def test_kernel_sets_have_the_build_that_an_engine_takes() -> None:
+def test_kernel_sets_match_the_build_of_an_engine() -> None:
     builds = [(each.build, each.dtype) for each in kernel_sets() if each.backend == "cpu"]
     for dtype in (torch.float32, torch.bfloat16):
         assert (best_instruction_set(), dtype) in builds
 
 
-def test_info_selftest_prints_a_line_a_set() -> None:
+def test_info_selftest_prints_one_line_per_set() -> None:
     result = CliRunner().invoke(app, ["info", "--selftest"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
@@ -135,7 +135,7 @@ def test_info_selftest_exits_with_1_for_a_bad_set(
     assert told in result.output
 
 
-def test_info_selftest_takes_the_widths_of_a_model(
+def test_info_selftest_uses_the_widths_of_a_model(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []

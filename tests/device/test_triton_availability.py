@@ -65,7 +65,7 @@ def chosen(
     return choose_ops(config(**options), {"policy": spec}, dtype, device)(1)
 
 
-def test_no_gpu_is_said_in_torchs_words(
+def test_missing_gpu_error_quotes_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_old() -> None:
@@ -90,7 +90,7 @@ def test_no_gpu_is_said_in_torchs_words(
         choose_device("cuda:1")
 
 
-def test_card_that_is_not_there(card: Callable[..., None]) -> None:
+def test_missing_card_is_rejected(card: Callable[..., None]) -> None:
     card()
     assert choose_device("auto") == torch.device("cuda")
     with pytest.raises(ConfigError, match=r"'cuda:2' does not exist: the last of 2 is 'cuda:1'"):
@@ -100,7 +100,7 @@ def test_card_that_is_not_there(card: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     "reason", ["old card", "no triton", "old triton", "head", "dtype", "interpreter"]
 )
-def test_what_is_missing_is_named_and_the_reference_runs(
+def test_missing_requirement_is_named_and_the_reference_runs(
     spec: ModelSpec,
     card: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -135,9 +135,7 @@ def test_what_is_missing_is_named_and_the_reference_runs(
         chosen(spec, CUDA, dtype, batch_invariant=True)
 
 
-def test_on_a_cpu_the_interpreter_must_be_on(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_needs_the_triton_interpreter(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(spec, CPU, backend="cuda").name == "cuda"
     monkeypatch.setattr(availability, "_interprets", lambda: False)
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
@@ -146,7 +144,7 @@ def test_on_a_cpu_the_interpreter_must_be_on(
         config(attention="flashinfer")
 
 
-def test_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]) -> None:
+def test_fingerprint_distinguishes_modes_and_generations(card: Callable[..., None]) -> None:
     own = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
     prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
     for capability in ((8, 0), (9, 0)):
@@ -173,7 +171,7 @@ def test_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]
         assert told in line
 
 
-def test_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_logs_its_kernels(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"device": "cpu", "kv_cache_memory": 2**20, "num_threads": 1, "max_model_len": 32}
     with caplog.at_level(logging.INFO, logger="nano_inference"):
         asked = EngineConfig(

@@ -77,7 +77,7 @@ def test_graphs_equal_eager(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
-def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> None:
+def test_scores_under_a_grammar_equal_sampled_logprobs(build: Build, tmp_path: Path) -> None:
     folder = tiny(tmp_path / "llama", "llama")
     with_tokenizer(Path(folder))
     options: dict[str, Any] = {"model_path": folder, "max_batch_size": 3, "max_model_len": 16}
@@ -104,7 +104,7 @@ def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
-def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Path) -> None:
+def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "model_path": tiny(tmp_path / "mistral", "mistral"),
         "backend": "cuda",

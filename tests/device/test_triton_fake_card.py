@@ -117,7 +117,7 @@ def _launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2", "granite", "qwen2"])
-def test_captures_stay_on_the_card_and_wait_for_nothing(
+def test_captures_stay_on_the_card_without_synchronizing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,

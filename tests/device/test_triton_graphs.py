@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7], [8, 9], list(range(30, 41))]
 @pytest.mark.parametrize(
     "largest", [*range(1, 40), 64, 100, 255, 256, 257, 511, 512, 513, 1000, 1024, 4096]
 )
-def test_sizes(largest: int) -> None:
+def test_graph_sizes_cover_every_batch(largest: int) -> None:
     sizes = graph_sizes(largest)
     assert sizes[-1] == largest
     assert list(sizes) == sorted(set(sizes))
@@ -55,7 +55,7 @@ class LateEvent(Event):
         return self.left < 0
 
 
-def test_waiting_has_an_end() -> None:
+def test_wait_ends_at_its_deadline() -> None:
     wait_for(LateEvent(5), 10.0)
     start = time.monotonic()
     with pytest.raises(DeviceHangs, match=r"hangs: it has not finished a step in 0\.05 seconds"):
@@ -63,7 +63,7 @@ def test_waiting_has_an_end() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_whose_fault_a_failure_is() -> None:
+def test_failure_is_attributed_to_device_or_caller() -> None:
     of_device = (
         DeviceHangs(""),
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -79,7 +79,7 @@ def test_whose_fault_a_failure_is() -> None:
 # -- buffers ---------------------------------------------------------------------------------------
 
 
-def test_what_goes_up_arrives_side_by_side() -> None:
+def test_uploads_arrive_contiguously() -> None:
     queue = CheckingQueue()
     uploads = Uploads(queue, torch.device("cpu"))
     parts = [
@@ -123,7 +123,7 @@ def test_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
     assert all(event.left < 0 for event in queue.waited)
 
 
-def test_results_come_down_as_they_are() -> None:
+def test_results_are_downloaded_unchanged() -> None:
     downloads = Downloads(CheckingQueue())
     results = DrawResults(3, torch.device("cpu"))
     logprobs, raw, mass = torch.arange(6.0).view(3, 2)
@@ -250,7 +250,9 @@ def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("moves", [False, True])
-def test_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+def test_sleep_changes_no_bit_under_graphs(
+    build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
     """Where memory moves, graphs are forgotten and captured again."""
     if moves:
         forget = sleeping.Sleep._forget_recorded
@@ -274,7 +276,7 @@ def test_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> No
 
 
 @pytest.mark.usefixtures("conventional")
-def test_capturing_between_two_steps_harms_neither(
+def test_capture_between_steps_changes_no_bit(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All graphs at once, with tokens on the device that the next step wants."""
@@ -299,7 +301,7 @@ def test_capturing_between_two_steps_harms_neither(
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_device_that_hangs_ends_the_engine(
+def test_hanging_device_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -342,7 +344,7 @@ FAILURES = [
 @pytest.mark.parametrize("where", ["upload", "capture", "download", "wait"])
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_device_that_fails_ends_the_engine(
+def test_failing_device_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, where: str, failure: Exception, lookahead: int
 ) -> None:
     """Not one request after the other, each for the device's fault."""
@@ -367,7 +369,7 @@ def test_device_that_fails_ends_the_engine(
 
 
 @pytest.mark.usefixtures("conventional")
-def test_device_that_fails_while_one_is_looked_for_who_does(
+def test_device_failure_during_fault_attribution_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(backend="cuda")

@@ -57,7 +57,7 @@ def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
     share=st.floats(0.05, 1.0),
     tokens=st.integers(1, 10_000),
 )
-def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_named(
+def test_memory_stays_in_its_share_or_the_error_names_a_setting(
     spec: ModelSpec, parts: tuple[int, int, int, int], total: int, share: float, tokens: int
 ) -> None:
     claims = Claims(*parts, total=total)
@@ -86,7 +86,7 @@ def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_name
     assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
 
 
-def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
+def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
     whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
     for told in (
         "workspace",
@@ -136,14 +136,14 @@ def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_says_which_setting_to_change_and_to_what(
+def test_oversized_plan_names_the_setting_and_its_value(
     spec: ModelSpec, claims: Claims, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         planned(spec, claims, **options)
 
 
-def test_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
+def test_estimate_rejects_only_oversized_weights(spec: ModelSpec) -> None:
     assert planned(spec, Claims(GIB, 200 * GIB, total=80 * GIB, estimated=True)).num_blocks == 1
     with pytest.raises(ConfigError, match="smaller model"):
         planned(spec, Claims(90 * GIB, total=80 * GIB, estimated=True))
@@ -167,7 +167,7 @@ def small(folder: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("not_run")
-def test_engine_is_planned_by_what_was_measured(folder: Path) -> None:
+def test_engine_plan_uses_measured_memory(folder: Path) -> None:
     weights = plan_engine(small(folder)).memory_budget.weights
     card = Card(total=10 * GIB, others=GIB, weights=weights, step=3 * GIB, cached=GIB // 2)
     order: list[tuple[str, bool]] = []
@@ -186,7 +186,7 @@ def test_engine_is_planned_by_what_was_measured(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
+def test_measured_step_has_the_maximum_rows_samples_and_keys(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
@@ -223,7 +223,7 @@ def test_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
 
 
 @pytest.mark.thorough
-def test_step_that_does_not_fit_says_how_many_tokens_may(
+def test_oversized_step_names_the_token_count_that_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -244,7 +244,7 @@ def test_step_that_does_not_fit_says_how_many_tokens_may(
 
 
 @pytest.mark.thorough
-def test_windows_are_measured_too(tmp_path: Path) -> None:
+def test_windows_are_measured(tmp_path: Path) -> None:
     card = Card(total=10 * GIB, step=GIB)
     tiny = small(tiny_model(tmp_path, "gemma3"), max_batch_size=1, max_tokens_per_batch=2)
     budget = assemble(tiny, card).memory_budget
@@ -252,7 +252,7 @@ def test_windows_are_measured_too(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
-def test_kernel_that_fails_at_full_size_says_what_runs(
+def test_kernel_failure_at_full_size_names_the_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -271,7 +271,7 @@ def test_kernel_that_fails_at_full_size_says_what_runs(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("not_run")
-def test_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
+def test_lowered_max_model_len_names_the_needed_share(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)

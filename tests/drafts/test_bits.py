@@ -104,7 +104,7 @@ def plain_runs(engine: InferenceEngine) -> PlainRuns:
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_without_drafts(
+def test_drafts_change_no_bit(
     engine: InferenceEngine, plain_runs: PlainRuns, case: str, kind: Drafts
 ) -> None:
     params = params_of(case)
@@ -120,7 +120,7 @@ def test_bits_are_those_without_drafts(
 
 
 @pytest.mark.thorough(cases=["gemma3"])
-def test_rows_behind_a_wrong_draft_may_be_anything(
+def test_rows_after_a_wrong_draft_may_hold_anything(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their logits are not finite here: that ends nothing."""
@@ -171,9 +171,7 @@ def test_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_update_between_drafts_gives_the_bits_of_one_without(
-    tmp_path: Path, kv_policy: KvPolicy
-) -> None:
+def test_update_between_drafts_changes_no_bit(tmp_path: Path, kv_policy: KvPolicy) -> None:
     params = SamplingParams(max_tokens=24, seed=9, ignore_eos=True)
     known: dict[tuple[int, int], tuple[int, ...]] = {}
 

@@ -67,11 +67,11 @@ def draw(
     return found
 
 
-def test_drafts_that_cost_nothing_are_all_computed() -> None:
+def test_free_drafts_are_all_computed() -> None:
     assert draw(Drafter([Always([7, 8, 9, 6, 5])], FREE, 2), live(), [0]) == [(7, 8)]
 
 
-def test_drafts_that_cost_what_they_bring_are_not() -> None:
+def test_drafts_are_skipped_if_they_do_not_pay() -> None:
     source = Always([7, 8])
     drafter = Drafter([source], DEAR, 4)
     assert draw(drafter, live(8), [7, 8, 9], times=30) == [()] * 30
@@ -79,7 +79,7 @@ def test_drafts_that_cost_what_they_bring_are_not() -> None:
     assert drafter.stats().num_drafted == 0
 
 
-def test_what_was_drawn_decides_how_many() -> None:
+def test_draft_length_follows_past_acceptance() -> None:
     wrong, right = Drafter([Always([7] * 4)], TILES, 4), Drafter([Always([7] * 4)], TILES, 4)
     found = draw(wrong, live(), [0], times=40)
     assert found[0][:1] == found[10][:1] == (7,)  # the second row of a tile is free
@@ -91,7 +91,7 @@ def test_what_was_drawn_decides_how_many() -> None:
     assert sum(right.stats().accepted["always"]) == sum(right.stats().drafted["always"])
 
 
-def test_guesses_that_are_not_computed_are_learned_from() -> None:
+def test_skipped_drafts_still_update_the_statistics() -> None:
     """The first one costs half a step: it pays once it is known to be right."""
     costs = StepCosts((1, 2, 3), (1.0, 1.6, 2.2))
     drafter = Drafter([Always([7, 7])], costs, 2)
@@ -100,12 +100,12 @@ def test_guesses_that_are_not_computed_are_learned_from() -> None:
     assert found[-1] != ()
 
 
-def test_source_that_is_right_is_believed() -> None:
+def test_accurate_source_gets_longer_drafts() -> None:
     drafter = Drafter([Always([7] * 3, name="one"), Always([8] * 3, name="other")], FREE, 3)
     assert draw(drafter, live(), [8] * 4, times=40)[-1] == (8, 8, 8)
 
 
-def test_sequences_whose_token_is_on_its_way_have_no_drafts() -> None:
+def test_sequences_with_a_token_in_flight_have_no_drafts() -> None:
     drafter, sequences = Drafter([Always([7])], FREE, 4), live(2)
     first, second = sequences.running
     assert list(drafter.propose(sequences, {first.seq_id}, CONFIG)) == [second.seq_id]
@@ -113,7 +113,7 @@ def test_sequences_whose_token_is_on_its_way_have_no_drafts() -> None:
     assert not drafter.propose(sequences, {first.seq_id}, CONFIG)
 
 
-def test_guesses_for_what_was_aborted_are_forgotten() -> None:
+def test_drafts_of_aborted_requests_are_dropped() -> None:
     drafter, sequences = Drafter([Always([7])], FREE, 4), live(3)
     drafter.propose(sequences, (), CONFIG)
     first, second, _ = sequences.running
@@ -123,7 +123,7 @@ def test_guesses_for_what_was_aborted_are_forgotten() -> None:
     assert second.seq_id in drafter._asked
 
 
-def test_there_is_room_for_drafts_or_there_are_none() -> None:
+def test_drafts_are_skipped_without_room() -> None:
     drafter, sequences = Drafter([Always([7] * 4)], FREE, 4), live(4)
     config = replace(CONFIG, max_batch_size=4)
     drafts = drafter.propose(sequences, (), config)
@@ -131,7 +131,7 @@ def test_there_is_room_for_drafts_or_there_are_none() -> None:
     assert not drafter.propose(sequences, (), replace(CONFIG, max_tokens_per_batch=4))
 
 
-def test_costs_go_on_beyond_what_was_measured() -> None:
+def test_costs_extrapolate_beyond_measurements() -> None:
     costs = StepCosts((1, 2, 4, 8), (1.0, 1.5, 2.0, 3.0))
     assert costs.of(np.array([1, 3, 8, 16])).tolist() == [1.0, 1.75, 3.0, 5.0]
     assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # they do not fall
@@ -213,7 +213,7 @@ def test_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.thorough
-def test_million_drafts_are_cut(model: Path) -> None:
+def test_oversized_drafts_are_truncated(model: Path) -> None:
     with engine_of(model, speculation="ngram", max_drafts=3) as engine:
         assert engine.drafter is not None
         million = Answers(lambda seqs, most: [Guess([5] * 10**6, [0] * 10**6) for _ in seqs])
@@ -226,7 +226,7 @@ def test_million_drafts_are_cut(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_engine_measures_what_steps_cost(model: Path) -> None:
+def test_engine_measures_step_costs(model: Path) -> None:
     with engine_of(model, speculation="auto") as engine:
         stats = engine.stats()
         assert stats.speculation is not None
@@ -238,7 +238,7 @@ def test_engine_measures_what_steps_cost(model: Path) -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_stats_begin_at_zero_after_costs_were_measured(model: Path) -> None:
+def test_stats_start_at_zero_after_cost_measurement(model: Path) -> None:
     with engine_of(model) as plain, engine_of(model, speculation="auto") as engine:
         assert engine.drafter is not None
         assert engine.drafter.costs is not None
@@ -272,7 +272,7 @@ def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_history_guesses_the_next_run(model: Path, has_reference: bool) -> None:
+def test_history_drafts_the_next_run(model: Path, has_reference: bool) -> None:
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     reference = str(model) if has_reference else None
     with engine_of(model, speculation="history", ref_model_path=reference) as engine:

@@ -54,7 +54,7 @@ def by_hand(tensors: dict[str, Tensor], head: int, row: Tensor) -> int:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_medusa_heads_guess_what_their_formula_says(
+def test_medusa_heads_match_their_formula(
     model: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders as others write them; greedy, so that a guess is the most probable token."""
@@ -103,12 +103,12 @@ def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory
 
 @pytest.mark.thorough(but=["plain", "grammar"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_random_heads(model: Path, tmp_path: Path, case: str) -> None:
+def test_random_heads_change_no_bit(model: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *medusa_of_vllm())
     check_no_bit_depends(model, folder, case, "medusa", 2**17)
 
 
-def test_heads_that_know_the_text_are_right(model: Path, tmp_path: Path) -> None:
+def test_heads_fitted_to_the_text_are_accepted(model: Path, tmp_path: Path) -> None:
     """Every head's projection is such that it says token 9, which alone may be drawn."""
     config, tensors = medusa_of_vllm()
     for name in tensors:
@@ -236,7 +236,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sglang", {"backend": "reference", "block_size": 4}),
     ],
 )
-def test_eagle_head_guesses_what_its_formula_says(
+def test_eagle_head_matches_its_formula(
     deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where prompts are computed in chunks, and found in the prefix cache; and behind drafts
@@ -275,7 +275,7 @@ def test_eagle_head_guesses_what_its_formula_says(
 
 @pytest.mark.thorough(but=["grammar"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case: str) -> None:
+def test_random_eagle_head_changes_no_bit(deep: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *eagle_of_sglang())
     check_no_bit_depends(deep, folder, case, "eagle", 2**18)
 
@@ -294,7 +294,7 @@ def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case:
         ({"eagle_config": "none"}, "wrong kind"),
     ],
 )
-def test_eagle_head_that_does_not_fit_is_refused(
+def test_mismatched_eagle_head_is_rejected(
     deep: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     config, tensors = eagle_of_sglang()
@@ -320,7 +320,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         ({"truncated_vocab_size": 40}, "has shape"),
     ],
 )
-def test_medusa_heads_that_do_not_fit_are_refused(
+def test_mismatched_medusa_heads_are_rejected(
     model: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     config, tensors = medusa_of_vllm()
@@ -330,7 +330,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(
     assert str(refused.value).count("draft_model: ") == 1
 
 
-def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path) -> None:
+def test_heads_of_an_integer_dtype_are_rejected(model: Path, tmp_path: Path) -> None:
     config, tensors = medusa_of_vllm()
     name = "medusa_heads.lm_heads.1.weight"
     codes = tensors | {name: tensors[name].to(torch.int8)}
@@ -339,7 +339,7 @@ def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path)
         engine_of(model, draft_model=str(folder))
 
 
-def test_vocabulary_of_their_own_needs_its_map(model: Path, tmp_path: Path) -> None:
+def test_draft_vocabulary_needs_its_map(model: Path, tmp_path: Path) -> None:
     config, tensors = medusa_of_vllm(known=40)
     folder = write_heads(tmp_path / "a", config, without(tensors, "token_map"))
     with pytest.raises(ConfigError, match="the map of their vocabulary, is missing"):

@@ -84,9 +84,7 @@ def rest(engine: InferenceEngine) -> TrainingSample:
     return sample
 
 
-def test_adapter_update_spares_running_requests(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_adapter_update_spares_running_requests(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -146,9 +144,7 @@ def where(engine: InferenceEngine) -> set[int]:
     return {part.a.data_ptr() for parts in adapter.parts.values() for part in parts}
 
 
-def test_memory_of_an_unloaded_version_is_reused(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old, first = whole(engine), where(engine)
     begun(engine)
@@ -229,7 +225,9 @@ def test_waiting_request_starts_with_the_newest_version(
     assert rest(engine).adapter_versions == (VersionSpan(2, 0, 12),)
 
 
-def test_unloaded_adapter_serves_its_running_requests(engine: InferenceEngine, folder: Path) -> None:
+def test_unloaded_adapter_serves_its_running_requests(
+    engine: InferenceEngine, folder: Path
+) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -242,9 +240,7 @@ def test_unloaded_adapter_serves_its_running_requests(engine: InferenceEngine, f
     assert whole(engine).cached_tokens == 0
 
 
-def test_base_update_does_not_affect_the_adapter(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_base_update_does_not_affect_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     before, own = whole(engine, plain), whole(engine)
@@ -321,9 +317,7 @@ def test_replay_rejects_adapters(engine: InferenceEngine, folder: Path) -> None:
         replay(engine, whole(engine))
 
 
-def test_unload_drops_the_blocks_of_the_adapter(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_unload_drops_the_blocks_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 0))
     keeping = replace(PARAMS, keep_cache_seconds=3600.0)
     whole(engine, keeping)
@@ -369,9 +363,7 @@ def test_prompt_scores_come_from_one_version(folder: Path, kv_policy: KvPolicy) 
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "recompute", "keep", "abort"])
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_score_uses_one_version_of_an_adapter(
-    folder: Path, kv_policy: KvPolicy, at: int
-) -> None:
+def test_score_uses_one_version_of_an_adapter(folder: Path, kv_policy: KvPolicy, at: int) -> None:
     sequences = [PROMPT, list(range(50, 90))]
     with make(folder, max_tokens_per_batch=16, max_batch_size=1) as engine:
         engine.load_adapter("own", matrices(folder, 1))

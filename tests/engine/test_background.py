@@ -37,5 +37,5 @@ def test_step_back_lowers_only_its_thread_and_children() -> None:
     assert niceness() == own
 
 
-def test_before_runs_in_a_background_thread() -> None:
+def test_deadline_before_runs_in_a_background_thread() -> None:
     assert before(Deadline(5), niceness, "the trainer") == NICENESS

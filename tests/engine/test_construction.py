@@ -42,9 +42,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
     return found
 
 
-def test_failed_construction_ends_the_ranks(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_construction_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = ThreadLauncher()
     monkeypatch.setattr(engine_module, "make_drafter", fail)
     with pytest.raises(ConfigError, match="fails late"):
@@ -101,9 +99,7 @@ def test_failed_construction_removes_offloaded_files(folder: str, tmp_path: Path
     assert not [each for each in kept.iterdir() if each.is_dir()]
 
 
-def test_failed_assembly_leaves_the_lockstep(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_assembly_leaves_the_lockstep(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lockstep: Any = Left()
     monkeypatch.setattr(engine_module, "assemble_all", fail)
     with pytest.raises(ConfigError, match="fails late"):

@@ -56,9 +56,7 @@ def test_delta_fields_are_none_unless_requested(build: Build) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_deltas_report_cached_tokens_and_queue_time(
-    build: Build, stream: bool
-) -> None:
+def test_deltas_report_cached_tokens_and_queue_time(build: Build, stream: bool) -> None:
     engine = build(max_batch_size=3)
     first = run(engine, PARAMS, stream=stream)
     assert {delta.cached_tokens for delta in first} == {0}

@@ -579,7 +579,9 @@ def test_bad_request_is_rejected_by_name(
         ([[1], [2] * LONGEST], greedy(), 1),
     ],
 )
-def test_generate_adds_all_requests_or_none(build: Build, prompts: Any, params: Any, num: Any) -> None:
+def test_generate_adds_all_requests_or_none(
+    build: Build, prompts: Any, params: Any, num: Any
+) -> None:
     engine = build()
     with pytest.raises(InvalidRequest):
         engine.generate(prompts, params, num)
@@ -1028,9 +1030,7 @@ def test_min_tokens_equal_to_max_tokens_ends_by_length(build: Build, eager: Path
     assert not EVEN & set(sample.completion_tokens)
 
 
-def test_logprobs_under_min_tokens_use_the_masked_distribution(
-    build: Build, eager: Path
-) -> None:
+def test_logprobs_under_min_tokens_use_the_masked_distribution(build: Build, eager: Path) -> None:
     params = SamplingParams(max_tokens=4, min_tokens=4, seed=1, raw_logprobs=True)
     (sample,) = build(eager).generate([1, 2], params)
     assert sample.raw_logprobs is not None

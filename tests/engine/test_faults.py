@@ -236,9 +236,7 @@ def test_failed_release_of_memory_ends_the_engine(
     engine.shutdown()
 
 
-def test_wake_retries_if_the_card_is_full(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wake_retries_if_the_card_is_full(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build()
     (before,) = engine.generate([1, 2], PARAMS)
     engine.sleep(weights=True)

@@ -212,17 +212,13 @@ def test_request_waiting_for_a_matcher_gets_a_result(build: Build, held: Held) -
     assert "shut down" in str(problems[0])
 
 
-def test_matcher_wait_is_bounded(
-    build: Build, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matcher_wait_is_bounded(build: Build, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.WAIT_LIMIT", 0.1)
     with pytest.raises(InvalidRequest, match=r"was not compiled within 0\.1 seconds"):
         build().intake.grammars.wait(GrammarState(Grammar.regex("a")))
 
 
-def test_compilation_timeout_fails_its_request_and_is_not_cached(
-    build: Build, held: Held
-) -> None:
+def test_compilation_timeout_fails_its_request_and_is_not_cached(build: Build, held: Held) -> None:
     engine = build()
     grammars = engine.intake.grammars
     grammars.time_limit = 0.1
@@ -329,9 +325,7 @@ def test_grammar_end_overrides_min_tokens(build: Build) -> None:
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
-def test_grammar_can_end_with_the_last_allowed_token(
-    build: Build, options: dict[str, Any]
-) -> None:
+def test_grammar_can_end_with_the_last_allowed_token(build: Build, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
     (sample,) = build().generate(PROMPT, params)
     assert sample.completion_tokens[-1] == EOS
@@ -361,9 +355,7 @@ def test_grammar_begins_after_the_reasoning(build: Build) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_grammar_begins_immediately_without_reasoning(
-    build: Build, backend: str
-) -> None:
+def test_grammar_begins_immediately_without_reasoning(build: Build, backend: str) -> None:
     engine = build(backend=backend)
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t", opened_by="ab")
     a, marker = engine.tokenizer.encode("at")
@@ -491,9 +483,7 @@ def test_async_engine_returns_structured_samples(build: Build) -> None:
     assert [bits(sample) for sample in asyncio.run(main())] == [expected] * 2
 
 
-def test_missing_backend_package_is_named(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_backend_package_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "LlguidanceBackend", "no_such_module", "llguidance"
     monkeypatch.setitem(backends._CLASSES, "llguidance", missing)  # pyright: ignore
     monkeypatch.setattr(backends, "_loaded", {})
@@ -514,9 +504,7 @@ def test_grammars_run_two_hundred_at_a_time(build: Build) -> None:
 
 @pytest.mark.thorough(cases=["0"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_grammars_delay_no_step_of_other_samples(
-    build: Build, lookahead: int
-) -> None:
+def test_grammars_delay_no_step_of_other_samples(build: Build, lookahead: int) -> None:
     """Every step brings it a token, while they are compiled and while they run."""
     engine = build(kv_cache_memory=2**24, max_batch_size=256, lookahead=lookahead)
     alone = bits(build().generate(PROMPT, drawn(60))[0])

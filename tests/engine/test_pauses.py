@@ -237,7 +237,7 @@ def test_sync_generate_in_a_pool_waits_while_paused(build: Build) -> None:
     assert len(run_with_one_worker(main)) == 1
 
 
-def test_pause_on_the_event_loop_rejects_a_generate_that_blocks_it(build: Build) -> None:
+def test_pause_on_the_event_loop_rejects_a_blocking_generate(build: Build) -> None:
     engine = build()
 
     async def other_task() -> None:
@@ -308,7 +308,7 @@ def test_generate_ends_after_its_consumer_pauses_with_wait(build: Build) -> None
     engine.resume()
 
 
-def test_pause_is_remembered_while_another_thread_sleeps_and_wakes(build: Build) -> None:
+def test_pause_survives_a_sleep_of_another_thread(build: Build) -> None:
     engine = build()
     engine.pause()
 

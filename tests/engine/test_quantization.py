@@ -102,9 +102,7 @@ def test_patch_rejects_codes_and_accepts_plain_tensors(build: Build, backend: st
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_non_finite_weights_are_rejected_if_checked(
-    build: Build, quantization: str
-) -> None:
+def test_non_finite_weights_are_rejected_if_checked(build: Build, quantization: str) -> None:
     engine = build(backend="reference", quantization=quantization)
     before = engine.weights_checksum()
     for bad in (torch.nan, -torch.inf, *((2e7,) if quantization != "int8" else ())):

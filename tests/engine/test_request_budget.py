@@ -33,9 +33,7 @@ def bits(sample: TrainingSample) -> object:
 
 
 @pytest.mark.parametrize("call", ["generate", "add_request", "submit"])
-def test_request_over_budget_is_rejected_and_the_suggestion_fits(
-    build: Build, call: str
-) -> None:
+def test_request_over_budget_is_rejected_and_the_suggestion_fits(build: Build, call: str) -> None:
     engine = build(max_request_entries=1000)
 
     def ask(num_samples: int) -> object:

@@ -189,7 +189,9 @@ def test_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.thorough
-def test_progress_accepts_a_bar(engine: InferenceEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_accepts_a_bar(
+    engine: InferenceEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine.generate([PROMPT] * 3, GREEDY, progress=True)
     shown = capsys.readouterr().err
     assert "3/3" in shown

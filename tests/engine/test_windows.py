@@ -52,9 +52,7 @@ def endless(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_long_sequence_holds_only_its_window_and_full_layers(
-    build: Build, family: str
-) -> None:
+def test_long_sequence_holds_only_its_window_and_full_layers(build: Build, family: str) -> None:
     engine = build(family)
     engine.add_request([5, 6, 7], endless(300))
     full, sliding = UNITS[family]
@@ -178,9 +176,7 @@ def test_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
 
 
 @pytest.mark.thorough
-def test_mismatched_layers_keep_every_unit(
-    build: Build, models: dict[str, Path]
-) -> None:
+def test_mismatched_layers_keep_every_unit(build: Build, models: dict[str, Path]) -> None:
     """A reference of another kind: blocks belong to either, so none of them may give up a part."""
     engine = build("mistral", ref_model_path=str(models["llama"]))
     assert engine.cache.units is None

@@ -112,7 +112,7 @@ def run(
 
 
 @pytest.mark.thorough
-def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str) -> None:
+def test_runs_under_different_options_reach_the_same_checkpoint(model: str) -> None:
     roomy, tight = run(model, RECIPE, **ROOMY), run(model, RECIPE, **TIGHT)
     assert tight.preemptions > 0
     assert tight.engine_steps > roomy.engine_steps
@@ -125,7 +125,7 @@ def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str)
     assert other.sha256 != roomy.sha256  # so the hash sees what was learned
 
 
-def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
+def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
     recipe, settings = dataclasses.replace(RECIPE, learning_rate=0.02), LoraSettings(rank=4)
     roomy, tight = (
         run(model, recipe, lora=settings, max_loras=1, **options) for options in (ROOMY, TIGHT)
@@ -138,7 +138,7 @@ def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
 
 
 @pytest.mark.thorough
-def test_drafts_from_history_leave_the_checkpoint_as_it_is(
+def test_history_drafts_do_not_change_the_checkpoint(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = StepCosts((1, 64), (1.0, 1.0))  # so that there are as many drafts as may be
@@ -154,7 +154,7 @@ def test_drafts_from_history_leave_the_checkpoint_as_it_is(
 
 
 @pytest.mark.slow
-def test_smollm2_with_drafts_from_history_ends_in_the_same_checkpoint() -> None:
+def test_smollm2_with_history_drafts_reaches_the_same_checkpoint() -> None:
     task = largest_number(0, num_held_out=8)
     runs = [
         whole_run(
@@ -186,7 +186,7 @@ def test_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(model: str) -> None:
+def test_grammar_run_is_reproducible_and_its_reward_rises(model: str) -> None:
     with_tokenizer(Path(model))
     recipe = dataclasses.replace(RECIPE, steps=12)
     roomy, tight = (run(model, recipe, json_task(), **options) for options in (ROOMY, TIGHT))
@@ -197,7 +197,7 @@ def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(mod
     assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
-def test_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_bit_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = PolicyModel.logprobs
 
     def off(*args: Any, **options: Any) -> list[torch.Tensor]:
@@ -218,13 +218,13 @@ def test_signs_of_zero_differ() -> None:
     assert said == "sample 0, position 3, token 8: engine 0.0, trainer -0.0"
 
 
-def test_advantages_of_a_group() -> None:
+def test_group_advantages_are_normalized() -> None:
     assert normalised([1.0, 0.0, 0.0, 1.0]) == [1.0, -1.0, -1.0, 1.0]
     assert normalised([1.0, 1.0]) == [0.0, 0.0]
 
 
 @pytest.mark.thorough
-def test_questions_and_their_answers() -> None:
+def test_questions_match_their_answers() -> None:
     task = largest_number(seed=3)
     numbers = [
         tuple(sorted(prompt.split("\n")[1].rstrip("?").replace(" or", ",").split(", ")))
@@ -252,12 +252,12 @@ def test_questions_and_their_answers() -> None:
         (None, 0.0),
     ],
 )
-def test_only_the_answer_alone_is_worth_something(text: str | None, reward: float) -> None:
+def test_reward_is_only_for_the_bare_answer(text: str | None, reward: float) -> None:
     sample = TrainingSample((1,), (2,), (0.0,), None, 0, "stop", text=text)
     assert exact_match(sample, "52") == reward
 
 
-def test_orders_and_what_their_fields_are_worth() -> None:
+def test_order_fields_are_rewarded() -> None:
     task = order(seed=3)
     pairs = {
         frozenset(re.findall(r"wants (.*?)\.", prompt)) for prompt, _ in task.train + task.held_out
@@ -279,7 +279,7 @@ def test_orders_and_what_their_fields_are_worth() -> None:
         assert right_fields(sample, answer) == pytest.approx(worth)
 
 
-def test_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None:
+def test_documented_run_never_differed_and_learned(tmp_path: Path) -> None:
     report = json.loads(JSON_RUN.read_text())
     steps = [Step(**each) for each in report["steps"]]
     assert len(steps) >= 20
@@ -292,7 +292,7 @@ def test_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_three_steps_of_answers_in_json(tmp_path: Path) -> None:
+def test_json_answers_run_for_three_steps(tmp_path: Path) -> None:
     size = ["--steps", "3", "--task", "order", "--dtype", "float32"]
     command = [sys.executable, "-W", "ignore", "-m", "examples.grpo", *size, "--out", tmp_path]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

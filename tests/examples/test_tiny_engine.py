@@ -138,14 +138,14 @@ def test_schedule_writes_nothing(folder: Path) -> None:
         engine.step()
 
 
-def test_add_request_rejects_what_the_cache_cannot_hold(folder: Path) -> None:
+def test_add_request_rejects_requests_larger_than_the_cache(folder: Path) -> None:
     engine = tiny_engine.InferenceEngine(folder, EngineConfig(block_size=4, num_kv_blocks=4))
     with pytest.raises(ValueError, match="must fit into 16 tokens"):
         engine.add_request([1, 2], SamplingParams(max_tokens=15))
     assert not engine.waiting
 
 
-def test_update_weights_changes_nothing_if_a_tensor_does_not_match(folder: Path) -> None:
+def test_update_weights_changes_nothing_on_a_mismatch(folder: Path) -> None:
     engine = tiny_engine.InferenceEngine(folder)
     good = engine.model.params["model.norm.weight"].clone()
     with pytest.raises(ValueError, match="lm_tail does not match"):

@@ -18,13 +18,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "trl-grpo.json"
 PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
 
 
-def test_reward_is_for_the_answer_alone() -> None:
+def test_reward_is_only_for_the_bare_answer() -> None:
     given = ["52", " 52.\n", "52 52", "31", ""]
     assert right_answer(given, ["52"] * len(given)) == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.thorough
-def test_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) -> None:
+def test_documented_run_holds_the_bound_and_learned(tmp_path: Path) -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     exact, rounded = runs["float32"], runs["bfloat16"]
     for run in (exact, rounded):
@@ -52,7 +52,7 @@ def test_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
-def test_two_steps(tmp_path: Path) -> None:
+def test_example_runs_two_steps(tmp_path: Path) -> None:
     size = ["--steps", "2", "--prompts", "1", "--samples", "4", "--dtype", "float32"]
     command = [PYTHON, "-W", "ignore", "-m", "examples.trl_grpo", *size, "--out", tmp_path]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

@@ -139,7 +139,7 @@ def expected_of(folder: Path, dtype: str, backend: Backend, work: list[Request])
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=at_depth(12), suppress_health_check=[HealthCheck.too_slow])
 @given(work=requests(), schedule=schedules)
-def test_bits_do_not_depend_on_who_shares_the_step(
+def test_adapter_bits_do_not_depend_on_neighbors(
     folders: dict[str, Path], backend: Backend, dtype: str, work: list[Request], schedule: Schedule
 ) -> None:
     folder = folders["llama"]
@@ -164,7 +164,9 @@ def mixed(*names: str | None) -> list[Request]:
 @pytest.mark.thorough(but=["reference-deepseek-v3"])
 @pytest.mark.parametrize("family", FAMILIES[1:-1])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_families(folders: dict[str, Path], backend: Backend, family: str) -> None:
+def test_adapter_bits_hold_in_every_family(
+    folders: dict[str, Path], backend: Backend, family: str
+) -> None:
     folder, work = folders[family], mixed(None, "large", "small", "layers", "large")
     expected = expected_of(folder, "bfloat16", backend, work)
     schedule = Schedule(backend=backend, num_blocks=16, max_tokens_per_batch=17, max_batch_size=3)
@@ -177,7 +179,7 @@ def test_families(folders: dict[str, Path], backend: Backend, family: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_capped_the_same_way_beside_an_adapter_of_the_head(
+def test_logit_cap_is_unchanged_by_a_head_adapter(
     folders: dict[str, Path], backend: Backend
 ) -> None:
     folder, work = folders["nanochat"], mixed(None, "layers", "small", None, "layers")
@@ -188,7 +190,7 @@ def test_logits_are_capped_the_same_way_beside_an_adapter_of_the_head(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_updates_and_unloads_change_no_bit_of_those_that_have_begun(
+def test_updates_and_unloads_change_no_bit_of_running_requests(
     folders: dict[str, Path], backend: Backend
 ) -> None:
     folder, work = folders["llama"], mixed("large", None, "layers", "large")

@@ -96,7 +96,7 @@ def test_drafts_change_no_bit(model: Path, drafts: Drafts) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
+def test_tight_cache_causes_preemption(model: Path, cache_type: CacheType) -> None:
     """Forks of one prompt too, which copy a block of latents that is half full."""
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=30, seed=i), 4) for i in range(4)
@@ -106,7 +106,7 @@ def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
 
 
 @pytest.mark.thorough
-def test_prefixes_are_found(model: Path) -> None:
+def test_latent_prefixes_are_reused(model: Path) -> None:
     """Those that come later compute none of the stem again, and get the same bits."""
     stem = tuple(range(3, 70))
     work = [

@@ -174,7 +174,7 @@ def test_same_bits_under_many_schedules(
     check(model, dtype, work, replace(schedule, backend=backend))
 
 
-def test_tight_caches_do_preempt(model: Path) -> None:
+def test_tight_cache_causes_preemption(model: Path) -> None:
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)
     ]

@@ -131,7 +131,9 @@ def test_drafts_change_no_bit(models: dict[str, Path], family: str, drafts: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
+def test_tight_cache_causes_preemption(
+    models: dict[str, Path], family: str, cache_type: str
+) -> None:
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=30, seed=i), 4) for i in range(4)
     ]

@@ -140,7 +140,7 @@ def test_same_bits_under_chosen_schedules(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> None:
+def test_same_bits_under_memory_shortage(models: dict[str, Path], name: str) -> None:
     assert check(models[name], list(TIGHT), Schedule(block_size=4, lookahead=1, num_blocks=1)) > 0
 
 
@@ -148,7 +148,7 @@ def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=at_depth(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
-def test_same_bits_under_drawn_schedules(
+def test_same_bits_under_random_schedules(
     models: dict[str, Path], name: str, work: list[Request], schedule: Schedule
 ) -> None:
     check(models[name], work, schedule)
@@ -160,7 +160,7 @@ VERSIONS = {version: llama_weights(CONFIG, seed=version) for version in range(2)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kv_policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
+def test_update_while_decoding_changes_no_other_bit(tmp_path: Path, kv_policy: str) -> None:
     """What is sampled across an update is made again; afterwards the engine does what one on the
     new weights does.
     """

@@ -200,7 +200,7 @@ def check(
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
     schedule=schedules_and_codes,
 )
-def test_every_sample_is_made_again(
+def test_replay_reproduces_every_sample(
     model: Path, dtype: str, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
     check(model, dtype, work, events, replace(schedule, backend=backend))
@@ -214,7 +214,7 @@ def test_every_sample_is_made_again(
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
     schedule=schedules_and_codes,
 )
-def test_every_sample_is_made_again_in_many_lives(
+def test_replay_reproduces_every_sample_in_many_lives(
     model: Path, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
     check(model, "bfloat16", work, events, replace(schedule, backend=backend))
@@ -223,7 +223,7 @@ def test_every_sample_is_made_again_in_many_lives(
 @pytest.mark.thorough(but=["radix-1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> None:
+def test_keep_policy_works_at_every_token(model: Path, cache_type: Any, lookahead: int) -> None:
     """Old tokens by the old model on its own keys; new ones by the new model on keys of both."""
     cuts: set[int] = set()
     length, prompt = 8, STEM[:21]
@@ -257,7 +257,7 @@ def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> No
     assert cuts >= set(range(1, length + 1))
 
 
-def test_fingers_of_the_test_are_on_the_versions(model: Path) -> None:
+def test_scenario_covers_the_version_changes(model: Path) -> None:
     """What is said wrongly of versions is found."""
     schedule = Schedule(block_size=4, num_threads=1)
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)

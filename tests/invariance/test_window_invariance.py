@@ -111,7 +111,9 @@ def test_same_bits_under_many_schedules(
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
+def test_tight_cache_causes_preemption(
+    models: dict[str, Path], family: str, cache_type: str
+) -> None:
     work = [
         Request(tuple(range(3, 90 + i)), SamplingParams(max_tokens=30, seed=i), 3) for i in range(4)
     ]

@@ -44,7 +44,7 @@ def test_parent_is_part_of_the_name(tokens: list[int], parent: int) -> None:
     assert 0 <= compute_block_hash(tokens, parent) < 2**256
 
 
-def test_parent_zero_is_not_no_parent() -> None:
+def test_parent_zero_differs_from_no_parent() -> None:
     assert compute_block_hash([1], 0) != compute_block_hash([1])
 
 

@@ -143,11 +143,11 @@ def touches(num_blocks: int) -> int:
     return pool._next.touched + pool._previous.touched
 
 
-def test_leaving_the_list_costs_the_same_however_long_it_is() -> None:
+def test_free_list_removal_takes_constant_time() -> None:
     assert touches(8) == touches(5000)
 
 
-def test_check_sees_a_torn_list() -> None:
+def test_check_detects_a_broken_list() -> None:
     pool = BlockPool(4)
     pool.check()
     pool._previous[2] = 0
@@ -155,7 +155,7 @@ def test_check_sees_a_torn_list() -> None:
         pool.check()
 
 
-def test_holding_a_path_pins_each_block_once_however_often_it_is_held() -> None:
+def test_held_path_pins_each_block_once() -> None:
     pool = BlockPool(4)
     path = pool.blocks[:3]
     for block in path:
@@ -173,7 +173,7 @@ def test_holding_a_path_pins_each_block_once_however_often_it_is_held() -> None:
     pool.check()
 
 
-def test_forgetting_drops_everything_that_names_a_block() -> None:
+def test_forget_drops_every_name_of_a_block() -> None:
     block = Block(3, ref_count=1, hash=9, parent=8, token_ids=(1, 2), above=Block(4))
     block.forget()
     assert block.above is None

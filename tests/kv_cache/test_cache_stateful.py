@@ -75,7 +75,7 @@ class RadixMachine(CacheMachine):
 
 
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
-def test_every_history_leaves_the_cache_right(machine: type[CacheMachine]) -> None:
+def test_cache_is_consistent_after_any_history(machine: type[CacheMachine]) -> None:
     few = settings(
         max_examples=at_depth(120),
         stateful_step_count=40,
@@ -123,7 +123,7 @@ def run_history(machine: CacheMachine, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
 @pytest.mark.parametrize("seed", range(6))
-def test_long_histories_leave_the_cache_right(machine: type[CacheMachine], seed: int) -> None:
+def test_cache_is_consistent_after_long_histories(machine: type[CacheMachine], seed: int) -> None:
     for part in range(10):
         run_history(machine(), seed * 10 + part, steps=60)
 
@@ -154,7 +154,7 @@ def test_match_leaves_one_token_to_compute(factory: CacheFactory) -> None:
     assert cache.match(tokens, keys(tokens, 2), 4).cached_length == 4
 
 
-def test_allocate_names_the_tokens_itself_where_no_prefix_is_given(factory: CacheFactory) -> None:
+def test_allocate_hashes_tokens_if_no_prefix_is_passed(factory: CacheFactory) -> None:
     cache = factory(num_blocks=8, block_size=2)
     tokens = [1000, 2, 3]
     publish_all(cache, tokens, keys(tokens, 2))

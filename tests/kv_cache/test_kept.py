@@ -137,7 +137,7 @@ class KeptMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_every_history_leaves_the_marks_right(
+def test_marks_are_consistent_after_any_history(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
     machine = type("Machine", (KeptMachine,), {"cache_type": cache_type, "layout": layout})
@@ -189,7 +189,7 @@ def test_kept_prefix_hits_after_pressure_that_evicts_others(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_lowest_priority_goes_first_and_then_what_ends_first(
+def test_eviction_orders_by_priority_then_expiry(
     cache_type: type[KVCacheManager],
 ) -> None:
     case = Case(cache_type)
@@ -206,7 +206,7 @@ def test_lowest_priority_goes_first_and_then_what_ends_first(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_what_is_over_goes_like_others(cache_type: type[KVCacheManager]) -> None:
+def test_expired_blocks_are_evicted_normally(cache_type: type[KVCacheManager]) -> None:
     case = Case(cache_type)
     kept = case.run(1, 4, keep=(10, 5))
     case.now = 9.9
@@ -223,7 +223,7 @@ def test_what_is_over_goes_like_others(cache_type: type[KVCacheManager]) -> None
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -> None:
+def test_kept_blocks_are_capped_at_half_the_pool(cache_type: type[KVCacheManager]) -> None:
     case = Case(cache_type)
     head = case.run(1, 10, keep=(60, 0))
     assert len(case.cache.kept.marks) == 6
@@ -238,7 +238,7 @@ def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -
 
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_no_kept_block_is_lost_where_they_come_back(
+def test_kept_blocks_survive_if_they_can_be_restored(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
     """Of conversations that are kept one after the other every block is in memory or was handed
@@ -257,7 +257,7 @@ def test_no_kept_block_is_lost_where_they_come_back(
 
 @pytest.mark.parametrize("end", ["time", "flush", "flush, held"])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_block_that_is_kept_is_passed_over_once(
+def test_kept_block_is_skipped_once(
     cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """However many are kept, each is looked at once while others come and go; until it is kept no
@@ -322,7 +322,7 @@ def test_blocks_of_an_old_adapter_are_not_kept(cache_type: type[KVCacheManager])
     case.cache.check([])
 
 
-def test_marks_stay_bounded_and_in_order_over_a_long_history() -> None:
+def test_marks_stay_bounded_and_ordered() -> None:
     r, case = random.Random(5), Case(PagedKVCache)
     for step in range(2000):
         case.now = step / 7

@@ -193,7 +193,7 @@ def check(
         pytest.param("cpu", 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: int) -> None:
+def test_context_ranks_equal_one_rank_bit_for_bit(model: Path, backend: Backend, size: int) -> None:
     """Chunks that end anywhere, prefixes that are found, lookahead, both caches."""
     schedule = Schedule(
         block_size=512 * size,
@@ -222,7 +222,7 @@ def test_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> 
 
 
 @pytest.mark.thorough
-def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
+def test_preempted_sequences_resume_bit_for_bit(model: Path) -> None:
     requests = [
         Request((i + 3, *STEM[: 1020 + i]), SamplingParams(max_tokens=6, seed=i), num_samples=1)
         for i in range(3)
@@ -232,7 +232,7 @@ def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
+def test_traffic_between_ranks_is_bounded(model: Path) -> None:
     """Rows go piece by piece where their states would become too many, and no bit changes."""
     with patch.object(shared_context, "MOST_NUMBERS", 100 * 2 * (16 + 2)):
         check(
@@ -245,7 +245,7 @@ def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backend) -> None:
+def test_window_layers_share_their_keys(windowed: Path, backend: Backend) -> None:
     schedule = Schedule(block_size=1024, max_chunk_tokens=433, backend=backend)
     requests = [
         Request(STEM[:1500], SamplingParams(max_tokens=3, seed=1)),
@@ -269,7 +269,7 @@ def test_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, context=2), Mesh(pipeline=2, context=2)])
-def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
+def test_context_parallel_combines_with_other_options(model: Path, mesh: Mesh) -> None:
     check(
         model,
         [work()[0], work()[2]],

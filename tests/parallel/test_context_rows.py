@@ -43,7 +43,7 @@ def brought_together(parts: list[torch.Tensor], order: torch.Tensor) -> list[int
 
 @settings(max_examples=at_depth(60), deadline=None)
 @given(data=st.data())
-def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
+def test_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     split = data.draw(splits())
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank) for rank in range(split.size)]
@@ -91,9 +91,7 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     window=st.sampled_from([0, 0, 1, 100, 512, 1700]),
     most=st.sampled_from([20, 400, 10**6]),
 )
-def test_every_row_merges_all_of_its_segments_in_order(
-    data: st.DataObject, window: int, most: int
-) -> None:
+def test_row_merges_all_its_segments_in_order(data: st.DataObject, window: int, most: int) -> None:
     split = data.draw(splits())
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank, [window], most) for rank in range(split.size)]
@@ -135,14 +133,14 @@ def test_every_row_merges_all_of_its_segments_in_order(
 
 @settings(max_examples=at_depth(30), deadline=None)
 @given(split=splits(), positions=st.lists(st.integers(0, 9000), min_size=1))
-def test_what_a_rank_stores_is_counted(split: ContextSplit, positions: list[int]) -> None:
+def test_stored_rows_of_a_rank_are_counted(split: ContextSplit, positions: list[int]) -> None:
     owners = split.owners(torch.arange(9001))
     for rank in range(split.size):
         counted = split.stored(torch.tensor(positions), rank).tolist()
         assert counted == [int((owners[:position] == rank).sum()) for position in positions]
 
 
-def test_blocks_that_cannot_be_shared_out_are_refused_with_a_size_that_can() -> None:
+def test_indivisible_blocks_are_rejected_with_a_valid_size() -> None:
     with pytest.raises(
         ConfigError, match=r"block_size=16 must be a multiple of 1024 .*; use block_size=1024"
     ):

@@ -101,7 +101,7 @@ def draw(
     masks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_ranks_draw_and_score_as_one(
+def test_head_on_ranks_samples_and_scores_like_one(
     name: str, ranks: int, kind: str, dtype: torch.dtype, more: int, masks: bool, seed: int
 ) -> None:
     vocab = ranks * UNIT + more
@@ -123,7 +123,7 @@ def test_ranks_draw_and_score_as_one(
 @pytest.mark.parametrize(
     "bounds", [(0, 100, 200, 300, 301), (0, 0, 512, 513), (0, 384, 700), (0, 512, 700)], ids=str
 )
-def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> None:
+def test_head_shards_need_not_align_to_blocks(name: str, bounds: tuple[int, ...]) -> None:
     hidden, weight = random_head(bounds[-1], torch.float32, 3)
     ranked = Ranks(backend(name), weight, bounds)
     for kind in KINDS.values():
@@ -144,7 +144,7 @@ def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
+def test_equal_logits_favor_the_lower_id(name: str) -> None:
     """The two halves of the vocabulary are the same, so that every token has a twin on the other
     rank.
     """
@@ -157,7 +157,7 @@ def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_row_that_is_not_finite(name: str, value: float) -> None:
+def test_non_finite_row_is_reported(name: str, value: float) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 2)
     hidden[1] = 0
     hidden[1, 0], hidden[3, 0] = 1.0, value
@@ -174,7 +174,7 @@ def test_row_that_is_not_finite(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_travels(name: str) -> None:
+def test_head_traffic_is_bounded(name: str) -> None:
     """Of a plain draw maxima, sums and the best tokens; the logits only of rows that must be looked
     at as a whole.
     """
@@ -191,7 +191,7 @@ def test_what_travels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_is_not_there_is_refused_before_anything_travels(name: str) -> None:
+def test_unsupported_params_are_rejected_before_any_traffic(name: str) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 0)
     ranked = Ranks(backend(name), weight, (0, UNIT, 2 * UNIT))
     bad = sampling_batch([DrawRequest(SamplingParams(), ROWS)])

@@ -85,7 +85,7 @@ def test_collectives(make: Callable[[int], list[Callable[[], ProcessGroup]]], si
         assert torch.equal(before[1], own[rank - 1] + 1)
 
 
-def test_who_waits_in_vain_is_told() -> None:
+def test_collective_times_out_with_an_error() -> None:
     def run(group: ProcessGroup) -> None:
         if group.rank == 0:
             group.tree_sum(torch.zeros(3))
@@ -95,7 +95,7 @@ def test_who_waits_in_vain_is_told() -> None:
     assert "rank 0 of a group of 2 waited for another" in str(found[0])
 
 
-def test_ranks_that_do_not_come() -> None:
+def test_missing_ranks_are_reported() -> None:
     found = together(of_processes(2, 0.5)[:1], lambda group: group.barrier())
     assert isinstance(found[0], RankLost)
     assert "did not meet" in str(found[0])

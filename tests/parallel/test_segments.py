@@ -59,13 +59,13 @@ def test_segments_cover_all_columns(columns: int, unit: int) -> None:
 @pytest.mark.parametrize(
     "wrong", [(0, 4), (1, 8), (0, 5, 4, 6, 8), (0, 2, 4, 8), (0,), (), tuple(range(17))]
 )
-def test_bounds_that_are_none_are_refused(wrong: tuple[int, ...]) -> None:
+def test_invalid_bounds_are_rejected(wrong: tuple[int, ...]) -> None:
     x = numbers(1, 2, 8)
     with pytest.raises(ValueError, match="not the bounds"):
         reference.linear(x, x, None, wrong)
 
 
-def test_tree() -> None:
+def test_tree_sum_matches_its_definition() -> None:
     """Numbers whose sum depends on the order: neighbours first, then pairs of pairs."""
     parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e8, 1.0, 3.0, -1e8, 2.0)]
     p = [float(part) for part in parts]
@@ -79,7 +79,7 @@ def test_tree() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (64, 576)])
-def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> None:
+def test_ranks_sum_like_the_tree(ranks: int, shape: tuple[int, ...]) -> None:
     parts = numbers(ranks, SEGMENTS, *shape) * 10.0 ** torch.arange(SEGMENTS).view(-1, 1, 1)
     groups, own = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
     for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(own[rank]))):
@@ -88,7 +88,7 @@ def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> No
 
 @FEW
 @given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_reference(
+def test_reference_sums_segments(
     m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
     x, weight = (
@@ -115,7 +115,7 @@ def test_reference(
 @NEEDS_COMPILER
 @FEW
 @given(st.sampled_from(LAWS), heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_kernels(
+def test_kernels_sum_segments(
     law: Law, m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
     """Each segment has the bits of a product of its own; all instruction sets and numbers of
@@ -152,7 +152,7 @@ def test_kernels_read_pairs() -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_embeddings_of_parts_add_up(dtype: torch.dtype) -> None:
+def test_embedding_shards_add_up(dtype: torch.dtype) -> None:
     """Also zeros keep their sign, so that ranks have the bits of one."""
     weight = numbers(1, 50, 20, dtype=dtype)
     weight[7, 3], weight[40, 5] = -0.0, 0.0

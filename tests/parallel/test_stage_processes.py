@@ -89,7 +89,7 @@ def stages() -> list[psutil.Process]:
 
 
 @pytest.mark.thorough
-def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None:
+def test_stages_match_one_rank_until_one_is_killed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "gemma3", num_hidden_layers=4)
     new = {name: tensor * 1.1 for name, tensor in read_tensors(model)}
     threads = torch.get_num_threads()
@@ -122,7 +122,7 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -> None:
+def test_hanging_stage_is_named_even_if_others_end_first(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", num_hidden_layers=4)
     options: dict[str, Any] = {
         "tensor_parallel": 2,
@@ -139,7 +139,7 @@ def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -
             engine.generate([[1]], SamplingParams(max_tokens=2))
 
 
-def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+def test_stages_beyond_the_layer_count_are_rejected(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama")
     with pytest.raises(ConfigError, match="pipeline_parallel=3 exceeds the model's 2 layers"):
         InferenceEngine(settled(model, pipeline_parallel=3))

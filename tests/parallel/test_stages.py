@@ -123,9 +123,7 @@ def test_stages_change_no_bit(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "bfloat16")])
-def test_two_tensor_ranks_in_two_stages_change_no_bit(
-    models: Any, backend: Backend, dtype: str
-) -> None:
+def test_tensor_ranks_in_stages_change_no_bit(models: Any, backend: Backend, dtype: str) -> None:
     schedule = Schedule(
         block_size=4,
         max_chunk_tokens=19,
@@ -141,7 +139,7 @@ def test_two_tensor_ranks_in_two_stages_change_no_bit(
 
 @pytest.mark.thorough(cases=["gemma3", "qwen3-moe"])
 @pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
-def test_families_change_no_bit(models: Any, family: str) -> None:
+def test_stages_change_no_bit_of_any_family(models: Any, family: str) -> None:
     """Windows, scaled additions, norms after the blocks, experts."""
     schedule = Schedule(
         block_size=8, num_blocks=60, max_chunk_tokens=17, max_tokens_per_batch=40, num_threads=1
@@ -149,7 +147,7 @@ def test_families_change_no_bit(models: Any, family: str) -> None:
     check(models(family), "bfloat16", schedule, Mesh(pipeline=2))
 
 
-def test_more_groups_than_stages_change_no_bit(models: Any) -> None:
+def test_groups_beyond_the_stage_count_change_no_bit(models: Any) -> None:
     schedule = Schedule(block_size=8, num_blocks=60, max_chunk_tokens=17, num_threads=1)
     alone, _ = run(models("llama"), "float32", work(), schedule, TOKEN_BYTES["float32"])
 
@@ -207,7 +205,7 @@ def life(
 
 
 @pytest.mark.parametrize("policy", ["wait", "finish_old"])
-def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> None:
+def test_running_request_finishes_on_the_old_weights(models: Any, policy: KvPolicy) -> None:
     """With `finish_old` two batches, of the old and the new weights, go through the stages in one
     step.
     """
@@ -262,7 +260,7 @@ def test_reference_model_scores_through_the_stages(models: Any) -> None:
     assert all(len(s.ref_logprobs or ()) == 6 for s in together)
 
 
-def test_waiting_is_told_from_work(models: Any) -> None:
+def test_wait_time_is_separated_from_work(models: Any) -> None:
     """One sequence alone is in one stage at a time: the other one waits."""
     with mesh_engine(config_of(models("llama")), Mesh(pipeline=2)) as engine:
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, ignore_eos=True))
@@ -275,7 +273,7 @@ def test_waiting_is_told_from_work(models: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -> None:
+def test_stage_holds_only_its_layers(models: Any, family: str, stages: int) -> None:
     spec = load_spec(models(family))
     places = [Place(Mesh(pipeline=stages), rank) for rank in range(stages)]
     parts = [shard_of(spec, place) for place in places]

@@ -197,14 +197,14 @@ def check(
     ],
     ids=["wide", "nine-heads", "one-kv-head", "gemma3", "experts", "fused"],
 )
-def test_ranks_agree_to_the_bit(
+def test_tensor_ranks_agree_bit_for_bit(
     tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...]
 ) -> None:
     check(tiny_model(tmp_path, family, **changes), reference_ops(), torch.float32, sizes)
 
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
-def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) -> None:
+def test_expert_sinks_and_biases_are_sharded(tmp_path: Path, ops: Any) -> None:
     case = CASES["gpt-oss"]
     strong_model(tmp_path, case.class_name, **case.config)
     check(tmp_path, ops(), torch.float32, (2, 4))
@@ -222,7 +222,7 @@ def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) ->
     ],
     ids=["int8", "int8-32", "int4", "experts"],
 )
-def test_ranks_that_share_codes_agree_to_the_bit(
+def test_ranks_with_sharded_codes_agree_bit_for_bit(
     tmp_path: Path, quantization: str, family: str, changes: Any, ops: Any
 ) -> None:
     folder = tiny_model(tmp_path, family, **changes)
@@ -231,7 +231,7 @@ def test_ranks_that_share_codes_agree_to_the_bit(
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
 @pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4", "awq"])
-def test_ranks_that_share_the_codes_of_a_file_agree_to_the_bit(
+def test_ranks_with_sharded_file_codes_agree_bit_for_bit(
     tmp_path: Path, name: str, ops: Any
 ) -> None:
     config = llama_config() | {**WIDE, "head_dim": 32, "intermediate_size": 256}
@@ -240,7 +240,7 @@ def test_ranks_that_share_the_codes_of_a_file_agree_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
-def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
+def test_ranks_shard_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[name]
     sizes = {**WIDE, "head_dim": 32, "intermediate_size": 256}
@@ -251,7 +251,7 @@ def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
-def test_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
+def test_head_is_rounded_separately(tmp_path: Path, ops: Any) -> None:
     """Keys and values in codes: ranks have some of the heads."""
     folder = tiny_model(tmp_path, "llama", **WIDE)
     check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")
@@ -275,7 +275,7 @@ def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:
     ],
     ids=["wide", "nine-heads", "one-kv-head", "granite", "experts"],
 )
-def test_kernels_agree_to_the_bit(
+def test_kernels_agree_bit_for_bit(
     tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     check(tiny_model(tmp_path, family, **changes), cpu_ops(1), dtype, sizes)

@@ -54,7 +54,7 @@ def test_qwen3_moe_has_the_same_bits_in_other_configurations(tmp_path: Path) -> 
 
 @pytest.mark.thorough(cases=["mixtral"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
-def test_update_may_name_experts_as_transformers_holds_them(tmp_path: Path, family: str) -> None:
+def test_update_accepts_expert_names_of_transformers(tmp_path: Path, family: str) -> None:
     """A model in memory has one tensor for all experts of a layer, a checkpoint one for each."""
     from transformers import AutoModelForCausalLM
 

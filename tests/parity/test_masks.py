@@ -77,7 +77,7 @@ def by_transformers(
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(
+def test_masked_logprobs_and_kept_mass_match_the_full_vocabulary(
     folder: Path, backend: Backend
 ) -> None:
     config = EngineConfig(

@@ -99,7 +99,7 @@ def test_tiny_models_agree_with_transformers(
     [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_agrees_with_transformers(
+def test_model_families_agree_with_transformers(
     tmp_path: Path, family: str, cache_type: CacheType, backend: Backend
 ) -> None:
     """Windows are shorter than the prompts, and the last prompt finds the one before it in the
@@ -130,7 +130,7 @@ def test_every_family_agrees_with_transformers(
     [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_same_bits_in_other_configurations(
+def test_model_families_keep_their_bits_in_other_configurations(
     tmp_path: Path, family: str, dtype: str, backend: Backend
 ) -> None:
     folder = tiny_model(tmp_path, family)
@@ -150,7 +150,7 @@ def test_every_family_has_the_same_bits_in_other_configurations(
         ("default", "float32", "reference"),
     ],
 )
-def test_tiny_models_have_the_same_bits_in_every_configuration(
+def test_tiny_models_keep_their_bits_in_every_configuration(
     tmp_path: Path, rope: Rope, dtype: str, backend: Backend
 ) -> None:
     folder = tiny_llama(tmp_path, rope=rope)

@@ -36,7 +36,7 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
     "family",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_every_family_agrees_with_the_reference(tmp_path: Path, family: str) -> None:
+def test_triton_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # several query heads a key head, and one
     own = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
     folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **own)

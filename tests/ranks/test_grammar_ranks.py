@@ -101,13 +101,13 @@ def lived(folder: Path, launcher: ThreadLauncher | None, **options: Any) -> list
     ],
     ids=str,
 )
-def test_ranks_follow_grammars_with_the_bits_of_one(folder: Path, mesh: dict[str, int]) -> None:
+def test_ranks_follow_grammars_like_one_rank(folder: Path, mesh: dict[str, int]) -> None:
     alone = lived(folder, None)
     assert {each[4] for each in alone} >= {"stop"}
     assert lived(folder, ThreadLauncher(), **mesh) == alone
 
 
-def test_score_under_a_grammar_is_refused_by_several_ranks(folder: Path) -> None:
+def test_score_under_a_grammar_is_rejected_on_several_ranks(folder: Path) -> None:
     config = EngineConfig(
         str(folder), device="cpu", num_threads=1, tensor_parallel=2, kv_cache_memory=2**20
     )
@@ -125,9 +125,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough(cases=["1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_engines_in_lockstep_follow_grammars_with_the_bits_of_one(
-    experts: Path, lookahead: int
-) -> None:
+def test_lockstep_engines_follow_grammars_like_one_engine(experts: Path, lookahead: int) -> None:
     """Also while the other engine's grammars are compiled: rounds go on without them."""
     with InferenceEngine(config_of(experts, lookahead=lookahead)) as engine:
         expected = [outcome(sample) for sample in engine.generate(PROMPTS, PARAMS)]

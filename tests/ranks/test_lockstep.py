@@ -197,7 +197,7 @@ CHUNKS = {"backend": "cpu", "dtype": "bfloat16", "max_chunk_tokens": 7, "lookahe
     ("count", "make", "options"),
     [(2, of_threads, {}), (3, of_threads, CHUNKS), (2, of_processes, {})],
 )
-def test_requests_at_one_then_at_both_then_at_none(
+def test_lockstep_serves_one_engine_then_both_then_none(
     folder: Path, count: int, make: Callable[[int], list[Lockstep]], options: dict[str, Any]
 ) -> None:
     expected = alone(folder, PROMPTS, **options)
@@ -232,7 +232,7 @@ def test_requests_at_one_then_at_both_then_at_none(
         assert busy[0] > quiet[0]
 
 
-def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
+def test_updates_are_live_in_the_same_round_everywhere(folder: Path) -> None:
     """One engine has the update long before the other; both go on with the old weights until both
     have it.
     """
@@ -267,9 +267,7 @@ def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_pa
 
 
 @pytest.mark.thorough
-def test_update_that_all_have_agreed_on_is_not_withdrawn(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agreed_update_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody gives it up here while the others are about to write it."""
     weights = family_weights(CONFIG, seed=3)
     in_time: list[bool] = []
@@ -307,7 +305,7 @@ def test_update_that_all_have_agreed_on_is_not_withdrawn(
 
 
 @pytest.mark.thorough
-def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
+def test_update_is_simultaneous_on_all_engines(folder: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
         for engine in engines.each:
@@ -337,7 +335,7 @@ def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
             assert differences(samples[0], replay(engine, samples[0], weights=versions)) == ()
 
 
-def test_paused_engine_serves_the_others(folder: Path) -> None:
+def test_paused_engine_still_serves_its_peers(folder: Path) -> None:
     with lockstep(folder) as engines:
         one, other = engines.each
         one.pause()
@@ -367,7 +365,7 @@ def sleep_with_weights(engine: InferenceEngine) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [of_threads, of_processes])
-def test_weights_sleep_together_amid_requests(
+def test_weights_sleep_together_during_requests(
     folder: Path, make: Callable[[int], list[Lockstep]]
 ) -> None:
     """Put aside while both compute, updated while the KV cache sleeps, and gone on with."""
@@ -406,7 +404,7 @@ def test_weights_sleep_together_amid_requests(
 
 
 @pytest.mark.thorough
-def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_if_a_peer_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
     ever.
     """
@@ -442,7 +440,7 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         assert not any(engine.is_paused() for engine in engines.each)
 
 
-def test_weights_that_cannot_be_put_aside_on_one_engine(
+def test_failed_offload_on_one_engine_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others sleep, and it waits for them; waking all undoes it."""
@@ -464,7 +462,7 @@ def test_weights_that_cannot_be_put_aside_on_one_engine(
         assert bits(engines.samples[0]) == alone(folder, PROMPTS[:1])
 
 
-def test_one_that_is_gone_while_weights_sleep_ends_all(folder: Path) -> None:
+def test_lost_engine_during_a_sleep_ends_all(folder: Path) -> None:
     with lockstep(folder) as engines:
         assert on_all(engines, sleep_with_weights) == ["", ""]
         engines.each[1].shutdown()
@@ -474,7 +472,7 @@ def test_one_that_is_gone_while_weights_sleep_ends_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [of_threads, of_processes])
-def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
+def test_lost_engine_ends_all(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
     with lockstep(folder, make=make) as engines:
         engines.each[0].add_request(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True))
         engines.wait_until(lambda: engines.rounds()[0] > 3)
@@ -488,7 +486,7 @@ def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lock
             engines.each[0].add_request(PROMPTS[0], PARAMS)
 
 
-def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_store_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before the thread that listens to it has found out, or while it does."""
     dist: Any = torch.distributed
     bell = StoreBell(dist.HashStore())
@@ -503,7 +501,7 @@ def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.Monkey
     bell.close()
 
 
-def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_lockstep_rejects_unsupported_options(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 engines in lockstep, which are started together"):
         InferenceEngine(config_of(folder, expert_parallel=2))
     with pytest.raises(ConfigError, match="which has no experts"):

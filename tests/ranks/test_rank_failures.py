@@ -73,7 +73,7 @@ def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
 
 @pytest.mark.thorough(cases=["shut down"])
 @pytest.mark.parametrize("how", ["shut down", "failed"])
-def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
+def test_engine_end_reaches_callers_waiting_for_a_rank(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """An update waits on one thread until every rank can write it; the engine ends on another
@@ -107,7 +107,7 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
             let_go.set()
 
 
-def test_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
+def test_update_cancelled_mid_bucket_leaves_no_state(
     pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled by another thread, which the one that hands the bucket on sees when it has done
@@ -137,7 +137,7 @@ def test_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     assert not sent._numbers
 
 
-def test_rank_without_memory_to_wake_in_sleeps_on(
+def test_rank_without_memory_to_wake_stays_asleep(
     pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine of one rank does: the card may be free again in a moment."""
@@ -161,7 +161,7 @@ def test_rank_without_memory_to_wake_in_sleeps_on(
     )
 
 
-def test_rank_that_is_lost_before_anybody_watches_ends_the_engine(
+def test_rank_lost_before_monitoring_ends_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lost as soon as it was built: known without a step."""
@@ -184,7 +184,7 @@ def test_rank_that_is_lost_before_anybody_watches_ends_the_engine(
         engine.shared.require_alive()
 
 
-def test_session_that_one_rank_cannot_take_is_closed(
+def test_session_is_closed_if_one_rank_rejects_it(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is that keeps it from that."""
@@ -205,7 +205,7 @@ def test_session_that_one_rank_cannot_take_is_closed(
     assert pair.update_weights(new, blocking=True).version == 1
 
 
-def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(
+def test_unreachable_ranks_do_not_delay_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of torchrun: that they have hung up must do."""

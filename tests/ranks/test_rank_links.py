@@ -80,7 +80,7 @@ def join(rendezvous: Rendezvous, me: Identity) -> Link:
     return link
 
 
-def test_ranks_that_are_there_before_rank_0_waits_for_them(
+def test_ranks_may_connect_before_rank_0_listens(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread accepts and greets them before `collect` goes on."""
@@ -105,7 +105,7 @@ def test_ranks_that_are_there_before_rank_0_waits_for_them(
         link.close()
 
 
-def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
+def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
     found: dict[int, Link] = {}
     collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
@@ -151,7 +151,7 @@ def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
 
 
 @pytest.mark.thorough(cases=["tcp"])
-def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> None:
+def test_ranks_join_after_a_hundred_silent_connections(rendezvous: Rendezvous) -> None:
     found: dict[int, Link] = {}
     collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
@@ -163,7 +163,7 @@ def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> 
         each.close()
 
 
-def test_greeting_has_one_deadline_however_slowly_it_comes() -> None:
+def test_greeting_has_one_deadline_for_all_its_bytes() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     there.set_deadline(0.3)
     began = time.monotonic()
@@ -187,7 +187,7 @@ def test_greeting_has_one_deadline_however_slowly_it_comes() -> None:
 
 
 @pytest.mark.thorough
-def test_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
+def test_joined_rank_waits_longer_than_the_greeting_deadline(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greet = rendezvous_module.greet_worker
@@ -207,16 +207,14 @@ def test_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
         each.close()
 
 
-def test_who_does_not_come_is_named(rendezvous: Rendezvous) -> None:
+def test_missing_ranks_are_named(rendezvous: Rendezvous) -> None:
     with pytest.raises(ConfigError, match=r"rank 1, 2 of 3 did not connect within 0\.2 s"):
         rendezvous.collect([], 0.2)
     with pytest.raises(ConfigError, match="rank 1 of 3 ended with exit code 3 before it connected"):
         rendezvous.collect([Gone(), Gone()], PATIENCE)
 
 
-def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_rank_is_disconnected(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for an engine that will not be: some launchers cannot kill."""
     greeted, given_up = threading.Event(), threading.Event()
     greet = rendezvous_module.greet_worker
@@ -245,7 +243,7 @@ def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
     links[0].close()
 
 
-def test_port_that_is_taken_is_named() -> None:
+def test_occupied_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -273,7 +271,7 @@ def send_for_ever(link: Link) -> None:
 
 
 @pytest.mark.thorough
-def test_link_that_nobody_reads_ends_at_its_deadline() -> None:
+def test_unread_link_ends_at_its_deadline() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     here.settle(0.3)
     began = time.monotonic()

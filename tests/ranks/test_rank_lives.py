@@ -110,7 +110,7 @@ def pair(folder: Path) -> Iterator[InferenceEngine]:
 
 
 @pytest.mark.thorough
-def test_update_that_one_rank_cannot_take_changes_none(
+def test_update_rejected_by_one_rank_changes_no_rank(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is out while a slice is put aside, then while old weights are: no rank has
@@ -146,7 +146,7 @@ def test_update_that_one_rank_cannot_take_changes_none(
     assert pair.generate([[5, 6, 7]], params)[0].logprobs != quiet.logprobs
 
 
-def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
+def test_operations_on_the_whole_model_are_rejected(pair: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest, match="PolicyModel is not possible with several ranks"):
         PolicyModel(pair)
     with pytest.raises(InvalidRequest, match="replay is not possible with several ranks"):
@@ -157,7 +157,7 @@ def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
 @pytest.mark.parametrize(
     "problem", [ModelLoadError("/models/m is missing"), ValueError("unforeseen")]
 )
-def test_rank_that_cannot_be_built_is_told_of(
+def test_failed_rank_construction_is_reported(
     folder: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: EngineConfig) -> None:
@@ -176,7 +176,7 @@ def test_rank_that_cannot_be_built_is_told_of(
 
 
 @pytest.mark.thorough
-def test_numerics_of_all_ranks_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numerics_agree_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = shard.plan_engine
 
     def differs(config: EngineConfig) -> Any:

@@ -105,7 +105,7 @@ def new_weights(folder: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.thorough
-def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
+def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
     """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep:
     as one rank does.
     """
@@ -180,7 +180,7 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
 
 
 @pytest.mark.slow
-def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
+def test_rank_death_during_an_update_ends_the_engine(engines: Any, folder: str) -> None:
     engine: InferenceEngine = engines(backend="reference", tensor_parallel=2)
     (worker,) = workers()
     engine.add_request([2] * 5, LONG)
@@ -198,7 +198,7 @@ def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
         run_to_the_end(engine)
 
 
-def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
+def test_rank_construction_error_reaches_the_caller(folder: str) -> None:
     with pytest.raises(
         ConfigError,
         match="tensor_parallel=8 exceeds the model's 4 attention heads; use at most 4",
@@ -210,7 +210,7 @@ def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_with_an_engine_that_nobody_shut_down(folder: str) -> None:
+def test_workers_end_with_an_abandoned_engine(folder: str) -> None:
     engine = InferenceEngine(EngineConfig(folder, device="cpu", tensor_parallel=2, num_threads=1))
     assert len(workers()) == 1
     del engine
@@ -242,7 +242,7 @@ def test_workers_end_with_rank_0(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(
+def test_worker_removes_the_rendezvous_if_rank_0_is_killed(
     tmp_path: Path,
 ) -> None:
     place = tmp_path / "meeting"

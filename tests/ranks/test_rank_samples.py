@@ -21,7 +21,7 @@ def tokens(first: int, **more: object) -> SampledTokens:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_every_bit_comes_back(full: bool) -> None:
+def test_samples_round_trip_bit_for_bit(full: bool) -> None:
     more = {
         "masks": [(1, 2), ()],
         "top": [([7, 8], [-0.25, -math.inf]), ([9, 1], [-0.5, -1 / 3])],
@@ -47,7 +47,7 @@ def test_every_bit_comes_back(full: bool) -> None:
     ]
 
 
-def test_nan_stays_one() -> None:
+def test_nan_payload_survives() -> None:
     sent = SampledTokens([1], [math.nan], [math.nan], [0.0])
     assert math.isnan(from_message(to_message(sent)).logprobs[0])
 

@@ -76,7 +76,7 @@ def share_right(engine: InferenceEngine, kind: str) -> float:
 
 @pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_learn_what_the_policy_draws(
+def test_heads_learn_policy_samples(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
 ) -> None:
     """Agreement rises as the trainer measures it, and as an engine meets it that drafts with them
@@ -112,7 +112,7 @@ def test_heads_learn_what_the_policy_draws(
 
 @pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_of_few_tokens(
+def test_heads_train_on_few_tokens(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
 ) -> None:
     known = frequent_tokens(samples, 20, VOCAB)
@@ -128,7 +128,7 @@ def test_heads_of_few_tokens(
         assert share_right(live, kind) > 0.1
 
 
-def test_training_computes_what_drafting_computes(model: Path, tmp_path: Path) -> None:
+def test_training_and_drafting_compute_the_same_logits(model: Path, tmp_path: Path) -> None:
     """With every norm and switch; row by row against the engine's own."""
     config, tensors = eagle_of_speculators(vocab=VOCAB)
     config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
@@ -161,7 +161,7 @@ def test_training_computes_what_drafting_computes(model: Path, tmp_path: Path) -
     assert compared == {at: expected[at] for at in compared}
 
 
-def test_places_of_medusa_read_the_same_row(engine: InferenceEngine, tmp_path: Path) -> None:
+def test_medusa_heads_read_the_same_row(engine: InferenceEngine, tmp_path: Path) -> None:
     folder = write_heads(tmp_path / "heads", *medusa_of_vllm(vocab=VOCAB))
     trainer = DraftTrainer.from_folder(engine, folder)
     assert isinstance(trainer.spec, MedusaSpec)
@@ -183,16 +183,14 @@ def test_places_of_medusa_read_the_same_row(engine: InferenceEngine, tmp_path: P
         ({"known_tokens": [3, 24]}, "known_tokens must be ids from 0 to 23"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(
+def test_trainer_rejects_untrainable_models(
     engine: InferenceEngine, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         DraftTrainer(engine, **options)
 
 
-def test_nothing_to_learn_from_is_refused(
-    engine: InferenceEngine, model: Path, tmp_path: Path
-) -> None:
+def test_trainer_rejects_empty_data(engine: InferenceEngine, model: Path, tmp_path: Path) -> None:
     trainer = DraftTrainer(engine, "medusa")
     with pytest.raises(InvalidRequest, match="no samples with a completion"):
         trainer.train([])

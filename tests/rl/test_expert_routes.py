@@ -121,7 +121,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", SCHEDULES)
-def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
+def test_backward_uses_the_experts_of_the_engine(
     folder: Path, routed: list[Tensor], used: list[Any], options: dict[str, Any]
 ) -> None:
     with build(folder, dtype="bfloat16", **(MIXED | {"backend": options["backend"]})) as engine:
@@ -145,7 +145,7 @@ def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
 
 
 @pytest.mark.thorough
-def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
+def test_gradients_equal_transformers_with_the_same_experts(
     folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 at the rounded weights; by its own choices its gradients are others."""
@@ -191,7 +191,7 @@ def difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return (sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
 
 
-def test_rows_without_the_engines_choice_are_an_error() -> None:
+def test_rows_without_recorded_experts_are_an_error() -> None:
     chosen = torch.tensor([[[0, 1]], [[1, 3]]], dtype=torch.int16)
     first = ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen)
     with pytest.raises(RuntimeError, match="other experts"):
@@ -206,7 +206,7 @@ def test_rows_without_the_engines_choice_are_an_error() -> None:
 @pytest.mark.parametrize(
     "fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]]
 )
-def test_record_that_holds_no_choice_is_an_error(
+def test_empty_expert_record_is_an_error(
     folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(folder, dtype="bfloat16", backend="reference") as engine:
@@ -221,7 +221,7 @@ def test_record_that_holds_no_choice_is_an_error(
 
 
 @pytest.mark.thorough
-def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> None:
+def test_sample_experts_are_checked_against_the_model(folder: Path) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1, routed_experts=True)
     options: dict[str, Any] = {"dtype": "bfloat16", "enable_return_routed_experts": True}
     with build(folder, **options) as engine:

@@ -53,7 +53,7 @@ def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float
 
 @pytest.mark.thorough(cases=["phi3"])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
-def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_gradients_of_every_family_equal_transformers(tmp_path: Path, family: str) -> None:
     """Sequences longer than the windows, in several micro-batches, at a temperature."""
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
     ]
 )
 @pytest.mark.parametrize("family", CASES)
-def test_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
+def test_gradients_of_large_weights_equal_transformers(tmp_path: Path, family: str) -> None:
     """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
@@ -107,7 +107,7 @@ def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_gradients_of_smollm2_are_those_of_transformers() -> None:
+def test_gradients_of_smollm2_equal_transformers() -> None:
     sequences = [
         [1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))
     ]
@@ -122,9 +122,7 @@ def test_gradients_of_smollm2_are_those_of_transformers() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_gradients_do_not_depend_on_threads_or_schedule(tmp_path: Path, dtype: str) -> None:
     """Matrices are large enough for torch to split them; five rows are where its bits depend on
     that (seen in 2.13).
     """
@@ -160,7 +158,7 @@ def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
     assert all(each == found[0] for each in found[1:])
 
 
-def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_gradients_are_near_float32_gradients(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, dtype=torch.bfloat16, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
         rounded = gradients(PolicyModel(engine, gradient_dtype=torch.bfloat16))
@@ -171,7 +169,7 @@ def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_pa
     assert all(bits(other[name]) == bits(grad) for name, grad in exact.items())
 
 
-def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:
+def test_gradients_pass_through_the_cast_unchanged(tmp_path: Path) -> None:
     """Masters with more digits than the engine's weights get the gradient at the rounded values."""
     folder = tiny_llama(tmp_path, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
@@ -184,7 +182,7 @@ def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:
     assert all(bits(at_masters[name]) == bits(grad) for name, grad in at_rounded.items())
 
 
-def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
+def test_gradients_are_limited_to_requested_parameters(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path)) as engine:
         model = PolicyModel(engine)
         whole = gradients(model)
@@ -199,7 +197,7 @@ def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
 
 
-def test_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
+def test_unused_logprobs_have_zero_gradients(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path)) as engine:
         model = PolicyModel(engine)
         logprobs = model.logprobs([[5, 6, 7]])[0]
@@ -212,7 +210,7 @@ TREES = st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=9), max_size=8
 
 @settings(max_examples=at_depth(100), deadline=None)
 @given(sequences=TREES, max_rows=st.integers(1, 30), seed=st.integers(0, 999))
-def test_micro_batches_hold_every_gradient_once_on_its_own_path(
+def test_micro_batches_cover_every_gradient_once(
     sequences: list[list[int]], max_rows: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -247,7 +245,7 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
 
 @pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
-def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
+def test_long_sequences_use_linear_memory(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computing a layer again changes no bit, and no mask has more rows than are computed at

@@ -55,7 +55,7 @@ def draw(engine: InferenceEngine, temperature: float, grammar: Grammar) -> list[
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", [{}, CHUNKED])
-def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
+def test_grammar_scores_equal_sampled_logprobs_bit_for_bit(
     folder: Path, backend: str, schedule: dict[str, Any]
 ) -> None:
     with build(folder, backend=backend) as engine:
@@ -80,7 +80,7 @@ def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_sequences_of_several_grammars_and_none_share_what_is_common(folder: Path) -> None:
+def test_sequences_with_different_grammars_share_a_prefix(folder: Path) -> None:
     """The same tokens under two grammars, from two positions, and beside free ones."""
     with build(folder) as engine:
         grammars = [Grammar.regex("[0-9]{4,8}"), Grammar.regex("[0-9a-f]{2,9}"), None]
@@ -123,7 +123,7 @@ def test_grammar_may_begin_at_the_first_token(folder: Path) -> None:
         ("123456789", False, "at position 8 of sequence 0 is not in its grammar"),
     ],
 )
-def test_tokens_that_a_grammar_does_not_allow_are_named(
+def test_tokens_outside_the_grammar_are_named(
     folder: Path, text: str, ends: bool, reason: str
 ) -> None:
     with build(folder) as engine:
@@ -138,7 +138,7 @@ def test_tokens_that_a_grammar_does_not_allow_are_named(
             score(engine, [ids], grammar=GRAMMARS["regex"])
 
 
-def test_bad_grammars_are_refused(folder: Path) -> None:
+def test_bad_grammars_are_rejected(folder: Path) -> None:
     with build(folder) as engine:
         bad: list[tuple[Any, str]] = [
             ("[0-9]", "must be a Grammar"),
@@ -153,9 +153,7 @@ def test_bad_grammars_are_refused(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_policy_models_logprobs_are_the_engines_after_every_step(
-    folder: Path, backend: str
-) -> None:
+def test_policy_model_matches_the_engine_after_every_step(folder: Path, backend: str) -> None:
     with build(folder, backend=backend) as engine:
         model = PolicyModel(engine, micro_batch_tokens=64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -179,7 +177,7 @@ def test_policy_models_logprobs_are_the_engines_after_every_step(
             model.publish()
 
 
-def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
+def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
     """Also where one row is scored under two masks."""
     from transformers import AutoModelForCausalLM
 
@@ -217,7 +215,7 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_samples_under_grammars_are_made_again(folder: Path, backend: str) -> None:
+def test_samples_under_grammars_are_replayed(folder: Path, backend: str) -> None:
     with build(folder, backend=backend, max_chunk_tokens=7) as engine:
         samples = [
             sample

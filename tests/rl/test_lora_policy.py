@@ -48,7 +48,9 @@ def strong_policy(engine: InferenceEngine, **options: Any) -> LoraPolicy:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, dtype: Any) -> None:
+def test_logprobs_equal_the_engine_bit_for_bit(
+    tmp_path: Path, backend: Backend, dtype: Any
+) -> None:
     with engine_of(tiny_llama(tmp_path), backend, dtype=dtype) as engine:
         policy = strong_policy(engine, name="own")
         assert policy.publish().version == 1
@@ -69,7 +71,7 @@ def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, d
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_peft(tmp_path: Path, family: str) -> None:
+def test_gradients_equal_peft(tmp_path: Path, family: str) -> None:
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     sequences = strong_prompts(oracle.get_input_embeddings().num_embeddings, (9, 40))
@@ -126,7 +128,7 @@ def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
         )  # the base is as it was
 
 
-def test_folder_is_read_again(tmp_path: Path) -> None:
+def test_saved_adapter_folder_can_be_loaded(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", "llama")
     with engine_of(folder) as engine:
         policy = strong_policy(engine)
@@ -157,7 +159,7 @@ def test_folder_is_read_again(tmp_path: Path) -> None:
         assert all(bool(param.isfinite().all()) for param in other.parameters())
 
 
-def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
+def test_lora_policy_rejects_modules_without_gradients(tmp_path: Path) -> None:
     for family, expected in (
         ("qwen3-moe", "it has experts"),
         ("lfm2", "layers that carry a state"),
@@ -174,7 +176,7 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
             LoraPolicy(engine, LoraSettings(rank=2, targets=("wq",)))
 
 
-def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
+def test_lora_policy_obeys_the_adapter_rules(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), max_loras=1) as engine:
         policy = strong_policy(engine)
         with pytest.raises(AdapterError, match="kv_policy='wait' must be one of"):
@@ -186,7 +188,7 @@ def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> Non
         strong_policy(engine).publish()
 
 
-def test_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
+def test_gradient_uses_the_scored_weights(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
         policy, name = strong_policy(engine), "model.layers.0.self_attn.q_proj.weight"
         weight = load_file(tmp_path / "model.safetensors")[name]

@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     constant=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_write_that_changes_a_bit_is_seen(
+def test_states_detect_every_changed_bit(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     write: Any,
@@ -78,9 +78,7 @@ def test_every_write_that_changes_a_bit_is_seen(
 
 
 @pytest.mark.parametrize("row", [1, 2, 3, 8])
-def test_rows_and_their_words_do_not_stand_for_each_other(
-    row: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_distinguish_rows_from_words(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair of numbers of a tensor of several rows, with a tail: changed places, and changed
     signs.
     """

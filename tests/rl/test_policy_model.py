@@ -69,7 +69,7 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
+def test_publish_makes_engine_logprobs_equal_the_model(
     tmp_path: Path, family: str, backend: str, dtype: str
 ) -> None:
     with build(
@@ -125,7 +125,7 @@ def swap_rows(matrix: Tensor) -> None:
         ),
     ],
 )
-def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
+def test_parameter_change_of_any_kind_is_detected(folder: Path, step: Step) -> None:
     """And prefixes that older parameters computed are not found again."""
     with build(folder, block_size=4) as engine:
         model = PolicyModel(engine)
@@ -153,7 +153,7 @@ def test_parameters_are_packed_only_when_they_changed(
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie: bool) -> None:
+def test_names_and_initial_values_come_from_the_checkpoint(tmp_path: Path, tie: bool) -> None:
     folder = tiny_llama(tmp_path, tie=tie)
     checkpoint = load_file(folder / "model.safetensors")
     with build(folder, dtype="bfloat16") as engine:
@@ -171,7 +171,7 @@ def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie:
         assert torch.equal(state[name].bfloat16(), served[name])
 
 
-def test_first_values_are_the_engines_where_it_serves_others(folder: Path) -> None:
+def test_initial_values_come_from_an_updated_engine(folder: Path) -> None:
     changed = family_weights(llama_config(), seed=9)
     changed = {name: changed[name] for name in list(changed)[3:7]}
     with build(folder, dtype="bfloat16") as engine:
@@ -197,7 +197,7 @@ def test_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
         model.logprobs([[5, 6]])
 
 
-def test_without_gradients_there_is_no_graph(folder: Path) -> None:
+def test_logprobs_under_no_grad_build_no_graph(folder: Path) -> None:
     with build(folder) as engine:
         model = PolicyModel(engine)
         with torch.no_grad():
@@ -222,7 +222,7 @@ def test_parameters_that_change_before_backward_are_an_error(folder: Path) -> No
             loss.backward()
 
 
-def test_two_models_of_one_engine_do_not_meet(folder: Path) -> None:
+def test_models_of_one_engine_are_independent(folder: Path) -> None:
     with build(folder) as engine:
         one, other = PolicyModel(engine), PolicyModel(engine)
         first = [bits(each) for each in one.logprobs(SEQUENCES)]
@@ -251,7 +251,7 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
     assert [sample.logprobs for sample in found] == [sample.logprobs for sample in alone]
 
 
-def test_bad_arguments_are_refused(folder: Path) -> None:
+def test_bad_arguments_are_rejected(folder: Path) -> None:
     with build(folder) as engine:
         model = PolicyModel(engine)
         with pytest.raises(InvalidRequest, match="token id 300"):
@@ -266,7 +266,7 @@ def test_bad_arguments_are_refused(folder: Path) -> None:
                 PolicyModel(engine, **options)
 
 
-def test_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
+def test_closed_model_returns_memory_to_the_engine(folder: Path) -> None:
     with build(folder) as engine:
         before = set(engine.runner.models)
         model = PolicyModel(engine)
@@ -282,7 +282,7 @@ def test_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
-def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
+def test_saved_checkpoint_equals_the_published_weights(tmp_path: Path, family: str) -> None:
     """For another engine, to the bit; and transformers finds every tensor."""
     from transformers import AutoModelForCausalLM
 
@@ -314,7 +314,7 @@ def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> 
     assert loaded.dtype == torch.bfloat16
 
 
-def test_masters_resume_a_run_without_a_rounding(tmp_path: Path) -> None:
+def test_masters_resume_a_run_without_rounding(tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / "source")
     saved = tmp_path / "saved"
     generator = torch.Generator().manual_seed(3)
@@ -348,7 +348,7 @@ def test_masters_of_another_model_change_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
+def test_checkpoint_is_not_saved_next_to_shards(tmp_path: Path) -> None:
     """The index would go on naming them, and they would be loaded."""
     source = tiny_llama(tmp_path / "source")
     with build(source) as engine:
@@ -360,7 +360,7 @@ def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
                 model.save_pretrained(tmp_path / name)
 
 
-def test_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
+def test_checkpoint_saved_from_a_converted_file_keeps_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_llama(tmp_path / "source")
@@ -378,9 +378,7 @@ def test_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
     "family",
     ["phi3", "glm4", "qwen2-moe", "granite-moe", "granite-moe-shared", "gpt-oss", "deepseek-v3"],
 )
-def test_fused_tensors_and_experts_are_saved_as_checkpoints_have_them(
-    tmp_path: Path, family: str
-) -> None:
+def test_fused_tensors_and_experts_keep_the_checkpoint_layout(tmp_path: Path, family: str) -> None:
     """What transformers reads computes the same as what the engine reads, which is what was
     published.
     """

@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.thorough(but=["reference-bfloat16-int4-llama", "reference-float32-int8-32-llama"])
 @pytest.mark.parametrize(("backend", "dtype", "quantization", "family"), CASES)
-def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
+def test_publish_makes_quantized_logprobs_equal_the_model(
     tmp_path: Path, backend: str, dtype: str, quantization: str, family: str
 ) -> None:
     folder = tiny_model(tmp_path, family)
@@ -59,9 +59,7 @@ def dequantised(model: PolicyModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_gradients_are_those_of_a_plain_model_of_the_numbers_that_codes_stand_for(
-    tmp_path: Path, quantization: str
-) -> None:
+def test_gradients_equal_those_of_the_dequantized_model(tmp_path: Path, quantization: str) -> None:
     folder = tiny_llama(tmp_path / "full")
     with build(folder, backend="reference", quantization=quantization) as engine:
         model = PolicyModel(engine)
@@ -76,7 +74,7 @@ def test_gradients_are_those_of_a_plain_model_of_the_numbers_that_codes_stand_fo
         assert torch.equal(grad, expected[name]), name
 
 
-def test_what_is_saved_serves_the_bits_that_were_published(tmp_path: Path) -> None:
+def test_saved_checkpoint_serves_the_published_bits(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "full")
     options = {"backend": "reference", "dtype": "bfloat16", "quantization": "int4"}
     with build(folder, **options) as engine:
@@ -97,7 +95,7 @@ def test_what_is_saved_serves_the_bits_that_were_published(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_it_starts_with_the_codes_that_an_updated_engine_serves(
+def test_model_starts_with_the_codes_of_an_updated_engine(
     tmp_path: Path, quantization: str, dtype: str
 ) -> None:
     with build(tiny_llama(tmp_path), backend="cpu", dtype=dtype, quantization=quantization) as one:
@@ -106,7 +104,7 @@ def test_it_starts_with_the_codes_that_an_updated_engine_serves(
         assert own == reported
 
 
-def test_bits_of_a_swapped_parameter_follow(tmp_path: Path) -> None:
+def test_swapped_parameter_updates_the_bits(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path), backend="reference", quantization="int8") as engine:
         model = PolicyModel(engine)
         before = bits(model.logprobs([[3, 4, 5, 6]])[0])

@@ -129,7 +129,7 @@ def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
         st.tuples(st.integers(1, 40), parameters(), st.integers(1, 3)), min_size=1, max_size=3
     ),
 )
-def test_any_sample_is_made_again_beside_live_requests(
+def test_replay_reproduces_samples_next_to_live_requests(
     engine: InferenceEngine, requests: list[tuple[int, SamplingParams, int]]
 ) -> None:
     live = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
@@ -154,7 +154,7 @@ def test_any_sample_is_made_again_beside_live_requests(
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "qwen3", "mistral"])
 @NEEDS_COMPILER
-def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> None:
+def test_replay_covers_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> None:
     tiny_model(tmp_path, family, max_position_embeddings=300)
     engine = build(model_path=str(tmp_path), dtype="bfloat16", backend="cpu", block_size=16)
     long = MOST_ROWS + 20  # more than one chunk, longer than any window
@@ -175,7 +175,9 @@ def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> Non
     at=st.tuples(st.integers(1, 7)) | st.tuples(st.integers(1, 7), st.integers(10, 15)),
     keep=st.lists(st.booleans(), min_size=2, max_size=2),
 )
-def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> None:
+def test_replay_reproduces_mixed_versions(
+    build: Build, at: tuple[int, ...], keep: list[bool]
+) -> None:
     engine = build(backend="reference")
     engine.add_request(
         PROMPT, SamplingParams(max_tokens=18, seed=1, ignore_eos=True, raw_logprobs=True), 2
@@ -200,7 +202,7 @@ def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> 
         )
 
 
-def test_weights_come_as_state_dicts_folders_and_functions(build: Build, tmp_path: Path) -> None:
+def test_replay_accepts_state_dicts_folders_and_functions(build: Build, tmp_path: Path) -> None:
     first = build(backend="reference")
     samples = first.generate([PROMPT] * 2, SamplingParams(max_tokens=6))
     first.update_weights(NEW, version=7)
@@ -261,7 +263,7 @@ def test_missing_versions_are_all_named(build: Build) -> None:
             replay(engine, mixed, weights={3: weights, 5: NEW})
 
 
-def test_what_does_not_say_enough_is_refused(build: Build) -> None:
+def test_replay_rejects_incomplete_samples(build: Build) -> None:
     engine = build(backend="reference")
     sample = engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
     span = VersionSpan(0, 0, 24)
@@ -304,7 +306,7 @@ def test_what_does_not_say_enough_is_refused(build: Build) -> None:
         replay(engine, sample)
 
 
-def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
+def test_appended_tokens_are_replayed_verbatim(build: Build) -> None:
     """A second turn: what a request for the whole conversation draws is what the sample goes on
     with.
     """
@@ -339,7 +341,7 @@ def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
     )
 
 
-def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
+def test_replay_reproduces_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     engine = build(backend="reference")
     request = engine.add_request(PROMPT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     for _ in range(5):
@@ -368,7 +370,7 @@ def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     ]
 
 
-def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path: Path) -> None:
+def test_reference_logprobs_are_replayed(build: Build, folder: Path, tmp_path: Path) -> None:
     other = write_model(
         tmp_path / "other", llama_config(layers=3), llama_weights(llama_config(layers=3), seed=4)
     )
@@ -381,7 +383,7 @@ def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path:
     )
 
 
-def test_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
+def test_changed_token_of_a_sample_is_located(build: Build) -> None:
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=8, top_k=20, raw_logprobs=True, sampling_mask=True, top_logprobs=2, prompt_logprobs=True,

@@ -69,7 +69,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[Any]]:
 
 
 @pytest.mark.parametrize("options", SCHEDULES)
-def test_targets_have_the_bits_of_continuations(folder: Path, options: dict[str, Any]) -> None:
+def test_targets_equal_continuations_bit_for_bit(folder: Path, options: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
     with InferenceEngine(EngineConfig(str(folder), **(fields | options))) as engine:
 
@@ -88,7 +88,7 @@ def test_targets_have_the_bits_of_continuations(folder: Path, options: dict[str,
         check()
 
 
-def test_targets_at_a_temperature_and_from_the_first_token(engine: InferenceEngine) -> None:
+def test_targets_support_temperature_and_the_first_token(engine: InferenceEngine) -> None:
     ids = [3, 4, 5, 6]
     given = [[7, 8], [4, 9], [4, 4], [10, 3]]
     (found,) = score(engine, [ids], targets=[given], temperature=0.7)
@@ -115,7 +115,7 @@ def test_equal_targets_are_scored_once(engine: InferenceEngine) -> None:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> None:
+def test_gradients_of_targets_equal_peft(tmp_path: Path, family: str) -> None:
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     vocab = oracle.get_input_embeddings().num_embeddings
@@ -154,7 +154,7 @@ def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> 
             assert difference < 1e-4 * expected[name].norm(), name
 
 
-def test_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
+def test_policy_model_has_gradients_of_targets(folder: Path) -> None:
     """A column that repeats the sequence's own tokens has the gradient of those tokens."""
     ids = [3, 4, 5, 6, 7, 8]
     found: list[list[Tensor]] = []

@@ -114,7 +114,7 @@ def breaks(operation: str, layer: int | None = None) -> Break:
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
-def test_first_operation_that_differs_is_named(
+def test_trace_names_the_first_differing_operation(
     build: Callable[..., InferenceEngine], broken: Break, layer: int | None, operation: str
 ) -> None:
     engine = build(broken=broken)
@@ -126,7 +126,7 @@ def test_first_operation_that_differs_is_named(
     assert f"layer {layer}" in str(found) or layer is None
 
 
-def test_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_stored_keys_and_values(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def rope_and_store(*arguments: Any) -> Tensor:
             q = ops.rope_and_store(*arguments)
@@ -145,7 +145,7 @@ def test_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> 
     assert (found.layer, found.operation) == (1, "rope_and_store")
 
 
-def test_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_the_draw(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def sample(hidden: Tensor, *arguments: Any) -> Any:
             draw = ops.sample(hidden, *arguments)
@@ -163,7 +163,7 @@ def test_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_where_all_keep_the_law_the_weights_are_named(
+def test_trace_names_the_weights_if_every_operation_agrees(
     build: Callable[..., InferenceEngine], family: str, dtype: str
 ) -> None:
     engine = build(family=family, backend="cpu", dtype=dtype)
@@ -185,7 +185,7 @@ def test_where_all_keep_the_law_the_weights_are_named(
 @pytest.mark.parametrize(
     ("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))]
 )
-def test_compiled_decoder_is_held_against_its_operations(
+def test_compiled_decoder_is_compared_with_its_operations(
     build: Callable[..., InferenceEngine], rows: int, schedules: tuple[str, str]
 ) -> None:
     """Compiled batches of so many rows are wrong."""
@@ -214,7 +214,7 @@ def test_compiled_decoder_is_held_against_its_operations(
 
 
 @NEEDS_COMPILER
-def test_threads_are_looked_at(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_thread_counts(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         return replace(ops, linear=lambda *given: other_bits(ops.linear(*given)))
 

@@ -27,7 +27,7 @@ def adapted(folder: Path, family: str, *modules: str) -> Any:
 
 
 @torch.no_grad()
-def test_adapter_that_was_merged_before_stays_merged(tmp_path: Path) -> None:
+def test_merged_adapter_stays_merged(tmp_path: Path) -> None:
     model = adapted(tmp_path, "llama", "q_proj")
     with whole_weights(model) as weights:
         expected = weights[NAME].clone()
@@ -39,7 +39,7 @@ def test_adapter_that_was_merged_before_stays_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_adapter_of_a_tied_tensor_is_refused(tmp_path: Path, module: str) -> None:
+def test_adapter_of_a_tied_tensor_is_rejected(tmp_path: Path, module: str) -> None:
     model = adapted(tmp_path, "gemma2", "q_proj", module)
     told = pytest.raises(ConfigError, match=f"an adapter of .*{module}.* cannot be merged")
     with told, whole_weights(model):

@@ -36,7 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
 
 
 @pytest.mark.thorough
-def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEngine) -> None:
+def test_samples_are_replayed_and_scored_bit_for_bit(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.8, raw_logprobs=True, ignore_eos=True)
     samples = engine.generate([PROMPT], params, 2)
     for sample in samples:
@@ -50,7 +50,7 @@ def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEng
 
 
 @pytest.mark.thorough
-def test_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
+def test_policy_model_matches_samples_and_its_update_is_served(
     engine: InferenceEngine,
 ) -> None:
     policy = PolicyModel(engine)

@@ -61,14 +61,14 @@ def check(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "adapter"])
-def test_every_rollout_is_of_the_trainers_own_weights(kind: str, tmp_path: Path) -> None:
+def test_rollouts_use_the_current_trainer_weights(kind: str, tmp_path: Path) -> None:
     (seen,) = trained(kind, tmp_path)
     check(seen)
     assert seen["base_kept"]  # merging leaves no trace in what is not trained
     assert len(set(seen["rewards"])) > 1
 
 
-def test_two_processes_have_an_engine_each(tmp_path: Path) -> None:
+def test_processes_have_separate_engines(tmp_path: Path) -> None:
     one, other = trained("full", tmp_path, processes=2)
     check(one)
     check(other)

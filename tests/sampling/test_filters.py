@@ -64,7 +64,7 @@ def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set
 @example([0.0] * 40, 0, 0.31, 0.0)
 @example([1.0, 1.0, 1.0, 0.75], 0, 1.0, 1.0)
 @example([0.0, -math.inf, 0.0], 0, 1.0, 0.0)
-def test_agrees_with_the_filters_written_down(
+def test_filters_agree_with_the_plain_definitions(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     assert kept(logits, top_k, top_p, min_p) == expected(logits, top_k, top_p, min_p)
@@ -75,7 +75,7 @@ def test_agrees_with_the_filters_written_down(
     rows=st.lists(st.tuples(st.integers(0, 2**20), TOP_K, TOP_P, MIN_P), min_size=1, max_size=20),
     vocab_size=st.sampled_from([5, 64, 301]),
 )
-def test_row_is_the_same_alone_and_among_others(
+def test_row_does_not_depend_on_its_neighbors(
     rows: list[tuple[int, int, float, float]], vocab_size: int
 ) -> None:
     def draw(seed: int) -> Tensor:
@@ -102,7 +102,7 @@ def test_top_k_keeps_exactly_k(logits: list[float], top_k: int) -> None:
 
 @CALM
 @given(logits=LOGITS, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P)
-def test_first_stays_and_masked_ones_never_do(
+def test_best_token_stays_and_masked_tokens_never_do(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     ids = kept(logits, top_k, top_p, min_p)
@@ -110,7 +110,7 @@ def test_first_stays_and_masked_ones_never_do(
     assert all(logits[i] > -math.inf for i in ids)
 
 
-def test_top_k_prefers_the_lower_id_among_equals() -> None:
+def test_top_k_breaks_ties_by_the_lower_id() -> None:
     assert kept([0.0, 1.0, 1.0, 1.0, 0.0], top_k=2) == {1, 2}
 
 
@@ -121,7 +121,7 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it() -> None:
     assert kept(quarters, top_p=1e-6) == {0}
 
 
-def test_top_p_counts_the_mass_that_top_k_left() -> None:
+def test_top_p_applies_to_the_mass_left_by_top_k() -> None:
     probabilities = [0.3, 0.3, 0.2, 0.1, 0.1]
     logits = [math.log(p) for p in probabilities]
     assert kept(logits, top_p=0.55) == {0, 1}
@@ -129,7 +129,7 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
     assert kept(logits, top_p=0.70) == {0, 1, 2}
 
 
-def test_min_p_is_relative_to_the_first_after_the_others() -> None:
+def test_min_p_is_relative_to_the_best_remaining_token() -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.11, 0.09)]
     assert kept(logits, min_p=0.2) == {0, 1, 2}
     assert kept(logits, top_k=2, min_p=0.2) == {0, 1}
@@ -138,9 +138,9 @@ def test_min_p_is_relative_to_the_first_after_the_others() -> None:
     assert kept(logits, top_p=0.6, min_p=0.5) == {0, 1}
 
 
-def test_first_survives_a_top_p_that_rounds_to_zero() -> None:
+def test_best_token_survives_a_top_p_that_rounds_to_zero() -> None:
     assert kept([0.0, 1.0, 0.5], top_p=1e-46) == {1}
 
 
-def test_single_possible_token_survives_everything() -> None:
+def test_single_possible_token_survives_every_filter() -> None:
     assert kept([-math.inf, 2.0, -math.inf], top_k=1, top_p=0.01, min_p=1.0) == {1}

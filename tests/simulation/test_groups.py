@@ -38,7 +38,7 @@ def ends(workload: Workload) -> dict[int, int]:
     lookahead=st.integers(0, 1),
     wanted=st.booleans(),
 )
-def test_oldest_group_ends_as_if_it_were_alone(
+def test_oldest_group_is_not_delayed_by_others(
     first: Ask,
     others: list[Ask],
     tokens: int,
@@ -53,7 +53,7 @@ def test_oldest_group_ends_as_if_it_were_alone(
     assert ends(replace(alone, asks=[first, *others]))[0] == ends(alone)[0]
 
 
-def test_groups_of_a_shortage_come_one_after_the_other() -> None:
+def test_groups_run_in_turn_under_memory_shortage() -> None:
     """Not all of them at the very end."""
     config = SchedulerConfig(max_tokens_per_batch=8, block_size=4)
     asks = [Ask([1 + place], 12, num_samples=8, arrives=place) for place in range(4)]

@@ -23,7 +23,7 @@ from tests.simulation.workload import (
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("block", range(10))
-def test_random_workloads(block: int, cache_type: CacheType) -> None:
+def test_random_workloads_end_correctly(block: int, cache_type: CacheType) -> None:
     first = 100_000 + block * 30
     workloads = [random_workload(seed) for seed in range(first, first + at_depth(30))]
     outcomes = [run(replace(workload, cache_type=cache_type)) for workload in workloads]
@@ -88,7 +88,7 @@ SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]
 @pytest.mark.parametrize(
     ("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)]
 )
-def test_every_schedule_of_three_sequences_on_six_blocks(
+def test_schedules_of_three_sequences_on_six_blocks_end(
     cache_type: CacheType, lookahead: int, tokens: int, seqs: int, chunk: int | None
 ) -> None:
     config = SchedulerConfig(
@@ -128,7 +128,7 @@ TIGHT = [
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("tokens", "chunk"), [(8, None), (3, 2)])
 @pytest.mark.parametrize(("layout", "num_blocks", "num_units"), TIGHT)
-def test_every_schedule_of_three_sequences_in_the_least_memory(
+def test_schedules_of_three_sequences_in_tight_memory_end(
     cache_type: CacheType,
     lookahead: int,
     tokens: int,

@@ -36,7 +36,7 @@ def test_random_workloads_end_with_the_right_tokens(groups: int, cache_type: Cac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS)
-def test_three_thousand_random_workloads(groups: int) -> None:
+def test_random_workloads_end_correctly_three_thousand_times(groups: int) -> None:
     for seed in range(3000):
         run(with_groups(random_workload(seed), groups))
 
@@ -76,7 +76,7 @@ def run_all_of_three(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("groups", GROUPS)
-def test_many_schedules_of_three_sequences(groups: int) -> None:
+def test_schedules_of_three_sequences_are_correct_when_sampled(groups: int) -> None:
     for place, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):
         run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=37 + 2 * place)
 
@@ -86,7 +86,7 @@ def test_many_schedules_of_three_sequences(groups: int) -> None:
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("kv", LAYOUTS)
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_every_schedule_of_three_sequences(
+def test_schedules_of_three_sequences_are_all_correct(
     groups: int, limits: tuple[int, int, int | None], kv: dict[str, Any], cache_type: CacheType
 ) -> None:
     run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=1)
@@ -109,7 +109,7 @@ def endless_loop(lengths: list[int], groups: int, **limits: int) -> EngineLoop:
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_seqs", [1, 2, 5, 8, 13])
-def test_every_step_takes_its_share(num_seqs: int, groups: int) -> None:
+def test_step_takes_its_share_of_the_prompt(num_seqs: int, groups: int) -> None:
     """Newcomers spread at once, and later every sequence is in one of `groups` steps."""
     loop = endless_loop([3] * num_seqs, groups)
     sizes: list[int] = []
@@ -144,7 +144,7 @@ def test_long_prompt_is_in_every_step() -> None:
     assert chunks == [10] * 10
 
 
-def test_urgent_newcomer_need_not_wait_for_balance() -> None:
+def test_urgent_request_does_not_wait_for_balance() -> None:
     loop = endless_loop([3] * 4, 2, max_batch_size=4)
     for _ in range(4):
         loop.step()

@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_names_whose_products_it_has(
+def test_reference_names_the_vendor_of_its_matmul(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
@@ -48,7 +48,7 @@ def test_reference_names_whose_products_it_has(
             assert numerics_of(EngineConfig("m"), own, torch.float32, device).device == ends
 
 
-def test_mkl_is_told_to_keep_its_order_on_intels_processors_alone() -> None:
+def test_mkl_order_is_pinned_only_on_intel_processors() -> None:
     """And a caller's own setting stays."""
     code = "import os, nano_inference as n; print(n.system.processor.vendor(), os.environ.get('MKL_CBWR'))"
     for given in (None, "COMPATIBLE"):

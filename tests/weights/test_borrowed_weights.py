@@ -81,7 +81,7 @@ def at_next_step(
 
 
 @pytest.mark.parametrize("source", [from_file, mapped, owned])
-def test_blocking_update_that_waits_owns_its_tensors(
+def test_waiting_blocking_update_owns_its_tensors(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
     engine = build()
@@ -94,7 +94,7 @@ def test_blocking_update_that_waits_owns_its_tensors(
     assert_holds(engine, NEW)
 
 
-def test_blocking_update_that_comes_to_wait_owns_its_tensors(
+def test_blocking_update_copies_tensors_once_it_must_wait(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread's request arrives while the update is staged."""
@@ -116,7 +116,7 @@ def test_blocking_update_that_comes_to_wait_owns_its_tensors(
     assert_holds(engine, NEW)
 
 
-def test_blocking_update_that_need_not_wait_copies_nothing(build: Build) -> None:
+def test_immediate_blocking_update_copies_nothing(build: Build) -> None:
     engine = build()
     assert engine.update_weights(NEW, blocking=True, kv_policy="wait").staged_bytes == 0
     engine.add_request(PROMPT, drawn())
@@ -125,7 +125,7 @@ def test_blocking_update_that_need_not_wait_copies_nothing(build: Build) -> None
     drain(engine)
 
 
-def test_update_of_a_file_is_checked_as_it_was_copied(
+def test_file_update_is_checked_on_its_copy(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is written over between the check of a tensor and its copy."""
@@ -149,9 +149,7 @@ def test_update_of_a_file_is_checked_as_it_was_copied(
 
 
 @pytest.mark.parametrize("as_patches", [False, True])
-def test_served_tensors_may_change_places_through_a_transport(
-    build: Build, as_patches: bool
-) -> None:
+def test_served_tensors_may_be_swapped_through_a_transport(build: Build, as_patches: bool) -> None:
     """`state_dict` gives views: the first one is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
@@ -166,7 +164,7 @@ def test_served_tensors_may_change_places_through_a_transport(
     assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
 
 
-def test_norms_may_change_places_through_a_transport(build: Build) -> None:
+def test_norms_may_be_swapped_through_a_transport(build: Build) -> None:
     """Every backend serves norms as they are given."""
     engine = build()
     name = "model.layers.0.input_layernorm.weight"

@@ -106,7 +106,7 @@ def refused(
 
 
 @pytest.mark.thorough
-def test_one_group_carries_many_updates_and_outlives_what_is_refused(
+def test_group_carries_many_updates_and_survives_rejections(
     start: Start, manager: WeightSyncManager
 ) -> None:
     actions = [
@@ -157,7 +157,7 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
 
 
 @pytest.mark.thorough
-def test_who_sees_an_update_refused_may_begin_the_next_at_once(
+def test_rejected_update_can_be_followed_immediately(
     start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group of the one that was refused amid its bytes is closed by then, however long that
@@ -188,7 +188,7 @@ class SilentGroup:
         self.closed = True
 
 
-def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
+def test_leftover_of_an_update_does_not_end_the_next_group() -> None:
     receiver = BroadcastReceiver("tcp://127.0.0.1:1")
     group, next_group = SilentGroup(), SilentGroup()
     piece = wire.TensorInfo(NORM, torch.float32, (8,))
@@ -213,7 +213,7 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
         ("long", "a description of 10000000 bytes", True),
     ],
 )
-def test_trainer_that_fails_in_the_middle(
+def test_trainer_failure_mid_update_is_reported(
     start: Start, manager: WeightSyncManager, action: str, told: str, at_once: bool
 ) -> None:
     (child, address), (_, other_address) = start(action), start("newer")
@@ -242,9 +242,7 @@ def test_trainer_that_fails_in_the_middle(
 
 
 @pytest.mark.thorough
-def test_same_trainer_is_joined_again_after_the_engine_gave_up(
-    start: Start, manager: WeightSyncManager
-) -> None:
+def test_engine_rejoins_a_trainer_after_a_timeout(start: Start, manager: WeightSyncManager) -> None:
     child, address = start("new", "newer")
     receiver = BroadcastReceiver(address)
 
@@ -266,7 +264,7 @@ def test_same_trainer_is_joined_again_after_the_engine_gave_up(
 
 
 @pytest.mark.thorough
-def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
+def test_missing_trainer_is_an_error_before_the_deadline(manager: WeightSyncManager) -> None:
     store = serve_store(("127.0.0.1", free_port()), 5)
     address = f"tcp://127.0.0.1:{store.port}"
     assert refused(manager, BroadcastReceiver(address), "began no update within 1.5 s", 1.5) < 15
@@ -305,7 +303,7 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.thorough
-def test_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
+def test_trainer_may_pass_its_default_group(manager: WeightSyncManager) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.weights.trainer", address], stderr=subprocess.DEVNULL
@@ -321,7 +319,7 @@ def test_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> Non
         child.wait()
 
 
-def test_store_listens_on_loopback_alone() -> None:
+def test_store_listens_only_on_loopback() -> None:
     store = serve_store(("127.0.0.1", 0), 5)
     with socket.socket() as other:
         # would be in use if the store listened on every address
@@ -345,9 +343,7 @@ def step_until(
 
 
 @pytest.mark.thorough
-def test_requests_go_on_while_trainers_fail_and_then_see_the_update(
-    build: Build, start: Start
-) -> None:
+def test_requests_continue_while_trainers_fail(build: Build, start: Start) -> None:
     engine = build()
     (dying, address), (_, other) = start("kill"), start("new")
     old, new = build().generate(PROMPT, drawn(100))[0], build(NEW).generate(PROMPT, drawn(100))[0]

@@ -52,7 +52,7 @@ class EndsAsTheWaitDoes:
         return self.is_done
 
 
-def test_collective_that_ends_as_the_wait_for_it_does() -> None:
+def test_collective_may_end_with_its_timeout() -> None:
     ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(30.0))
     with pytest.raises(
         WeightTransferError, match="'a' did not arrive, the other side is gone: connection reset"
@@ -73,7 +73,7 @@ def store() -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[str]") -> None:
+def test_failed_group_leaves_nothing_open(store: "subprocess.Popen[str]") -> None:
     assert store.stdout is not None
     port = int(store.stdout.readline())
 
@@ -95,7 +95,7 @@ def test_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[st
 
 
 @pytest.mark.thorough
-def test_trainer_that_is_stopped_before_its_group_forms(store: "subprocess.Popen[str]") -> None:
+def test_trainer_can_be_stopped_before_its_group_forms(store: "subprocess.Popen[str]") -> None:
     assert store.stdin is not None
     assert store.stdout is not None
     port = int(store.stdout.readline())

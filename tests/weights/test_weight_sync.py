@@ -42,7 +42,9 @@ from tests.weights.weight_cases import (
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: bool) -> None:
+def test_update_changes_weights_in_place_and_bumps_the_version(
+    build: Build, blocking: bool
+) -> None:
     engine = build()
     before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in engine.model.params.items()}
     for version, weights in enumerate([NEW, NEWER, OLD], start=1):
@@ -56,7 +58,7 @@ def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: 
 @pytest.mark.parametrize(
     "names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]]
 )
-def test_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
+def test_partial_state_dict_changes_only_named_tensors(build: Build, names: list[str]) -> None:
     engine = build()
     engine.update_weights({name: NEW[name] for name in names})
     assert_holds(engine, OLD | {name: NEW[name] for name in names})
@@ -70,7 +72,7 @@ def test_other_floating_dtypes_are_cast(build: Build, dtype: torch.dtype) -> Non
     assert_holds(engine, given)
 
 
-def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> None:
+def test_update_accepts_parameters_and_strided_tensors(build: Build) -> None:
     engine = build()
     given = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
     engine.update_weights({**given, UP: NEW[UP].T.contiguous().T})
@@ -82,7 +84,7 @@ def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> No
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
+def test_served_tensors_may_be_swapped(build: Build, blocking: bool) -> None:
     """`state_dict` gives views: the first one is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
@@ -90,7 +92,7 @@ def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
     assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
 
 
-def test_callers_tensors_stay_the_callers(build: Build) -> None:
+def test_tensors_of_the_caller_are_not_retained(build: Build) -> None:
     engine = build()
     given = {name: tensor.clone() for name, tensor in NEW.items()}
     engine.update_weights(given, blocking=True)
@@ -132,7 +134,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize(("weights", "told"), REFUSED)
-def test_refused_update_leaves_the_old_version_serving(
+def test_rejected_update_keeps_the_old_version(
     build: Build, weights: Any, told: str, blocking: bool, running: bool
 ) -> None:
     expected = build().generate(PROMPT, drawn())[0]
@@ -174,7 +176,7 @@ def test_version_is_an_integer(build: Build, version: Any) -> None:
     assert_holds(engine, OLD)
 
 
-def test_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Path) -> None:
+def test_tied_head_is_accepted_if_it_equals_the_embedding(build: Build, tied: Path) -> None:
     engine = build(model_path=str(tied))
     engine.update_weights({EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING].clone()})
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
@@ -190,7 +192,7 @@ def test_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Pat
         {HEAD: NEW[EMBEDDING][:-1]},
     ],
 )
-def test_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
+def test_tied_head_that_differs_is_rejected(build: Build, tied: Path, weights: Weights) -> None:
     engine = build(model_path=str(tied))
     before = engine.generate(PROMPT, drawn())[0]
     with pytest.raises(WeightUpdateError, match=HEAD):
@@ -203,7 +205,7 @@ def test_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: We
 # -- order and ownership ---------------------------------------------------------------------------
 
 
-def test_what_is_staged_in_flight_is_a_copy(build: Build) -> None:
+def test_update_staged_in_flight_is_a_copy(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -232,7 +234,7 @@ def test_updates_are_applied_in_order(build: Build) -> None:
     assert drain(engine)[0].weight_versions[-1].version == 3
 
 
-def test_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None:
+def test_rejected_update_leaves_its_neighbors_in_flight(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -245,7 +247,7 @@ def test_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None
     assert_holds(engine, OLD | {UP: NEW[UP], NORM: NEW[NORM]})
 
 
-def test_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tied: Path) -> None:
+def test_tied_head_is_compared_with_the_pending_embedding(build: Build, tied: Path) -> None:
     """An update in flight changes the embedding; a head that equals the new one belongs to it."""
     engine = build(model_path=str(tied), lookahead=1)
     engine.add_request(PROMPT, greedy())
@@ -259,7 +261,7 @@ def test_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tie
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
 
 
-def test_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None:
+def test_sample_that_ends_during_an_update_is_not_lost(build: Build) -> None:
     engine = build(lookahead=1)
     request = engine.add_request(PROMPT, greedy(2))
     engine.step()
@@ -318,7 +320,7 @@ def test_updates_from_two_threads_have_two_versions(
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_blocking_update_serves_when_it_returns_also_after_another_threads(
+def test_blocking_update_is_live_after_one_of_another_thread(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other thread stands between staging its update and announcing it."""
@@ -384,7 +386,7 @@ def test_withdrawn_update_is_not_applied(build: Build) -> None:
 # -- the names of the first description ------------------------------------------------------------
 
 
-def test_manager_alone_stages_and_finishes(build: Build) -> None:
+def test_manager_stages_and_finishes_without_an_engine(build: Build) -> None:
     engine = build()
     manager = WeightSyncManager(engine.model)
     assert not manager.maybe_finish_sync()
@@ -397,7 +399,7 @@ def test_manager_alone_stages_and_finishes(build: Build) -> None:
     assert not manager.maybe_finish_sync()
 
 
-def test_sync_blocking_comes_after_what_is_pending(build: Build) -> None:
+def test_blocking_sync_follows_pending_updates(build: Build) -> None:
     engine = build()
     manager = WeightSyncManager(engine.model)
     manager.start_sync(NEW)

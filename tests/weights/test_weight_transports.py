@@ -57,13 +57,13 @@ def settled_threads() -> None:
 
 
 @pytest.mark.parametrize("version", [None, 6])
-def test_weights_that_are_here_arrive(manager: WeightSyncManager, version: int | None) -> None:
+def test_weights_arrive_in_process(manager: WeightSyncManager, version: int | None) -> None:
     update = receive_update(manager, InProcess(NEW, version=version), complete=True)
     assert update.result(PATIENCE) == manager.version == (version or 2)
     assert manager.checksum() == SUM_OF_NEW
 
 
-def test_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncManager) -> None:
+def test_unexpected_version_is_rejected(manager: WeightSyncManager) -> None:
     refused(
         receive_update(manager, InProcess(NEW, version=6), version=5),
         "sent weight version 6, expected 5",
@@ -72,7 +72,7 @@ def test_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncMana
     assert receive_update(manager, InProcess(NEW), version=5).result(PATIENCE) == 5
 
 
-def test_second_session_is_refused_while_one_receives(manager: WeightSyncManager) -> None:
+def test_second_session_is_rejected_while_one_receives(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -110,7 +110,7 @@ class Stuck:
 
 @pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("buckets", [0, 1, 7])
-def test_deadline_holds_where_a_transport_does_not(
+def test_deadline_is_enforced_on_a_stuck_transport(
     manager: WeightSyncManager, buckets: int
 ) -> None:
     before, stuck, began = manager.checksum(), Stuck(buckets), time.monotonic()
@@ -133,7 +133,9 @@ def test_deadline_holds_where_a_transport_does_not(
         ([{UP: NEW[UP]}, 3], "a bucket must be"),
     ],
 )
-def test_what_arrives_is_checked(manager: WeightSyncManager, weights: list[Any], told: str) -> None:
+def test_received_tensors_are_checked(
+    manager: WeightSyncManager, weights: list[Any], told: str
+) -> None:
     before = manager.checksum()
     refused(
         receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), told
@@ -143,7 +145,7 @@ def test_what_arrives_is_checked(manager: WeightSyncManager, weights: list[Any],
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
 
 
-def test_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) -> None:
+def test_cancelled_session_rejects_buckets(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -163,7 +165,7 @@ def test_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> None:
+def test_deadline_must_be_in_the_future(manager: WeightSyncManager, timeout: float) -> None:
     with pytest.raises(WeightUpdateError, match="timeout"):
         receive_update(manager, InProcess(NEW), timeout=timeout)
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
@@ -186,7 +188,7 @@ def test_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path
     assert receive_update(manager, WeightFolder(folder)).result(PATIENCE) == 5
 
 
-def test_folder_is_not_complete_while_it_is_written_anew(
+def test_folder_is_incomplete_while_it_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that came now would take some of the old files for all of the new update."""
@@ -206,7 +208,7 @@ def test_folder_is_not_complete_while_it_is_written_anew(
 
 
 @pytest.mark.parametrize("kind", [WeightFolder, WeightFiles])
-def test_folder_that_is_written_anew_while_it_is_read_is_refused(tmp_path: Path, kind: Any) -> None:
+def test_folder_rewritten_while_being_read_is_rejected(tmp_path: Path, kind: Any) -> None:
     write_folder(tmp_path, NEW, version=1, max_file_bytes=50_000)
     buckets = kind(tmp_path).receive({}, Deadline(PATIENCE)).buckets
     next(buckets)
@@ -255,7 +257,7 @@ FAULTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "told"), FAULTS)
-def test_folder_that_is_not_whole_is_refused(
+def test_incomplete_folder_is_rejected(
     manager: WeightSyncManager, tmp_path: Path, spoil: Any, told: str
 ) -> None:
     before = manager.checksum()
@@ -272,7 +274,7 @@ def test_folder_that_is_not_whole_is_refused(
     )
 
 
-def test_missing_folder_and_no_weights_are_refused(
+def test_missing_folder_and_missing_weights_are_rejected(
     manager: WeightSyncManager, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightUpdateError, match="does not exist"):
@@ -285,7 +287,7 @@ def test_missing_folder_and_no_weights_are_refused(
         write_folder(tmp_path, {})
 
 
-def test_places_in_a_header_are_whole_numbers() -> None:
+def test_header_offsets_must_be_integers() -> None:
     """JSON's 0.0 equals 0, and would fail where the update is put aside."""
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]}}'
     content = len(header).to_bytes(8, "little") + header + bytes(16)
@@ -305,9 +307,7 @@ SHAPES = WeightSyncManager(decoder()).shapes
 @pytest.mark.parametrize("run_bytes", [48, 1000, 2**23])
 @settings(max_examples=at_depth(15), deadline=None)
 @given(st.integers(1, 100_000), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_what_is_laid_out_is_what_is_unpacked(
-    run_bytes: int, bucket_bytes: int, dtype: torch.dtype
-) -> None:
+def test_unpack_inverts_layout(run_bytes: int, bucket_bytes: int, dtype: torch.dtype) -> None:
     weights = {
         name: NEW[name].to(dtype) for name in (NORM, KEYS, "model.layers.0.input_layernorm.weight")
     }
@@ -341,7 +341,7 @@ def test_what_is_laid_out_is_what_is_unpacked(
     st.sampled_from([16, 48, 64]),
     st.booleans(),
 )
-def test_tensors_of_any_length_lie_side_by_side(
+def test_tensors_of_any_length_are_packed_contiguously(
     told: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
 ) -> None:
     """Each begins at a multiple of 16, and few end at one."""
@@ -403,18 +403,18 @@ LIES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("told", "match"), LIES)
-def test_description_that_does_not_fit_the_model_is_refused(told: Any, match: str) -> None:
+def test_description_must_match_the_model(told: Any, match: str) -> None:
     with pytest.raises(WeightUpdateError, match=match):
         wire.decode(json.dumps(told).encode(), SHAPES)
 
 
-def test_transports_are_transports(tmp_path: Path) -> None:
+def test_transports_implement_the_protocol(tmp_path: Path) -> None:
     transports: list[WeightTransport] = [InProcess(NEW), WeightFolder(tmp_path), Stuck(0)]
     for transport in transports:
         transport.close()
 
 
-def test_no_time_at_all_is_an_error_and_not_the_default() -> None:
+def test_timeout_of_zero_is_an_error() -> None:
     from nano_inference.weights.transports.sender import WeightSender
 
     with (

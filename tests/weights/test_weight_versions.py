@@ -24,7 +24,7 @@ from tests.weights.weight_cases import (
 )
 
 
-def test_with_nothing_in_flight_an_update_serves_at_once(build: Build) -> None:
+def test_update_is_live_immediately_if_idle(build: Build) -> None:
     engine = build(lookahead=0)
     engine.add_request(PROMPT, drawn())
     engine.step()
@@ -33,7 +33,7 @@ def test_with_nothing_in_flight_an_update_serves_at_once(build: Build) -> None:
     assert engine.get_weight_version() == 1
 
 
-def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
+def test_update_is_live_from_the_step_after_those_in_flight(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn())
     engine.step()
@@ -91,9 +91,7 @@ def test_version_that_sampled_nothing_has_no_span(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_after_a_blocking_update_running_requests_recompute_their_context(
-    build: Build, lookahead: int
-) -> None:
+def test_blocking_update_makes_running_requests_recompute(build: Build, lookahead: int) -> None:
     """What follows is what a fresh engine makes of the prompt and the tokens so far."""
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, greedy(14), 2)
@@ -112,7 +110,7 @@ def test_after_a_blocking_update_running_requests_recompute_their_context(
         assert sample.logprobs[new.start :] == expected.logprobs
 
 
-def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
+def test_non_blocking_update_keeps_cached_keys(
     build: Build,
 ) -> None:
     """The next token sees old keys of the prompt and new weights: neither engine alone gives it."""
@@ -132,7 +130,7 @@ def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("running", [0, 1, 4])
-def test_no_stale_keys_reach_a_later_request(
+def test_stale_keys_do_not_reach_later_requests(
     build: Build, blocking: bool, lookahead: int, running: int
 ) -> None:
     """Before, while and after: the prompt is cached under the old weights, and its owner may still
@@ -168,7 +166,7 @@ def test_request_that_waits_starts_under_the_new_weights(build: Build) -> None:
     assert bits(sample) == bits(build(NEW).generate(PROMPT, greedy())[0])
 
 
-def test_going_back_to_old_weights_does_not_bring_old_blocks_back(build: Build) -> None:
+def test_rollback_does_not_restore_old_blocks(build: Build) -> None:
     engine = build()
     (before,) = engine.generate(PROMPT, greedy())
     engine.update_weights(NEW)
@@ -197,7 +195,7 @@ def named_versions(engine: InferenceEngine) -> set[int]:
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_no_block_keeps_the_name_of_a_dead_version(
+def test_blocks_lose_the_names_of_dead_versions(
     build: Build, blocking: bool, cache_type: str
 ) -> None:
     """Nor gets one: a request that goes on with old keys names nothing any more."""
@@ -217,7 +215,7 @@ def test_no_block_keeps_the_name_of_a_dead_version(
     assert named_versions(engine) == {1}
 
 
-def test_request_that_waited_shares_its_blocks_under_the_new_version(build: Build) -> None:
+def test_waiting_request_shares_blocks_under_the_new_version(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([5, 6], greedy(3))
     engine.add_request(PROMPT, greedy())
