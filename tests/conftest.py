@@ -30,11 +30,11 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 # on a slow machine. It also reads every certificate authority, 25 ms of a core for each request that
 # makes its own client; here all clients share one list.
 SHARED = {"timeout": httpx.Timeout(30.0), "verify": httpx.create_ssl_context()}
-for each in (
+for function in (
     *(httpx.get, httpx.post, httpx.put, httpx.patch, httpx.delete, httpx.head, httpx.options),
     *(httpx.request, httpx.stream, httpx.Client.__init__, httpx.AsyncClient.__init__),
 ):
-    inspect.unwrap(each).__kwdefaults__.update(SHARED)
+    inspect.unwrap(function).__kwdefaults__.update(SHARED)
 
 # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press
 # it.

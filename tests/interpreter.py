@@ -55,13 +55,13 @@ def _once_a_module(
 
 def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """It makes a dict of all types, each time; some types cannot be hashed, but each has a name."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def get_np_dtype(dtype: Any) -> Any:
         name = dtype.name
-        if name not in found:
-            found[name] = find(dtype)
-        return found[name]
+        if name not in results:
+            results[name] = find(dtype)
+        return results[name]
 
     return get_np_dtype
 

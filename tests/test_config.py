@@ -104,15 +104,15 @@ def test_chunk_size_without_chunks_is_a_contradiction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"blocksize": 16}, "no option 'blocksize'; did you mean 'block_size'"),
         ({"max_tokens_per_bach": 16}, "did you mean 'max_tokens_per_batch'"),
         ({"zzz": 1}, "no option 'zzz'; it has model_path, .*seed"),
     ],
 )
-def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unknown_option_names_the_nearest(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make(**options)
 
 

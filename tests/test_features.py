@@ -127,9 +127,9 @@ def setting_of(case: Case) -> Setting:
 def test_row_rejects_the_settings_it_names(case: Case) -> None:
     with pytest.raises(case.limits.error) as caught:
         require(case.limits, setting_of(case))
-    told = case.row.problem_with(setting_of(case))
-    assert told is not None
-    assert told.endswith(f": {case.row.reason}; {case.row.instead}.")
+    message = case.row.problem_with(setting_of(case))
+    assert message is not None
+    assert message.endswith(f": {case.row.reason}; {case.row.instead}.")
     assert caught.type is case.limits.error
     if isinstance(case.clash, Asked):
         alone = case.values | {case.clash.name: None}

@@ -16,14 +16,14 @@ FOLDERS = sorted(
 
 def imported(folder: Path) -> set[str]:
     """Folders of the package that the files of one import from, base modules apart."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
-                found.add(node.module or "")
+                names.add(node.module or "")
             elif isinstance(node, ast.Import):
-                found |= {each.name for each in node.names}
-    inside = (name.split(".") for name in found if name.startswith("nano_inference."))
+                names |= {each.name for each in node.names}
+    inside = (name.split(".") for name in names if name.startswith("nano_inference."))
     return {parts[1] for parts in inside} - BASE - {folder.name}
 
 

@@ -109,7 +109,7 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     here = [str(ROOT / "src"), *(each for each in sys.path if each.endswith("site-packages"))]
     (packages / "elsewhere.pth").write_text("\n".join(here))
-    found = subprocess.run(
+    process = subprocess.run(
         [
             python,
             "-W",
@@ -131,4 +131,4 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]

@@ -57,10 +57,10 @@ def test_number_out_of_range_error_names_the_range(name: str, value: Any, would_
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_integer_beyond_64_bits_is_rejected(name: str, digits: int) -> None:
     """Also one whose digits Python refuses to write."""
-    value, told = 10**digits, rf"about 10\*\*{digits}"
-    with pytest.raises(InvalidRequest, match=f"^{name}={told} must be"):
+    value, message = 10**digits, rf"about 10\*\*{digits}"
+    with pytest.raises(InvalidRequest, match=f"^{name}={message} must be"):
         SamplingParams(**{name: value})
-    with pytest.raises(InvalidRequest, match=rf"^logit_bias\[3\]={told} must be"):
+    with pytest.raises(InvalidRequest, match=rf"^logit_bias\[3\]={message} must be"):
         SamplingParams(logit_bias={3: value})
 
 
@@ -123,9 +123,9 @@ def test_bias_is_a_number_in_range(value: Any) -> None:
 
 
 def test_bias_is_copied() -> None:
-    given = {3: 1}
-    params = SamplingParams(logit_bias=given)
-    given[4] = 2
+    bias = {3: 1}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2
     assert params.logit_bias == {3: 1.0}
 
 
@@ -194,7 +194,7 @@ def test_range_bounds_are_inclusive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"temprature": 1.0},
@@ -204,8 +204,8 @@ def test_range_bounds_are_inclusive() -> None:
         ({"qqq": 4}, "it has temperature, .*priority"),
     ],
 )
-def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
+def test_unknown_option_names_the_nearest(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**options)
 
 
@@ -221,10 +221,10 @@ def test_params_are_frozen_hashable_and_compare_by_value() -> None:
 
 def test_samples_are_frozen() -> None:
     sample = TrainingSample((1,), (2,), (-0.5,), None, 0, "stop")
-    for each, name in [(sample, "logprobs"), (VersionSpan(0, 0, 1), "end")]:
+    for record, name in [(sample, "logprobs"), (VersionSpan(0, 0, 1), "end")]:
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(each, name, ())
-        assert not hasattr(each, "__dict__")
+            setattr(record, name, ())
+        assert not hasattr(record, "__dict__")
 
 
 def test_param_errors_are_also_python_errors() -> None:

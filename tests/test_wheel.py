@@ -38,9 +38,9 @@ def test_wheel_holds_all_files_of_the_package(tree: Path) -> None:
     name, files = wheel_of(tree)
     assert name.endswith("-py3-none-any.whl")
     source = tree / "src"
-    own = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
-    assert "nano_inference/py.typed" in own
-    assert own <= files
+    expected = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    assert "nano_inference/py.typed" in expected
+    assert expected <= files
 
 
 def test_wheel_with_kernels_is_for_its_platform(tree: Path) -> None:

@@ -61,10 +61,12 @@ class CheckedBuilder(BatchBuilder[Tensor]):
             assert width == max(len(seq.block_ids) for seq in seqs)
             for table, seq in zip(batch.block_tables.tolist(), seqs, strict=True):
                 assert table[: len(seq.block_ids)] == seq.block_ids
-            own = [drafts for drafts, own in zip(chunks.drafts, chosen, strict=True) if own]
-            ends = [seq.num_computed_tokens + len(d) for seq, d in zip(seqs, own, strict=True)]
+            row_drafts = [drafts for drafts, own in zip(chunks.drafts, chosen, strict=True) if own]
+            ends = [
+                seq.num_computed_tokens + len(d) for seq, d in zip(seqs, row_drafts, strict=True)
+            ]
             assert batch.seq_lens.tolist() == ends
-            for drafts, end in zip(own, batch.cu_seqlens_q.tolist()[1:], strict=True):
+            for drafts, end in zip(row_drafts, batch.cu_seqlens_q.tolist()[1:], strict=True):
                 assert batch.input_ids[end - len(drafts) : end].tolist() == list(drafts)
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
             of_prompt = [
@@ -99,8 +101,8 @@ class CheckedBuilder(BatchBuilder[Tensor]):
 
     @staticmethod
     def requests(chunks: Chunks) -> Iterator[DrawRequest]:
-        for place, (seq, row) in enumerate(zip(chunks.sampled, chunks.rows.tolist(), strict=True)):
-            drafts = chunks.behind.get(place, ())
+        for index, (seq, row) in enumerate(zip(chunks.sampled, chunks.rows.tolist(), strict=True)):
+            drafts = chunks.behind.get(index, ())
             prompt, completion = (
                 seq.token_ids[: seq.request.num_prompt_tokens],
                 [*seq.token_ids[seq.request.num_prompt_tokens :], *drafts],
@@ -237,11 +239,11 @@ def test_batch_matches_its_sequences(seed: int, lookahead: int, max_drafts: int)
 
 
 def test_refilled_slot_is_read_again() -> None:
-    table, place = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
+    table, slots = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
     batches = []
     for temperature in (0.5, 0.25):
         table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
-        batches.append(table.batch(place, place, place, {}))
+        batches.append(table.batch(slots, slots, slots, {}))
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
 
 

@@ -400,12 +400,12 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
     (tmp_path / "less.jsonl").write_text(json.dumps(row))
     pyarrow.parquet.write_table(pa.table(columns).drop_columns(["seed"]), tmp_path / "less.parquet")
     for read, name in ((data.read_jsonl, "jsonl"), (data.read_parquet, "parquet")):
-        place = f"{name}, line 1" if name == "jsonl" else name
+        position = f"{name}, line 1" if name == "jsonl" else name
         with pytest.raises(
-            DataError, match=rf"more\.{place}: unknown column 'logprob'; did you mean 'logprobs'"
+            DataError, match=rf"more\.{position}: unknown column 'logprob'; did you mean 'logprobs'"
         ):
             read(tmp_path / f"more.{name}")
-        with pytest.raises(DataError, match=rf"less\.{place}: column 'seed' is missing"):
+        with pytest.raises(DataError, match=rf"less\.{position}: column 'seed' is missing"):
             read(tmp_path / f"less.{name}")
     with pytest.raises(DataError, match=r"'logprobs' has 2 rows, but 'prompt_tokens' has 1"):
         data.from_columns(columns | {"logprobs": [(), ()]})

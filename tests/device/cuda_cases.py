@@ -125,21 +125,21 @@ def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
     if batch.table_stride is not None:
         stride = int(batch.table_stride)
         tables = tables.as_strided((chunks, stride), (stride, 1))
-    own = replace(
+    plan = replace(
         batch,
         positions=batch.positions[:rows],
         slot_mapping=batch.slot_mapping[:rows],
         row_chunks=batch.row_chunks[:rows],
         block_tables=tables,
     )
-    return rows, reference_attention.plan_attention(own, block_size, window)
+    return rows, reference_attention.plan_attention(plan, block_size, window)
 
 
 def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, *how: Any) -> Tensor:
-    rows, own = plan
+    rows, attention_plan = plan
     out = torch.full((len(q), q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
     if rows:
-        out[:rows] = reference_attention.attention(q[:rows], view, layer, own, *how)
+        out[:rows] = reference_attention.attention(q[:rows], view, layer, attention_plan, *how)
     return out
 
 

@@ -34,9 +34,9 @@ def runner(engine: InferenceEngine) -> CudaRunner:
 
 
 def queue(engine: InferenceEngine) -> CheckingQueue:
-    found = runner(engine).queue
-    assert isinstance(found, CheckingQueue)
-    return found
+    device_queue = runner(engine).queue
+    assert isinstance(device_queue, CheckingQueue)
+    return device_queue
 
 
 def params(**options: Any) -> SamplingParams:
@@ -93,8 +93,8 @@ def test_graphs_equal_eager_and_the_reference(build: Build, options: dict[str, A
     eager = build(backend="cuda", cuda_graphs=False, batch_invariant=True, **options)
     replayed = build(backend="cuda", batch_invariant=True, **options)
     for engine in (eager, replayed):
-        found = workload(engine)
-        assert [repr(bare(sample)) for sample in found] == [
+        actual = workload(engine)
+        assert [repr(bare(sample)) for sample in actual] == [
             repr(bare(sample)) for sample in expected
         ]
         assert engine.stats().tokens_computed == plain.stats().tokens_computed
@@ -161,8 +161,8 @@ def test_half_precision_samples_agree(build: Build, dtype: str) -> None:
     options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
     expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
     engine = build(backend="cuda", **options)
-    found = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    samples = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
+    assert [repr(bare(sample)) for sample in samples] == [repr(bare(sample)) for sample in expected]
     assert runner(engine).num_replays > 5
 
 
@@ -189,8 +189,8 @@ def test_group_may_be_wider_than_a_step(build: Build) -> None:
         [7, 8, 9], params(), 7
     )
     engine = build(backend="cuda", lookahead=1, max_batch_size=3)
-    found = engine.generate([7, 8, 9], params(), 7)
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    samples = engine.generate([7, 8, 9], params(), 7)
+    assert [repr(bare(sample)) for sample in samples] == [repr(bare(sample)) for sample in expected]
     assert runner(engine).num_replays > 5
 
 
@@ -200,9 +200,9 @@ def test_step_may_hold_only_scores(build: Build, model: Path) -> None:
         build(backend=name, lookahead=1, ref_model_path=str(model))
         for name in ("reference", "cuda")
     ]
-    expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
-    assert found[0].ref_logprobs is not None
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    expected, actual = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
+    assert actual[0].ref_logprobs is not None
+    assert [repr(bare(sample)) for sample in actual] == [repr(bare(sample)) for sample in expected]
 
 
 @pytest.mark.thorough(cases=["mistral"])
@@ -240,8 +240,8 @@ def test_decode_graphs_compute_drafts(
         set_drafts(engine, kind, known)
         before = runner(engine).num_replays, runner(engine).num_eager_steps
         engine.flush_cache()
-        found = engine.generate([PROMPT], asked, 3)
-        assert all(map(same_bits, found, expected))
+        samples = engine.generate([PROMPT], asked, 3)
+        assert all(map(same_bits, samples, expected))
         steps.append(runner(engine).num_replays - before[0])
         assert runner(engine).num_eager_steps - before[1] == 1  # the prompt
     assert steps[1] < 30  # so there were drafts
@@ -250,14 +250,14 @@ def test_decode_graphs_compute_drafts(
 def test_row_by_row_makes_a_chunk_of_every_row() -> None:
     chunks = [Rows([5, 6, 7], 3, [9, 4]), Rows([8], 6, [2, 1])]
     batch = batch_of_rows(chunks, 4, draws=range(4))
-    found = row_by_row(batch)
-    assert found.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert found.row_chunks.tolist() == [0, 1, 2, 3]
-    assert found.seq_lens.tolist() == [4, 5, 6, 7]
-    assert found.block_tables.tolist() == [[9, 4], [9, 4], [9, 4], [2, 1]]
+    split = row_by_row(batch)
+    assert split.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert split.row_chunks.tolist() == [0, 1, 2, 3]
+    assert split.seq_lens.tolist() == [4, 5, 6, 7]
+    assert split.block_tables.tolist() == [[9, 4], [9, 4], [9, 4], [2, 1]]
     for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
-        assert torch.equal(getattr(found, name), getattr(batch, name))
-    assert row_by_row(found) is found
+        assert torch.equal(getattr(split, name), getattr(batch, name))
+    assert row_by_row(split) is split
 
 
 def test_mirror_of_units_keeps_its_address() -> None:

@@ -57,20 +57,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(model: Path, **options: Any) -> EngineConfig:
-    given = {"kv_cache_memory": 2**20, "max_model_len": 64, "num_threads": 1, "device": "cpu"}
-    return EngineConfig(str(model), **{**given, **options})
+    defaults = {"kv_cache_memory": 2**20, "max_model_len": 64, "num_threads": 1, "device": "cpu"}
+    return EngineConfig(str(model), **{**defaults, **options})
 
 
 @NEEDS_COMPILER
 def test_gguf_engine_computes_with_its_blocks(folder: Path) -> None:
-    found = {}
+    results = {}
     for asked in ("auto", "file", "none"):
         with InferenceEngine(config(folder / "Q4_1.gguf", quantization=asked)) as engine:
             assert engine.config.quantization == (None if asked == "none" else "file")
             assert bool(formats_of(engine.model.params)) == (asked != "none")
-            found[asked] = engine.generate([5, 6, 7], GREEDY)[0]
-    assert found["auto"] == found["file"]
-    assert found["auto"].numerics != found["none"].numerics
+            results[asked] = engine.generate([5, 6, 7], GREEDY)[0]
+    assert results["auto"] == results["file"]
+    assert results["auto"].numerics != results["none"].numerics
 
 
 @NEEDS_COMPILER
@@ -151,10 +151,10 @@ def test_told_weights_names_a_faster_setting_if_one_exists(
         monkeypatch.setattr(module, "available_instruction_set", lambda: "avx2")
     asked = config(folder / name, **options)
     settled = asked if asked.codes else replace(asked, quantization=None)
-    told = told_weights(settled, asked, getattr(torch, dtype), 2**29, CPU)
-    assert told == line
-    told = told_weights(settled, asked, getattr(torch, dtype), 2**20, CPU)
-    assert ";" not in told, "too small to gain"
+    log_line = told_weights(settled, asked, getattr(torch, dtype), 2**29, CPU)
+    assert log_line == line
+    log_line = told_weights(settled, asked, getattr(torch, dtype), 2**20, CPU)
+    assert ";" not in log_line, "too small to gain"
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_trainer_builds_an_engine_of_plain_weights(folder: Path, policy: Any) ->
 def test_plain_weights_context_keeps_named_codes() -> None:
     asked = EngineConfig("m")
     assert with_plain_weights(asked).quantization is None
-    for given in ("int8", "file", None):
-        asked = replace(asked, quantization=given)
+    for codes in ("int8", "file", None):
+        asked = replace(asked, quantization=codes)
         assert with_plain_weights(asked) == asked
     assert EngineConfig("m", quantization="none") == EngineConfig("m", quantization=None)
 

@@ -33,7 +33,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "llama", **options: Any) -> InferenceEngine:
-        given = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
@@ -41,7 +41,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
             "backend": "reference",
         }
         built.append(
-            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(defaults | options)))
         )
         return built[-1]
 
@@ -126,13 +126,13 @@ def test_files_are_private_and_removed_at_shutdown(build: Build, tmp_path: Path)
     engine = build(kept_cache_folder=str(folder))
     engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))
     press(engine)
-    (own,) = [path for path in folder.iterdir() if path.is_dir()]
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, own)] == [0o700, 0o700]
+    (engine_folder,) = [path for path in folder.iterdir() if path.is_dir()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, engine_folder)] == [0o700, 0o700]
     assert len(files(folder)) == 6
     assert sum(path.stat().st_size for path in files(folder)) == engine.stats().kept_file_bytes
     engine.shutdown()
     assert not files(folder)
-    assert not own.exists()
+    assert not engine_folder.exists()
 
 
 def test_files_are_removed_when_they_expire(build: Build, tmp_path: Path) -> None:
@@ -285,15 +285,15 @@ def test_conversations_beyond_memory_are_all_restored(
     engine = build(cache_type=cache_type, kept_cache_folder=str(tmp_path))
     alone = build(cache_type=cache_type)
     assert engine.cache.num_blocks < 20 * 6
-    told = [
+    replies = [
         engine.generate([prompt_of(20, n)], params(keep_cache_seconds=60.0))[0] for n in range(20)
     ]
-    for sample in told:
+    for sample in replies:
         again = engine.generate([turn(engine, sample)], params(keep_cache_seconds=60.0))[0]
         engine.loop.check()
         assert again.cached_tokens == 24
         assert bits(again) == bits(alone.generate([turn(engine, sample)], params())[0])
-    together = [turn(engine, sample) for sample in told]
+    together = [turn(engine, sample) for sample in replies]
     samples = engine.generate(together, params())
     assert sum(sample.cached_tokens for sample in samples) > 20 * 20, "few come back together"
 

@@ -43,7 +43,7 @@ def test_planned_cache_size_equals_allocated_size(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"backend": "cuda"}, "backend='cuda': its kernels read plain keys"),
         ({"attention": "flex"}, "attention='flex': its kernels read plain keys"),
@@ -51,8 +51,8 @@ def test_planned_cache_size_equals_allocated_size(build: Build) -> None:
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not available; choose one of"),
     ],
 )
-def test_unsupported_cache_dtypes_are_rejected_early(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unsupported_cache_dtypes_are_rejected_early(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig("smollm2-135m", **{"kv_cache_dtype": "int8", **options})
 
 
@@ -86,8 +86,8 @@ def test_block_exchange_needs_the_same_cache_dtype(build: Build, backend: str) -
 def test_policy_model_logprobs_equal_the_engine(build: Build, backend: str, dtype: str) -> None:
     engine = build(backend=backend, dtype=dtype, kv_cache_dtype="int8", kv_cache_memory=2**22)
     model = PolicyModel(engine)
-    reported, own = drawn_and_scored(model)
-    assert own == reported
+    reported, scored = drawn_and_scored(model)
+    assert scored == reported
     (sample,) = engine.generate(PROMPT, drawn())
     assert not differences(sample, Replayer(engine, None).replay(sample))
 
@@ -98,11 +98,11 @@ def test_gradients_use_the_rounded_keys_and_values(build: Build) -> None:
         kept: PolicyModel(build(backend="reference", dtype="float32", kv_cache_dtype=kept))
         for kept in ("auto", "int8")
     }
-    found = {kept: gradients(model) for kept, model in models.items()}
+    actual = {kept: gradients(model) for kept, model in models.items()}
     apart = torch.stack(
         [
-            (grad - found["auto"][name]).norm() / found["auto"][name].norm()
-            for name, grad in found["int8"].items()
+            (grad - actual["auto"][name]).norm() / actual["auto"][name].norm()
+            for name, grad in actual["int8"].items()
         ]
     )
     assert bool((apart > 0).all())

@@ -12,13 +12,13 @@ from nano_inference.weights.transports.reuse import ReusedMemory
 def test_memory_is_reused_once_it_is_released() -> None:
     memory = ReusedMemory()
     first = memory.take(HUGE_PAGE + 5)
-    place = first.data_ptr()
+    address = first.data_ptr()
     part = first[8:10].view(torch.int16)
     del first
     other = memory.take(HUGE_PAGE + 5)
-    assert other.data_ptr() != place, "a view holds it"
+    assert other.data_ptr() != address, "a view holds it"
     del part
-    assert memory.take(HUGE_PAGE).data_ptr() == place
+    assert memory.take(HUGE_PAGE).data_ptr() == address
     assert memory.take(3).nbytes == 3
 
 
@@ -27,8 +27,8 @@ def test_take_picks_the_best_fit_within_bounds() -> None:
     pieces = {count: memory.take(count * HUGE_PAGE) for count in (6, 2, 3)}
     places = {count: piece.data_ptr() for count, piece in pieces.items()}
     pieces.clear()
-    found = memory.take(2 * HUGE_PAGE)
-    assert found.data_ptr() == places[2]
+    taken = memory.take(2 * HUGE_PAGE)
+    assert taken.data_ptr() == places[2]
     small = memory.take(HUGE_PAGE)  # three and six times as large would be a waste
     assert small.data_ptr() not in places.values()
     assert len(memory._free) == 2

@@ -50,14 +50,14 @@ def build(folders: dict[str, list[Path]]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "qwen3-moe", **options: Any) -> InferenceEngine:
-        own = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
             "kv_cache_memory": 2**20,
             "enable_return_routed_experts": True,
         }
-        return InferenceEngine(EngineConfig(str(folders[family][0]), **(own | options)))
+        return InferenceEngine(EngineConfig(str(folders[family][0]), **(defaults | options)))
 
     yield make
     torch.set_num_threads(threads)
@@ -88,15 +88,15 @@ class Oracle:
         """
         from transformers import DynamicCache
 
-        cache, found = DynamicCache(), list[Tensor]()
+        cache, rows = DynamicCache(), list[Tensor]()
         for version, start, end in spans:
             self._logits.clear()
             model = self._models[version]
             name = {"cache", "past_key_values"} & {*inspect.signature(model.forward).parameters}
-            given = {min(name): cache}  # newer releases of transformers have the first
-            model(torch.tensor([tokens[start:end]]), use_cache=True, **given)
-            found.append(torch.stack([each.view(end - start, -1) for each in self._logits], 1))
-        return torch.cat(found)
+            cache_option = {min(name): cache}  # newer releases of transformers have the first
+            model(torch.tensor([tokens[start:end]]), use_cache=True, **cache_option)
+            rows.append(torch.stack([each.view(end - start, -1) for each in self._logits], 1))
+        return torch.cat(rows)
 
 
 @pytest.fixture(scope="module")
@@ -111,19 +111,19 @@ def check(sample: TrainingSample, oracle: Oracle, has_experts: Sequence[bool]) -
     tokens = [*sample.prompt_tokens, *sample.completion_tokens]
     assert sample.routed_experts is not None, sample.routed_experts_unknown
     assert sample.routed_experts_unknown is None
-    own = np.asarray(sample.routed_experts)
-    assert own.shape[:2] == (len(tokens) - 1, len(has_experts))
-    assert not own[:, [not each for each in has_experts]].any()
+    experts = np.asarray(sample.routed_experts)
+    assert experts.shape[:2] == (len(tokens) - 1, len(has_experts))
+    assert not experts[:, [not each for each in has_experts]].any()
     spans = [(sample.weight_version, 0, len(tokens) - 1)]
     if sample.kv_versions:
         spans = [(each.version, each.start, each.end) for each in sample.kv_versions[-1].versions]
     logits = oracle.logits(tokens, spans)
-    count = own.shape[2]
+    count = experts.shape[2]
     best = logits.sort(dim=-1, descending=True)
     expected = best.indices[..., :count].sort(dim=-1).values.numpy()
     margin = (best.values[..., count - 1] - best.values[..., count]).amin(1)
     clear = (margin > CLOSE).numpy()
-    routed = own[:, np.array(has_experts)]
+    routed = experts[:, np.array(has_experts)]
     assert (routed[clear] == expected[clear]).all()
     assert clear.mean() > 0.9 or len(clear) < 20
     return int(clear.sum())
@@ -137,8 +137,8 @@ def drawn(max_tokens: int = 7, seed: int = 3, **options: Any) -> SamplingParams:
 
 def prompt_of(length: int, stem: int = 0) -> list[int]:
     """Prompts of one stem share it; what follows is their own."""
-    own = [(13 * place + 7 * length) % 290 + 3 for place in range(length)]
-    return [(5 * place) % 290 + 3 for place in range(stem)] + own
+    tail = [(13 * place + 7 * length) % 290 + 3 for place in range(length)]
+    return [(5 * place) % 290 + 3 for place in range(stem)] + tail
 
 
 def drain(engine: InferenceEngine) -> list[TrainingSample]:
@@ -268,8 +268,8 @@ def test_record_changes_no_bit(build: Build) -> None:
     def made(**options: Any) -> list[Any]:
         with build(max_chunk_tokens=5, **options) as engine:
             asked = drawn(8) if engine.config.enable_return_routed_experts else plain
-            found = engine.generate([prompt_of(11), prompt_of(3, 12)], asked, 2)
-            return [(each.completion_tokens, each.logprobs) for each in found]
+            samples = engine.generate([prompt_of(11), prompt_of(3, 12)], asked, 2)
+            return [(each.completion_tokens, each.logprobs) for each in samples]
 
     plain = SamplingParams(max_tokens=8, ignore_eos=True, seed=3)
     assert made() == made(enable_return_routed_experts=False)
@@ -287,13 +287,13 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
         piece = source.blocks.export_blocks(source.blocks.names(prompt))
         assert piece is not None
         assert target.blocks.import_blocks(piece) == 4
-        foreign, own = target.generate([prompt, prompt_of(9)], drawn())
+        foreign, local = target.generate([prompt, prompt_of(9)], drawn())
         assert foreign.cached_tokens == 16
         assert foreign.routed_experts is None
         assert foreign.routed_experts_unknown == (
             "keys of 16 of 24 tokens came from another engine or from a file"
         )
-        check(own, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+        check(local, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
         target.flush_cache()  # what is computed here is known again
         check(target.generate([prompt], drawn())[0], oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
@@ -350,7 +350,7 @@ def test_experts_are_rejected_without_a_record(
         InferenceEngine(EngineConfig(str(tiny_llama(tmp_path)), enable_return_routed_experts=True))
     with pytest.raises(InvalidRequest, match="routed_experts must be True or False"):
         SamplingParams(routed_experts=1)  # pyright: ignore[reportArgumentType]
-    for name, value, told in [
+    for name, value, message in [
         ("tensor_parallel", 2, "tensor_parallel=2"),
         ("expert_parallel", 2, "expert_parallel=2"),
         ("pipeline_parallel", 2, "pipeline_parallel=2"),
@@ -358,7 +358,7 @@ def test_experts_are_rejected_without_a_record(
         ("attention", "triton", "attention='triton'"),
     ]:
         options: dict[str, Any] = {name: value, "enable_return_routed_experts": True}
-        with pytest.raises(ConfigError, match=f"enable_return_routed_experts.*{told}"):
+        with pytest.raises(ConfigError, match=f"enable_return_routed_experts.*{message}"):
             EngineConfig(str(folders["qwen3-moe"][0]), **options)
 
 
@@ -374,9 +374,9 @@ def test_record_is_counted_as_part_of_the_cache(
         record = engine.model.routes
         assert record is not None
         taken = sum(tensor.nbytes for tensor in engine.runner.storage.tensors)
-        own = record._ids[:, :-1].nbytes
-        assert taken + own <= engine.memory_budget.kv_cache <= 2**18
-        assert own > 0
+        record_bytes = record._ids[:, :-1].nbytes
+        assert taken + record_bytes <= engine.memory_budget.kv_cache <= 2**18
+        assert record_bytes > 0
 
 
 def test_experts_count_against_the_request_budget(build: Build) -> None:

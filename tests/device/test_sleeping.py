@@ -93,10 +93,10 @@ def test_update_during_a_sleep_is_live_after_it(build: Build, weights: bool) -> 
     engine.add_request(PROMPT, drawn())
     engine.step()
     engine.sleep(weights)
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    update = engine.update_weights(given, kv_policy="recompute")
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(tensors, kv_policy="recompute")
     assert update.done() is not weights
-    for tensor in given.values():
+    for tensor in tensors.values():
         tensor.zero_()
     engine.wake()
     engine.step()

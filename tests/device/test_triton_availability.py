@@ -108,22 +108,22 @@ def test_missing_requirement_is_named_and_the_reference_runs(
     reason: str,
 ) -> None:
     card((7, 5) if reason == "old card" else (9, 0), interprets=reason == "interpreter")
-    dtype, told = torch.bfloat16, "Triton's interpreter is on"
+    dtype, message = torch.bfloat16, "Triton's interpreter is on"
     if reason == "old card":
-        told = "Old Card has compute capability 7.5; the kernels need 8.0"
+        message = "Old Card has compute capability 7.5; the kernels need 8.0"
     if reason == "no triton":
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        told = "Triton is not installed; pip install"
+        message = "Triton is not installed; pip install"
     if reason == "old triton":
         monkeypatch.setattr(availability, "version", lambda _: "3.3.1")
-        told = "Triton 3.3.1 is too old; the kernels need 3.4"
+        message = "Triton 3.3.1 is too old; the kernels need 3.4"
     if reason == "head":
         spec = replace(spec, head_dim=514)
-        told = "head_dim=514 has no CUDA kernels"
+        message = "head_dim=514 has no CUDA kernels"
     if reason == "dtype":
-        dtype, told = torch.float64, "float64 has no CUDA kernels"
+        dtype, message = torch.float64, "float64 has no CUDA kernels"
     assert chosen(spec, CUDA, dtype).name == "reference"
-    assert told in caplog.text
+    assert message in caplog.text
     assert "CUDA kernels" in caplog.text
     assert len(caplog.records) == 1
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: "):
@@ -145,22 +145,24 @@ def test_cpu_needs_the_triton_interpreter(spec: ModelSpec, monkeypatch: pytest.M
 
 
 def test_fingerprint_distinguishes_modes_and_generations(card: Callable[..., None]) -> None:
-    own = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
-    prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
+    ops_of = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
+    prints = [
+        numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in ops_of.values()
+    ]
     for capability in ((8, 0), (9, 0)):
         card(capability)
         prints += [
-            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()
+            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in ops_of.values()
         ]
     assert len(set(prints)) == len(prints)
     line = start_up_line(
         config(),
-        own[True],
-        numerics_of(config(), own[True], torch.bfloat16, CUDA),
+        ops_of[True],
+        numerics_of(config(), ops_of[True], torch.bfloat16, CUDA),
         CUDA,
         graphs=True,
     )
-    for told in (
+    for part in (
         "backend cuda",
         "attention triton",
         "Old Card",
@@ -168,7 +170,7 @@ def test_fingerprint_distinguishes_modes_and_generations(card: Callable[..., Non
         ", batch invariant",
         ", CUDA graphs",
     ):
-        assert told in line
+        assert part in line
 
 
 def test_engine_logs_its_kernels(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

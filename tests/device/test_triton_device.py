@@ -35,7 +35,7 @@ class FakeCuda:
                 fake.log.append(f"{self.name} waits for {stream.name}")
 
         class Event:
-            place = ""
+            order = ""
 
             def record(self, stream: Stream) -> None:
                 self.place = f"{stream.name}#{len(fake.log)}"

@@ -63,16 +63,18 @@ def test_graphs_equal_eager(
     expected = run(build(backend="reference", **options))
     replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
     with patch.object(few_rows, "product", wraps=few_rows.product) as product:
-        found = run(replaying)
+        outcome = run(replaying)
     assert runner(replaying).num_replays >= 3
     # of q, k and v
     assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(outcome, expected, strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
     if batch_invariant:
         eager = run(build(backend="cuda", batch_invariant=True, cuda_graphs=False, **options))
-        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]
+        assert [repr(bare(sample)) for sample in outcome] == [
+            repr(bare(sample)) for sample in eager
+        ]
 
 
 @pytest.mark.thorough
@@ -83,11 +85,11 @@ def test_scores_under_a_grammar_equal_sampled_logprobs(build: Build, tmp_path: P
     options: dict[str, Any] = {"model_path": folder, "max_batch_size": 3, "max_model_len": 16}
     grammar = Grammar.regex("[0-4]{2,6}")
     params = SamplingParams(max_tokens=5, seed=1, temperature=0.7, grammar=grammar)
-    found: dict[str, list[TrainingSample]] = {}
+    results: dict[str, list[TrainingSample]] = {}
     for backend in ("reference", "cuda"):
         engine = build(backend=backend, batch_invariant=True, **options)
-        found[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
-        for sample in found[backend]:
+        results[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
+        for sample in results[backend]:
             (scores,) = score(
                 engine,
                 [[*sample.prompt_tokens, *sample.completion_tokens]],
@@ -97,7 +99,7 @@ def test_scores_under_a_grammar_equal_sampled_logprobs(build: Build, tmp_path: P
             )
             assert scores.tolist() == list(sample.logprobs)
             assert sum(map(abs, sample.logprobs)) > 1, "there was something to choose"
-    for mine, theirs in zip(found["cuda"], found["reference"], strict=True):
+    for mine, theirs in zip(results["cuda"], results["reference"], strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
@@ -119,7 +121,7 @@ def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) ->
     set_drafts(
         engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
     )
-    found = engine.generate([prompt], params, 2)
-    assert all(map(same_bits, found, expected))
+    samples = engine.generate([prompt], params, 2)
+    assert all(map(same_bits, samples, expected))
     assert runner(engine).num_eager_steps == 1  # the prompt
     assert engine.stats().tokens_computed > plain.stats().tokens_computed  # there were drafts

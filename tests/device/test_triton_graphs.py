@@ -91,14 +91,14 @@ def test_uploads_arrive_contiguously() -> None:
         torch.arange(12).view(3, 4),
     ]
     with queue.current():
-        found = uploads.send(parts)
+        actual = uploads.send(parts)
         big = uploads.send([torch.arange(100_000)])  # more than there was room for
         assert uploads.send([]) == []
     assert len(queue.uploads) == 2
-    for part, mine in zip(parts, found, strict=True):
+    for part, mine in zip(parts, actual, strict=True):
         assert part.dtype == mine.dtype
         assert torch.equal(part, mine)
-        assert not mine.numel() or mine.data_ptr() % 16 == found[0].data_ptr() % 16
+        assert not mine.numel() or mine.data_ptr() % 16 == actual[0].data_ptr() % 16
     assert torch.equal(big[0], torch.arange(100_000))
 
 
@@ -179,8 +179,8 @@ def test_columns_do_not_overlap() -> None:
     ]
     buffer = torch.zeros(100, dtype=torch.int64)
     views = carve(buffer, specs_of(tensors))
-    for place, view in enumerate(views):
-        view.fill_(place + 1)
+    for index, view in enumerate(views):
+        view.fill_(index + 1)
     assert [set(view.flatten().tolist()) for view in views] == [{True}, {2.0}, {3}]
 
 
@@ -200,13 +200,13 @@ def both(
     """Change a running engine, of the reference and with graphs; their samples are the same.
     Returns the second.
     """
-    found: list[list[TrainingSample]] = []
+    results: list[list[TrainingSample]] = []
     engines = [build(backend=name, lookahead=1, **options) for name in ("reference", "cuda")]
     for engine in engines:
         start(engine)
         change(engine)
-        found.append(drain(engine))
-    expected, mine = ([repr(bare(sample)) for sample in samples] for samples in found)
+        results.append(drain(engine))
+    expected, mine = ([repr(bare(sample)) for sample in samples] for samples in results)
     assert mine == expected
     return engines[1]
 

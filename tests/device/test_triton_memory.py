@@ -65,17 +65,17 @@ def test_memory_stays_in_its_share_or_the_error_names_a_setting(
     try:
         budget = planned(spec, claims, **options)
     except ConfigError as problem:
-        told = str(problem)
+        message = str(problem)
         assert any(
-            advice in told
+            advice in message
             for advice in ("smaller model", "gpu_memory_utilization", "max_tokens_per_batch")
         )
-        if found := re.search(r"give it at least (\d\.\d\d)", told):
+        if match := re.search(r"give it at least (\d\.\d\d)", message):
             assert planned(
-                spec, claims, **options | {"gpu_memory_utilization": float(found[1])}
+                spec, claims, **options | {"gpu_memory_utilization": float(match[1])}
             ).num_blocks
-        if found := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", told):
-            fewer = parts[1] * int(found[1]) // tokens  # a workspace is about proportional to them
+        if match := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", message):
+            fewer = parts[1] * int(match[1]) // tokens  # a workspace is about proportional to them
             assert planned(
                 spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share
             )
@@ -88,7 +88,7 @@ def test_memory_stays_in_its_share_or_the_error_names_a_setting(
 
 def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
     whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
-    for told in (
+    for line in (
         "workspace",
         "CUDA graphs",
         "held by others",
@@ -96,7 +96,7 @@ def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
         "512.0 MiB",
         "256.0 MiB",
     ):
-        assert told in whole
+        assert line in whole
     plain = str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB)))
     assert "CUDA graphs" not in plain
     assert "others" not in plain
@@ -107,7 +107,7 @@ def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("claims", "options", "told"),
+    ("claims", "options", "message"),
     [
         (
             Claims(15 * GIB, total=24 * GIB, others=12 * GIB),
@@ -137,9 +137,9 @@ def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
     ],
 )
 def test_oversized_plan_names_the_setting_and_its_value(
-    spec: ModelSpec, claims: Claims, options: dict[str, Any], told: str
+    spec: ModelSpec, claims: Claims, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         planned(spec, claims, **options)
 
 
@@ -284,14 +284,14 @@ def test_lowered_max_model_len_names_the_needed_share(
             max_tokens_per_batch=3,
         )
         budget = assemble(asked, card).memory_budget
-    found = re.search(
+    match = re.search(
         r"lowered to (\d+)\. gpu_memory_utilization of at least (0\.\d+) would hold 500",
         caplog.text,
     )
-    assert found
-    assert int(found[1]) == budget.max_model_len < 500
+    assert match
+    assert int(match[1]) == budget.max_model_len < 500
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
-    share = float(found[2])
+    share = float(match[2])
     enough = assemble(
         small(
             folder,

@@ -38,8 +38,8 @@ LAYER = {
 
 def drawn(generator: torch.Generator, *shape: int) -> Tensor:
     """Numbers of trained size; norm weights stand around 1."""
-    found = torch.randn(shape, generator=generator) * 0.2
-    return found + 1.0 if len(shape) == 1 else found
+    tensor = torch.randn(shape, generator=generator) * 0.2
+    return tensor + 1.0 if len(shape) == 1 else tensor
 
 
 def random_weights(engine: InferenceEngine, spec: HeadsSpec) -> HeadWeights:

@@ -164,10 +164,10 @@ def test_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine
     params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, stop=(stop,))
     expected = engine.generate("hello", params)[0]
     set_drafts(engine, "right", {(0, 0): whole.completion_tokens})
-    found = engine.generate("hello", params)[0]
+    sample = engine.generate("hello", params)[0]
     assert expected.stop_reason == stop
-    assert (found.text, found.stop_reason) == (expected.text, expected.stop_reason)
-    assert same_bits(found, expected)
+    assert (sample.text, sample.stop_reason) == (expected.text, expected.stop_reason)
+    assert same_bits(sample, expected)
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])

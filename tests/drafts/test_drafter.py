@@ -53,18 +53,18 @@ def draw(
     """Steps in which all sequences draw these tokens, or as many of them as there were drafts for;
     returns the first one's drafts.
     """
-    found: list[tuple[int, ...]] = []
+    drawn_drafts: list[tuple[int, ...]] = []
     for _ in range(times):
         drafts = drafter.propose(sequences, (), CONFIG)
         for seq in sequences.running:
             seq.token_ids += token_ids[: len(drafts.get(seq.seq_id, ())) + 1]
             seq.num_computed_tokens = len(seq.token_ids) - 1
         drafter.learn(sequences.running, drafts)
-        found.append(drafts.get(sequences.running[0].seq_id, ()))
+        drawn_drafts.append(drafts.get(sequences.running[0].seq_id, ()))
         for seq in sequences.running:
             del seq.token_ids[3:]
             seq.num_computed_tokens = 2
-    return found
+    return drawn_drafts
 
 
 def test_free_drafts_are_all_computed() -> None:
@@ -81,9 +81,9 @@ def test_drafts_are_skipped_if_they_do_not_pay() -> None:
 
 def test_draft_length_follows_past_acceptance() -> None:
     wrong, right = Drafter([Always([7] * 4)], TILES, 4), Drafter([Always([7] * 4)], TILES, 4)
-    found = draw(wrong, live(), [0], times=40)
-    assert found[0][:1] == found[10][:1] == (7,)  # the second row of a tile is free
-    assert found[-1] == ()  # but for the host
+    drafts = draw(wrong, live(), [0], times=40)
+    assert drafts[0][:1] == drafts[10][:1] == (7,)  # the second row of a tile is free
+    assert drafts[-1] == ()  # but for the host
     assert draw(right, live(), [7] * 9, times=40)[-1] == (7,) * 4
     stats = wrong.stats()
     assert 10 < stats.drafted["always"][0] < 40
@@ -95,9 +95,9 @@ def test_skipped_drafts_still_update_the_statistics() -> None:
     """The first one costs half a step: it pays once it is known to be right."""
     costs = StepCosts((1, 2, 3), (1.0, 1.6, 2.2))
     drafter = Drafter([Always([7, 7])], costs, 2)
-    found = draw(drafter, live(), [7], times=40)
-    assert found[0] == ()
-    assert found[-1] != ()
+    drafts = draw(drafter, live(), [7], times=40)
+    assert drafts[0] == ()
+    assert drafts[-1] != ()
 
 
 def test_accurate_source_gets_longer_drafts() -> None:
@@ -190,8 +190,8 @@ def test_bad_source_is_switched_off_and_harms_nothing(
         engine.drafter.costs = None  # else it may be that none pays
         engine.drafter.sources.append(Watched(Answers(propose), engine.spec.vocab_size))
         with caplog.at_level(logging.ERROR):
-            (found,) = engine.generate([[5, 6, 7]], params)
-        assert found.logprobs == plain.generate([[5, 6, 7]], params)[0].logprobs
+            (sample,) = engine.generate([[5, 6, 7]], params)
+        assert sample.logprobs == plain.generate([[5, 6, 7]], params)[0].logprobs
         stats = engine.stats().speculation
     assert stats is not None
     assert stats.sources == ("grammar", "ngram")

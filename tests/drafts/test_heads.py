@@ -158,9 +158,9 @@ class EagleByHand:
         self.config, self.tensors = config, named
         self.layer = config.get("transformer_layer_config", config)
         nested = config.get("eagle_config")
-        own = config.get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
         behind = nested["eagle_aux_hidden_state_layer_ids"] if nested else []
-        self.before = own if own else [each + 1 for each in behind]
+        self.before = layer_ids if layer_ids else [each + 1 for each in behind]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.layer.get("rms_norm_eps", 1e-6)
@@ -182,29 +182,33 @@ class EagleByHand:
         parts = [computed.hidden_states[layer][0] for layer in self.before]
         if self.config.get("fc_norm"):
             parts = [self.norm(each, f"fc_norm.{i}.weight") for i, each in enumerate(parts)]
-        given = torch.cat(parts, -1) @ self.tensors["fc.weight"].T
-        behind, found = list(token_ids[1:]), []
-        own = self.tensors.get("embed_tokens.weight")
-        embedding = self.policy.get_input_embeddings().weight if own is None else own
+        hidden = torch.cat(parts, -1) @ self.tensors["fc.weight"].T
+        behind, drafts = list(token_ids[1:]), []
+        draft_embeddings = self.tensors.get("embed_tokens.weight")
+        embedding = (
+            self.policy.get_input_embeddings().weight
+            if draft_embeddings is None
+            else draft_embeddings
+        )
         for _ in range(count):
-            out = self.row(given, embedding[torch.tensor(behind)])
+            out = self.row(hidden, embedding[torch.tensor(behind)])
             normed = self.norm(out, "norm.weight")
             known = torch.arange(len(self.tensors["lm_head.weight"]))
             known = known + self.tensors["d2t"] if "d2t" in self.tensors else known
             logits = torch.full((300,), -1e30)
             logits[known] = self.tensors["lm_head.weight"] @ normed
             best = max(allowed, key=lambda token: float(logits[token]))
-            found.append(best)
+            drafts.append(best)
             behind.append(best)
             following = normed if self.config.get("norm_output") else out
-            given = torch.cat([given, following[None]])
-        return found
+            hidden = torch.cat([hidden, following[None]])
+        return drafts
 
-    def row(self, given: Tensor, embedded: Tensor) -> Tensor:
+    def row(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """What the layer gives at the last position."""
         t = self.tensors
-        normed = self.norm(given, "layers.0.hidden_norm.weight")
-        residual = normed if self.config.get("norm_before_residual") else given
+        normed = self.norm(hidden, "layers.0.hidden_norm.weight")
+        residual = normed if self.config.get("norm_before_residual") else hidden
         x = torch.cat([self.norm(embedded, "layers.0.input_layernorm.weight"), normed], -1)
         q, k, v = (
             (x @ t[f"layers.0.self_attn.{each}_proj.weight"].T).view(len(x), -1, 16).transpose(0, 1)

@@ -32,9 +32,9 @@ def sequence(
 
 
 def guess(source: SuffixDrafts | HistoryDrafts, seq: Sequence, most: int = 4) -> list[int]:
-    (found,) = source.propose([seq], most)
-    assert len(found.token_ids) == len(found.kinds) <= most
-    return list(found.token_ids)
+    (draft,) = source.propose([seq], most)
+    assert len(draft.token_ids) == len(draft.kinds) <= most
+    return list(draft.token_ids)
 
 
 def test_ngram_drafts_its_earlier_continuation() -> None:

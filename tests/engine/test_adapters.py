@@ -34,13 +34,13 @@ PARAMS = SamplingParams(max_tokens=12, seed=1, adapter="own", ignore_eos=True)
 def matrices(folder: Path, seed: int) -> dict[str, Tensor]:
     """A random adapter of rank 4 on all that takes one."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for target in targets_of(load_spec(folder)).values():
         out, width = target.slot.shape
         for half, shape in (("A", (4, width)), ("B", (out, 4))):
             name = f"base_model.model.{target.module}.lora_{half}.weight"
-            found[name] = torch.randn(shape, generator=generator) * 0.2
-    return found
+            tensors[name] = torch.randn(shape, generator=generator) * 0.2
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +160,11 @@ def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder
     with pytest.raises(AdapterError, match=r"lora_B of 'model.layers.1.self_attn.v_proj' is not f"):
         engine.load_adapter("own", wrong)
     assert bits(whole(engine)) == bits(new)  # what was refused was written elsewhere
-    found = [where(engine)]
+    addresses = [where(engine)]
     for _ in range(4):
         engine.load_adapter("own", matrices(folder, 1))
-        found.append(where(engine))
-    assert len({min(each) for each in found}) < len(found)
+        addresses.append(where(engine))
+    assert len({min(each) for each in addresses}) < len(addresses)
     assert bits(whole(engine)) == bits(old)
     halves = {name: tensor[:2] if "_A" in name else tensor[:, :2] for name, tensor in wrong.items()}
     halves = {name: tensor.nan_to_num(0.1) for name, tensor in halves.items()}
@@ -243,7 +243,7 @@ def test_unloaded_adapter_serves_its_running_requests(
 def test_base_update_does_not_affect_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
-    before, own = whole(engine, plain), whole(engine)
+    before, adapted = whole(engine, plain), whole(engine)
     engine.load_adapter("own", matrices(folder, 2))
     assert bits(whole(engine, plain)) == bits(before)
     assert whole(engine, plain).cached_tokens > 0
@@ -251,7 +251,7 @@ def test_base_update_does_not_affect_the_adapter(engine: InferenceEngine, folder
     name = "model.layers.0.mlp.up_proj.weight"
     engine.update_weights({name: weights[name] * 1.5}, blocking=True)
     assert whole(engine).weight_version == 1
-    assert whole(engine).logprobs != own.logprobs
+    assert whole(engine).logprobs != adapted.logprobs
 
 
 def test_adapter_limits_are_enforced(folder: Path) -> None:
@@ -302,11 +302,11 @@ def test_engine_without_adapter_slots_rejects_adapters(folder: Path) -> None:
 
 
 def test_matrices_belong_to_the_caller_after_loading(engine: InferenceEngine, folder: Path) -> None:
-    given = matrices(folder, 1)
-    engine.load_adapter("own", given)
+    tensors = matrices(folder, 1)
+    engine.load_adapter("own", tensors)
     before = whole(engine)
     engine.flush_cache()
-    for tensor in given.values():
+    for tensor in tensors.values():
         tensor.fill_(torch.nan)
     assert bits(whole(engine)) == bits(before)
 

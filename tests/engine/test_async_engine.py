@@ -104,8 +104,8 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
             results = await asyncio.gather(*tasks.values(), return_exceptions=True)
             await asyncio.gather(*killers)
             await asyncio.to_thread(settle, engine)
-            own = asyncio.current_task()
-            left = [t for t in asyncio.all_tasks() if t is not own and not t.done()]
+            task = asyncio.current_task()
+            left = [t for t in asyncio.all_tasks() if t is not task and not t.done()]
             assert len(left) <= 1, "a task is left behind"  # wait_for's own
         return dict(zip(tasks, results, strict=True))
 
@@ -149,8 +149,8 @@ def test_stream_joins_to_the_sample(engine: InferenceEngine) -> None:
 def test_results_keep_the_order_of_prompts(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
-            each = [params(i, max_tokens=20 - i) for i in range(6)]
-            return await a.generate([prompt(i) for i in range(6)], each, 2)
+            param_list = [params(i, max_tokens=20 - i) for i in range(6)]
+            return await a.generate([prompt(i) for i in range(6)], param_list, 2)
 
     samples = run(main())
     assert [s.prompt_tokens for s in samples] == [

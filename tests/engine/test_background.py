@@ -25,7 +25,7 @@ def in_a_thread(run: Callable[[], object]) -> None:
 
 
 def test_step_back_lowers_only_its_thread_and_children() -> None:
-    own, seen = niceness(), list[int]()
+    initial, seen = niceness(), list[int]()
 
     def bring() -> None:
         step_back()
@@ -34,7 +34,7 @@ def test_step_back_lowers_only_its_thread_and_children() -> None:
 
     in_a_thread(bring)
     assert seen == [NICENESS, NICENESS]
-    assert niceness() == own
+    assert niceness() == initial
 
 
 def test_deadline_before_runs_in_a_background_thread() -> None:

@@ -38,7 +38,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "llama", **options: Any) -> InferenceEngine:
-        given = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
@@ -46,7 +46,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
             "backend": "reference",
         }
         built.append(
-            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(defaults | options)))
         )
         return built[-1]
 
@@ -171,9 +171,9 @@ def test_import_at_any_time_changes_no_bit(build: Build, data: st.DataObject) ->
                 engine.flush_cache()
             case _:
                 pass
-        for each in engines:
-            _take(each, expected, steps=data.draw(st.integers(0, 3)))
-            each.loop.check()
+        for target in engines:
+            _take(target, expected, steps=data.draw(st.integers(0, 3)))
+            target.loop.check()
     for engine in engines:
         _take(engine, expected, steps=1000)
         engine.loop.check()
@@ -185,16 +185,16 @@ def _kept(
     build: Build,
     family: str,
     kind: str,
-    place: int,
+    position: int,
     kept: dict[Any, InferenceEngine] = {},  # noqa: B006
 ) -> InferenceEngine:
-    key = (id(build), family, kind, place)
+    key = (id(build), family, kind, position)
     if key not in kept:
         small = 26 * SIZE * {"llama": 512, "gemma3": 512, "mistral": 512, "gemma4": 1024}[family]
         kept[key] = build(
             family,
             cache_type=kind,
-            kv_cache_memory=2**20 if place == 2 else small,
+            kv_cache_memory=2**20 if position == 2 else small,
             max_model_len=64,
         )
     return kept[key]
@@ -270,9 +270,9 @@ def test_import_rejects_mismatched_blocks_without_side_effects(build: Build) -> 
         ("piece", replace(piece, first=-1)),
         ("piece", replace(piece, names=(), token_ids=(), data=piece.data[:0])),
     ]
-    for text, each in wrong:
+    for text, blocks in wrong:
         with pytest.raises(InvalidRequest, match=text):
-            target.blocks.import_blocks(each)
+            target.blocks.import_blocks(blocks)
     target.loop.check()
     target.blocks.report()
     assert ([*target.blocks.report(lost=True).published], target.cache.num_free_blocks()) == before

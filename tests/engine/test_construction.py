@@ -32,14 +32,14 @@ def fail(*_: Any) -> None:
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
     """The parts of engines that are built; a lockstep is not looked at."""
-    found: list[Parts] = []
+    parts: list[Parts] = []
 
     def assemble(config: EngineConfig, launcher: Any, _: Any) -> Parts:
-        found.append(assemble_all(config, launcher))
-        return found[-1]
+        parts.append(assemble_all(config, launcher))
+        return parts[-1]
 
     monkeypatch.setattr(engine_module, "assemble_all", assemble)
-    return found
+    return parts
 
 
 def test_failed_construction_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

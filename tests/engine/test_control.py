@@ -34,9 +34,14 @@ def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:
     """All that follows from the arithmetic, to the bit."""
-    own: dict[str, Any] = {"request_id": 0, "group_id": 0, "cached_tokens": 0, "kv_versions": ()}
-    own |= {"sampling_params": None}
-    one, other = replace(one, **own), replace(other, **own)
+    ignored: dict[str, Any] = {
+        "request_id": 0,
+        "group_id": 0,
+        "cached_tokens": 0,
+        "kv_versions": (),
+    }
+    ignored |= {"sampling_params": None}
+    one, other = replace(one, **ignored), replace(other, **ignored)
     return repr(one) == repr(other)  # nan equals nan
 
 
@@ -101,14 +106,14 @@ def test_generate_waits_for_another_threads_resume(build: Build) -> None:
     pausing = threading.Thread(target=engine.pause)
     pausing.start()
     pausing.join()
-    found: list[TrainingSample] = []
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPT, drawn())))
+    samples: list[TrainingSample] = []
+    thread = threading.Thread(target=lambda: samples.extend(engine.generate(PROMPT, drawn())))
     thread.start()
     time.sleep(0.2)
-    assert not found
+    assert not samples
     engine.resume()
     thread.join(PATIENCE)
-    assert same(found[0], expected)
+    assert same(samples[0], expected)
 
 
 def test_generate_rejects_a_pause_by_its_own_thread(build: Build) -> None:
@@ -190,13 +195,13 @@ def test_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode
 def test_partial_sample_resumes_token_for_token(
     build: Build, cache_type: str, lookahead: int
 ) -> None:
-    told = {
+    requests = {
         "sampling_mask": True,
         "top_logprobs": 2,
         "prompt_logprobs": True,
         "prompt_top_logprobs": 3,
     }
-    params = drawn(top_k=20, presence_penalty=0.5, **told)
+    params = drawn(top_k=20, presence_penalty=0.5, **requests)
     expected = build().generate(PROMPT, params, 2)
     for steps in range(1, LENGTH + 1):
         engine = build(cache_type=cache_type, lookahead=lookahead, max_tokens_per_batch=16)

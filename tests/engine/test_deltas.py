@@ -22,10 +22,10 @@ def run(
 
 
 def by_sample(deltas: list[Delta]) -> dict[int, list[Delta]]:
-    found: dict[int, list[Delta]] = defaultdict(list)
+    deltas_of: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
-        found[delta.sample_index].append(delta)
-    return found
+        deltas_of[delta.sample_index].append(delta)
+    return deltas_of
 
 
 def finished(deltas: list[Delta]) -> TrainingSample:

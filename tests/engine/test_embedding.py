@@ -34,8 +34,8 @@ def test_embedding_equals_transformers_after_the_last_norm(
     folder = tiny_model(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with InferenceEngine(config(folder, backend)) as engine:
-        found = engine.embed(PROMPTS)
-    for prompt, row in zip(PROMPTS, found, strict=True):
+        actual = engine.embed(PROMPTS)
+    for prompt, row in zip(PROMPTS, actual, strict=True):
         with torch.no_grad():
             expected = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
         assert row.dtype == torch.float32
@@ -83,6 +83,6 @@ def test_embed_runs_from_many_threads(tmp_path: Path) -> None:
     with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
         (expected,) = engine.embed([[3, 4, 5]])
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: engine.embed([[3, 4, 5]])[0], range(40)))
-        assert all(torch.equal(row, expected) for row in found)
+            rows = list(pool.map(lambda _: engine.embed([[3, 4, 5]])[0], range(40)))
+        assert all(torch.equal(row, expected) for row in rows)
         assert engine.loop.watches == ()

@@ -166,13 +166,16 @@ def test_results_keep_request_order(build: Build) -> None:
 
 
 def test_progress_is_called_after_every_step(build: Build) -> None:
-    engine, told = build(), list[tuple[int, int, int]]()
+    engine, calls = build(), list[tuple[int, int, int]]()
     engine.generate(
-        [[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers)
+        [[1, 2], [3]],
+        greedy(5, ignore_eos=True),
+        2,
+        progress=lambda *numbers: calls.append(numbers),
     )
-    assert told[-1] == (4, 4, 20)
-    assert told == sorted(told)
-    assert len(told) == engine.stats().num_steps
+    assert calls[-1] == (4, 4, 20)
+    assert calls == sorted(calls)
+    assert len(calls) == engine.stats().num_steps
 
 
 @pytest.mark.parametrize(
@@ -376,8 +379,8 @@ def test_abort_from_progress_ends_generate(build: Build) -> None:
             pytest.fail("generate goes on without anything to do")
 
     returned = engine.generate([[1, 2], [3]], greedy(20, ignore_eos=True), progress=stop)
-    found = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}
-    assert found == {(0, "abort"), (1, "abort")}
+    reasons = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}
+    assert reasons == {(0, "abort"), (1, "abort")}
 
 
 # -- abort -----------------------------------------------------------------------------------------
@@ -551,12 +554,12 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "params", "num", "error", "told"), BAD_REQUESTS)
+@pytest.mark.parametrize(("prompt", "params", "num", "error", "message"), BAD_REQUESTS)
 def test_bad_request_is_rejected_by_name(
-    build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], told: str
+    build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], message: str
 ) -> None:
     engine = build()
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         engine.add_request(prompt, params, num)
     assert not engine.has_pending()
 
@@ -767,14 +770,14 @@ def test_non_finite_logits_end_only_their_request(build: Build, way: str) -> Non
 
 def test_non_finite_logits_keep_tokens_sampled_before(build: Build) -> None:
     (whole,) = build().generate([1, 2, 3], greedy(10, ignore_eos=True))
-    place = 4
-    token = whole.completion_tokens[place]
-    assert token not in (1, 2, 3, *whole.completion_tokens[:place])
+    position = 4
+    token = whole.completion_tokens[position]
+    assert token not in (1, 2, 3, *whole.completion_tokens[:position])
     engine = build()
     poison(engine, token)
     (sample,) = engine.generate([1, 2, 3], greedy(10, ignore_eos=True))
     assert sample.finish_reason == "abort"
-    assert sample.completion_tokens == whole.completion_tokens[: place + 1]
+    assert sample.completion_tokens == whole.completion_tokens[: position + 1]
     assert_aligned(sample)
 
 
@@ -807,14 +810,14 @@ def test_memory_table_lists_every_use_of_memory(
     assert budget.num_blocks == 100_000 // (16 * TOKEN_BYTES)
     assert budget.kv_cache == budget.num_blocks * 16 * TOKEN_BYTES <= 100_000
     assert budget.max_model_len == budget.num_tokens == budget.num_blocks * 16
-    for told in (
+    for line in (
         "weights",
         "KV cache",
         f"{budget.num_blocks} blocks of 16 tokens",
         f"{TOKEN_BYTES} bytes",
         "lowered",
     ):
-        assert (told in caplog.text) == (told != "lowered")
+        assert (line in caplog.text) == (line != "lowered")
 
 
 def test_cache_is_capped_at_its_usable_size(build: Build) -> None:
@@ -847,8 +850,8 @@ def test_cache_size_respects_the_container_limit(
 ) -> None:
     limit = "memory.max of the control group"
     monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(10 * 2**20, limit))
-    found = build(kv_cache_memory=None).memory_budget.kv_cache
-    assert 2 * 2**20 < found <= 10 * 2**20 // 4
+    num_bytes = build(kv_cache_memory=None).memory_budget.kv_cache
+    assert 2 * 2**20 < num_bytes <= 10 * 2**20 // 4
     with pytest.raises(
         ConfigError, match=f"MiB does not fit in memory: 10.0 MiB are free under {limit}"
     ):
@@ -987,15 +990,15 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
     (whole,) = build().generate([1, 2], SamplingParams(max_tokens=20, seed=9, ignore_eos=True))
     tokens = whole.completion_tokens
     assert (whole.finish_reason, whole.stop_reason, len(tokens)) == ("length", None, 20)
-    for place in (0, 7, 19):
-        stops = frozenset({tokens[place]})
-        first = tokens.index(tokens[place])
+    for position in (0, 7, 19):
+        stops = frozenset({tokens[position]})
+        first = tokens.index(tokens[position])
         params = SamplingParams(max_tokens=20, seed=9, ignore_eos=True, stop_token_ids=stops)
         (sample,) = build().generate([1, 2], params)
         assert sample.completion_tokens == tokens[: first + 1]
         assert sample.logprobs == whole.logprobs[: first + 1]
         # also as the last one allowed
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[place])
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[position])
 
 
 @CALM
@@ -1006,13 +1009,13 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
     lookahead=st.integers(0, 1),
 )
 def test_stops_wait_for_min_tokens(
-    build: Build, eager: Path, model: Path, seed: int, min_tokens: int, own: bool, lookahead: int
+    build: Build, eager: Path, model: Path, seed: int, min_tokens: int, by_eos: bool, lookahead: int
 ) -> None:
     """The model's own end ids and the request's stop ids alike."""
-    engine = build(eager if own else model, lookahead=lookahead)
-    stops = frozenset() if own else EVEN
+    engine = build(eager if by_eos else model, lookahead=lookahead)
+    stops = frozenset() if by_eos else EVEN
     params = SamplingParams(
-        max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not own
+        max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not by_eos
     )
     (sample,) = engine.generate([1, 2], params)
     engine.shutdown()
@@ -1134,8 +1137,8 @@ def test_add_and_update_run_while_another_thread_steps(build: Build, lookahead: 
 
     writers, stepper = Threads(), Threads()
     stepper.start(step)
-    for each in (add, add, update):
-        writers.start(each)
+    for target in (add, add, update):
+        writers.start(target)
     writers.join()
     done.set()
     stepper.join()

@@ -263,8 +263,8 @@ class Resized:
 
     device = torch.device("cuda")
 
-    def __init__(self, place: int, refusals: list[int]) -> None:
-        self.place, self.size, self.refusals = place, 100 + place, refusals
+    def __init__(self, address: int, refusals: list[int]) -> None:
+        self.place, self.size, self.refusals = address, 100 + address, refusals
 
     def data_ptr(self) -> int:
         return self.place

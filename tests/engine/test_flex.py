@@ -62,18 +62,18 @@ def compare(model: Path, **options: Any) -> None:
         prompt + extra for prompt, extra in zip(first, prompts(rng, [3, 30, 1, 9, 20]), strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    found: dict[str, list[TrainingSample]] = {}
+    samples: dict[str, list[TrainingSample]] = {}
     for attention in ("reference", "flex"):
         with InferenceEngine(
             config(model, attention, max_chunk_tokens=24, seed=0, **options)
         ) as engine:
-            found[attention] = [*engine.generate(first, params), *engine.generate(again, params)]
-            found[attention] += engine.generate(again[:2], params, num_samples_per_prompt=2)
+            samples[attention] = [*engine.generate(first, params), *engine.generate(again, params)]
+            samples[attention] += engine.generate(again[:2], params, num_samples_per_prompt=2)
             assert engine.numerics.schedule_invariant == (attention == "reference")
             assert ("+flex" in engine.numerics.fingerprint) == (attention == "flex")
-    assert any(sample.cached_tokens for sample in found["flex"])
-    assert found["flex"][0].numerics.startswith("reference+flex-")
-    assert_same(found["flex"], found["reference"])
+    assert any(sample.cached_tokens for sample in samples["flex"])
+    assert samples["flex"][0].numerics.startswith("reference+flex-")
+    assert_same(samples["flex"], samples["reference"])
 
 
 @pytest.mark.thorough

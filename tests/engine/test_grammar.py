@@ -81,9 +81,9 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    found = Held(monkeypatch)
-    yield found
-    found.go.set()
+    queue = Held(monkeypatch)
+    yield queue
+    queue.go.set()
 
 
 def test_sample_follows_its_grammar_and_ends_with_it(build: Build) -> None:
@@ -413,10 +413,12 @@ def test_resume_from_rejects_a_sample_whose_grammar_ended(
     engine = build()
     params = SamplingParams(max_tokens=9, seed=1, grammar=Grammar.choice(["a"]), **options)
     (whole,) = engine.generate(PROMPT, params)
-    told = replace(whole, finish_reason="abort", stop_reason=None)  # the word of its end was lost
+    relabeled = replace(
+        whole, finish_reason="abort", stop_reason=None
+    )  # the word of its end was lost
     again = engine.intake.new_request_id()
     with pytest.raises(InvalidRequest, match="may already have ended"):
-        engine.resume_many([told], lambda _: None, stream=False, request_id=again)
+        engine.resume_many([relabeled], lambda _: None, stream=False, request_id=again)
 
 
 def test_grammar_restarts_after_appended_tokens(build: Build) -> None:
@@ -424,8 +426,8 @@ def test_grammar_restarts_after_appended_tokens(build: Build) -> None:
     first = engine.generate(PROMPT, DIGITS)[0]
     engine.resume_from(first, append=[40, 41], max_new_tokens=20)
     (sample,) = drain(engine)
-    told = sample.completion_tokens[len(first.completion_tokens) + 2 :]
-    assert engine.tokenizer.decode(told).isdigit()
+    appended = sample.completion_tokens[len(first.completion_tokens) + 2 :]
+    assert engine.tokenizer.decode(appended).isdigit()
     assert sample.finish_reason == "stop"
 
 
@@ -494,9 +496,9 @@ def test_missing_backend_package_is_named(build: Build, monkeypatch: pytest.Monk
 def test_grammars_run_two_hundred_at_a_time(build: Build) -> None:
     engine = build()
     alone = bits(build().generate(PROMPT, drawn(20))[0])
-    each = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
+    param_list = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
     many = [replace(DIGITS, grammar=Grammar.regex(f"a{n}")) for n in range(180)]
-    samples = engine.generate([PROMPT] * 201, [*each, *many, drawn(20)])
+    samples = engine.generate([PROMPT] * 201, [*param_list, *many, drawn(20)])
     assert bits(samples[-1]) == alone
     assert [len(sample.completion_tokens) for sample in samples[:20]] == list(range(2, 22))
     assert [text_of(engine, sample) for sample in samples[20:200]] == [f"a{n}" for n in range(180)]

@@ -108,12 +108,12 @@ class Run:
 
     def streams(self) -> dict[tuple[int, int], tuple[tuple[int, ...], str]]:
         """Tokens and text of the others as they were streamed."""
-        found: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
+        texts: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
         for delta in self.deltas:
             key = (delta.request_id, delta.sample_index)
-            tokens, text = found.get(key, ((), ""))
-            found[key] = (tokens + delta.token_ids, text + (delta.text or ""))
-        return {key: value for key, value in found.items() if key[0] != FAILS}
+            tokens, text = texts.get(key, ((), ""))
+            texts[key] = (tokens + delta.token_ids, text + (delta.text or ""))
+        return {key: value for key, value in texts.items() if key[0] != FAILS}
 
 
 def run(
@@ -123,11 +123,11 @@ def run(
     `text`.
     """
     deltas: list[Delta] = []
-    for place, (prompt, params, num_samples) in enumerate(REQUESTS):
+    for index, (prompt, params, num_samples) in enumerate(REQUESTS):
         seq = engine.intake.sequence(prompt, params, num_samples, stream=stream)
-        seq.output_text = text if place == FAILS and text is not None else Text()
-        engine.shared.open([seq], sink if place == FAILS and sink is not None else deltas.append)
-        assert engine.shared.enqueue(seq) == place
+        seq.output_text = text if index == FAILS and text is not None else Text()
+        engine.shared.open([seq], sink if index == FAILS and sink is not None else deltas.append)
+        assert engine.shared.enqueue(seq) == index
         for _ in range(2):
             engine.step()
             engine.loop.check()
@@ -195,10 +195,10 @@ def quiet(
     return quiet_runs[options]
 
 
-def assert_same_others(found: Run, quiet: Run) -> None:
+def assert_same_others(outcome: Run, quiet: Run) -> None:
     assert len(quiet.others()) == 6
-    assert found.others() == quiet.others()
-    assert found.streams() == quiet.streams()
+    assert outcome.others() == quiet.others()
+    assert outcome.streams() == quiet.streams()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -219,12 +219,16 @@ def test_sampler_error_fails_only_its_sample(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=stream)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet[stream])
+    outcome = run(engine, stream=stream)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet[stream])
     assert (
-        found.failed()[0].completion_tokens
-        == (quiet[stream].failed()[0].completion_tokens[: len(found.failed()[0].completion_tokens)])
+        outcome.failed()[0].completion_tokens
+        == (
+            quiet[stream]
+            .failed()[0]
+            .completion_tokens[: len(outcome.failed()[0].completion_tokens)]
+        )
     )
 
 
@@ -248,10 +252,10 @@ def test_sampler_error_after_the_end_is_ignored(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
+    outcome = run(engine, stream=False)
     assert broken
-    assert_same_others(found, quiet)
-    ended = found.failed()[0]
+    assert_same_others(outcome, quiet)
+    ended = outcome.failed()[0]
     assert (ended.finish_reason, ended.completion_tokens[-1]) == ("stop", last)
     assert ended.logprobs == quiet.failed()[0].logprobs
 
@@ -275,9 +279,9 @@ def test_sampler_error_fails_one_sample_of_a_group(
         put(table, slot, params, seed, sample_index, prompt)
 
     monkeypatch.setattr(SamplingTable, "put", fail)
-    found = run(engine, stream=False)
-    assert_same_others(found, quiet[False])
-    sick, well = found.failed()[index], found.failed()[1 - index]
+    outcome = run(engine, stream=False)
+    assert_same_others(outcome, quiet[False])
+    sick, well = outcome.failed()[index], outcome.failed()[1 - index]
     assert (sick.stop_reason, sick.completion_tokens) == ("error: the draw raised Broken", ())
     assert well.completion_tokens == quiet[False].failed()[1 - index].completion_tokens
 
@@ -304,9 +308,9 @@ def test_penalty_error_fails_only_its_sample(
 
     monkeypatch.setattr(SamplingTable, "put", remember)
     monkeypatch.setattr(TokenCounts, "add", count)
-    found = run(engine, stream=True)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet[True])
+    outcome = run(engine, stream=True)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet[True])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -321,16 +325,16 @@ def test_detokenizer_error_fails_only_its_sample(
 ) -> None:
     if breaks == "take" and not stream:
         at = LENGTH  # nobody takes it before
-    found = run(make(), stream=stream, text=Text(breaks, at))
-    assert_failed(found, "the text")
-    assert_same_others(found, quiet[stream])
+    outcome = run(make(), stream=stream, text=Text(breaks, at))
+    assert_failed(outcome, "the text")
+    assert_same_others(outcome, quiet[stream])
     early = breaks == "append" or (breaks == "take" and stream)
-    for sample in found.failed():
+    for sample in outcome.failed():
         assert len(sample.completion_tokens) == (at if early else LENGTH)
         assert sample.text is None
         streamed = [
             d
-            for d in found.deltas
+            for d in outcome.deltas
             if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)
         ]
         if stream:
@@ -344,9 +348,9 @@ def test_detokenizer_copy_error_fails_only_its_sample(
     """The sample that keeps the text goes on, the other one of its group ends with its first
     token.
     """
-    found = run(make(), stream=stream, text=Text("copy"))
-    assert_same_others(found, quiet[stream])
-    well, sick = found.failed()
+    outcome = run(make(), stream=stream, text=Text("copy"))
+    assert_same_others(outcome, quiet[stream])
+    well, sick = outcome.failed()
     assert (well.completion_tokens, well.text) == (
         quiet[stream].failed()[0].completion_tokens,
         quiet[stream].failed()[0].text,
@@ -373,9 +377,9 @@ def test_fetch_error_fails_only_its_samples(
         return Lost() if lost else draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet)
+    outcome = run(engine, stream=False)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -391,8 +395,8 @@ def test_sink_error_fails_only_its_request(
         if len(arrived) > after:
             raise Broken("/secret/path")
 
-    found = run(engine, stream=stream, sink=sink)
-    assert_same_others(found, quiet[stream])
+    outcome = run(engine, stream=stream, sink=sink)
+    assert_same_others(outcome, quiet[stream])
     assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), (
         "it is not called again"
     )
@@ -416,10 +420,10 @@ def test_unattributed_fault_ends_no_sample(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
+    outcome = run(engine, stream=False)
     assert raised
-    assert_same_others(found, quiet[False])
-    assert [s.completion_tokens for s in found.failed()] == [
+    assert_same_others(outcome, quiet[False])
+    assert [s.completion_tokens for s in outcome.failed()] == [
         s.completion_tokens for s in quiet[False].failed()
     ]
 
@@ -436,8 +440,8 @@ def test_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
 def test_log_has_the_details_hidden_from_the_caller(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = run(build(), stream=False, text=Text("append", 2))
-    assert "/secret/path" not in repr([s.stop_reason for s in found.failed()])
+    outcome = run(build(), stream=False, text=Text("append", 2))
+    assert "/secret/path" not in repr([s.stop_reason for s in outcome.failed()])
     (first, *_) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "Request 1, sample 0: the text raised Broken" in first.message
     assert first.exc_info is not None

@@ -53,12 +53,12 @@ def make(folder: Path, backend: Any = "cpu", **options: Any) -> InferenceEngine:
 
 def sample(engine: InferenceEngine, adapter: str | None = None) -> TrainingSample:
     params = SamplingParams(max_tokens=12, seed=1, adapter=adapter, ignore_eos=True)
-    (found,) = engine.generate([PROMPT], params)
-    return found
+    (result,) = engine.generate([PROMPT], params)
+    return result
 
 
-def bits(found: TrainingSample) -> tuple[Any, ...]:
-    return found.completion_tokens, found.logprobs
+def bits(sample: TrainingSample) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.logprobs
 
 
 def merged_folder(folder: Path, target: Path, seed: int) -> Path:
@@ -200,8 +200,8 @@ def test_request_for_the_merged_adapter_keeps_it_merged(
     with pytest.raises(AdapterError, match=f"unmerged while request {request} uses adapter"):
         engine.unmerge_adapter()
     assert engine.weights_checksum() == sums
-    (found,) = rest(engine)
-    assert bits(found) == bits(merged)
+    (merged_sample,) = rest(engine)
+    assert bits(merged_sample) == bits(merged)
     assert engine.unmerge_adapter() == 2
 
 
@@ -226,10 +226,10 @@ def test_request_uses_the_merge_state_at_admission(
     engine.shared.enqueue(early)
     engine.shared.enqueue(other)
     (late,) = intake.sequences([PROMPT], params(), 1, False)
-    found = {each.request_id: each for each in rest(engine)}
-    assert bits(found[early.request_id]) == bits(merged)
-    assert found[other.request_id].finish_reason == "abort"
-    assert found[other.request_id].stop_reason == "adapter 'own' is merged into the weights"
+    samples = {each.request_id: each for each in rest(engine)}
+    assert bits(samples[early.request_id]) == bits(merged)
+    assert samples[other.request_id].finish_reason == "abort"
+    assert samples[other.request_id].stop_reason == "adapter 'own' is merged into the weights"
     engine.unmerge_adapter()
     engine.shared.enqueue(late)
     (found_late,) = rest(engine)

@@ -65,8 +65,8 @@ def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[Trai
     """Three samples of every prompt; every third step takes the blocks of some sequence, eight
     times.
     """
-    for prompt, each in zip(PROMPTS, params, strict=True):
-        engine.add_request(prompt, each, 3)
+    for prompt, prompt_params in zip(PROMPTS, params, strict=True):
+        engine.add_request(prompt, prompt_params, 3)
     samples: list[TrainingSample] = []
     step = forced = 0
     while engine.has_pending():
@@ -113,10 +113,10 @@ def test_logprob_has_the_same_bits_in_every_field(model: Path, backend: str) -> 
         (scored,) = engine.generate(whole, replace(PARAMS, prompt_top_logprobs=300))
     assert drawn.raw_logprobs is not None
     assert scored.prompt_logprobs is not None
-    for place, token_id in list(enumerate(whole))[1:]:
-        best = best_of(scored)[place]
+    for position, token_id in list(enumerate(whole))[1:]:
+        best = best_of(scored)[position]
         assert len(best.token_ids) == len(set(best.token_ids)) == 300
-        assert best.logprobs[best.token_ids.index(token_id)] == scored.prompt_logprobs[place]
+        assert best.logprobs[best.token_ids.index(token_id)] == scored.prompt_logprobs[position]
     for i, token_id in enumerate(drawn.completion_tokens):
         best = best_of(scored)[len(drawn.prompt_tokens) + i]
         assert (best.token_ids[0], best.logprobs[0]) == (token_id, drawn.raw_logprobs[i])
@@ -138,15 +138,15 @@ def test_schedule_changes_no_bit(model: Path, backend: str, schedule: dict[str, 
             samples = complete(engine, mine)
             assert len(samples) == 12
             for sample in samples:
-                place = PROMPTS.index(list(sample.prompt_tokens))
-                num = mine[place].prompt_top_logprobs
+                index = PROMPTS.index(list(sample.prompt_tokens))
+                num = mine[index].prompt_top_logprobs
                 cut = tuple(
                     TopLogprobs(best.token_ids[:num], best.logprobs[:num])
-                    for best in best_of(alone[place])
+                    for best in best_of(alone[index])
                 )
                 assert sample.prompt_top_logprobs == (cut if num else None)
                 assert sample.prompt_logprobs is not None
-                assert sample.prompt_logprobs[1:] == (alone[place].prompt_logprobs or ())[1:]
+                assert sample.prompt_logprobs[1:] == (alone[index].prompt_logprobs or ())[1:]
 
 
 def test_prompt_may_exceed_a_tile_of_rows(model: Path) -> None:

@@ -23,8 +23,8 @@ def build(folder: Path, launcher: ThreadLauncher | None = None, **options: Any) 
 
 def samples(engine: InferenceEngine) -> list[tuple[list[int], list[float]]]:
     params = SamplingParams(max_tokens=12, temperature=1.0)
-    found = engine.generate(PROMPTS, params)
-    return [(list(each.completion_tokens), list(each.logprobs)) for each in found]
+    samples = engine.generate(PROMPTS, params)
+    return [(list(each.completion_tokens), list(each.logprobs)) for each in samples]
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def test_startup_log_names_the_quantization(
 @pytest.mark.thorough(cases=["2"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dequantized_engine_equals_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
-    found = []
+    results = []
     for folder in folders:
         launcher = ThreadLauncher() if ranks > 1 else None
         with build(folder, launcher, tensor_parallel=ranks) as engine:
             fingerprint, checksum = engine.numerics.fingerprint, engine.weights_checksum()
-            found.append((fingerprint, checksum, samples(engine)))
-    assert found[0] == found[1]
+            results.append((fingerprint, checksum, samples(engine)))
+    assert results[0] == results[1]
 
 
 def test_update_after_a_quantized_start_uses_plain_weights(
@@ -66,8 +66,8 @@ def test_update_after_a_quantized_start_uses_plain_weights(
 ) -> None:
     weights = llama_weights(llama_config(), seed=1)
     with build(folders[0]) as engine, build(folders[1]) as plain:
-        for each in (engine, plain):
-            each.update_weights(weights)
+        for target in (engine, plain):
+            target.update_weights(weights)
         assert engine.weights_checksum() == plain.weights_checksum()
         assert samples(engine) == samples(plain)
         engine.update_weights(folders[1])
@@ -75,15 +75,15 @@ def test_update_after_a_quantized_start_uses_plain_weights(
 
 
 def test_quantized_reference_scores_a_plain_policy(folders: tuple[Path, Path]) -> None:
-    found: list[list[float]] = []
+    logprobs: list[list[float]] = []
     for reference in folders:
         with build(folders[1], ref_model_path=str(reference)) as engine:
             params = SamplingParams(max_tokens=5, temperature=1.0)
-            found += [
+            logprobs += [
                 list(each.ref_logprobs or ()) for each in engine.generate([PROMPTS[0]], params)
             ]
-    assert found[0] == found[1]
-    assert len(found[0]) == 5
+    assert logprobs[0] == logprobs[1]
+    assert len(logprobs[0]) == 5
 
 
 def test_trainer_parameters_start_exact_and_are_saved_as_floats(

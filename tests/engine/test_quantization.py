@@ -60,8 +60,8 @@ def test_updated_engine_equals_a_fresh_engine(
         engine = build(**options)
         before = bits(engine.generate(PROMPT, drawn())[0])
         engine.update_weights(weights, blocking=blocking, check_finite=True)
-        found = bits(engine.generate(PROMPT, drawn())[0])
-        assert before != found == expected
+        actual = bits(engine.generate(PROMPT, drawn())[0])
+        assert before != actual == expected
         assert engine.weights_checksum() == fresh.weights_checksum()
         assert engine.numerics.fingerprint.endswith(f"/{quantization}")
     forms = {name: form_of(param) for name, param in fresh.model.params.items()}
@@ -170,8 +170,8 @@ def test_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backend:
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: bool) -> None:
     folder = tiny_llama(tmp_path / "m", tie=tie)
-    given: Any = {"dtype": "float32", "quantization": quantization}
-    config = EngineConfig(str(folder), backend="reference", **given)
+    options: Any = {"dtype": "float32", "quantization": quantization}
+    config = EngineConfig(str(folder), backend="reference", **options)
     plain = plan_engine(replace(config, quantization=None)).memory_budget.weights
     with InferenceEngine(config) as engine:
         params = engine.model.params.values()
@@ -221,5 +221,5 @@ def test_unknown_quantization_names_are_rejected(model: Path) -> None:
 
 def test_numerics_name_the_quantization_only_if_quantized(build: Build) -> None:
     assert build(backend="reference").numerics.fingerprint.count("/") == 3
-    found = build(backend="reference", quantization="int8").numerics
-    assert (found.quantization, found.fingerprint.split("/")[-1]) == ("int8", "int8")
+    numerics = build(backend="reference", quantization="int8").numerics
+    assert (numerics.quantization, numerics.fingerprint.split("/")[-1]) == ("int8", "int8")

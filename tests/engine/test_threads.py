@@ -76,14 +76,14 @@ def test_fair_lock_lets_waiters_in_between_reacquisitions() -> None:
 
 
 def test_fair_lock_is_reentrant_only_for_its_owner() -> None:
-    lock, found = FairLock(), list[bool]()
+    lock, acquired = FairLock(), list[bool]()
     with lock, lock:
         assert lock.acquire(blocking=False)
         lock.release()
-        other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+        other = threading.Thread(target=lambda: acquired.append(lock.acquire(blocking=False)))
         other.start()
         other.join(PATIENCE)
-    assert found == [False]
+    assert acquired == [False]
     with pytest.raises(RuntimeError, match="does not hold the lock"):
         lock.release()
     assert lock.acquire(blocking=False)
@@ -132,7 +132,7 @@ def test_sample_delivered_by_another_thread_is_not_lost(
 
     monkeypatch.setattr(engine.loop, "step", slow_step)
     deltas = engine.generate(PROMPT, drawn(4), stream=True)
-    found: list[Delta] = [next(deltas)]
+    received: list[Delta] = [next(deltas)]
 
     def step_on() -> None:
         while not ended.is_set():
@@ -142,9 +142,9 @@ def test_sample_delivered_by_another_thread_is_not_lost(
     other.start()
     assert ended.wait(PATIENCE)
     assert engine.loop.sequences.by_id == {}
-    found += deltas
+    received += deltas
     other.join(PATIENCE)
-    assert found[-1].finished is not None
+    assert received[-1].finished is not None
 
 
 def test_queued_request_counts_as_work(
@@ -282,10 +282,10 @@ def test_tensors_belong_to_the_caller_after_the_update(
         return stage(*args, **options)
 
     monkeypatch.setattr(engine.weight_sync, "stage", stage_and_meet)
-    given = {NORM: NEWER[NORM].clone()}
-    update = engine.update_weights(given, kv_policy="wait" if late == "request" else "keep")
+    tensors = {NORM: NEWER[NORM].clone()}
+    update = engine.update_weights(tensors, kv_policy="wait" if late == "request" else "keep")
     assert not update.done()
-    given[NORM].zero_()
+    tensors[NORM].zero_()
     drain(engine)
     assert_holds(engine, OLD | {NORM: NEWER[NORM]} | ({UP: NEW[UP]} if late == "update" else {}))
 

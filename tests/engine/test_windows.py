@@ -69,8 +69,8 @@ def test_long_sequence_holds_only_its_window_and_full_layers(build: Build, famil
 
 
 def most_running(engine: InferenceEngine, count: int, length: int) -> int:
-    for place in range(count):
-        engine.add_request([5 + place, 6, 7], endless(length))
+    for index in range(count):
+        engine.add_request([5 + index, 6, 7], endless(length))
     most = 0
     while engine.has_pending():
         engine.step()
@@ -156,12 +156,12 @@ def test_memory_table_reports_the_later_cost_per_token(build: Build) -> None:
     assert budget.num_units == 400
     assert budget.num_tokens == 400 // 4 * SIZE
     assert budget.bytes_per_token == 4 * 128
-    for told in (
+    for line in (
         "512 bytes",
         "128 bytes, once it has left the window of 17",
         "100 blocks of 4 tokens",
     ):
-        assert told in str(budget)
+        assert line in str(budget)
     assert "left the window" not in str(build("llama").memory_budget)
     with pytest.raises(
         ConfigError, match=r"is too small for one block of 4 tokens; give at least 2,048 bytes"
@@ -182,7 +182,7 @@ def test_mismatched_layers_keep_every_unit(build: Build, models: dict[str, Path]
     assert engine.cache.units is None
     same = build("mistral", ref_model_path=str(models["mistral"]))
     assert same.cache.units is not None
-    for each in (engine, same):
-        (sample,) = each.generate([[5, 6, 7]], endless(60))
+    for target in (engine, same):
+        (sample,) = target.generate([[5, 6, 7]], endless(60))
         assert sample.ref_logprobs is not None
         assert len(sample.ref_logprobs) == 60

@@ -85,8 +85,8 @@ def small_number(sample: TrainingSample, _: str) -> float:
     """All that end by themselves are JSON of the schema; smaller numbers are worth more."""
     if sample.finish_reason != "stop":
         return 0.0
-    jsonschema.validate(given := json.loads(sample.text or ""), DIGITS)
-    return 1 - given["n"] / 99
+    jsonschema.validate(answer := json.loads(sample.text or ""), DIGITS)
+    return 1 - answer["n"] / 99
 
 
 def json_task() -> Task:
@@ -201,10 +201,10 @@ def test_differing_bit_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch)
     logprobs = PolicyModel.logprobs
 
     def off(*args: Any, **options: Any) -> list[torch.Tensor]:
-        found = logprobs(*args, **options)
-        found[3] = found[3].detach().clone()
-        found[3][2] = torch.nextafter(found[3][2], torch.tensor(0.0))
-        return found
+        values = logprobs(*args, **options)
+        values[3] = values[3].detach().clone()
+        values[3][2] = torch.nextafter(values[3][2], torch.tensor(0.0))
+        return values
 
     monkeypatch.setattr(PolicyModel, "logprobs", off)
     with pytest.raises(AssertionError, match=r"step 0, sample 3, position 6, token \d+: engine"):

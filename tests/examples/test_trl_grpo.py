@@ -19,8 +19,8 @@ PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
 
 
 def test_reward_is_only_for_the_bare_answer() -> None:
-    given = ["52", " 52.\n", "52 52", "31", ""]
-    assert right_answer(given, ["52"] * len(given)) == [1, 1, 0, 0, 0]
+    answers = ["52", " 52.\n", "52 52", "31", ""]
+    assert right_answer(answers, ["52"] * len(answers)) == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.thorough

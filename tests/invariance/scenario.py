@@ -159,11 +159,11 @@ class TriedDrafts:
         self, live: Sequences, pending: Container[int], config: SchedulerConfig
     ) -> dict[int, tuple[int, ...]]:
         """See `Drafting`."""
-        found: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, tuple[int, ...]] = {}
         for seq in live.running:
             if seq.seq_id not in pending and may_draft(seq):
-                found[seq.seq_id] = tuple(allowed(seq, self._drafts(seq)))
-        return found
+                drafts[seq.seq_id] = tuple(allowed(seq, self._drafts(seq)))
+        return drafts
 
     def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
         """See `Drafting`."""
@@ -203,8 +203,8 @@ def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | N
         return Drafter([ForcedDrafts(), SuffixDrafts()], most=most)
     if kind == "self":  # with its first layer alone
         model, storage = engine.runner.models[POLICY], engine.runner.storage
-        own = ModelDrafts("self", model.twin(layers=(0,)), storage, (), has_own_cache=False)
-        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=own)
+        source = ModelDrafts("self", model.twin(layers=(0,)), storage, (), has_own_cache=False)
+        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=source)
     return None
 
 
@@ -229,13 +229,13 @@ def run(
         for step in range(MOST_STEPS):
             if step > last and not engine.has_pending():
                 break
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 if request.arrives == step:
                     ids[engine.add_request(request.prompt, request.params, request.num_samples)] = (
-                        place
+                        index
                     )
                 if request.aborted == step:
-                    samples += engine.abort([i for i, p in ids.items() if p == place])
+                    samples += engine.abort([i for i, p in ids.items() if p == index])
             poison(engine)
             samples += engine.step()
             if step % (1 + len(engine.cache.blocks) // CHECKED_AT_ONCE) == 0:
@@ -278,11 +278,11 @@ def require_same_samples(work: Listed[Request], together: Samples, expected: Sam
     """Every sample has the bits that are expected; one that was aborted, because somebody asked for
     that, as far as it got.
     """
-    for (place, index), sample in expected.items():
-        got = together.get((place, index))
+    for (request, index), sample in expected.items():
+        got = together.get((request, index))
         assert got is not None, "a sample is lost"
         aborted = got.finish_reason == "abort"
-        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
+        assert not aborted or (work[request].aborted is not None and got.stop_reason is None), (
             "it read what it may not"
         )
-        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"
+        assert same_bits(got, sample), f"request {request}, sample {index}: other bits"

@@ -35,8 +35,8 @@ def adapter(folder: Path, name: str) -> tuple[dict[str, Tensor], LoraSettings]:
     rank = {"small": 3, "large": 20, "layers": 8}[name]
     generator = torch.Generator().manual_seed(rank)
     tensors: dict[str, Tensor] = {}
-    for place, target in targets_of(load_spec(folder)).items():
-        if name == "layers" and not place.startswith("layers.1"):
+    for slot, target in targets_of(load_spec(folder)).items():
+        if name == "layers" and not slot.startswith("layers.1"):
             continue
         out, width = target.slot.shape
         for half, shape in (("A", (rank, width)), ("B", (out, rank))):
@@ -173,8 +173,8 @@ def test_adapter_bits_hold_in_every_family(
     together, _ = run(folder, "bfloat16", work, schedule, BYTES, engine_with_adapters)
     require_same_samples(work, together, expected)
     tokens = {name: [] for name in NAMES}
-    for (place, _), sample in expected.items():
-        tokens[work[place].params.adapter] += sample.prompt_logprobs[1:10]
+    for (request, _), sample in expected.items():
+        tokens[work[request].params.adapter] += sample.prompt_logprobs[1:10]
     assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # they are no idle adapters
 
 

@@ -92,10 +92,10 @@ def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:
         return gguf.quantize(weight, kind)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     drawn = np.random.default_rng(weight.size)
-    found = drawn.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
+    codes = drawn.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
     for at, number in ((0, 1e-3), (2, 7.5e-3)):  # of a scale and of a minimum
-        found[..., at : at + 2] = np.array([number], np.float16).view(np.uint8)
-    return found.reshape(len(weight), -1)
+        codes[..., at : at + 2] = np.array([number], np.float16).view(np.uint8)
+    return codes.reshape(len(weight), -1)
 
 
 @pytest.mark.thorough(
@@ -115,10 +115,10 @@ def test_same_bits_under_any_schedule(
 ) -> None:
     folder, make = model_of(tmp_path, quantization, family), partial(engine, quantization)
     expected: dict[tuple[int, int], Any] = {}
-    for place, request in enumerate(WORK):
+    for number, request in enumerate(WORK):
         lonely = [replace(request, arrives=0)]
         samples, _ = run(folder, "bfloat16", lonely, replace(ALONE, backend=backend), BYTES, make)
-        expected |= {(place, index): sample for (_, index), sample in samples.items()}
+        expected |= {(number, index): sample for (_, index), sample in samples.items()}
     known = {key: sample.completion_tokens for key, sample in expected.items()}
     for schedule in SCHEDULES.values():
         if schedule.drafts == "none" or family not in STATES:

@@ -60,11 +60,11 @@ params = st.builds(
 def requests(draw: Any) -> list[Request]:
     """Up to six requests; many share a stem, some are long enough for several key tiles."""
     stem = draw(st.lists(st.integers(3, 299), min_size=40, max_size=40)) * 4
-    found: list[Request] = []
+    work: list[Request] = []
     for _ in range(draw(st.integers(2, 6))):
         head = stem[: draw(st.sampled_from([0, 1, 16, 33, 64, 70, 130, 160]))]
         tail = draw(st.lists(st.integers(3, 299), min_size=1, max_size=20))
-        found.append(
+        work.append(
             Request(
                 prompt=tuple(head + tail),
                 params=draw(params),
@@ -73,7 +73,7 @@ def requests(draw: Any) -> list[Request]:
                 aborted=draw(st.sampled_from([None, None, None, None, 5])),
             )
         )
-    return found
+    return work
 
 
 schedules = st.builds(

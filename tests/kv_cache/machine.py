@@ -118,20 +118,20 @@ class CacheMachine(RuleBasedStateMachine):
         """As the loop does it: match, adopt, then extend by a first chunk."""
         prefix = self._prefix(tokens, weight_set, salt)
         limit = limit % len(tokens)
-        found = self._match(tokens, prefix, limit)
-        end = min(len(tokens), len(found) * self.size + chunk)
+        matched = self._match(tokens, prefix, limit)
+        end = min(len(tokens), len(matched) * self.size + chunk)
         counts = self._counts()
-        if self._blocks(end) - len(found) > self.cache.num_free_blocks() - sum(
-            counts[b] == 0 for b in found
+        if self._blocks(end) - len(matched) > self.cache.num_free_blocks() - sum(
+            counts[b] == 0 for b in matched
         ):
             return
-        self.cache.adopt(found)
-        block_ids = list(found)
-        assert self.cache.extend(block_ids, len(found) * self.size, end) == ()
-        assert block_ids[: len(found)] == list(found), "a full block was exchanged"
-        self._take(block_ids[len(found) :], held=found)
+        self.cache.adopt(matched)
+        block_ids = list(matched)
+        assert self.cache.extend(block_ids, len(matched) * self.size, end) == ()
+        assert block_ids[: len(matched)] == list(matched), "a full block was exchanged"
+        self._take(block_ids[len(matched) :], held=matched)
         prefix = self._prefix(tokens[:end], weight_set, salt)
-        self._open(tokens[:end], prefix, block_ids, len(found) * self.size, publish)
+        self._open(tokens[:end], prefix, block_ids, len(matched) * self.size, publish)
 
     @rule(tokens=TOKENS, salt=SALTS, weight_set=WEIGHT_SETS, age=st.integers(0, 2), limit=PICK)
     def match(
@@ -151,8 +151,8 @@ class CacheMachine(RuleBasedStateMachine):
         chosen = list(dict.fromkeys(pick % len(self.tables) for pick in picks))
         steps: list[tuple[Table, int]] = []
         copies: list[tuple[int, int]] = []
-        for place in chosen:
-            table = self.tables[place]
+        for index in chosen:
+            table = self.tables[index]
             start = len(table.tokens)
             end = start + len(tokens)
             shared = (
@@ -281,8 +281,8 @@ class CacheMachine(RuleBasedStateMachine):
             if len(expected) * self.size == len(tokens):  # every block before it is still there too
                 prefix = PrefixKeys(namespace)
                 prefix.extend(tokens, self.size)
-                found = self._match(tokens, prefix, len(tokens))
-                assert found[-1] == block_id
+                matched = self._match(tokens, prefix, len(tokens))
+                assert matched[-1] == block_id
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -309,26 +309,26 @@ class CacheMachine(RuleBasedStateMachine):
         self,
         tokens: list[int] | tuple[int, ...],
         namespace: Namespace,
-        found: tuple[int, ...],
+        matched: tuple[int, ...],
         expected: list[int],
     ) -> None:
-        for position in range(len(found) * self.size):
-            written = self.slots[found[position // self.size]][position % self.size]
+        for position in range(len(matched) * self.size):
+            written = self.slots[matched[position // self.size]][position % self.size]
             assert written == (namespace, tuple(tokens[: position + 1])), (
                 "a block matched that holds something else"
             )
-        assert list(found) == expected
+        assert list(matched) == expected
 
     def _expected(
         self, tokens: list[int] | tuple[int, ...], namespace: Namespace, limit: int
     ) -> list[int]:
-        found: list[int] = []
+        block_ids: list[int] = []
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             block_id = self.named.get((namespace, tuple(tokens[:end])))
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            block_ids.append(block_id)
+        return block_ids
 
     def _open(
         self,

@@ -48,12 +48,12 @@ class RadixMachine(CacheMachine):
 
     def _release(self, block_ids: list[int]) -> None:
         names = {block_id: name for name, block_id in self.named.items()}
-        for place in reversed(range(len(block_ids))):
-            block_id = block_ids[place]
+        for index in reversed(range(len(block_ids))):
+            block_id = block_ids[index]
             if self.cache.ref_count(block_id) == 0:
                 self._used(block_id)
                 if block_id in names and not self._has_used_below(block_id):
-                    self._use_path(names[block_id], still_held=block_ids[:place])
+                    self._use_path(names[block_id], still_held=block_ids[:index])
 
     def _use_path(self, name: Written, still_held: list[int] | None = None) -> None:
         """The blocks above, deepest first, as far as this was the last thing in use below them."""

@@ -99,13 +99,13 @@ class KeptMachine(RuleBasedStateMachine):
         tokens, prefix, table = self.live.pop(pick % len(self.live))
         if keep:
             self.cache.keep(prefix, 0, seconds, priority)
-            found = self.cache.find(prefix.hashes).block_ids
-            marks = [self.cache.kept.marks.get(self.cache.blocks[at].hash) for at in found]
+            block_ids = self.cache.find(prefix.hashes).block_ids
+            marks = [self.cache.kept.marks.get(self.cache.blocks[at].hash) for at in block_ids]
             kept = [mark for mark in marks if mark is not None]
             assert all(mark.until >= self.now + seconds for mark in kept)
             assert all(mark.priority >= priority for mark in kept)
             if len(self.cache.kept.marks) < self.cache.kept.most:
-                assert len(kept) == len(found), "a block was not kept, and there was room"
+                assert len(kept) == len(block_ids), "a block was not kept, and there was room"
         self.cache.deallocate(table, self._num_slid(tokens))
 
     @rule(seconds=st.integers(1, 9))
@@ -245,9 +245,9 @@ def test_kept_blocks_survive_if_they_can_be_restored(
     over.
     """
     case = Case(cache_type, layout, num_blocks=100)
-    told = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
+    hits = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
     handed = {block.name for block in case.evicted.blocks}
-    for tokens in told:
+    for tokens in hits:
         names = keys(tokens).hashes
         here = case.cache.count(names)
         assert handed.issuperset(names[here:])

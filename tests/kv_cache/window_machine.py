@@ -57,18 +57,18 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, salt=SALTS, chunk=st.integers(1, 14))
     def admit(self, tokens: list[int], salt: str | None, chunk: int) -> None:
         prefix = self._prefix(tokens, salt)
-        found = self._match(tokens, prefix, len(tokens) - 1)
-        start = len(found) * self.size
+        matched = self._match(tokens, prefix, len(tokens) - 1)
+        start = len(matched) * self.size
         end = min(len(tokens), start + chunk)
-        self.cache.adopt(found, self._slid(start))
+        self.cache.adopt(matched, self._slid(start))
         table = Table(
             tokens[:start],
             self._prefix(tokens[:start], salt),
-            list(found),
-            num_published=len(found),
+            list(matched),
+            num_published=len(matched),
         )
-        if self._room() < self._blocks(end) - len(found):
-            self.cache.deallocate(found, self._slid(start))
+        if self._room() < self._blocks(end) - len(matched):
+            self.cache.deallocate(matched, self._slid(start))
             return
         self.tables.append(table)
         self._step([(table, tokens[start:end])])
@@ -86,8 +86,8 @@ class WindowMachine(RuleBasedStateMachine):
         """
         chosen: list[tuple[Table, list[int]]] = []
         room = self._room()
-        for place in dict.fromkeys(pick % len(self.tables) for pick in picks):
-            table = self.tables[place]
+        for index in dict.fromkeys(pick % len(self.tables) for pick in picks):
+            table = self.tables[index]
             fresh = (
                 self._blocks(len(table.tokens) + len(tokens))
                 - len(table.block_ids)
@@ -235,19 +235,19 @@ class WindowMachine(RuleBasedStateMachine):
 
     def _expected(self, tokens: list[int], namespace: Namespace, limit: int) -> list[int]:
         by_name = {name: block_id for block_id, name in self.names.items()}
-        found: list[int] = []
+        block_ids: list[int] = []
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             block_id = by_name.get((namespace, tuple(tokens[:end])))
             if block_id is None:
                 break
-            found.append(block_id)
+            block_ids.append(block_id)
         stripped = self._stripped()
         whole = [
             n
-            for n in range(len(found) + 1)
-            if not stripped & set(found[self._slid(n * self.size) : n])
+            for n in range(len(block_ids) + 1)
+            if not stripped & set(block_ids[self._slid(n * self.size) : n])
         ]
-        return found[: max(whole)]
+        return block_ids[: max(whole)]
 
     def _check_contents(
         self,
@@ -262,9 +262,9 @@ class WindowMachine(RuleBasedStateMachine):
         for kind in range(self.layout.num_units):
             sliding = kind >= self.layout.num_full
             for position in range(max(0, row - self.layout.window + 1) if sliding else 0, row):
-                place = self._unit(block_ids[position // self.size], kind), position % self.size
+                slot = self._unit(block_ids[position // self.size], kind), position % self.size
                 expected = (namespace, tuple(tokens[: position + 1])), kind
-                assert self.written.get(place) == expected, "a row reads what is not its own"
+                assert self.written.get(slot) == expected, "a row reads what is not its own"
 
     def _sync_names(self) -> None:
         self.names = {

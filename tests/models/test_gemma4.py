@@ -1,6 +1,6 @@
 """Gemma 4: what its config.json means, where its layers lie, and what it is refused for.
 
-That it computes what transformers does is in tests/models/test_adapter_bits_hold_in_every_family.py.
+That it computes what transformers does is in tests/models/test_families.py.
 """
 
 from pathlib import Path

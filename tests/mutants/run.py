@@ -53,10 +53,10 @@ def apply(fault: Fault, root: Path) -> None:
 
 def commit_number(root: Path) -> int:
     """A number that another commit seldom has; 0 outside of a git checkout."""
-    found = subprocess.run(
+    process = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
-    return int(found.stdout.strip() or "0", 16)
+    return int(process.stdout.strip() or "0", 16)
 
 
 def turns_red(root: Path, fault: Fault, tier: str = "all") -> bool:

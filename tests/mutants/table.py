@@ -297,7 +297,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/cpu/kernels/attention.cpp",
         old="finish(walk.total(first_line + i), sinks ? sinks + item.head * group + i : nullptr, to, shape.head_dim);",
         new="finish(walk.total(first_line + i), sinks ? sinks + item.head * group : nullptr, to, shape.head_dim);",
-        seen_by="tests/models/test_adapter_bits_hold_in_every_family.py -k 'agrees and gpt-oss and cpu'",
+        seen_by="tests/models/test_families.py -k 'agrees and gpt-oss and cpu'",
     ),
     Fault(
         "quantised_scales_of_another_group",
@@ -520,7 +520,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/reference/attention.py",
         old="begins = (positions - window + 1).clamp(min=0) if window else torch.zeros_like(positions)",
         new="begins = (positions - window).clamp(min=0) if window else torch.zeros_like(positions)",
-        seen_by="tests/ops/test_reference_sums_segments.py",
+        seen_by="tests/ops/test_reference.py",
     ),
     Fault(
         "scored_rows_from_the_cache",

@@ -13,7 +13,7 @@ from nano_inference.ops.interface import AttentionArgs, Ops, RopeArgs
 from nano_inference.ops.kv_codes import KvFormat
 from tests.invariance.scenario import spoil
 from tests.ops.test_partial_attention import backend
-from tests.ops.test_reference_sums_segments import Shape
+from tests.ops.test_reference import Shape
 
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -22,7 +22,7 @@ from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 from tests.depth import at_depth
 from tests.invariance.scenario import spoil
-from tests.ops.test_reference_sums_segments import Shape
+from tests.ops.test_reference import Shape
 
 CALM = settings(
     max_examples=at_depth(12),

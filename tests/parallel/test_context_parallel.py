@@ -175,10 +175,10 @@ def check(
 ) -> Shared:
     """On so many ranks each request has the bits that it has alone on one."""
     together = shared(model, requests, schedule, mesh, dtype)
-    for place, request in enumerate(requests):
+    for number, request in enumerate(requests):
         for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
-            assert same_bits(together.samples[place, index], expected), (
-                f"request {place}, sample {index}: other bits"
+            assert same_bits(together.samples[number, index], expected), (
+                f"request {number}, sample {index}: other bits"
             )
     return together
 
@@ -289,15 +289,15 @@ def test_processes_share_a_sequence(model: Path) -> None:
         "num_threads": 1,
         "device": "cpu",
     }
-    found: list[list[TrainingSample]] = []
+    runs: list[list[TrainingSample]] = []
     for size in (1, 2):
         config = EngineConfig(
             model_path=str(model), context_parallel=size, kv_cache_memory=2**21, **options
         )
         with threads_restored(), InferenceEngine(config) as engine:
-            found.append(engine.generate(prompts, params, 2))
+            runs.append(engine.generate(prompts, params, 2))
             assert engine.memory_budget.bytes_per_token == TOKEN * DTYPES["float32"] // size
-    alone, together = found
+    alone, together = runs
     assert all(map(same_bits, alone, together))
     assert [each.prompt_logprobs[1:] for each in alone if each.prompt_logprobs] == [
         each.prompt_logprobs[1:] for each in together if each.prompt_logprobs

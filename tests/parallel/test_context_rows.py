@@ -72,10 +72,10 @@ def test_row_is_computed_and_stored_once(data: st.DataObject) -> None:
         ("score_rows", "scores"),
         ("best_rows", "best"),
     ):
-        own = [step.rows[getattr(step, rejoining).own_rows] for step in steps]
+        rank_rows = [step.rows[getattr(step, rejoining).own_rows] for step in steps]
         for step in steps:
             assert (
-                brought_together(own, getattr(step, rejoining).order)
+                brought_together(rank_rows, getattr(step, rejoining).order)
                 == getattr(batch, wanted).tolist()
             )
         assert [getattr(part, wanted).tolist() for part in parts] == [
@@ -105,7 +105,7 @@ def test_row_merges_all_its_segments_in_order(data: st.DataObject, window: int, 
                 [own[each.queries[rank]] for own, each in zip(rows, pieces, strict=True)]
             )[piece.arrived]
             assert asked.tolist() == sorted(asked.tolist())  # in the order of the batch
-            found: list[tuple[int, int]] = []
+            pairs: list[tuple[int, int]] = []
             for row, begin, last in zip(
                 asked.tolist(),
                 piece.rows.begins.tolist(),
@@ -113,15 +113,15 @@ def test_row_merges_all_its_segments_in_order(data: st.DataObject, window: int, 
                 strict=True,
             ):
                 for local in range(begin // SEGMENT, last // SEGMENT + 1):
-                    found.append((row, int(split.segments(torch.tensor(local), rank))))
-            assert len(found) == int(piece.rows.counts.sum())
-            together = torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
+                    pairs.append((row, int(split.segments(torch.tensor(local), rank))))
+            assert len(pairs) == int(piece.rows.counts.sum())
+            together = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
             states.append([together[each] for each in piece.answers])
         total = 0
         for rank, piece in enumerate(pieces):
             answers = torch.cat([each[rank] for each in states])[piece.order]
-            own = rows[rank][piece.own_rows].repeat_interleave(piece.counts)
-            assert answers[:, 0].tolist() == own.tolist()
+            rank_rows = rows[rank][piece.own_rows].repeat_interleave(piece.counts)
+            assert answers[:, 0].tolist() == rank_rows.tolist()
             for row, segment in answers.tolist():
                 merged.setdefault(row, []).append(segment)
             total += len(answers)

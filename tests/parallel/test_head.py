@@ -195,7 +195,7 @@ def test_unsupported_params_are_rejected_before_any_traffic(name: str) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 0)
     ranked = Ranks(backend(name), weight, (0, UNIT, 2 * UNIT))
     bad = sampling_batch([DrawRequest(SamplingParams(), ROWS)])
-    for head, own in zip(ranked.heads, ranked.own, strict=True):
+    for head, shard in zip(ranked.heads, ranked.own, strict=True):
         with pytest.raises(IndexError):
-            head.sample(hidden, own, UNSCALED, bad)
+            head.sample(hidden, shard, UNSCALED, bad)
     assert not ranked.told

@@ -56,7 +56,7 @@ def life(
     """Requests, an update of the weights while they run, and more requests. By request and
     sample.
     """
-    found: list[TrainingSample] = []
+    samples: list[TrainingSample] = []
 
     def params(i: int) -> SamplingParams:
         return SamplingParams(
@@ -72,18 +72,18 @@ def life(
     for i, prompt in enumerate(prompts(long)):
         engine.add_request(prompt, params(i), num_samples=3 if i % 3 == 0 else 1)
     for _ in range(4):
-        found += engine.step()
+        samples += engine.step()
     update = engine.update_weights(new, blocking=False, kv_policy=policy)
     for i, prompt in enumerate(prompts(False)):
         engine.add_request([3, *prompt], params(i + 50), num_samples=2 if i == 0 else 1)
     for _ in range(MOST_STEPS):
         if not engine.has_pending():
             break
-        found += engine.step()
+        samples += engine.step()
     assert not engine.has_pending()
     assert update.result(0) == 1
     engine.loop.check()
-    return [outcome(each) for each in sorted(found, key=lambda s: (s.request_id, s.sample_index))]
+    return [outcome(each) for each in sorted(samples, key=lambda s: (s.request_id, s.sample_index))]
 
 
 def config(model: str, **options: Any) -> EngineConfig:

@@ -46,10 +46,10 @@ def bounds(draw: st.DrawFn) -> tuple[int, ...]:
 
 @given(st.integers(1, 5000), st.sampled_from([2, 16, 32, 64, 128]))
 def test_segments_cover_all_columns(columns: int, unit: int) -> None:
-    for own in (row_segments(columns, unit), row_segments(columns, segment_unit(columns))):
-        check_segments(own, columns)
-        assert len(own) == SEGMENTS + 1
-        assert all(bound % 2 == 0 for bound in own[:-1])
+    for segments in (row_segments(columns, unit), row_segments(columns, segment_unit(columns))):
+        check_segments(segments, columns)
+        assert len(segments) == SEGMENTS + 1
+        assert all(bound % 2 == 0 for bound in segments[:-1])
     units = -(-columns // unit)
     sizes = [-(-(end - first) // unit) for first, end in pairwise(row_segments(columns, unit))]
     assert max(sizes) - min(sizes) <= 1
@@ -81,8 +81,8 @@ def test_tree_sum_matches_its_definition() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (64, 576)])
 def test_ranks_sum_like_the_tree(ranks: int, shape: tuple[int, ...]) -> None:
     parts = numbers(ranks, SEGMENTS, *shape) * 10.0 ** torch.arange(SEGMENTS).view(-1, 1, 1)
-    groups, own = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
-    for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(own[rank]))):
+    groups, shards = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
+    for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(shards[rank]))):
         assert torch.equal(total, tree_sum(parts))
 
 

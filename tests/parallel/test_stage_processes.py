@@ -52,8 +52,8 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
         SamplingParams(max_tokens=12, seed=3, top_p=0.8, sampling_mask=True, presence_penalty=0.5),
     ]
     prompts = [[5, 6, 7, 8] * 9, [1, 2, 3], [5, 6, 7, 8] * 8 + [9, 9], [11] * 40, [4]]
-    for place, prompt in enumerate(prompts):
-        engine.add_request(prompt, params[place % 3], num_samples=1 + place % 3)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt, params[index % 3], num_samples=1 + index % 3)
     samples: list[TrainingSample] = [sample for _ in range(8) for sample in engine.step()]
     update = engine.update_weights(new, kv_policy="wait")
     for prompt in prompts:
@@ -74,18 +74,18 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
         "prompt_top_logprobs",
     )
     samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
-    found = [[getattr(sample, name) for name in names] for sample in samples]
-    return [found, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
+    fields = [[getattr(sample, name) for name in names] for sample in samples]
+    return [fields, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
 
 
 def stages() -> list[psutil.Process]:
     """The workers of this process. Children of other tests may have ended without being waited for."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie too
             if "nano_inference.ranks.worker" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 @pytest.mark.thorough

@@ -73,13 +73,13 @@ def decoders(
     folder: Path, ops: Ops, dtype: torch.dtype, ranks: int, quantization: str | None = None
 ) -> list[Decoder]:
     spec, groups = load_spec(folder), ThreadGroup.make(ranks, patience=20)
-    found: list[Decoder] = []
+    made: list[Decoder] = []
     for rank in range(ranks):
         part = shard_of(spec, Place(Mesh(tensor=ranks), rank))
         rank_exchange = RankExchange(part, tensor=groups[rank] if ranks > 1 else None)
         params = load_params(folder, spec, dtype, CPU, ops.allocate, part, quantization)
-        found.append(Decoder(part.spec, params, ops, 64, rank_exchange))
-    return found
+        made.append(Decoder(part.spec, params, ops, 64, rank_exchange))
+    return made
 
 
 def batches(vocab: int) -> list[ForwardBatch]:
@@ -180,8 +180,8 @@ def check(
     assert not alone.hidden.isnan().any()
     for ranks in sizes:
         models = decoders(folder, ops, dtype, ranks, quantization)
-        for found in on_ranks(ranks, lambda rank: run(models[rank], kept)):  # noqa: B023 (called at once)
-            require_same(found, alone)
+        for outputs in on_ranks(ranks, lambda rank: run(models[rank], kept)):  # noqa: B023 (called at once)
+            require_same(outputs, alone)
 
 
 @pytest.mark.thorough(cases=["wide"])

@@ -34,25 +34,25 @@ class ThreadGroup(ProcessGroup):
     def all_to_all(
         self, parts: Sequence[Tensor], counts: Sequence[int] | None = None
     ) -> list[Tensor]:
-        given = self._meeting.exchange(self.rank, [part.clone() for part in parts])
-        found = [each[self.rank] for each in given]
-        if counts is not None and [len(each) for each in found] != list(counts):
+        sent = self._meeting.exchange(self.rank, [part.clone() for part in parts])
+        parts_received = [each[self.rank] for each in sent]
+        if counts is not None and [len(each) for each in parts_received] != list(counts):
             raise ValueError(
-                f"ranks gave {[len(each) for each in found]}, expected {list(counts)}."
+                f"ranks gave {[len(each) for each in parts_received]}, expected {list(counts)}."
             )
-        return found
+        return parts_received
 
     def send(self, x: Tensor, peer: int) -> None:
         self._meeting.put(self.rank, peer, x.clone())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
-        found = self._meeting.take(peer, self.rank)
-        if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+        tensor = self._meeting.take(peer, self.rank)
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             raise ValueError(
-                f"rank {peer} sent {found.dtype} {list(found.shape)}, expected {dtype} "
+                f"rank {peer} sent {tensor.dtype} {list(tensor.shape)}, expected {dtype} "
                 f"{list(shape)}."
             )
-        return found
+        return tensor
 
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)

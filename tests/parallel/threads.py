@@ -84,15 +84,15 @@ class Rank:
         batches, copies = self.steps.forward(message)
         self._result = self.runner.forward(batches, copies, self._newest)
 
-    def sample(self, frame: bytes, told: Future[SampledTokens] | None) -> None:
+    def sample(self, frame: bytes, future: Future[SampledTokens] | None) -> None:
         message = decode(frame)
         assert isinstance(message, Draw)
         batch = self.steps.draw(message)
         if self.part.position.is_last_stage:
             self._newest = self.runner.sample(self._result, batch)
             tokens = self._newest.wait()
-            if told is not None:
-                told.set_result(tokens)
+            if future is not None:
+                future.set_result(tokens)
 
     def stop(self) -> None:
         self.commands.put(None)
@@ -129,8 +129,8 @@ class ThreadRanks(ModelRunner):
         self.rank_exchange: dict[tuple[int, str], RankExchange] = {}
         self.ranks: list[Rank] = []
         for index in range(mesh.world_size):
-            own = {axis: each.get(index) for axis, each in groups.items()}
-            self.ranks.append(self._rank(config, Place(mesh, index), parts, own))
+            rank_groups = {axis: each.get(index) for axis, each in groups.items()}
+            self.ranks.append(self._rank(config, Place(mesh, index), parts, rank_groups))
         self._teller = mesh.rank(mesh.pipeline - 1, 0, 0)
 
     @property
@@ -172,11 +172,11 @@ class ThreadRanks(ModelRunner):
     def sample(self, result: Any, batch: SamplingBatch) -> OnTheirWay:
         self._raise_what_failed()
         frame = self._frame
-        told = OnTheirWay()
+        arriving = OnTheirWay()
         for index, rank in enumerate(self.ranks):
-            future = told.future if index == self._teller else None
+            future = arriving.future if index == self._teller else None
             rank.commands.put(lambda rank=rank, future=future: self._answer(rank, frame, future))
-        return told
+        return arriving
 
     def set_aside(self, weight_set: str, name: str, changing: Any) -> None:
         self.whole.set_aside(weight_set, name, changing)
@@ -204,18 +204,18 @@ class ThreadRanks(ModelRunner):
 
     def _meet(self, mesh: Mesh, axis: Axis) -> dict[int, ThreadGroup]:
         """For each rank its group of one kind; none where it would be alone."""
-        found: dict[int, ThreadGroup] = {}
+        groups: dict[int, ThreadGroup] = {}
         for every in {Place(mesh, index).peers(axis) for index in range(mesh.world_size)}:
             if len(every) > 1:
                 members = ThreadGroup.make(len(every), PATIENCE)
                 self._groups += members
-                found |= dict(zip(every, members, strict=True))
-        return found
+                groups |= dict(zip(every, members, strict=True))
+        return groups
 
     def _rank(
         self,
         config: EngineConfig,
-        place: Place,
+        index: Place,
         parts: Parts,
         groups: dict[str, ThreadGroup | None],
     ) -> Rank:
@@ -230,7 +230,7 @@ class ThreadRanks(ModelRunner):
         for name, model in self.whole.models.items():
             if name == PREVIOUS:
                 continue
-            part = shard_of(model.spec, place)
+            part = shard_of(model.spec, index)
             ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(
                 budget.num_blocks
             )
@@ -248,7 +248,7 @@ class ThreadRanks(ModelRunner):
             )
             key = storage_key(part.spec, budget.layout)
             if key not in by_key:
-                size = config.block_size // place.mesh.context
+                size = config.block_size // index.mesh.context
                 by_key[key] = KVStorage(
                     part.spec,
                     budget.num_blocks,
@@ -306,8 +306,8 @@ def mesh_engine(
         groups: of sequences in flight; None: as many as stages.
     """
 
-    def assemble_ranks(own: EngineConfig, *_: Any) -> Parts:
-        parts = assemble(own)
+    def assemble_ranks(rank_config: EngineConfig, *_: Any) -> Parts:
+        parts = assemble(rank_config)
         specs: list[ModelSpec] = [model.spec for model in parts.runner.models.values()]
         budget = parts.memory_budget
         layout = common_layout(specs, budget.max_model_len, mesh.pipeline)
@@ -315,9 +315,11 @@ def mesh_engine(
             num_units = budget.num_units // budget.layout.num_units * layout.num_units
             budget = replace(budget, layout=layout, num_units=num_units)
             kind = type(parts.cache)
-            cache = kind(budget.num_blocks, own.block_size, layout=layout, num_units=num_units)
+            cache = kind(
+                budget.num_blocks, rank_config.block_size, layout=layout, num_units=num_units
+            )
             parts = replace(parts, cache=cache, memory_budget=budget)
-        return replace(parts, runner=ThreadRanks(own, mesh, parts))
+        return replace(parts, runner=ThreadRanks(rank_config, mesh, parts))
 
     original, before = engine_module.assemble_all, torch.get_num_threads()
     engine_module.assemble_all = assemble_ranks  # pyright: ignore[reportAttributeAccessIssue]

@@ -105,8 +105,8 @@ def complete(
             preempt(running[-1], engine.loop.sequences, engine.cache)
             forced += 1
         engine.loop.check()
-    place = {request_id: index for index, request_id in enumerate(ids)}
-    return sorted(samples, key=lambda s: (place[s.request_id], s.sample_index)), forced
+    index_of = {request_id: index for index, request_id in enumerate(ids)}
+    return sorted(samples, key=lambda s: (index_of[s.request_id], s.sample_index)), forced
 
 
 def compare_rows(

@@ -41,9 +41,9 @@ def test_qwen3_moe_agrees_with_transformers(
         assert engine.spec.moe is not None
         assert engine.spec.moe.layers == (True, False, True)
         samples, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
-    found = agreement(oracle.eval(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle.eval(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 def test_qwen3_moe_has_the_same_bits_in_other_configurations(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_update_accepts_expert_names_of_transformers(tmp_path: Path, family: str
         assert engine.weights_checksum() != checksum
         engine.update_weights(fused, blocking=True, complete=True)
         assert engine.weights_checksum() == checksum
-        found, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
-        assert [sample.logprobs for sample in found] == [sample.logprobs for sample in expected]
+        samples, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
+        assert [sample.logprobs for sample in samples] == [sample.logprobs for sample in expected]
         one = "model.layers.0.mlp.experts.gate_up_proj"
         with pytest.raises(WeightUpdateError, match=r"has shape \(\d, \d+, \d+\), expected"):
             engine.update_weights({one: fused[one][1:]}, blocking=True)

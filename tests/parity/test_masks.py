@@ -67,10 +67,10 @@ def by_transformers(
     with torch.no_grad():
         logits = model(ids).logits[0].double()
     masked, whole = list[float](), list[float]()
-    for place, token in enumerate(sample.completion_tokens, start=known):
-        row = cut = logits[place - 1 : place]
+    for position, token in enumerate(sample.completion_tokens, start=known):
+        row = cut = logits[position - 1 : position]
         for processor in processors:
-            cut = processor(ids[:, :place], cut)
+            cut = processor(ids[:, :position], cut)
         whole.append(float((row / params.temperature).log_softmax(dim=-1)[0, token]))
         masked.append(float((cut / params.temperature).log_softmax(dim=-1)[0, token]))
     return masked, whole
@@ -98,8 +98,10 @@ def test_masked_logprobs_and_kept_mass_match_the_full_vocabulary(
             assert min(mass) < -1e-4, name
             if not params.filters:
                 assert list(sample.logprobs) == pytest.approx(masked, abs=2e-4), name
-            told = [delta.log_kept_mass for delta in engine.generate(PROMPT, params, stream=True)]
-            assert sum((each or () for each in told), ()) == mass, name
+            streamed = [
+                delta.log_kept_mass for delta in engine.generate(PROMPT, params, stream=True)
+            ]
+            assert sum((each or () for each in streamed), ()) == mass, name
             assert replay(engine, sample).log_kept_mass == mass, name
         greedy = SamplingParams(
             max_tokens=3, temperature=0, raw_logprobs=True, allowed_token_ids=ALLOWED

@@ -40,9 +40,9 @@ def test_smollm2_agrees_with_transformers() -> None:
         samples, _ = complete(
             engine, token_ids, SamplingParams(temperature=0, max_tokens=16), 1, preempted=False
         )
-    found = agreement(smollm2_oracle(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(smollm2_oracle(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough
@@ -72,9 +72,9 @@ def test_tiny_models_agree_with_transformers(
         samples, _ = complete(
             engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False
         )
-    found = agreement(oracle, samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle, samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough(
@@ -119,9 +119,9 @@ def test_model_families_agree_with_transformers(
         params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
         samples, _ = complete(engine, token_ids, params, 1, preempted=False)
         assert samples[-1].cached_tokens > 0
-    found = agreement(oracle.eval(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle.eval(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough(but=["llama-float32-cpu", "qwen3-float32-cpu", "olmo2-float32-cpu"])

@@ -38,13 +38,13 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
 )
 def test_triton_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # several query heads a key head, and one
-    own = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
-    folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **own)
+    options = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
+    folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **options)
     expected = complete(folder, backend="reference")
     for batch_invariant in (False, True):
         with small_tiles():
-            found = complete(folder, backend="cuda", batch_invariant=batch_invariant)
-        for sample, other in zip(found, expected, strict=True):
+            actual = complete(folder, backend="cuda", batch_invariant=batch_invariant)
+        for sample, other in zip(actual, expected, strict=True):
             assert sample.completion_tokens == other.completion_tokens
             assert sample.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
             assert sample.prompt_logprobs is not None

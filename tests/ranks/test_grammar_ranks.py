@@ -40,13 +40,13 @@ GRAMMARS = [
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 20, 7, 40, 33, 2, 9)]
 
 
-def params_of(place: int) -> SamplingParams:
+def params_of(index: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=40,
-        seed=place,
-        temperature=(1.0, 0.7, 0.0)[place % 3],
-        top_p=0.9 if place % 2 else 1.0,
-        grammar=GRAMMARS[place % len(GRAMMARS)],
+        seed=index,
+        temperature=(1.0, 0.7, 0.0)[index % 3],
+        top_p=0.9 if index % 2 else 1.0,
+        grammar=GRAMMARS[index % len(GRAMMARS)],
     )
 
 
@@ -130,8 +130,8 @@ def test_lockstep_engines_follow_grammars_like_one_engine(experts: Path, lookahe
     with InferenceEngine(config_of(experts, lookahead=lookahead)) as engine:
         expected = [outcome(sample) for sample in engine.generate(PROMPTS, PARAMS)]
     with lockstep(experts, lookahead=lookahead) as engines:
-        for place, prompt in enumerate(PROMPTS):
-            engines.each[place % 2].add_request(prompt, PARAMS[place])
+        for index, prompt in enumerate(PROMPTS):
+            engines.each[index % 2].add_request(prompt, PARAMS[index])
         engines.wait_until(lambda: sum(map(len, engines.samples)) == len(PROMPTS))
         engines.rest()
         for which, samples in enumerate(engines.samples):

@@ -76,17 +76,17 @@ class Engines:
         for thread in self._threads:
             thread.start()
 
-    def _step_on(self, place: int) -> None:
-        engine = self.each[place]
+    def _step_on(self, index: int) -> None:
+        engine = self.each[index]
         try:
             while not self._stop:
                 engine.shared.work_arrived.wait(0.05)
                 engine.shared.work_arrived.clear()
                 engine.shared.require_alive()
                 while engine.has_pending() and not self._stop:
-                    self.samples[place] += engine.step()
+                    self.samples[index] += engine.step()
         except EngineDead as problem:
-            self.dead[place] = problem
+            self.dead[index] = problem
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
@@ -282,12 +282,12 @@ def test_agreed_update_is_not_withdrawn(folder: Path, monkeypatch: pytest.Monkey
             in_time.append(one.weight_sync.withdraw(early, WeightUpdateError("it takes too long.")))
 
         def take_in_and_withdraw(*arguments: Any) -> list[str]:
-            found = take_in(*arguments)
+            taken = take_in(*arguments)
             if member.allows(early.version) and not threads:
                 threads.append(threading.Thread(target=withdraw))
                 threads[0].start()
                 threads[0].join(0.3)
-            return found
+            return taken
 
         monkeypatch.setattr(member, "_take_in", take_in_and_withdraw)
         assert other.update_weights(weights).result(10) == 1
@@ -478,11 +478,11 @@ def test_lost_engine_ends_all(folder: Path, make: Callable[[int], list[Lockstep]
         engines.wait_until(lambda: engines.rounds()[0] > 3)
         engines.each[1].shutdown()
         engines.wait_until(lambda: engines.dead[0] is not None)
-        told = (
+        message = (
             "rank 1 has left" if make is of_threads else "rank 0 of a group of 2 waited for another"
         )
-        assert told in str(engines.dead[0])
-        with pytest.raises(EngineDead, match=told):
+        assert message in str(engines.dead[0])
+        with pytest.raises(EngineDead, match=message):
             engines.each[0].add_request(PROMPTS[0], PARAMS)
 
 

@@ -115,12 +115,12 @@ def test_update_cancelled_mid_bucket_leaves_no_state(
     """
     manager, sent = pair.weight_sync, pair.runner.shares
     assert isinstance(sent, SentUpdates)
-    given: list[str] = []
+    names: list[str] = []
     give = SentUpdates.give
 
     def give_and_cancel(self: SentUpdates, update: WeightUpdate, name: str, *rest: Any) -> None:
-        given.append(name)
-        if len(given) == 3:
+        names.append(name)
+        if len(names) == 3:
             canceller = threading.Thread(target=manager.cancel)
             canceller.start()
             canceller.join(10)
@@ -131,7 +131,7 @@ def test_update_cancelled_mid_bucket_leaves_no_state(
     manager.begin()
     with pytest.raises(WeightUpdateError, match="cancelled"):
         manager.receive(changed(str(folder)))
-    assert len(given) >= 3
+    assert len(names) >= 3
     assert pair.weights_checksum() == before  # and all that was told before has been done
     assert not shards[0].updates._staged
     assert not sent._numbers

@@ -106,8 +106,8 @@ def test_ranks_may_connect_before_rank_0_listens(
 
 
 def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
     silent = connect(rendezvous.begins()[0].address, PATIENCE)  # says nothing, and holds up nobody
     loud = connect(rendezvous.begins()[0].address, PATIENCE)
@@ -131,10 +131,10 @@ def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
         join(rendezvous, identity(rendezvous, 3))
     second = join(rendezvous, identity(rendezvous, 1))
     collecting.join(PATIENCE)
-    assert sorted(found) == [1, 2]
-    for there, here in ((first, found[2]), (second, found[1])):
-        for each in (there, here):
-            each.settle(PATIENCE)
+    assert sorted(joined) == [1, 2]
+    for there, here in ((first, joined[2]), (second, joined[1])):
+        for peer in (there, here):
+            peer.settle(PATIENCE)
         frames = [b"", b"x", bytes(1000), bytes(range(256)) * 2**13]
         sending = threading.Thread(
             target=lambda end=there, all_of=frames: [end.send(frame) for frame in all_of]
@@ -146,21 +146,21 @@ def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
         with pytest.raises(LinkLost, match="hung up"):
             here.receive()
         here.close()
-    for each in (silent, loud, huge):
-        each.close()
+    for peer in (silent, loud, huge):
+        peer.close()
 
 
 @pytest.mark.thorough(cases=["tcp"])
 def test_ranks_join_after_a_hundred_silent_connections(rendezvous: Rendezvous) -> None:
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
     silent = [connect(rendezvous.begins()[0].address, PATIENCE) for _ in range(100)]
     links = [join(rendezvous, identity(rendezvous, rank)) for rank in (1, 2)]
     collecting.join(PATIENCE)
-    assert sorted(found) == [1, 2]
-    for each in (*silent, *links, *found.values()):
-        each.close()
+    assert sorted(joined) == [1, 2]
+    for peer in (*silent, *links, *joined.values()):
+        peer.close()
 
 
 def test_greeting_has_one_deadline_for_all_its_bytes() -> None:
@@ -182,8 +182,8 @@ def test_greeting_has_one_deadline_for_all_its_bytes() -> None:
     assert time.monotonic() - began < 20
     ended.set()
     dripping.join()
-    for each in (here, there):
-        each.close()
+    for peer in (here, there):
+        peer.close()
 
 
 @pytest.mark.thorough
@@ -194,17 +194,17 @@ def test_joined_rank_waits_longer_than_the_greeting_deadline(
     monkeypatch.setattr(
         rendezvous_module, "greet_worker", lambda link, me, claim: greet(link, me, claim, 2.0)
     )
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
     first = join(rendezvous, identity(rendezvous, 1))
     time.sleep(2.3)
     second = join(rendezvous, identity(rendezvous, 2))
     collecting.join(PATIENCE)
-    found[1].send(b"here")
+    joined[1].send(b"here")
     assert bytes(first.receive()) == b"here"
-    for each in (first, second, *found.values()):
-        each.close()
+    for peer in (first, second, *joined.values()):
+        peer.close()
 
 
 def test_missing_ranks_are_named(rendezvous: Rendezvous) -> None:

@@ -169,10 +169,10 @@ def test_failed_rank_construction_is_reported(
     )
     with pytest.raises(
         type(problem) if isinstance(problem, ModelLoadError) else NanoInferenceError
-    ) as found:
+    ) as raised:
         InferenceEngine(config, ThreadLauncher())
-    assert str(found.value).startswith("rank 1 (process ")
-    assert str(problem) in str(found.value)
+    assert str(raised.value).startswith("rank 1 (process ")
+    assert str(problem) in str(raised.value)
 
 
 @pytest.mark.thorough

@@ -77,17 +77,17 @@ def engines(folder: str) -> Iterator[Any]:
 
 
 def workers() -> list[psutil.Process]:
-    found = []
+    processes = []
     for child in psutil.Process().children(recursive=True):
         try:
             if (
                 "nano_inference.ranks.worker" in child.cmdline()
                 and child.status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(child)
+                processes.append(child)
         except psutil.NoSuchProcess:
             pass
-    return found
+    return processes
 
 
 def run_to_the_end(engine: InferenceEngine) -> None:
@@ -111,13 +111,13 @@ def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
     """
 
     def life(engine: InferenceEngine) -> list[Any]:
-        found: list[Any] = [engine.weights_checksum()]
+        results: list[Any] = [engine.weights_checksum()]
         params = [
             SamplingParams(max_tokens=30, seed=s, temperature=0.8, top_p=0.9, ignore_eos=True)
             for s in range(3)
         ]
-        for prompt, each in zip(([1, 2, 3], [4] * 40, [5, 6]), params, strict=True):
-            engine.add_request(prompt, each, num_samples=2)
+        for prompt, prompt_params in zip(([1, 2, 3], [4] * 40, [5, 6]), params, strict=True):
+            engine.add_request(prompt, prompt_params, num_samples=2)
         samples = [sample for _ in range(6) for sample in engine.step()]
         update = engine.update_weights(new_weights(folder, 1), kv_policy="finish_old")
         engine.add_request([7, 8, 9], params[0])
@@ -127,7 +127,7 @@ def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
         name = "model.layers.1.mlp.down_proj.weight"
         places = torch.tensor([0, 95, 96, 3000, 6143])
         engine.update_weights([WeightPatch(name, places, torch.linspace(-1, 1, 5))], blocking=True)
-        found.append(engine.weights_checksum())
+        results.append(engine.weights_checksum())
         with pytest.raises(WeightUpdateError, match="NaN"):
             engine.update_weights(
                 {name: torch.full((64, 96), torch.nan)}, check_finite=True, blocking=True
@@ -135,9 +135,9 @@ def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
         engine.sleep(weights=True)
         engine.wake()
         samples += engine.generate([[3, 1, 4]], params[1])
-        found.append([(s.completion_tokens, s.logprobs, s.weight_version) for s in samples])
-        found.append(engine.stats().tokens_computed)
-        return found
+        results.append([(s.completion_tokens, s.logprobs, s.weight_version) for s in samples])
+        results.append(engine.stats().tokens_computed)
+        return results
 
     alone = life(engines(backend="cpu"))
     together = life(engines(backend="cpu", tensor_parallel=2, lookahead=1))
@@ -166,10 +166,10 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
         os.kill(worker.pid, signal.SIGKILL)
     while when == "idle" and worker.is_running() and time.monotonic() < began + 30:
         time.sleep(0.01)
-    with pytest.raises(EngineDead) as found:
+    with pytest.raises(EngineDead) as raised:
         run_to_the_end(engine)
     assert time.monotonic() - began < TIMEOUT + 20
-    text = str(found.value)
+    text = str(raised.value)
     assert "rank 1" in text
     assert f"process {worker.pid}" in text
     assert ("makes no progress" if when == "hung" else "killed by signal 9") in text
@@ -187,8 +187,8 @@ def test_rank_death_during_an_update_ends_the_engine(engines: Any, folder: str) 
     engine.step()
 
     def buckets() -> Iterator[dict[str, torch.Tensor]]:
-        for place, (name, tensor) in enumerate(new_weights(folder, 2).items()):
-            if place == 5:
+        for index, (name, tensor) in enumerate(new_weights(folder, 2).items()):
+            if index == 5:
                 worker.kill()
             yield {name: tensor}
 
@@ -245,11 +245,11 @@ def test_workers_end_with_rank_0(folder: str) -> None:
 def test_worker_removes_the_rendezvous_if_rank_0_is_killed(
     tmp_path: Path,
 ) -> None:
-    place = tmp_path / "meeting"
-    place.mkdir()
-    begin = Begin(1, 2, f"unix:{place}/rank0", b"x" * 32, parent=os.getpid())
+    socket_path = tmp_path / "meeting"
+    socket_path.mkdir()
+    begin = Begin(1, 2, f"unix:{socket_path}/rank0", b"x" * 32, parent=os.getpid())
     command = [sys.executable, "-P", "-m", "nano_inference.ranks.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
         worker.communicate(msgspec.json.encode(begin) + b"\n", timeout=60)
     assert worker.returncode == 1
-    assert not place.exists()
+    assert not socket_path.exists()

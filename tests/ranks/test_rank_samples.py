@@ -30,19 +30,19 @@ def test_samples_round_trip_bit_for_bit(full: bool) -> None:
     }
     sent = tokens(4, **(more if full else {}))
     data = msgspec.msgpack.encode(to_message(sent))
-    found = from_message(msgspec.msgpack.decode(data, type=Samples))
-    assert (list(found.token_ids), found.logprobs, found.raw_logprobs) == (
+    actual = from_message(msgspec.msgpack.decode(data, type=Samples))
+    assert (list(actual.token_ids), actual.logprobs, actual.raw_logprobs) == (
         [4, 2**40],
         sent.logprobs,
         sent.raw_logprobs,
     )
-    assert [math.copysign(1, x) for x in found.log_kept_mass] == [1, -1]
-    assert (None if found.masks is None else list(map(tuple, found.masks))) == sent.masks
-    assert list(found.scores) == list(sent.scores)
-    assert [list(map(tuple, row)) for row in found.top or ()] == [
+    assert [math.copysign(1, x) for x in actual.log_kept_mass] == [1, -1]
+    assert (None if actual.masks is None else list(map(tuple, actual.masks))) == sent.masks
+    assert list(actual.scores) == list(sent.scores)
+    assert [list(map(tuple, row)) for row in actual.top or ()] == [
         list(map(tuple, row)) for row in sent.top or ()
     ]
-    assert [list(map(tuple, row)) for row in found.score_best] == [
+    assert [list(map(tuple, row)) for row in actual.score_best] == [
         list(map(tuple, row)) for row in sent.score_best
     ]
 

@@ -90,9 +90,9 @@ def test_missing_torchrun_variables_are_named(monkeypatch: pytest.MonkeyPatch) -
             match=r"torchrun has not set RANK, WORLD_SIZE.*start the script with torchrun",
         ):
             begin()
-    told = dict.fromkeys(NEEDED, "1") | {"MASTER_ADDR": "127.0.0.1"}
-    assert environment(told.get) == told
-    for name, value in told.items():
+    variables = dict.fromkeys(NEEDED, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    assert environment(variables.get) == variables
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         ConfigError, match="TorchrunLauncher is for rank 0; the other ranks call serve_rank"
@@ -106,14 +106,14 @@ def test_missing_torchrun_variables_are_named(monkeypatch: pytest.MonkeyPatch) -
 def test_address_of_a_machine_is_that_of_the_route_to_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {
+    variables = {
         "RANK": "0",
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    for name, value in (told | {"LOCAL_RANK": "0"}).items():
+    for name, value in (variables | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     launcher = TorchrunLauncher()
     assert (launcher.host, launcher.ranks_here(4)) == (torchrun._own_address("127.0.0.1"), 2)

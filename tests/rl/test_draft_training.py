@@ -143,9 +143,9 @@ def test_training_and_drafting_compute_the_same_logits(model: Path, tmp_path: Pa
         propose = live.drafter.model.propose
 
         def noted(seqs: Any, most: int) -> Any:
-            found = propose(seqs, most)
-            guesses[len(seqs[0].token_ids)] = list(found[0].token_ids)
-            return found
+            drafts = propose(seqs, most)
+            guesses[len(seqs[0].token_ids)] = list(drafts[0].token_ids)
+            return drafts
 
         live.drafter.model.propose = noted  # type: ignore[method-assign]
         samples = live.generate([[5, 9, 4, 13]], params)
@@ -167,12 +167,12 @@ def test_medusa_heads_read_the_same_row(engine: InferenceEngine, tmp_path: Path)
     assert isinstance(trainer.spec, MedusaSpec)
     assert trainer.places == 3
     (rows,) = trainer._rows(engine.generate([[5, 9, 4, 13]], LONG))
-    found = medusa_rows(trainer.spec, trainer.params, rows, 3)
-    for place, each in enumerate(found):
-        start, stop = rows.targets(place)
-        assert len(each) == stop - start > 30
+    actual = medusa_rows(trainer.spec, trainer.params, rows, 3)
+    for index, head_rows in enumerate(actual):
+        start, stop = rows.targets(index)
+        assert len(head_rows) == stop - start > 30
     # nothing of the last rows is read that has no target
-    assert torch.isfinite(torch.cat(found)).all()
+    assert torch.isfinite(torch.cat(actual)).all()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def engine_routes(
 ) -> Routes:
     """What the engine chooses where each sequence runs by itself in one piece."""
     assert engine.spec.moe is not None
-    found: Routes = {}
+    routes: Routes = {}
     for ids in sequences:
         routed.clear()
         score(engine, [ids])
@@ -76,8 +76,8 @@ def engine_routes(
             .transpose(0, 1)
             .tolist()
         )
-        found |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
-    return found
+        routes |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
+    return routes
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_backward_uses_the_experts_of_the_engine(
             [SEQUENCES[0]], SamplingParams(max_tokens=6, ignore_eos=True, seed=1), 2
         )
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
-        own = model.logprobs(whole, from_position=len(SEQUENCES[0]))
-        assert [bits(each) for each in own] == [
+        logprobs = model.logprobs(whole, from_position=len(SEQUENCES[0]))
+        assert [bits(each) for each in logprobs] == [
             bits(torch.tensor(sample.logprobs)) for sample in samples
         ]
         gradients(model)
@@ -153,12 +153,12 @@ def test_gradients_equal_transformers_with_the_same_experts(
 
     with build(folder, dtype="bfloat16", **MIXED) as engine:
         expected = engine_routes(engine, routed, SEQUENCES)
-        own = gradients(
+        grads = gradients(
             PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32),
             temperature=0.8,
         )
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    freely = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    freely = oracle_gradients(oracle, grads, SEQUENCES, 0.8)
     oracle.zero_grad()
 
     def forced() -> Iterator[Tensor]:
@@ -173,19 +173,19 @@ def test_gradients_equal_transformers_with_the_same_experts(
         return shares.gather(dim, ids), ids
 
     monkeypatch.setattr(torch, "topk", topk)
-    theirs = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    theirs = oracle_gradients(oracle, grads, SEQUENCES, 0.8)
     assert not list(choices)
-    assert difference(own, theirs) <= TOLERANCE
-    assert difference(own, freely) > 0.01
+    assert difference(grads, theirs) <= TOLERANCE
+    assert difference(grads, freely) > 0.01
 
 
-def difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Relative norm of the difference of all gradients; an expert that no row chose has one of
     zero.
     """
-    assert set(own) == set(theirs)
+    assert set(ours) == set(theirs)
     squares = [
-        (float((own[name] - grad).square().sum()), float(grad.square().sum()))
+        (float((ours[name] - grad).square().sum()), float(grad.square().sum()))
         for name, grad in theirs.items()
     ]
     return (sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
@@ -228,28 +228,30 @@ def test_sample_experts_are_checked_against_the_model(folder: Path) -> None:
         samples = engine.generate([SEQUENCES[0][:20], SEQUENCES[1][:9]], params, 2)
         model = PolicyModel(engine, micro_batch_tokens=64)
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
-        given = [sample.routed_experts for sample in samples]
-        own = model(whole, from_position=[20, 20, 9, 9], routed_experts=[*given[:2], None, None])
-        assert [bits(each) for each in own[:2]] == [
+        experts = [sample.routed_experts for sample in samples]
+        logprobs = model(
+            whole, from_position=[20, 20, 9, 9], routed_experts=[*experts[:2], None, None]
+        )
+        assert [bits(each) for each in logprobs[:2]] == [
             bits(torch.tensor(sample.logprobs)) for sample in samples[:2]
         ]
-        assert given[2] is not None
-        changed = bytearray(given[2].data)
-        layers, per_token = given[2].shape[1:]
+        assert experts[2] is not None
+        changed = bytearray(experts[2].data)
+        layers, per_token = experts[2].shape[1:]
         changed[(10 * layers + 2) * per_token + 1] ^= 1
-        wrong = [*given[:2], replace(given[2], data=bytes(changed)), given[3]]
+        wrong = [*experts[:2], replace(experts[2], data=bytes(changed)), experts[3]]
         with pytest.raises(InvalidRequest, match="sequence 2, token 10, layer 2: the sample used"):
             model(whole, routed_experts=wrong)
         model(whole, from_position=len(whole[2]), routed_experts=[None, None, wrong[2], None])
-        for bad, told in [
-            (given[:3], "got 3 routed_experts for 4 sequences"),
-            ([given[2], *given[1:]], "routed_experts of sequence 0 have shape"),
+        for bad, message in [
+            (experts[:3], "got 3 routed_experts for 4 sequences"),
+            ([experts[2], *experts[1:]], "routed_experts of sequence 0 have shape"),
         ]:
-            with pytest.raises(InvalidRequest, match=told):
+            with pytest.raises(InvalidRequest, match=message):
                 model(whole, routed_experts=bad)
         for name, param in model.named_parameters():  # other weights choose other experts
             if name.endswith("mlp.gate.weight"):
                 param.data.neg_()
         with pytest.raises(InvalidRequest, match=r"sequence 0, token 0, layer 0"):
-            model(whole, routed_experts=given)
+            model(whole, routed_experts=experts)
         engine.loop.check()

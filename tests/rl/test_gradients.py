@@ -26,7 +26,7 @@ TOLERANCE = 1e-4  # relative norm, of every parameter
 
 
 def oracle_gradients(
-    oracle: Any, own: Mapping[str, Tensor], sequences: list[list[int]], temperature: float
+    oracle: Any, ours: Mapping[str, Tensor], sequences: list[list[int]], temperature: float
 ) -> dict[str, Tensor]:
     logprobs: list[Tensor] = []
     for ids in sequences:
@@ -46,9 +46,9 @@ def oracle_gradients(
     }
 
 
-def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert set(own) == set(theirs)
-    return max(float((own[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
+def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert set(ours) == set(theirs)
+    return max(float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
 
 
 @pytest.mark.thorough(cases=["phi3"])
@@ -59,9 +59,11 @@ def test_gradients_of_every_family_equal_transformers(tmp_path: Path, family: st
 
     folder = tiny_model(tmp_path, family)
     with build(folder) as engine:
-        own = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
+        ours = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
     oracle = AutoModelForCausalLM.from_pretrained(folder)
-    assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 0.8)) <= TOLERANCE
+    assert (
+        worst_difference(ours, oracle_gradients(oracle.eval(), ours, SEQUENCES, 0.8)) <= TOLERANCE
+    )
 
 
 # `tests/checkpoints/test_lora.py` has the other families in the quick tier.
@@ -80,18 +82,18 @@ def test_gradients_of_large_weights_equal_transformers(tmp_path: Path, family: s
         scores = score(engine, SEQUENCES)
         model = PolicyModel(engine, micro_batch_tokens=64)
         logprobs = model.logprobs(SEQUENCES)
-        own = gradients(model)
+        ours = gradients(model)
     assert list(map(bits, scores)) == list(map(bits, logprobs))
     theirs = {
         name: grad
-        for name, grad in oracle_gradients(oracle, own, SEQUENCES, 1.0).items()
+        for name, grad in oracle_gradients(oracle, ours, SEQUENCES, 1.0).items()
         if grad is not None
     }
     # what only chooses experts is not trained, nor are constants
     constants = ("e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", ".layer_scalar")
-    fixed = {name for name in own if name.endswith(constants)}
-    assert not any(bool(own[name].any()) for name in fixed)
-    trained = {name: grad for name, grad in own.items() if name not in fixed}
+    fixed = {name for name in ours if name.endswith(constants)}
+    assert not any(bool(ours[name].any()) for name in fixed)
+    trained = {name: grad for name, grad in ours.items() if name not in fixed}
     assert worst_difference(trained, theirs) <= TOLERANCE
 
 
@@ -101,9 +103,11 @@ def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
 
     folder = tiny_llama(tmp_path, rope=rope, tie=True)
     with build(folder, backend="reference") as engine:
-        own = gradients(PolicyModel(engine))
+        ours = gradients(PolicyModel(engine))
     oracle = AutoModelForCausalLM.from_pretrained(folder)
-    assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 1.0)) <= TOLERANCE
+    assert (
+        worst_difference(ours, oracle_gradients(oracle.eval(), ours, SEQUENCES, 1.0)) <= TOLERANCE
+    )
 
 
 @pytest.mark.thorough
@@ -114,9 +118,10 @@ def test_gradients_of_smollm2_equal_transformers() -> None:
     with build(
         Path("smollm2-135m"), quantization=None, kv_cache_memory=2**26, max_model_len=512
     ) as engine:
-        own = gradients(PolicyModel(engine), sequences)
+        ours = gradients(PolicyModel(engine), sequences)
     assert (
-        worst_difference(own, oracle_gradients(smollm2_oracle(), own, sequences, 1.0)) <= TOLERANCE
+        worst_difference(ours, oracle_gradients(smollm2_oracle(), ours, sequences, 1.0))
+        <= TOLERANCE
     )
 
 
@@ -137,7 +142,7 @@ def test_gradients_do_not_depend_on_threads_or_schedule(tmp_path: Path, dtype: s
         (1, 2, {"lookahead": 1, "max_batch_size": 2}),
         (2, None, {"enable_prefix_caching": False, "backend": "reference"}),
     ]
-    found: list[dict[str, list[int]]] = []
+    results: list[dict[str, list[int]]] = []
     try:
         for num_threads, num_workers, options in runs:
             with build(folder, dtype=dtype, num_threads=num_threads, **options) as engine:
@@ -151,11 +156,11 @@ def test_gradients_do_not_depend_on_threads_or_schedule(tmp_path: Path, dtype: s
                         f"{max_rows} {name}": bits(grad)
                         for name, grad in gradients(model, sequences).items()
                     }
-                found.append(both)
+                results.append(both)
                 assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
-    assert all(each == found[0] for each in found[1:])
+    assert all(each == results[0] for each in results[1:])
 
 
 def test_bfloat16_gradients_are_near_float32_gradients(tmp_path: Path) -> None:
@@ -219,10 +224,10 @@ def test_micro_batches_cover_every_gradient_once(
     ]
     scored = [ScoredSequence(ids, 1, each) for ids, each in zip(sequences, grads, strict=True)]
     expected: dict[tuple[int, ...], float] = {}
-    for ids, each in zip(sequences, grads, strict=True):
-        for row, grad in enumerate(each):
+    for ids, sequence_grads in zip(sequences, grads, strict=True):
+        for row, grad in enumerate(sequence_grads):
             expected[tuple(ids[: row + 2])] = expected.get(tuple(ids[: row + 2]), 0.0) + grad
-    found: dict[tuple[int, ...], float] = {}
+    norms: dict[tuple[int, ...], float] = {}
     for batch in micro_batches(scored, max_rows):
         longest = max(len(segment.path) for segment in batch.segments)
         assert len(batch.token_ids) <= max(max_rows, longest)
@@ -231,14 +236,14 @@ def test_micro_batches_cover_every_gradient_once(
         for segment in batch.segments:
             path = segment.path.tolist()
             assert path[segment.start - segment.end :] == list(range(segment.start, segment.end))
-            for place, row in enumerate(path):
-                prefixes[row] = tuple(batch.token_ids[path[: place + 1]].tolist())
-                assert int(batch.positions[row]) == place
+            for index, row in enumerate(path):
+                prefixes[row] = tuple(batch.token_ids[path[: index + 1]].tolist())
+                assert int(batch.positions[row]) == index
         assert len(set(prefixes.values())) == len(batch.token_ids), "a beginning stands twice"
         for owner, token, grad in zip(batch.owners, batch.targets, batch.gradients, strict=True):
             key = (*prefixes[int(batch.scored_rows[owner])], int(token))
-            found[key] = found.get(key, 0.0) + float(grad)
-    assert {key: grad for key, grad in found.items() if grad} == {
+            norms[key] = norms.get(key, 0.0) + float(grad)
+    assert {key: grad for key, grad in norms.items() if grad} == {
         key: grad for key, grad in expected.items() if grad
     }
 

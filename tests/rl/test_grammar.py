@@ -169,8 +169,8 @@ def test_policy_model_matches_the_engine_after_every_step(folder: Path, backend:
                 temperature=0.8,
                 grammar=[grammar for grammar, _ in samples],
             )
-            for (_, sample), own in zip(samples, logprobs, strict=True):
-                assert bits(own) == bits(torch.tensor(sample.logprobs))
+            for (_, sample), computed in zip(samples, logprobs, strict=True):
+                assert bits(computed) == bits(torch.tensor(sample.logprobs))
             optimizer.zero_grad()
             torch.cat(logprobs).mean().neg().backward()
             optimizer.step()
@@ -194,8 +194,8 @@ def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
         (torch.stack(logprobs) * weights).sum().backward()
         masks = check_batch(engine, sequences, start, 0.7, grammars).masks
     loss = torch.zeros(())
-    for own, scored, factors, masked in zip(sequences, logprobs, weights, masks, strict=True):
-        logits = oracle(torch.tensor([own])).logits[0, start - 1 : -1].float()
+    for sequence, scored, factors, masked in zip(sequences, logprobs, weights, masks, strict=True):
+        logits = oracle(torch.tensor([sequence])).logits[0, start - 1 : -1].float()
         if masked is not None:
             cut = [
                 [not may_draw(words, token) for token in range(logits.shape[1])]
@@ -203,7 +203,7 @@ def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
             ]
             logits = logits.masked_fill(torch.tensor(cut), -torch.inf)
         expected = (logits / 0.7).log_softmax(dim=-1)
-        expected = expected.gather(1, torch.tensor(own[start:])[:, None])[:, 0]
+        expected = expected.gather(1, torch.tensor(sequence[start:])[:, None])[:, 0]
         assert torch.allclose(expected, scored, atol=1e-4)
         loss = loss + (expected * factors).sum()
     loss.backward()

@@ -61,8 +61,8 @@ def test_logprobs_equal_the_engine_bit_for_bit(
                 [*sample.prompt_tokens, *sample.completion_tokens],
                 len(sample.prompt_tokens),
             )
-            (own,) = policy.logprobs([ids], from_position=start, temperature=0.7)
-            assert own.tolist() == list(sample.logprobs)
+            (computed,) = policy.logprobs([ids], from_position=start, temperature=0.7)
+            assert computed.tolist() == list(sample.logprobs)
             (scored,) = score(engine, [ids], from_position=start, temperature=0.7, adapter="own")
             assert scored.tolist() == list(sample.logprobs)
 
@@ -88,22 +88,22 @@ def test_gradients_equal_peft(tmp_path: Path, family: str) -> None:
             for name, param in model.named_parameters()
             if param.grad is not None
         }
-        own = {name: param.grad for name, param in policy.named_parameters()}
-        assert own.keys() == theirs.keys()
-        for name, grad in own.items():
+        grads = {name: param.grad for name, param in policy.named_parameters()}
+        assert grads.keys() == theirs.keys()
+        for name, grad in grads.items():
             assert grad is not None
             assert (grad - theirs[name]).norm() < 1e-4 * theirs[name].norm(), name
 
 
 def test_gradients_do_not_depend_on_threads(tmp_path: Path) -> None:
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     sequences = [[3, 4, 5, 6, 7], [3, 4, 5, 9, 9, 9], [8, 8, 8]]
     with engine_of(tiny_llama(tmp_path)) as engine:
         for workers in (1, 2):
             policy = strong_policy(engine, micro_batch_tokens=6, num_workers=workers)
             torch.cat([each[1:] for each in policy.logprobs(sequences)]).sum().backward()
-            found.append([param.grad for param in policy.parameters()])  # pyright: ignore
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            results.append([param.grad for param in policy.parameters()])  # pyright: ignore
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:

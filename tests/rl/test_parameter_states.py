@@ -85,12 +85,12 @@ def test_states_distinguish_rows_from_words(row: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(parameter_states, "ROW", row)
     parameter_states._factors.cache_clear()
     data = torch.arange(1, 24, dtype=torch.float32)
-    own = states([data])[0][2:]
+    words = states([data])[0][2:]
     for one in range(23):
         for other in range(one):
             swapped, negated = data.clone(), data.clone()
             swapped[one], swapped[other] = data[other], data[one]
             negated[one], negated[other] = -data[one], -data[other]
-            assert states([swapped])[0][2:] != own
-            assert states([negated])[0][2:] != own
+            assert states([swapped])[0][2:] != words
+            assert states([negated])[0][2:] != words
     parameter_states._factors.cache_clear()

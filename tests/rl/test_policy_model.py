@@ -76,16 +76,16 @@ def test_publish_makes_engine_logprobs_equal_the_model(
         tiny_model(tmp_path, family), dtype=dtype, backend=backend, block_size=4, lookahead=1
     ) as engine:
         model = PolicyModel(engine)
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         gradients(model)
         optimizer.step()
-        reported, own = drawn_and_scored(model)
-        assert own != reported
+        reported, scored = drawn_and_scored(model)
+        assert scored != reported
         assert model.publish().version == engine.get_weight_version() == 1
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
             bits(each) for each in score(engine, SEQUENCES)
         ]
@@ -131,11 +131,11 @@ def test_parameter_change_of_any_kind_is_detected(folder: Path, step: Step) -> N
         model = PolicyModel(engine)
         before = model.logprobs(SEQUENCES)
         step(model)
-        own = [bits(each) for each in model.logprobs(SEQUENCES)]
+        logprobs = [bits(each) for each in model.logprobs(SEQUENCES)]
         model.publish()
         served = [bits(each) for each in score(engine, SEQUENCES)]
-    assert own == served
-    assert own != [bits(each) for each in before]
+    assert logprobs == served
+    assert logprobs != [bits(each) for each in before]
 
 
 def test_parameters_are_packed_only_when_they_changed(
@@ -178,8 +178,8 @@ def test_initial_values_come_from_an_updated_engine(folder: Path) -> None:
         engine.update_weights(changed, blocking=True)
         model = PolicyModel(engine)
         served = serving(engine)
-        reported, own = drawn_and_scored(model)
-    assert own == reported
+        reported, scored = drawn_and_scored(model)
+    assert scored == reported
     for name, param in model.named_parameters():
         assert torch.equal(param.bfloat16(), served[name])
     assert torch.equal(
@@ -238,8 +238,10 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
     with build(folder, max_tokens_per_batch=8, lookahead=1) as engine:
         model = PolicyModel(engine)
         expected, alone = model.logprobs(SEQUENCES), engine.generate(PROMPTS, PARAMS, 4)
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, PARAMS, 4)))
+        results: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: results.extend(engine.generate(PROMPTS, PARAMS, 4))
+        )
         thread.start()
         for _ in range(3):
             with torch.no_grad():
@@ -248,7 +250,7 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
                 bits(each) for each in expected
             ]
         thread.join(timeout=120)
-    assert [sample.logprobs for sample in found] == [sample.logprobs for sample in alone]
+    assert [sample.logprobs for sample in results] == [sample.logprobs for sample in alone]
 
 
 def test_bad_arguments_are_rejected(folder: Path) -> None:
@@ -323,13 +325,13 @@ def test_masters_resume_a_run_without_rounding(tmp_path: Path) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1 + 1e-4 * torch.rand(param.shape, generator=generator))
-        own = {name: param.detach().clone() for name, param in model.named_parameters()}
+        masters = {name: param.detach().clone() for name, param in model.named_parameters()}
         model.save_pretrained(saved, masters=True)
     with build(saved, dtype="bfloat16") as engine:
         model = PolicyModel(engine)
-        assert any(not torch.equal(p, own[name]) for name, p in model.named_parameters())
+        assert any(not torch.equal(p, masters[name]) for name, p in model.named_parameters())
         model.load_masters(saved)
-        assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+        assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
         model.publish()  # the checkpoint beside them is what these are when they are rounded
         with pytest.raises(ConfigError, match="has no master weights; save_pretrained"):
             model.load_masters(source)

@@ -38,16 +38,16 @@ def test_publish_makes_quantized_logprobs_equal_the_model(
     folder = tiny_model(tmp_path, family)
     with build(folder, dtype=dtype, backend=backend, quantization=quantization) as engine:
         model = PolicyModel(engine)
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         assert all(bool(grad.any()) for grad in gradients(model).values())
         optimizer.step()
-        stepped, own = drawn_and_scored(model)
-        assert own != stepped == reported
+        stepped, scored = drawn_and_scored(model)
+        assert scored != stepped == reported
         model.publish()
-        published, own = drawn_and_scored(model)
-        assert own == published != reported
+        published, scored = drawn_and_scored(model)
+        assert scored == published != reported
 
 
 def dequantised(model: PolicyModel) -> dict[str, Tensor]:
@@ -63,14 +63,14 @@ def test_gradients_equal_those_of_the_dequantized_model(tmp_path: Path, quantiza
     folder = tiny_llama(tmp_path / "full")
     with build(folder, backend="reference", quantization=quantization) as engine:
         model = PolicyModel(engine)
-        found, numbers = gradients(model), dequantised(model)
+        grads, numbers = gradients(model), dequantised(model)
         # full precision stays with the trainer
         embedding = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(model.get_parameter(embedding), numbers[embedding])
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with build(write_model(tmp_path / "rounded", config, numbers), backend="reference") as engine:
         expected = gradients(PolicyModel(engine))
-    for name, grad in found.items():
+    for name, grad in grads.items():
         assert torch.equal(grad, expected[name]), name
 
 
@@ -100,8 +100,8 @@ def test_model_starts_with_the_codes_of_an_updated_engine(
 ) -> None:
     with build(tiny_llama(tmp_path), backend="cpu", dtype=dtype, quantization=quantization) as one:
         one.update_weights(NEW, blocking=True)
-        reported, own = drawn_and_scored(PolicyModel(one))
-        assert own == reported
+        reported, scored = drawn_and_scored(PolicyModel(one))
+        assert scored == reported
 
 
 def test_swapped_parameter_updates_the_bits(tmp_path: Path) -> None:

@@ -185,8 +185,8 @@ def test_replay_reproduces_mixed_versions(
     samples: list[TrainingSample] = []
     for step in range(100):
         if step in at:
-            place = at.index(step)
-            engine.update_weights([NEW, NEWER][place], blocking=not keep[place])
+            index = at.index(step)
+            engine.update_weights([NEW, NEWER][index], blocking=not keep[index])
         samples += engine.step()
         if not engine.has_pending():
             break
@@ -196,8 +196,8 @@ def test_replay_reproduces_mixed_versions(
     if len(set(keep[: len(at)])) == 1:
         other = [of_spans(sample, [not each for each in keep]) for sample in samples]
         again = [replay(engine, sample, weights=BY_VERSION) for sample in other]
-        found = [differences(*pair)[0] for pair in zip(other, again, strict=True)]
-        assert all(each.token is not None and each.token >= at[0] for each in found), (
+        differing = [differences(*pair)[0] for pair in zip(other, again, strict=True)]
+        assert all(each.token is not None and each.token >= at[0] for each in differing), (
             "another context, other bits"
         )
 

@@ -60,9 +60,9 @@ def test_report_matches_its_definitions(rows: list[list[Any]], as_tensor: bool) 
     trainer: Any = [[b for _, b, _ in row] for row in rows]
     padded = np.full((len(rows), 9), 77.0)
     mask = np.zeros((len(rows), 9), dtype=bool)
-    for place, row in enumerate(rows):
-        padded[place, 1 : 1 + len(row)] = trainer[place]
-        mask[place, 1 : 1 + len(row)] = True
+    for position, row in enumerate(rows):
+        padded[position, 1 : 1 + len(row)] = trainer[position]
+        mask[position, 1 : 1 + len(row)] = True
     report = mismatch_report(
         samples, [torch.tensor(row) for row in trainer] if as_tensor else trainer
     )
@@ -94,8 +94,8 @@ def test_report_matches_its_definitions(rows: list[list[Any]], as_tensor: bool) 
     assert report.mean_abs == pytest.approx(sum(sizes) / len(sizes))
     assert report.std == pytest.approx(np.std(delta), abs=1e-12)
     for share, value in ((0.95, report.p95_abs), (0.99, report.p99_abs)):
-        place = share * (len(sizes) - 1)
-        low, rest = int(place), place - int(place)
+        position = share * (len(sizes) - 1)
+        low, rest = int(position), position - int(position)
         assert value == pytest.approx(
             sizes[low] + rest * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
         )
@@ -109,9 +109,9 @@ def test_report_matches_its_definitions(rows: list[list[Any]], as_tensor: bool) 
         ]
         for version, late in ((1, False), (2, True))
     }
-    found = dict(report.by_version)
-    assert found.keys() == ({1, 2} if expected[1] and expected[2] else set())
-    for version, part in found.items():
+    by_version = dict(report.by_version)
+    assert by_version.keys() == ({1, 2} if expected[1] and expected[2] else set())
+    for version, part in by_version.items():
         assert part.num_tokens == len(expected[version])
         assert part.max_abs == max(abs(a - b) for a, b in expected[version])
 

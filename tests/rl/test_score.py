@@ -90,11 +90,11 @@ def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None
     with build(folder) as engine:
         params = [SamplingParams(temperature=t, max_tokens=30, seed=3) for t in (0.5, 1.0, 2.0)]
         samples = [engine.generate(PROMPTS[2], each)[0] for each in params]
-        found: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = {}
 
         def run(index: int) -> None:
             sample, temperature = samples[index], params[index].temperature
-            (found[index],) = score(
+            (results[index],) = score(
                 engine, [whole(sample)], from_position=40, temperature=temperature
             )
 
@@ -105,7 +105,7 @@ def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None
         for thread in threads:
             thread.join(timeout=60)
     for index, sample in enumerate(samples):
-        assert bits(found[index]) == bits(torch.tensor(sample.logprobs))
+        assert bits(results[index]) == bits(torch.tensor(sample.logprobs))
 
 
 def test_whole_sequence_scores_begin_with_nan(folder: Path) -> None:

@@ -59,9 +59,9 @@ def build(tmp_path: Path) -> Iterator[Callable[..., InferenceEngine]]:
 
 def look(engine: InferenceEngine, sample: TrainingSample) -> Diagnosis:
     replayer = Replayer(engine)
-    found = differences(sample, replayer.replay(sample))
-    assert found
-    return diagnose(replayer, sample, found[0])
+    difference = differences(sample, replayer.replay(sample))
+    assert difference
+    return diagnose(replayer, sample, difference[0])
 
 
 def splits_k_by_rows(param: str) -> Break:
@@ -118,12 +118,12 @@ def test_trace_names_the_first_differing_operation(
     build: Callable[..., InferenceEngine], broken: Break, layer: int | None, operation: str
 ) -> None:
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation, found.schedules) == (layer, operation, (WHOLE, SINGLE))
+    traced = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert traced is not None
+    assert (traced.layer, traced.operation, traced.schedules) == (layer, operation, (WHOLE, SINGLE))
     if not operation.startswith("linear"):  # a split need not change the bits of every row
-        assert found.position == 0
-    assert f"layer {layer}" in str(found) or layer is None
+        assert traced.position == 0
+    assert f"layer {layer}" in str(traced) or layer is None
 
 
 def test_trace_compares_stored_keys_and_values(build: Callable[..., InferenceEngine]) -> None:
@@ -140,9 +140,9 @@ def test_trace_compares_stored_keys_and_values(build: Callable[..., InferenceEng
         return replace(ops, rope_and_store=rope_and_store)
 
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation) == (1, "rope_and_store")
+    operation = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation) == (1, "rope_and_store")
 
 
 def test_trace_compares_the_draw(build: Callable[..., InferenceEngine]) -> None:
@@ -154,9 +154,9 @@ def test_trace_compares_the_draw(build: Callable[..., InferenceEngine]) -> None:
         return replace(ops, sample=sample)
 
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation) == (None, "sample")
+    operation = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation) == (None, "sample")
 
 
 @pytest.mark.thorough
@@ -173,11 +173,11 @@ def test_trace_names_the_weights_if_every_operation_agrees(
         ("logprobs", (*sample.logprobs[:-1], -9.0)),
         ("weight_version", 1),
     ):
-        found = look(engine, replace(sample, **{field: value}))
-        assert found.operation is None
-        assert found.weight_version == 0
-        assert len(found.weights_sha256) == 64
-        assert found.weights_sha256 in str(found)
+        difference = look(engine, replace(sample, **{field: value}))
+        assert difference.operation is None
+        assert difference.weight_version == 0
+        assert len(difference.weights_sha256) == 64
+        assert difference.weights_sha256 in str(difference)
 
 
 @pytest.mark.thorough(cases=["1-schedules0"])
@@ -223,9 +223,9 @@ def test_trace_compares_thread_counts(build: Callable[..., InferenceEngine]) -> 
     # The engine's single operations are wrong in the same way under every schedule; the decoder is
     # not compiled.
     engine.model.ops = replace(broken(engine, engine.model.ops), compile=None)
-    found = look(engine, sample).operation
-    assert found is not None
-    assert (found.layer, found.operation, found.schedules) == (
+    operation = look(engine, sample).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation, operation.schedules) == (
         0,
         "linear (qkv)",
         (WHOLE, ONE_THREAD),

@@ -41,6 +41,6 @@ def test_merged_adapter_stays_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_adapter_of_a_tied_tensor_is_rejected(tmp_path: Path, module: str) -> None:
     model = adapted(tmp_path, "gemma2", "q_proj", module)
-    told = pytest.raises(ConfigError, match=f"an adapter of .*{module}.* cannot be merged")
-    with told, whole_weights(model):
+    rejected = pytest.raises(ConfigError, match=f"an adapter of .*{module}.* cannot be merged")
+    with rejected, whole_weights(model):
         pass

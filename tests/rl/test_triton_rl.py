@@ -45,8 +45,8 @@ def test_samples_are_replayed_and_scored_bit_for_bit(engine: InferenceEngine) ->
             sample.completion_tokens,
             sample.logprobs,
         )
-        (found,) = score(engine, [sample.prompt_tokens + sample.completion_tokens])
-        assert tuple(found[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
+        (scores,) = score(engine, [sample.prompt_tokens + sample.completion_tokens])
+        assert tuple(scores[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
 
 
 @pytest.mark.thorough
@@ -58,13 +58,13 @@ def test_policy_model_matches_samples_and_its_update_is_served(
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     for _ in range(2):
         samples = engine.generate([PROMPT], params)
-        found = policy.logprobs(
+        actual = policy.logprobs(
             [sample.prompt_tokens + sample.completion_tokens for sample in samples]
         )
-        for sample, row in zip(samples, found, strict=True):
+        for sample, row in zip(samples, actual, strict=True):
             assert tuple(row[len(sample.prompt_tokens) :].tolist()) == sample.logprobs
         optimizer.zero_grad()
-        torch.stack([row[1:].sum() for row in found]).sum().neg().backward()
+        torch.stack([row[1:].sum() for row in actual]).sum().neg().backward()
         gradients = [param.grad for param in policy.parameters() if param.grad is not None]
         assert len(gradients) == len(list(policy.parameters()))
         assert all(bool(torch.isfinite(each).all()) and bool(each.any()) for each in gradients)

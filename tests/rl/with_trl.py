@@ -73,8 +73,8 @@ class Checked:
     @torch.no_grad()
     def _difference(self, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
         logits = self.reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        own = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        return float((own - torch.tensor(logprobs)).abs().max())
+        computed = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        return float((computed - torch.tensor(logprobs)).abs().max())
 
 
 def plain_weights(model: Any) -> dict[str, torch.Tensor]:

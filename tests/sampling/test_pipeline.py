@@ -285,9 +285,9 @@ def test_stages_run_only_if_a_row_needs_them(monkeypatch: pytest.MonkeyPatch) ->
 def test_best_tokens_are_sorted_with_ties_by_lower_id(row: list[float], k: int) -> None:
     assume(max(row) > -math.inf)
     ids, logprobs = best_tokens(torch.tensor([row, row[::-1]]), k)
-    for values, found, numbers in zip((row, row[::-1]), ids.tolist(), logprobs, strict=True):
+    for values, best, numbers in zip((row, row[::-1]), ids.tolist(), logprobs, strict=True):
         expected = sorted(range(len(row)), key=lambda i: (-values[i], i))[:k]
-        assert found == expected
+        assert best == expected
         exact = torch.log_softmax(torch.tensor(values, dtype=torch.float64), dim=-1)[expected]
         torch.testing.assert_close(numbers.double(), exact, rtol=1e-5, atol=1e-5)
 

@@ -379,8 +379,8 @@ def test_sampled_row_does_not_depend_on_its_neighbors(
     together = sample(logits, batch_of(rows))
     order = data.draw(st.permutations(range(len(rows))))
     moved = sample(logits, batch_of([rows[i] for i in order]))
-    for place, i in enumerate(order):
-        assert same(together, i, moved, place)
+    for position, i in enumerate(order):
+        assert same(together, i, moved, position)
         assert same(together, i, sample(logits[i : i + 1], batch_of([replace(rows[i], row=0)])), 0)
 
 

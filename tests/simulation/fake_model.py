@@ -80,11 +80,11 @@ def best(prefix: int, num_best: int) -> tuple[list[int], list[float]]:
 
 def oracle_best(tokens: list[int], num_best: int) -> list[TopLogprobs]:
     """What the rows of these tokens, but for the last, must have as their best tokens."""
-    prefix, found = 0, list[TopLogprobs]()
+    prefix, top = 0, list[TopLogprobs]()
     for token in tokens[:-1]:
         prefix = extend(prefix, token)
-        found.append(TopLogprobs(*map(tuple, best(prefix, num_best))))  # pyright: ignore[reportArgumentType]
-    return found
+        top.append(TopLogprobs(*map(tuple, best(prefix, num_best))))  # pyright: ignore[reportArgumentType]
+    return top
 
 
 class FakeResult(NamedTuple):
@@ -219,8 +219,8 @@ class FakeRunner:
                     batch.slot_mapping[row]
                 )
                 for kind in range(self.layout.num_units):
-                    place = self._unit(block, kind) * self.block_size + position % self.block_size
-                    self.kv[place] = (
+                    slot = self._unit(block, kind) * self.block_size + position % self.block_size
+                    self.kv[slot] = (
                         prefix,
                         _lineage(batch.weight_set),
                         self.versions[batch.weight_set],
@@ -228,8 +228,8 @@ class FakeRunner:
                     )
                 ends[row] = prefix
                 if row in drawn:
-                    own = [self.versions[batch.weight_set]] * (row + 1 - first)
-                    contexts[row] = [*versions, *own]
+                    row_versions = [self.versions[batch.weight_set]] * (row + 1 - first)
+                    contexts[row] = [*versions, *row_versions]
         self._count(batch, bounds)
         targets = zip(batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True)
         return FakeResult(

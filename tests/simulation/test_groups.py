@@ -22,9 +22,9 @@ ASKS = st.builds(
 
 def ends(workload: Workload) -> dict[int, int]:
     """Request -> the step in which the last of its samples ended."""
-    found: dict[int, int] = {}
-    run(workload, on_sample=lambda sample, step: found.__setitem__(sample.request_id, step))
-    return found
+    end_of: dict[int, int] = {}
+    run(workload, on_sample=lambda sample, step: end_of.__setitem__(sample.request_id, step))
+    return end_of
 
 
 @pytest.mark.thorough
@@ -57,7 +57,7 @@ def test_groups_run_in_turn_under_memory_shortage() -> None:
     """Not all of them at the very end."""
     config = SchedulerConfig(max_tokens_per_batch=8, block_size=4)
     asks = [Ask([1 + place], 12, num_samples=8, arrives=place) for place in range(4)]
-    found = ends(Workload(asks, config, num_blocks=200, lookahead=0))
-    order = [found[place] for place in range(4)]
+    end_of = ends(Workload(asks, config, num_blocks=200, lookahead=0))
+    order = [end_of[place] for place in range(4)]
     assert order == sorted(order)
     assert order[0] < order[-1] / 2

@@ -77,8 +77,8 @@ def run_all_of_three(
 @pytest.mark.thorough
 @pytest.mark.parametrize("groups", GROUPS)
 def test_schedules_of_three_sequences_are_correct_when_sampled(groups: int) -> None:
-    for place, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):
-        run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=37 + 2 * place)
+    for index, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):
+        run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=37 + 2 * index)
 
 
 @pytest.mark.slow

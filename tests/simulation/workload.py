@@ -369,10 +369,10 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
     assert (sample.prompt_logprobs is not None) == ask.prompt_logprobs
     if sample.prompt_logprobs is not None:
         expected = oracle_scores(ask.prompt, 0, POLICY)
-        found = list(sample.prompt_logprobs[1:])
-        assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), (
-            "wrong prompt scores"
-        )
+        scores = list(sample.prompt_logprobs[1:])
+        assert scores == (
+            expected[: len(scores)] if sample.finish_reason == "abort" else expected
+        ), "wrong prompt scores"
     assert (sample.prompt_top_logprobs is not None) == (ask.prompt_top > 0)
     if sample.prompt_top_logprobs is not None:
         assert len(sample.prompt_top_logprobs) == len(sample.prompt_logprobs or ())

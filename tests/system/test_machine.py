@@ -83,9 +83,9 @@ def test_free_memory_is_the_remainder_of_the_container(fake: Machine) -> None:
     """In a namespace of its own a container's group is the top of the tree."""
     fake.process("0::/", V2)
     fake.group("", v2(2 * GIB, GIB // 2))
-    found = free_memory(fake.root)
-    assert found == FreeMemory(GIB * 3 // 2, "memory.max of the control group")
-    assert found.told_limit == " under memory.max of the control group"
+    actual = free_memory(fake.root)
+    assert actual == FreeMemory(GIB * 3 // 2, "memory.max of the control group")
+    assert actual.told_limit == " under memory.max of the control group"
 
 
 def test_free_memory_counts_files_that_can_be_dropped(fake: Machine) -> None:
@@ -158,9 +158,9 @@ def test_free_memory_respects_the_limit_of_the_address_space(
 ) -> None:
     taken = psutil.Process().memory_info().vms
     monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + 50 * GIB, resource.RLIM_INFINITY))
-    found = free_memory(fake.root)
-    assert found.limit == "the limit of the address space (ulimit -v)"
-    assert 49 * GIB < found.size < 51 * GIB
+    actual = free_memory(fake.root)
+    assert actual.limit == "the limit of the address space (ulimit -v)"
+    assert 49 * GIB < actual.size < 51 * GIB
 
 
 def test_free_memory_of_this_machine_is_sane() -> None:
@@ -223,8 +223,10 @@ def test_usable_cores_of_a_process_pinned_to_one_core() -> None:
         "from nano_inference import EngineConfig; from nano_inference.device import backends;"
         "print(backends.num_threads(EngineConfig('m')))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "1"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "1"
 
 
 def test_machine_without_limits_reports_none(

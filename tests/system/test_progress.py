@@ -104,10 +104,10 @@ def test_progress_is_shared_by_threads() -> None:
             threading.Thread(target=lambda: [progress.add(1) for _ in range(1000)])
             for _ in range(8)
         ]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(30)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
         clock.now += 60
         progress.add(0)
     assert "7.8 KiB of 7.8 KiB (100%)" in stream.getvalue()

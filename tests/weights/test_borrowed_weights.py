@@ -39,8 +39,8 @@ def overwrite(file: Path) -> None:
     data.flush()
 
 
-def zero(given: dict[str, Tensor]) -> None:
-    for tensor in given.values():
+def zero(tensors: dict[str, Tensor]) -> None:
+    for tensor in tensors.values():
         tensor.zero_()
 
 
@@ -57,8 +57,8 @@ def mapped(folder: Path) -> tuple[Any, Callable[[], None]]:
 
 
 def owned(folder: Path) -> tuple[Any, Callable[[], None]]:
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    return given, lambda: zero(given)
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    return tensors, lambda: zero(tensors)
 
 
 Source = Callable[[Path], tuple[Any, Callable[[], None]]]

@@ -50,8 +50,8 @@ Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 def checksum(weights: Any, *more: Any) -> dict[str, str]:
     manager = WeightSyncManager(decoder())
     synced(manager, weights)
-    for each in more:
-        synced(manager, each)
+    for update in more:
+        synced(manager, update)
     return manager.checksum()
 
 
@@ -91,14 +91,14 @@ def said(child: "subprocess.Popen[str]") -> str:
 def refused(
     manager: WeightSyncManager,
     receiver: BroadcastReceiver,
-    told: str,
+    message: str,
     timeout: float,
     **options: Any,
 ) -> float:
     """Receive what must be refused; returns the seconds it took."""
     before, began = (manager.version, manager.checksum()), time.monotonic()
     update = receive_update(manager, receiver, timeout=timeout, **options)
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         update.result(timeout + PATIENCE)
     seconds = time.monotonic() - began
     assert (manager.version, manager.checksum()) == before
@@ -128,8 +128,8 @@ def test_group_carries_many_updates_and_survives_rejections(
     assert said(child) == "sent"
     assert manager.checksum() == checksum(NEW)
     group = receiver._group
-    for told in ("'model.other.weight' is not", "up_proj.weight' has shape", "layers.9"):
-        refused(manager, receiver, told, 20)
+    for message in ("'model.other.weight' is not", "up_proj.weight' has shape", "layers.9"):
+        refused(manager, receiver, message, 20)
         assert "an engine rejected" in said(child)
     refused(manager, receiver, "is missing", 5, complete=True)
     assert said(child) == "sent"
@@ -205,7 +205,7 @@ def test_leftover_of_an_update_does_not_end_the_next_group() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("action", "told", "at_once"),
+    ("action", "message", "at_once"),
     [
         ("kill", "did not arrive, the other side is gone", True),
         ("silent", "did not arrive within 3 s", False),
@@ -214,7 +214,7 @@ def test_leftover_of_an_update_does_not_end_the_next_group() -> None:
     ],
 )
 def test_trainer_failure_mid_update_is_reported(
-    start: Start, manager: WeightSyncManager, action: str, told: str, at_once: bool
+    start: Start, manager: WeightSyncManager, action: str, message: str, at_once: bool
 ) -> None:
     (child, address), (_, other_address) = start(action), start("newer")
     ticks: list[float] = []
@@ -228,7 +228,7 @@ def test_trainer_failure_mid_update_is_reported(
     clock = threading.Thread(target=tick)
     clock.start()
     receiver = BroadcastReceiver(address)
-    seconds = refused(manager, receiver, told, 20.0 if at_once else 3.0)
+    seconds = refused(manager, receiver, message, 20.0 if at_once else 3.0)
     assert seconds < 15, "it waits for a trainer that is gone"
     child.kill()
     receiver = BroadcastReceiver(other_address)  # another trainer, another group
@@ -295,10 +295,10 @@ def test_address_is_a_host_and_a_port(address: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")]
+    ("options", "message"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")]
 )
-def test_options_are_checked(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(WeightUpdateError, match=told):
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightUpdateError, match=message):
         BroadcastReceiver("tcp://127.0.0.1:80", **options)
 
 

@@ -180,9 +180,9 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("way", ["session", "buckets"])
-@pytest.mark.parametrize(("buckets", "options", "told"), FAULTS)
+@pytest.mark.parametrize(("buckets", "options", "message"), FAULTS)
 def test_fault_keeps_the_old_weights_and_allows_a_new_update(
-    manager: WeightSyncManager, way: str, buckets: list[Any], options: dict[str, Any], told: str
+    manager: WeightSyncManager, way: str, buckets: list[Any], options: dict[str, Any], message: str
 ) -> None:
     before, updates = manager.checksum(), list[WeightUpdate]()
 
@@ -195,13 +195,13 @@ def test_fault_keeps_the_old_weights_and_allows_a_new_update(
             manager.receive(bucket)
         manager.end()
 
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         run()
     assert not manager.pending
     assert (manager.version, manager.checksum()) == (1, before)
     for update in updates:
         assert update.done()
-        with pytest.raises(WeightUpdateError, match=told):
+        with pytest.raises(WeightUpdateError, match=message):
             update.result(0)
     with pytest.raises(WeightUpdateError, match="no weight session is open"):
         manager.receive({NORM: NEW[NORM]})
@@ -371,12 +371,12 @@ WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "told"), WRONG)
+@pytest.mark.parametrize(("make", "message"), WRONG)
 def test_wrong_patch_is_rejected(
-    manager: WeightSyncManager, make: Callable[[], Any], told: str
+    manager: WeightSyncManager, make: Callable[[], Any], message: str
 ) -> None:
     before = manager.checksum()
-    with pytest.raises(WeightUpdateError, match=f"'model.norm.weight'.*{told}"):
+    with pytest.raises(WeightUpdateError, match=f"'model.norm.weight'.*{message}"):
         manager.stage([{UP: NEW[UP]}, [WeightPatch(NORM, *make())]])
     assert manager.checksum() == before
 

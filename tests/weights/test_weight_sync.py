@@ -67,15 +67,15 @@ def test_partial_state_dict_changes_only_named_tensors(build: Build, names: list
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_floating_dtypes_are_cast(build: Build, dtype: torch.dtype) -> None:
     engine = build()
-    given = {name: tensor.to(dtype) for name, tensor in NEW.items()}
-    engine.update_weights(given)
-    assert_holds(engine, given)
+    tensors = {name: tensor.to(dtype) for name, tensor in NEW.items()}
+    engine.update_weights(tensors)
+    assert_holds(engine, tensors)
 
 
 def test_update_accepts_parameters_and_strided_tensors(build: Build) -> None:
     engine = build()
-    given = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
-    engine.update_weights({**given, UP: NEW[UP].T.contiguous().T})
+    tensors = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
+    engine.update_weights({**tensors, UP: NEW[UP].T.contiguous().T})
     assert_holds(engine, NEW)
     assert not any(
         read(engine.model.params, slot).requires_grad
@@ -94,9 +94,9 @@ def test_served_tensors_may_be_swapped(build: Build, blocking: bool) -> None:
 
 def test_tensors_of_the_caller_are_not_retained(build: Build) -> None:
     engine = build()
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    engine.update_weights(given, blocking=True)
-    for tensor in given.values():
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    engine.update_weights(tensors, blocking=True)
+    for tensor in tensors.values():
         tensor.zero_()
     assert_holds(engine, NEW)
 
@@ -133,9 +133,9 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize(("weights", "told"), REFUSED)
+@pytest.mark.parametrize(("weights", "message"), REFUSED)
 def test_rejected_update_keeps_the_old_version(
-    build: Build, weights: Any, told: str, blocking: bool, running: bool
+    build: Build, weights: Any, message: str, blocking: bool, running: bool
 ) -> None:
     expected = build().generate(PROMPT, drawn())[0]
     engine = build(lookahead=1)
@@ -143,7 +143,7 @@ def test_rejected_update_keeps_the_old_version(
         engine.add_request(PROMPT, drawn())
         for _ in range(3):
             engine.step()
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         engine.update_weights(weights, blocking=blocking)
     assert engine.get_weight_version() == 0
     assert_holds(engine, OLD)
@@ -209,9 +209,9 @@ def test_update_staged_in_flight_is_a_copy(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    update = engine.update_weights(given)
-    for tensor in given.values():
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(tensors)
+    for tensor in tensors.values():
         tensor.fill_(9.0)
     assert not update.done()
     drain(engine)
@@ -413,9 +413,9 @@ def test_blocking_sync_follows_pending_updates(build: Build) -> None:
 
 def test_start_sync_copies(build: Build) -> None:
     engine = build()
-    given = {NORM: NEW[NORM].clone()}
+    tensors = {NORM: NEW[NORM].clone()}
     manager = WeightSyncManager(engine.model)
-    manager.start_sync(given)
-    given[NORM].zero_()
+    manager.start_sync(tensors)
+    tensors[NORM].zero_()
     manager.maybe_finish_sync()
     assert_holds(engine, OLD | {NORM: NEW[NORM]})

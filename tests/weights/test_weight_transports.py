@@ -43,8 +43,8 @@ def manager() -> WeightSyncManager:
     return manager
 
 
-def refused(update: WeightUpdate, told: str, within: float = PATIENCE) -> None:
-    with pytest.raises(WeightUpdateError, match=told):
+def refused(update: WeightUpdate, message: str, within: float = PATIENCE) -> None:
+    with pytest.raises(WeightUpdateError, match=message):
         update.result(within)
 
 
@@ -124,7 +124,7 @@ def test_deadline_is_enforced_on_a_stuck_transport(
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [
         ([{UP: NEW[UP]}, {NORM: torch.full((64,), torch.nan)}], "'model.norm.weight' holds NaN"),
         ([{UP: NEW[UP]}], "is missing"),
@@ -134,11 +134,11 @@ def test_deadline_is_enforced_on_a_stuck_transport(
     ],
 )
 def test_received_tensors_are_checked(
-    manager: WeightSyncManager, weights: list[Any], told: str
+    manager: WeightSyncManager, weights: list[Any], message: str
 ) -> None:
     before = manager.checksum()
     refused(
-        receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), told
+        receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), message
     )
     settled_threads()
     assert manager.checksum() == before
@@ -230,9 +230,9 @@ def cut_short(folder: Path) -> None:
 
 def cut_short_and_say_so(folder: Path) -> None:
     cut_short(folder)
-    told = json.loads((folder / MARKER).read_text())
-    told["files"] = {name: (folder / name).stat().st_size for name in told["files"]}
-    (folder / MARKER).write_text(json.dumps(told))
+    marker = json.loads((folder / MARKER).read_text())
+    marker["files"] = {name: (folder / name).stat().st_size for name in marker["files"]}
+    (folder / MARKER).write_text(json.dumps(marker))
 
 
 FAULTS: list[tuple[Any, str]] = [
@@ -256,14 +256,14 @@ FAULTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "told"), FAULTS)
+@pytest.mark.parametrize(("spoil", "message"), FAULTS)
 def test_incomplete_folder_is_rejected(
-    manager: WeightSyncManager, tmp_path: Path, spoil: Any, told: str
+    manager: WeightSyncManager, tmp_path: Path, spoil: Any, message: str
 ) -> None:
     before = manager.checksum()
     spoil(write_folder(tmp_path / "update", NEW))
     (tmp_path / "x").write_bytes(b"abc")
-    refused(receive_update(manager, WeightFolder(tmp_path / "update"), timeout=0.2), told)
+    refused(receive_update(manager, WeightFolder(tmp_path / "update"), timeout=0.2), message)
     assert manager.checksum() == before
     write_folder(tmp_path / "update", NEW)
     assert (
@@ -342,11 +342,11 @@ def test_unpack_inverts_layout(run_bytes: int, bucket_bytes: int, dtype: torch.d
     st.booleans(),
 )
 def test_tensors_of_any_length_are_packed_contiguously(
-    told: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
+    description: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
 ) -> None:
     """Each begins at a multiple of 16, and few end at one."""
     random = torch.Generator().manual_seed(0)
-    values = [torch.randn(length, generator=random).to(dtype) for length, dtype in told]
+    values = [torch.randn(length, generator=random).to(dtype) for length, dtype in description]
     if patched:
         weights: Any = [
             (str(at), 3 * torch.arange(len(each)), each) for at, each in enumerate(values)
@@ -361,15 +361,15 @@ def test_tensors_of_any_length_are_packed_contiguously(
         flat[start:stop] = wire.laid_out(
             bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8)
         )
-    found: Any = wire.unpack(pieces, flat)
+    unpacked: Any = wire.unpack(pieces, flat)
     if patched:
-        for (name, indices, sent), patch in zip(weights, found, strict=True):
+        for (name, indices, sent), patch in zip(weights, unpacked, strict=True):
             assert patch.name == name
             assert torch.equal(patch.indices, indices)
             assert torch.equal(patch.values, sent)
     else:
-        assert list(found) == list(weights)
-        assert all(torch.equal(found[name], sent) for name, sent in weights.items())
+        assert list(unpacked) == list(weights)
+        assert all(torch.equal(unpacked[name], sent) for name, sent in weights.items())
 
 
 PIECE = [NORM, "float32", [64], None]
@@ -402,10 +402,10 @@ LIES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "match"), LIES)
-def test_description_must_match_the_model(told: Any, match: str) -> None:
+@pytest.mark.parametrize(("description", "match"), LIES)
+def test_description_must_match_the_model(description: Any, match: str) -> None:
     with pytest.raises(WeightUpdateError, match=match):
-        wire.decode(json.dumps(told).encode(), SHAPES)
+        wire.decode(json.dumps(description).encode(), SHAPES)
 
 
 def test_transports_implement_the_protocol(tmp_path: Path) -> None:

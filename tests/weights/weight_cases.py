@@ -86,8 +86,8 @@ def decoder(
     ops = reference_ops() if backend == "reference" else cpu_ops(2)
     spec = spec_from_config(llama_config(tie=tie, **sizes))
     params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
-    for place in slots(param_table(spec)).values():
-        write(params, place, torch.zeros(place.shape))
+    for slot in slots(param_table(spec)).values():
+        write(params, slot, torch.zeros(slot.shape))
     return Decoder(spec, params, ops, 16)
 
 
