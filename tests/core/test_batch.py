@@ -1,6 +1,4 @@
-"""What `BatchBuilder` gathers from its arrays is what the sequences themselves say, step after
-step.
-"""
+"""`BatchBuilder` gathers from its arrays exactly the values of the sequences, step after step."""
 
 import random
 from collections import defaultdict
@@ -42,11 +40,13 @@ BLOCK_SIZE = 2
 
 
 class CheckedBuilder(BatchBuilder[Tensor]):
-    """Compares every batch, and the one before it again: a step in flight may still read that."""
+    """Compare every batch with its sequences, and recheck the previous batch: a step in flight may
+    still read it.
+    """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_SIZE, TORCH)
-        self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
+        self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and their copies
         self.num_draws = self.num_slots_reused = 0
 
     def forward_batches(
@@ -161,7 +161,7 @@ def random_params(r: random.Random) -> SamplingParams:
 
 
 class AnyDrafts:
-    """Drafts of which some are right by chance."""
+    """Random drafts, some of them right by chance."""
 
     def __init__(self, r: random.Random) -> None:
         self._random = r
@@ -200,7 +200,7 @@ def test_batch_matches_its_sequences(seed: int, lookahead: int, max_drafts: int)
     runner.one_version_only = False
     num_updates = 0
     if r.random() < 0.5:
-        # it scores every sample: a second weight set in the same steps
+        # scores every sample: a second weight set in the same steps
         loop.sequences.versions[REFERENCE] = 0
     for request in range(30):
         prompt = [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 12))]
@@ -248,7 +248,7 @@ def test_refilled_slot_is_read_again() -> None:
 
 
 def test_mask_may_change_at_every_draw() -> None:
-    """As a grammar will set it: what the parameters say stays the same tensors."""
+    """Like a grammar, change the mask while the parameter tensors stay the same."""
     table, slots = SamplingTable(TORCH), np.arange(3)
     for slot in range(3):
         table.put(slot, SamplingParams(), slot, 0, [])
@@ -276,7 +276,7 @@ def test_masks_of_256_rows_take_five_megabytes() -> None:
 
 
 def test_row_batch_is_built_without_a_scheduler() -> None:
-    """The same sequences by `batch_of_rows`: positions, slots and tables are each row's own."""
+    """`batch_of_rows` gets the same sequences: positions, slots and tables belong to each row."""
     chunks = [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])]
     batch = batch_of_rows(chunks, BLOCK_SIZE, draws=[2, 3], scores=[(0, 6)])
     assert batch.input_ids.tolist() == [5, 6, 7, 8]

@@ -1,4 +1,4 @@
-"""What a request costs: it grows with every number, and what a refusal suggests fits."""
+"""The cost of a request grows with every parameter, and the size suggested by a rejection fits."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The lifecycle of an engine: every state, and every event in it."""
+"""The lifecycle of an engine: every state and every event."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,7 +28,7 @@ from nano_inference.types import Memory
 
 
 class Caller:
-    """A caller that never asks."""
+    """Caller that never polls."""
 
     def is_calling(self) -> bool:
         return False
@@ -60,7 +60,7 @@ STOPS = {
     name: {"phase": {RUNNING: STOPPED, DRAINING: DRAINED}.get(life.phase, life.phase)}
     for name, life in STATES.items()
 }
-# what each event changes, by state; the states that it does not name stay as they are
+# Changes of each event, by state. Unlisted states stay the same.
 CHANGES: list[tuple[Event, dict[str, dict[str, Any]]]] = [
     (
         Drain(),

@@ -1,4 +1,4 @@
-"""Every rule of the step that a decision can break, one test each, without a model."""
+"""One test per scheduling rule, without a model."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ class Stage:
         return applied
 
     def step(self) -> SchedulerOutput:
-        """Decide, apply, and make every sampled token known at once."""
+        """Decide, apply, and deliver every sampled token immediately."""
         decision = self.decide()
         for seq in self.apply(decision).sampled:
             seq.append_token(5, -1.0)
@@ -243,8 +243,8 @@ def test_step_limits_hold() -> None:
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_draft_rows_count_once_drafts_are_drawn(window: int) -> None:
-    """Only then they count as computed, leave the window and fill blocks that can be matched; and
-    blocks that wrong drafts needed are free again.
+    """Only then do draft rows count as computed, leave the window and fill matchable blocks. Blocks
+    that wrong drafts needed become free again.
     """
     layout = BlockLayout(num_sliding=1, window=window) if window else BlockLayout()
     stage = Stage(num_blocks=8)
@@ -262,7 +262,7 @@ def test_draft_rows_count_once_drafts_are_drawn(window: int) -> None:
     assert applied.sampled == (seq,) * 7
     assert len(seq.block_ids) == 4
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (7, 1)
-    # 9 was drawn and not 5: what stands behind that is nothing, though it looks right
+    # 9 was sampled instead of 5, so later drafts are invalid even if they look right
     tokens, zeros = [8, 9, 4, 10, 11, 13, 14], [0.0] * 7
     drawn = SampledTokens(tokens, [-1.0] * 2 + [math.nan] * 5, zeros, zeros)
     behind = {row: wanted[:row] for row in range(1, 7)}
@@ -286,16 +286,16 @@ def test_drafts_use_the_remaining_budget() -> None:
         config = replace(stage.config, **limits)
         return schedule(live.waiting, live.running, stage.cache, config, drafts=drafts).lengths
 
-    assert lengths() == (3, 1)  # four rows are drawn
+    assert lengths() == (3, 1)  # four rows are sampled
     assert lengths(max_batch_size=8) == (4, 4)
     assert lengths(max_batch_size=8, max_tokens_per_batch=7) == (4, 3)
     assert lengths(max_batch_size=8, max_chunk_tokens=2) == (2, 2)
     waiting = stage.add([9] * 6)
-    assert lengths(max_batch_size=8) == (2, 1, 6)  # who waits comes first
+    assert lengths(max_batch_size=8) == (2, 1, 6)  # waiting sequences come first
     live.remove(waiting)
     stage.pending = {first.seq_id: 1}
     decision = schedule([], live.running, stage.cache, stage.config, stage.pending, drafts=drafts)
-    assert decision.seq_ids == (second.seq_id,)  # drafts stand behind known tokens
+    assert decision.seq_ids == (second.seq_id,)  # drafts follow known tokens
 
 
 def test_drafts_end_at_the_sample_limit() -> None:
@@ -305,12 +305,12 @@ def test_drafts_end_at_the_sample_limit() -> None:
     live = stage.sequences
     drafts = {seq.seq_id: (1, 2, 3)}
     decision = schedule([], live.running, stage.cache, stage.config, drafts=drafts)
-    assert decision.drafts == ((1,),)  # with it and the token behind it there are three
+    assert decision.drafts == ((1,),)  # with this token and the next there are three
 
 
 def test_drafts_preempt_no_sequence() -> None:
     stage = Stage(num_blocks=4, block_size=2, max_drafts=8)
-    seqs = [stage.add([1, 2, 3]), stage.add([4, 5, 6])]  # two blocks each: all there are
+    seqs = [stage.add([1, 2, 3]), stage.add([4, 5, 6])]  # two blocks each: the whole pool
     stage.step()
     drafts = {seq.seq_id: (7,) * 8 for seq in seqs}
     live = stage.sequences

@@ -1,4 +1,4 @@
-"""`Sequence`: names that moved to its request."""
+"""`Sequence`: fields that moved to its request."""
 
 import pytest
 
@@ -19,4 +19,4 @@ def test_sequence_error_points_to_the_request_field() -> None:
 
 
 def test_sequence_has_no_hook_that_slows_its_attributes() -> None:
-    assert not hasattr(Sequence, "__getattr__")  # with it, steps took a fifth longer on the host
+    assert not hasattr(Sequence, "__getattr__")  # it slows a step by a fifth

@@ -1,4 +1,4 @@
-"""How many drafts a step computes, what is learned from them, and sources that misbehave."""
+"""The number of drafts per step, its learning rule, and misbehaving sources."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ CONFIG = SchedulerConfig(max_batch_size=16, max_drafts=4)
 
 
 class Always:
-    """The same drafts for all sequences."""
+    """Propose the same drafts for every sequence."""
 
     def __init__(self, token_ids: Listed[int], kind: int = 0, name: str = "always") -> None:
         self.name, self._guess = name, Guess(token_ids, [kind] * len(token_ids))
@@ -50,8 +50,8 @@ def live(num_seqs: int = 1) -> Sequences:
 def draw(
     drafter: Drafter, sequences: Sequences, token_ids: list[int], times: int = 1
 ) -> list[tuple[int, ...]]:
-    """Steps in which all sequences draw these tokens, or as many of them as there were drafts for;
-    returns the first one's drafts.
+    """Run steps in which every sequence samples these tokens, cut to its number of drafts. Return
+    the drafts of the first sequence.
     """
     drawn_drafts: list[tuple[int, ...]] = []
     for _ in range(times):
@@ -75,7 +75,7 @@ def test_drafts_are_skipped_if_they_do_not_pay() -> None:
     source = Always([7, 8])
     drafter = Drafter([source], DEAR, 4)
     assert draw(drafter, live(8), [7, 8, 9], times=30) == [()] * 30
-    assert source.num_asked == 0  # no chance would make them pay
+    assert source.num_asked == 0  # no acceptance rate would make them pay
     assert drafter.stats().num_drafted == 0
 
 
@@ -83,7 +83,7 @@ def test_draft_length_follows_past_acceptance() -> None:
     wrong, right = Drafter([Always([7] * 4)], TILES, 4), Drafter([Always([7] * 4)], TILES, 4)
     drafts = draw(wrong, live(), [0], times=40)
     assert drafts[0][:1] == drafts[10][:1] == (7,)  # the second row of a tile is free
-    assert drafts[-1] == ()  # but for the host
+    assert drafts[-1] == ()  # except for the host
     assert draw(right, live(), [7] * 9, times=40)[-1] == (7,) * 4
     stats = wrong.stats()
     assert 10 < stats.drafted["always"][0] < 40
@@ -92,7 +92,7 @@ def test_draft_length_follows_past_acceptance() -> None:
 
 
 def test_skipped_drafts_still_update_the_statistics() -> None:
-    """The first one costs half a step: it pays once it is known to be right."""
+    """The first draft costs half a step. It pays once its accuracy is known."""
     costs = StepCosts((1, 2, 3), (1.0, 1.6, 2.2))
     drafter = Drafter([Always([7, 7])], costs, 2)
     drafts = draw(drafter, live(), [7], times=40)
@@ -109,7 +109,7 @@ def test_sequences_with_a_token_in_flight_have_no_drafts() -> None:
     drafter, sequences = Drafter([Always([7])], FREE, 4), live(2)
     first, second = sequences.running
     assert list(drafter.propose(sequences, {first.seq_id}, CONFIG)) == [second.seq_id]
-    second.num_computed_tokens = 0  # its prompt is not computed
+    second.num_computed_tokens = 0  # its prompt is not computed yet
     assert not drafter.propose(sequences, {first.seq_id}, CONFIG)
 
 
@@ -118,7 +118,7 @@ def test_drafts_of_aborted_requests_are_dropped() -> None:
     drafter.propose(sequences, (), CONFIG)
     first, second, _ = sequences.running
     sequences.remove(first)
-    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still on their way
+    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still in flight
     assert first.seq_id not in drafter._asked
     assert second.seq_id in drafter._asked
 
@@ -134,7 +134,7 @@ def test_drafts_are_skipped_without_room() -> None:
 def test_costs_extrapolate_beyond_measurements() -> None:
     costs = StepCosts((1, 2, 4, 8), (1.0, 1.5, 2.0, 3.0))
     assert costs.of(np.array([1, 3, 8, 16])).tolist() == [1.0, 1.75, 3.0, 5.0]
-    assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # they do not fall
+    assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # costs never fall
 
 
 class Hangs:
@@ -187,7 +187,7 @@ def test_bad_source_is_switched_off_and_harms_nothing(
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     with engine_of(model) as plain, engine_of(model, speculation="ngram") as engine:
         assert engine.drafter is not None
-        engine.drafter.costs = None  # else it may be that none pays
+        engine.drafter.costs = None  # otherwise drafts might not pay
         engine.drafter.sources.append(Watched(Answers(propose), engine.spec.vocab_size))
         with caplog.at_level(logging.ERROR):
             (sample,) = engine.generate([[5, 6, 7]], params)
@@ -250,14 +250,14 @@ def test_stats_start_at_zero_after_cost_measurement(model: Path) -> None:
 
 
 def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
-    """The thread that steps gets its turn between two sources."""
+    """The stepping thread runs between two sources."""
     drafter = Drafter([])
     drafter._tell("one", 1, 1)
     drafter._tell("two", 1, 1)
     names = iter("abcdefgh")
 
     class Reading(list[int]):
-        """The counts of a source, which take long to copy."""
+        """Counts of a source that are slow to copy."""
 
         def __iter__(self) -> Iterator[int]:
             drafter._tell(next(names), 2, 1)

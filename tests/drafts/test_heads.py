@@ -1,4 +1,4 @@
-"""Drafts by heads on the policy's own hidden rows: Medusa and EAGLE-3."""
+"""Draft heads on the policy's hidden rows: Medusa and EAGLE-3."""
 
 import operator
 from pathlib import Path
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(tensors: dict[str, Tensor], head: int, row: Tensor) -> int:
-    """The most probable token of a Medusa head behind a row [H], by its authors' formula."""
+    """Return the most probable token of a Medusa head for a row [H], by its authors' formula."""
     authors = "0.0.linear.weight" in tensors
     if authors:
         blocks = [(tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])]
@@ -57,7 +57,9 @@ def by_hand(tensors: dict[str, Tensor], head: int, row: Tensor) -> int:
 def test_medusa_heads_match_their_formula(
     model: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders as others write them; greedy, so that a guess is the most probable token."""
+    """Load folders in other projects' formats. Sampling is greedy, so a draft is the most probable
+    token.
+    """
     config, tensors = FORMATS[form]
     folder = write_heads(tmp_path / "heads", config, tensors)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -88,7 +90,7 @@ def test_medusa_heads_match_their_formula(
 
 
 def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory: int) -> None:
-    """On heads of a folder, where memory is just enough."""
+    """Check heads of a folder with barely enough memory."""
     params = SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]))
     tight = {"kv_cache_memory": memory, "block_size": 4}
     with engine_of(model) as engine:
@@ -109,7 +111,7 @@ def test_random_heads_change_no_bit(model: Path, tmp_path: Path, case: str) -> N
 
 
 def test_heads_fitted_to_the_text_are_accepted(model: Path, tmp_path: Path) -> None:
-    """Every head's projection is such that it says token 9, which alone may be drawn."""
+    """Every head's projection predicts token 9, the only token that may be sampled."""
     config, tensors = medusa_of_vllm()
     for name in tensors:
         tensors[name] = torch.zeros_like(tensors[name])
@@ -145,9 +147,9 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
 
 
 class EagleByHand:
-    """An EAGLE-3 head over a whole sequence, without a cache, on what transformers computes.
+    """An EAGLE-3 head over a whole sequence, without a cache, on hidden rows of transformers.
 
-    Rows of positions 0 to n - 2; those of drafts follow.
+    Rows of positions 0 to n - 2, followed by rows of drafts.
     """
 
     def __init__(self, model: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -167,7 +169,7 @@ class EagleByHand:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.tensors[name]
 
     def rotated(self, x: Tensor) -> Tensor:
-        """[heads, N, D] by positions 0 to N."""
+        """Rotate [heads, N, D] by positions 0 to N - 1."""
         size = x.shape[-1]
         frequency = 10000.0 ** (-torch.arange(0, size, 2) / size)
         angle = torch.arange(x.shape[1])[:, None] * frequency
@@ -177,7 +179,7 @@ class EagleByHand:
 
     @torch.no_grad()
     def guess(self, token_ids: list[int], count: int, allowed: list[int]) -> list[int]:
-        """The most probable next tokens of those that are allowed, one after the other."""
+        """Return the most probable allowed next tokens, one after the other."""
         computed = self.policy(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
         parts = [computed.hidden_states[layer][0] for layer in self.before]
         if self.config.get("fc_norm"):
@@ -205,7 +207,7 @@ class EagleByHand:
         return drafts
 
     def row(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What the layer gives at the last position."""
+        """Return the layer's output at the last position."""
         t = self.tensors
         normed = self.norm(hidden, "layers.0.hidden_norm.weight")
         residual = normed if self.config.get("norm_before_residual") else hidden
@@ -243,8 +245,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_eagle_head_matches_its_formula(
     deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where prompts are computed in chunks, and found in the prefix cache; and behind drafts
-    that were right, which are often, as few tokens are allowed.
+    """Covers chunked prompts, prefix cache hits, and rows after accepted drafts, which are frequent
+    because few tokens are allowed.
     """
     config, tensors = EAGLES[form]
     folder = write_heads(tmp_path / "heads", config, tensors)

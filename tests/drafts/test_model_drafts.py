@@ -1,4 +1,4 @@
-"""Drafts by a model: the policy itself with fewer layers, or another one with a cache of its own."""
+"""Drafts by a model: the policy with fewer layers, or another model with a separate cache."""
 
 import logging
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the same vocabulary, narrower."""
+    """Another, narrower model of the same vocabulary."""
     return tiny_llama(
         tmp_path_factory.mktemp("other"), seed=3, hidden=32, num_heads=2, num_kv_heads=1, layers=1
     )
@@ -49,7 +49,7 @@ def engine_of(model: Path, **options: Any) -> InferenceEngine:
     same: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 2**20}
     engine = InferenceEngine(EngineConfig(str(model), **(same | options)))
     if engine.drafter is not None:
-        engine.drafter.costs = None  # as many drafts as may be
+        engine.drafter.costs = None  # as many drafts as possible
     return engine
 
 
@@ -58,7 +58,7 @@ def bits(samples: list[TrainingSample]) -> list[Any]:
 
 
 def drafts_of(engine: InferenceEngine, name: str) -> tuple[int, int]:
-    """How many were computed, and how many of them drawn."""
+    """Return the numbers of computed and of accepted drafts."""
     stats = engine.stats().speculation
     assert isinstance(stats, SpeculationStats)
     return sum(stats.drafted.get(name, ())), sum(stats.accepted.get(name, ()))
@@ -67,7 +67,7 @@ def drafts_of(engine: InferenceEngine, name: str) -> tuple[int, int]:
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("case", CASES)
 def test_policy_drafts_for_itself(model: Path, case: str, block_size: int) -> None:
-    """With all its layers nearly every draft is right, under whatever parameters."""
+    """With all its layers nearly every draft is right under any parameters."""
     options = {"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]
     params = SamplingParams(**options)
     with engine_of(model, block_size=block_size) as engine:
@@ -78,7 +78,7 @@ def test_policy_drafts_for_itself(model: Path, case: str, block_size: int) -> No
         assert bits(engine.generate(PROMPTS, params, 2)) == bits(plain)
         drafted, drawn = drafts_of(engine, "self")
         assert drafted > 20
-        # those behind a group's last common token share their last block at first
+        # blocks after a group's last common token are shared at first
         assert drawn >= 0.85 * drafted
         assert engine.stats().num_steps < 0.6 * steps
         engine.loop.check()
@@ -88,7 +88,7 @@ def test_policy_drafts_for_itself(model: Path, case: str, block_size: int) -> No
 def test_draft_model_equal_to_the_policy_is_always_right(
     model: Path, cache_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are computed by it too, long ones over several calls."""
+    """The draft model also computes prompts, long ones over several calls."""
     monkeypatch.setattr(model_drafts, "MOST_BEHIND", 16)
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
     tight = {"kv_cache_memory": 2**17, "cache_type": cache_type, "block_size": 4}
@@ -129,8 +129,8 @@ def test_unrelated_draft_model_changes_no_bit(model: Path, other: Path) -> None:
 def test_draft_model_recomputes_after_wrong_drafts(
     model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It guesses what a model would that sees the text for the first time; also where it was not
-    asked meanwhile.
+    """The drafts equal those of a model that reads the text for the first time, also after steps
+    without drafts.
     """
     asked = compared = 0
     with engine_of(model, draft_model=str(other), max_drafts=4) as engine:
@@ -159,7 +159,7 @@ def test_draft_model_recomputes_after_wrong_drafts(
 
 
 def test_drafts_follow_updated_weights(model: Path) -> None:
-    """Nothing has to be done for it: the layers are the policy's."""
+    """No extra update is needed: the layers belong to the policy."""
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
     with engine_of(model, draft_model="self", draft_layers=2) as engine:
         engine.update_weights(NEW, blocking=True)
@@ -173,7 +173,7 @@ def test_drafts_follow_updated_weights(model: Path) -> None:
 @pytest.mark.parametrize("how", ["int8", "int8-32"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_quantized_policy_drafts_and_follows_updates(model: Path, backend: str, how: str) -> None:
-    """They draw with the samples' noise, so most of what they draw is drawn."""
+    """The drafts use the samples' noise, so most of them are accepted."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
     with engine_of(model, backend=backend) as engine:
         plain = [engine.generate(PROMPTS, params, 2)]
@@ -229,7 +229,7 @@ def test_failing_draft_model_is_switched_off(
 
 
 def test_non_finite_logits_draft_nothing(model: Path) -> None:
-    """A model whose weights are NaN guesses nothing."""
+    """A model with NaN weights drafts nothing."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
     with engine_of(model) as engine:
         plain = engine.generate(PROMPTS, params)
@@ -244,7 +244,7 @@ def test_non_finite_logits_draft_nothing(model: Path) -> None:
 
 
 class Timed:
-    """Right or wrong drafts that take a time."""
+    """Right or wrong drafts that take a fixed time."""
 
     name = "timed"
 
@@ -266,7 +266,7 @@ class Timed:
         (0.01, 0, lambda asked: np.mean(asked[-20:]) > 3),
         (0.6, 0, lambda asked: 0 < np.mean(asked[-20:]) < 3),
         (3.0, 0, lambda asked: not asked),
-        # it is tried now and then, in case it has become better
+        # the source is retried now and then in case it has improved
         (0.6, 1, lambda asked: 2 < len(asked) < 40),
     ],
 )

@@ -1,4 +1,4 @@
-"""What sources guess, without a model."""
+"""Drafts of text sources, without a model."""
 
 from itertools import count
 from typing import get_args
@@ -64,7 +64,7 @@ def test_siblings_are_searched_if_enabled() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
 def test_suffix_is_found_at_any_position(tokens: list[int], pieces: int) -> None:
-    """Against a search through the whole text; it may have grown piece by piece."""
+    """Compare with a search through the whole text, which may have grown piece by piece."""
     index, text = SuffixIndex(), list[int]()
     for start in range(0, len(tokens), pieces):
         text += tokens[start : start + pieces]
@@ -77,7 +77,7 @@ def test_suffix_is_found_at_any_position(tokens: list[int], pieces: int) -> None
             while common < min(at, LONGEST_MATCH) and before[at - 1 - common] == text[-1 - common]:
                 common += 1
             longest = max(longest, common)
-        newest = 8  # places of a pair that are remembered
+        newest = 8  # remembered positions per pair
         if len(text) <= newest:
             assert length == longest
         assert length <= longest
@@ -105,9 +105,9 @@ def test_sibling_with_equal_noise_is_followed_until_it_differs() -> None:
     assert guess(source, seq, 3) == [7, 8, 9]
     seq.token_ids += [0]
     assert guess(source, seq) == []
-    seq.token_ids += [8]  # at the place where the other has it
+    seq.token_ids += [8]  # at the other sample's position
     assert guess(source, seq) == [9]
-    assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: by its text
+    assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: match by text
     assert guess(source, sequence([1, 3, 6], seed=3)) == []  # another prompt
     assert guess(source, sequence([1, 2, 6], seed=3, salt="another's")) == []
     assert guess(source, sequence([1, 2, 6], seed=3, adapter="another")) == []
@@ -120,7 +120,7 @@ def test_history_is_bounded() -> None:
     assert source.num_tokens == 30
     source.keep(sequence([4, 4, *range(18)]), version=0)
     assert source.num_tokens == 20
-    source.keep(sequence([4, 4, *range(9)]), version=1)  # in the place of the same sample
+    source.keep(sequence([4, 4, *range(9)]), version=1)  # at the position of the same sample
     assert source.num_tokens == 11
 
 

@@ -32,7 +32,7 @@ PARAMS = SamplingParams(max_tokens=12, seed=1, adapter="own", ignore_eos=True)
 
 
 def matrices(folder: Path, seed: int) -> dict[str, Tensor]:
-    """A random adapter of rank 4 on all that takes one."""
+    """Return random adapter matrices of rank 4 for every target module."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for target in targets_of(load_spec(folder)).values():
@@ -69,7 +69,7 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def begun(engine: InferenceEngine, tokens: int = 4) -> int:
-    """A request that has so many tokens."""
+    """Start a request and step `tokens` times."""
     request_id = engine.add_request(PROMPT, PARAMS)
     for _ in range(tokens):
         engine.step()
@@ -95,7 +95,7 @@ def test_adapter_update_spares_running_requests(engine: InferenceEngine, folder:
     new = whole(engine)
     assert new.adapter_versions == (VersionSpan(2, 0, 12),)
     assert new.logprobs != old.logprobs
-    assert new.cached_tokens == 0  # blocks of the old version match for nobody
+    assert new.cached_tokens == 0  # blocks of the old version never match again
 
 
 def test_unload_frees_the_matrices_after_the_last_request(
@@ -124,7 +124,7 @@ def test_recompute_continues_under_the_new_version_only(
     sample = rest(engine)
     (first, second) = sample.adapter_versions
     assert (first.version, second.version, second.end) == (1, 2, 12)
-    # as a request whose prompt holds what was sampled before
+    # like a request whose prompt contains the sampled tokens
     known = sample.completion_tokens[: second.start]
     with make(folder, engine.config.backend) as other:
         other.load_adapter("own", matrices(folder, 2))
@@ -138,7 +138,7 @@ def test_recompute_continues_under_the_new_version_only(
 
 
 def where(engine: InferenceEngine) -> set[int]:
-    """Where the matrices of the version that serves lie."""
+    """Return the addresses of the live version's matrices."""
     adapter = engine.shared.loop.sequences.adapters["own"]
     assert isinstance(adapter, Adapter)
     return {part.a.data_ptr() for parts in adapter.parts.values() for part in parts}
@@ -148,7 +148,7 @@ def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder
     engine.load_adapter("own", matrices(folder, 1))
     old, first = whole(engine), where(engine)
     begun(engine)
-    for seed in (2, 3, 4):  # none of them is written where the first still runs
+    for seed in (2, 3, 4):  # none of them is written while the first request runs
         engine.load_adapter("own", matrices(folder, seed))
         assert not where(engine) & first
     assert bits(rest(engine)) == bits(old)
@@ -159,7 +159,7 @@ def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder
     wrong[name][-1, -1] = torch.nan
     with pytest.raises(AdapterError, match=r"lora_B of 'model.layers.1.self_attn.v_proj' is not f"):
         engine.load_adapter("own", wrong)
-    assert bits(whole(engine)) == bits(new)  # what was refused was written elsewhere
+    assert bits(whole(engine)) == bits(new)  # the rejected version was written to other memory
     addresses = [where(engine)]
     for _ in range(4):
         engine.load_adapter("own", matrices(folder, 1))
@@ -168,14 +168,14 @@ def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder
     assert bits(whole(engine)) == bits(old)
     halves = {name: tensor[:2] if "_A" in name else tensor[:, :2] for name, tensor in wrong.items()}
     halves = {name: tensor.nan_to_num(0.1) for name, tensor in halves.items()}
-    assert engine.load_adapter("own", halves).rank == 2  # another form, and not contiguous
+    assert engine.load_adapter("own", halves).rank == 2  # another layout, and not contiguous
     with make(folder, engine.config.backend) as other:
         other.load_adapter("own", {name: tensor.clone() for name, tensor in halves.items()})
         assert bits(whole(other)) == bits(whole(engine))
 
 
 def sample_until(sample: TrainingSample, length: int) -> TrainingSample:
-    """A partial sample: its first tokens."""
+    """Return a partial sample with its first tokens."""
     return replace(
         sample,
         completion_tokens=sample.completion_tokens[:length],
@@ -200,7 +200,7 @@ def test_keep_continues_with_the_cached_keys(engine: InferenceEngine, folder: Pa
     assert (first.version, second.version) == (1, 2)
     assert engine.runner.tokens_computed - computed == 12 - second.start
     assert sample.completion_tokens[: first.end] == old.completion_tokens[: first.end]
-    assert whole(engine).cached_tokens == 0  # nothing of a mix was published
+    assert whole(engine).cached_tokens == 0  # blocks of mixed versions are not published
 
 
 def test_abort_ends_only_requests_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:
@@ -236,7 +236,7 @@ def test_unloaded_adapter_serves_its_running_requests(
         engine.add_request(PROMPT, PARAMS)
     assert bits(rest(engine)) == bits(old)
     info = engine.load_adapter("own", matrices(folder, 3))
-    assert info.version == 2  # the name's blocks of version 1 are never read again
+    assert info.version == 2  # the adapter's blocks of version 1 are never read again
     assert whole(engine).cached_tokens == 0
 
 
@@ -354,7 +354,7 @@ def test_prompt_scores_come_from_one_version(folder: Path, kv_policy: KvPolicy) 
     with make(folder, max_tokens_per_batch=16) as engine:
         engine.load_adapter("own", matrices(folder, 1))
         engine.add_request(PROMPT, params)
-        engine.step()  # a part of the prompt
+        engine.step()  # part of the prompt
         engine.load_adapter("own", matrices(folder, 2), kv_policy=kv_policy)
         sample = rest(engine)
         assert sample.adapter_versions == (VersionSpan(2, 0, 12),)

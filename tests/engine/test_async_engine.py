@@ -1,4 +1,4 @@
-"""Many awaiting callers on one engine: nothing is lost, nothing is left behind, nothing spins."""
+"""Concurrent callers on one async engine: no lost samples, no leaks, no busy waiting."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ from nano_inference import (
 from tests.models.tiny import tiny_llama
 from tests.standing import stand_still
 
-PATIENCE = 120.0  # seconds; a hang fails instead of hanging
+PATIENCE = 120.0  # seconds; a hanging test fails
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def run(coroutine: Any) -> Any:
 
 
 def settle(engine: InferenceEngine) -> None:
-    """Wait until the stepping thread has taken in the last aborts."""
+    """Wait until the stepping thread has handled the last aborts."""
     deadline = time.monotonic() + PATIENCE
     while engine.loop.has_pending():
         assert time.monotonic() < deadline, "something is left in the engine"
@@ -63,7 +63,7 @@ def settle(engine: InferenceEngine) -> None:
 
 
 async def until_step(engine: InferenceEngine, number: int) -> None:
-    """Wait until so many steps have run."""
+    """Wait until `number` steps have run."""
     while engine.loop.num_steps < number:
         await asyncio.sleep(0.001)
 
@@ -106,7 +106,7 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
             await asyncio.to_thread(settle, engine)
             task = asyncio.current_task()
             left = [t for t in asyncio.all_tasks() if t is not task and not t.done()]
-            assert len(left) <= 1, "a task is left behind"  # wait_for's own
+            assert len(left) <= 1, "a task is left behind"  # the timeout of `wait_for`
         return dict(zip(tasks, results, strict=True))
 
     results = run(main())
@@ -259,7 +259,7 @@ def test_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
     async def main() -> float:
         async with AsyncInferenceEngine(engine) as a:
             await a.generate([5], params(1))
-            gc.collect()  # not meanwhile
+            gc.collect()  # not in the meantime
             began = time.process_time()
             await asyncio.sleep(0.5)
             return time.process_time() - began
@@ -302,7 +302,7 @@ def test_resume_from_cancelled_early_leaves_no_request(
 
     async def cancel() -> None:
         async with AsyncInferenceEngine(engine) as wrapped:
-            with engine.shared.lock:  # a step takes long
+            with engine.shared.lock:  # steps are slow
                 task = asyncio.create_task(wrapped.resume_from(partial))
                 await asyncio.sleep(0.05)
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Threads that bring weights go behind those that decode."""
+"""Threads that receive weights run at a lower priority than threads that decode."""
 
 import os
 import sys

@@ -1,6 +1,4 @@
-"""Blocks that move between engines change no bit, and nothing gets in under a name that is not its
-own.
-"""
+"""Moving blocks between engines changes no bit, and no block is imported under a wrong name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -69,7 +67,7 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def finished(engine: InferenceEngine) -> TrainingSample:
-    """The one sample that an engine is busy with."""
+    """Return the only sample of the engine."""
     samples: list[TrainingSample] = []
     while engine.has_pending():
         samples += engine.step()
@@ -83,7 +81,7 @@ def move(
     names: tuple[int, ...],
     max_bytes: int = 1 << 20,
 ) -> int:
-    """All of a chain that the source has; returns how much of it the target has now."""
+    """Move all blocks of a chain that the source has. Return the number of blocks in the target."""
     here = 0
     while (
         here < len(names)
@@ -119,7 +117,7 @@ def test_imported_prompt_continues_bit_identically(
     sample = target.generate([prompt], params())[0]
     assert sample.cached_tokens == 16
     assert bits(sample) == bits(alone.generate([prompt], params())[0])
-    # Going on from what the first engine drew, as a decode replica does.
+    # Continue from tokens that the first engine sampled, like a decode replica.
     partial = replace(first, finish_reason="abort")
     target.resume_from(partial, max_new_tokens=4)
     assert bits(finished(target)) == bits(sample)
@@ -136,7 +134,7 @@ def test_imported_prompt_continues_bit_identically(
 )
 @given(data=st.data())
 def test_import_at_any_time_changes_no_bit(build: Build, data: st.DataObject) -> None:
-    """Requests, exchanges, flushes in any order, on caches that are too small for all of it."""
+    """Mix requests, exchanges and flushes in any order on caches that are too small for all blocks."""
     family = data.draw(st.sampled_from(FAMILIES))
     kinds = [data.draw(st.sampled_from(["paged", "radix"])) for _ in range(2)]
     engines = [_kept(build, family, kind, place) for place, kind in enumerate(kinds)]
@@ -144,7 +142,7 @@ def test_import_at_any_time_changes_no_bit(build: Build, data: st.DataObject) ->
     expected: dict[int, TrainingSample] = {}
     prompts: dict[int, list[int]] = {}
     for engine in engines:
-        while engine.has_pending():  # of an example that Hypothesis gave up in its middle
+        while engine.has_pending():  # left over from an example that Hypothesis gave up halfway
             engine.step()
         engine.flush_cache()
     for _ in range(data.draw(st.integers(2, 8))):
@@ -224,7 +222,7 @@ def test_ranks_export_and_import_their_own_shards(build: Build) -> None:
     engine.generate(
         [[place % 290 + 5 for place in range(at, at + 100)] for at in range(0, 500, 100)], params(1)
     )
-    engine.flush_cache()  # and what stood in these blocks is overwritten
+    engine.flush_cache()  # the old contents of these blocks are overwritten
     assert engine.blocks.import_blocks(piece) == 4
     again = engine.generate([prompt], params())[0]
     assert again.cached_tokens == 16
@@ -277,7 +275,7 @@ def test_import_rejects_mismatched_blocks_without_side_effects(build: Build) -> 
     target.blocks.report()
     assert ([*target.blocks.report(lost=True).published], target.cache.num_free_blocks()) == before
     assert target.blocks.num_imported == 0
-    assert target.blocks.import_blocks(piece) == 4  # what all of these were made of
+    assert target.blocks.import_blocks(piece) == 4  # weights that computed all of these blocks
 
 
 def test_blocks_of_old_weights_are_rejected(build: Build) -> None:
@@ -289,7 +287,7 @@ def test_blocks_of_old_weights_are_rejected(build: Build) -> None:
     target.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
     with pytest.raises(VersionGone, match="version 0; this engine serves version 1"):
         target.blocks.import_blocks(piece)
-    # not computed under the new ones yet
+    # not yet recomputed under the new weights
     assert move(source, target, source.blocks.names(prompt_of(12))) == 0
     source.generate([prompt_of(12)], params(1))
     assert move(source, target, source.blocks.names(prompt_of(12))) == 3

@@ -1,4 +1,4 @@
-"""An error that is passed on is not its own cause: a loop over `__cause__` must end."""
+"""A re-raised error is not its own cause: a loop over `__cause__` must end."""
 
 import asyncio
 from types import SimpleNamespace

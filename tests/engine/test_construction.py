@@ -1,4 +1,4 @@
-"""An engine whose constructor fails leaves nothing behind."""
+"""A failed engine constructor releases everything."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def fail(*_: Any) -> None:
 
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
-    """The parts of engines that are built; a lockstep is not looked at."""
+    """Return the parts of the engines that are built, without a lockstep."""
     parts: list[Parts] = []
 
     def assemble(config: EngineConfig, launcher: Any, _: Any) -> Parts:
@@ -62,7 +62,7 @@ def test_failed_construction_releases_the_weights(
 
 
 class Left:
-    """A lockstep that says whether the engine has left it. It is its own bell, which nobody rings."""
+    """Fake lockstep (and its own bell) that records if the engine has left."""
 
     group = None
     is_left = False

@@ -1,6 +1,4 @@
-"""Pause, sleep, abort, going on: nothing that is done to a request between two tokens changes its
-tokens.
-"""
+"""Pausing, sleeping, aborting and resuming between two tokens do not change the tokens."""
 
 import asyncio
 import threading
@@ -23,7 +21,7 @@ from tests.standing import stand_still
 from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until
 
 LENGTH = 12
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 
 
 def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
@@ -33,7 +31,7 @@ def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
 
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:
-    """All that follows from the arithmetic, to the bit."""
+    """Return the computed fields of a sample for a bitwise comparison."""
     ignored: dict[str, Any] = {
         "request_id": 0,
         "group_id": 0,
@@ -42,7 +40,7 @@ def same(one: TrainingSample, other: TrainingSample) -> bool:
     }
     ignored |= {"sampling_params": None}
     one, other = replace(one, **ignored), replace(other, **ignored)
-    return repr(one) == repr(other)  # nan equals nan
+    return repr(one) == repr(other)  # so that NaN equals NaN
 
 
 # -- pause -----------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode
     assert same(asyncio.run(main()), expected)
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough(cases=["0-radix"])
@@ -245,7 +243,7 @@ def test_resume_from_continues_a_length_limited_sample(build: Build) -> None:
 
 
 def test_resume_from_appends_tool_turns(build: Build) -> None:
-    """Appended tokens are in the sample, marked, and the model reads them."""
+    """Appended tokens are marked in the sample, and the model reads them."""
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
     tool = [7, 8, 9]

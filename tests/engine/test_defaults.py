@@ -1,4 +1,4 @@
-"""What an engine takes where its config says nothing: dtype, and memory."""
+"""Default dtype and memory of an engine."""
 
 import logging
 from dataclasses import replace
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine without bfloat16 in its processor, whose kernels are of this build."""
+    """Simulate a machine without bfloat16 instructions that has matching kernels."""
     monkeypatch.setattr(loading, "cpu_multiplies_bf16", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends._tell_once.cache_clear()
@@ -62,7 +62,7 @@ def test_choose_dtype_keeps_the_dtype_of_a_checkpoint(
 def test_choose_dtype_of_float16_is_bfloat16_if_kernels_run(
     tmp_path: Path, on: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reference backend, which computes float16, takes 100 times as long."""
+    """The reference backend computes float16, but 100 times slower."""
     on("avx2")
     spec = load_spec(tiny_llama(tmp_path, dtype=torch.float16))
     with caplog.at_level(logging.INFO, "nano_inference"):

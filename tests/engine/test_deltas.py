@@ -1,4 +1,4 @@
-"""What a delta says beside its tokens, with and without a stream."""
+"""Metadata of deltas, with and without streaming."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""`embed` beside transformers, and its bits in company."""
+"""`embed` compared with transformers, and its bits in shared batches."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ def test_embedding_bits_do_not_depend_on_the_schedule(tmp_path: Path, backend: s
     folder = tiny_model(tmp_path, "llama")
     with InferenceEngine(config(folder, backend, dtype="bfloat16")) as engine:
         alone = [engine.embed([prompt])[0] for prompt in PROMPTS]
-        again = engine.embed(PROMPTS)  # from the prefix cache, and together
+        again = engine.embed(PROMPTS)  # from the prefix cache, in one batch
     options = {"max_chunk_tokens": 7, "block_size": 4, "lookahead": 1, "speculation": "suffix"}
     with InferenceEngine(config(folder, backend, dtype="bfloat16", **options)) as engine:
         request = engine.add_request([8, 9, 10], SamplingParams(max_tokens=40, ignore_eos=True))

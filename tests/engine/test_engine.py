@@ -1,6 +1,4 @@
-"""The engine's front door on tiny models: what comes back, in which order, and what a bad request
-cannot do.
-"""
+"""The public engine API on tiny models: results, their order, and rejected requests."""
 
 import logging
 import math
@@ -58,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(model: Path) -> Iterator[Build]:
-    """Engines on the tiny model, of one thread: its tensors are small."""
+    """Build single-threaded engines on the tiny model."""
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
     def make(folder: Path = model, **options: Any) -> InferenceEngine:
@@ -83,7 +81,7 @@ def assert_all_blocks_free(engine: InferenceEngine) -> None:
 
 
 def assert_aligned(sample: TrainingSample) -> None:
-    """Every per-token tuple has one entry a token, and the spans cover them without gaps."""
+    """Check that every per-token tuple has one entry per token and that the spans cover all tokens."""
     num = len(sample.completion_tokens)
     assert len(sample.logprobs) == num
     assert sample.log_kept_mass is not None
@@ -106,7 +104,7 @@ def assert_aligned(sample: TrainingSample) -> None:
     assert all(type(value) is float and math.isfinite(value) for value in sample.logprobs)
 
 
-# -- the front door --------------------------------------------------------------------------------
+# -- generate --------------------------------------------------------------------------------------
 
 
 USAGE = """
@@ -273,7 +271,7 @@ def test_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
 
 @pytest.mark.parametrize("num_blocks", [12, 200])
 def test_cache_kind_changes_no_bit(build: Build, num_blocks: int) -> None:
-    """Conversations that go on, prompts asked twice, groups and an update; the small cache has to
+    """Cover multi-turn conversations, repeated prompts, groups and an update. The small cache must
     evict.
     """
     stem = list(range(20, 36))
@@ -368,7 +366,7 @@ def test_failing_progress_ends_only_the_requests_of_generate(build: Build) -> No
 
 
 def test_abort_from_progress_ends_generate(build: Build) -> None:
-    """It may not wait for ever for samples that the abort handed to its caller."""
+    """`generate` must not wait for samples that the abort returned to its caller."""
     engine, calls, aborted = build(), list[int](), list[TrainingSample]()
 
     def stop(_done: int, _total: int, tokens: int) -> None:
@@ -594,7 +592,7 @@ def test_generate_adds_all_requests_or_none(
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_bad_requests_do_not_disturb_running_requests(build: Build, lookahead: int) -> None:
-    """Token for token, and the seeds that the engine gives to later requests too."""
+    """Neither the tokens nor the seeds of later requests change."""
 
     def run(disturb: bool) -> list[TrainingSample]:
         engine, samples = build(lookahead=lookahead), list[TrainingSample]()
@@ -617,7 +615,7 @@ def test_bad_requests_do_not_disturb_running_requests(build: Build, lookahead: i
 
 
 def test_params_reject_stop_ids_that_mask_every_token(build: Build) -> None:
-    """The model's own end id counts too: with `min_tokens` all of these would be masked."""
+    """The model's end token counts: with `min_tokens` every one of these ids would be masked."""
     everything_else = frozenset(range(300)) - {2}
     engine = build()
     with pytest.raises(InvalidRequest, match="leaves no token to draw"):
@@ -727,7 +725,7 @@ def test_context_manager_shuts_down_on_exit(build: Build) -> None:
 
 
 def poison(engine: InferenceEngine, token: int) -> None:
-    """The row of the embedding that stands for a token is no number any more."""
+    """Make the embedding row of a token NaN."""
     write(
         engine.model.params,
         Slot("", (1, 64), param="embed", start=token),
@@ -867,7 +865,7 @@ def test_cache_size_respects_the_container_limit(
 def test_failed_cache_allocation_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was free a moment ago, or the system counts otherwise."""
+    """The memory was free a moment ago, or the system counts differently."""
     monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=r"the KV cache of 1\.0 MiB cannot be allocated: .* free"):
         build()
@@ -980,7 +978,7 @@ EVEN = frozenset(range(0, 300, 2))
 
 @pytest.fixture
 def eager(tmp_path: Path) -> Path:
-    """A model that ends at every even id: about every other token."""
+    """Model that ends at every even id, about every second token."""
     return write_model(
         tmp_path, llama_config() | {"eos_token_id": sorted(EVEN)}, llama_weights(llama_config())
     )
@@ -997,7 +995,7 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
         (sample,) = build().generate([1, 2], params)
         assert sample.completion_tokens == tokens[: first + 1]
         assert sample.logprobs == whole.logprobs[: first + 1]
-        # also as the last one allowed
+        # the last allowed token may also be a stop id
         assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[position])
 
 
@@ -1011,7 +1009,7 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
 def test_stops_wait_for_min_tokens(
     build: Build, eager: Path, model: Path, seed: int, min_tokens: int, by_eos: bool, lookahead: int
 ) -> None:
-    """The model's own end ids and the request's stop ids alike."""
+    """Both the model's end ids and the request's stop ids wait."""
     engine = build(eager if by_eos else model, lookahead=lookahead)
     stops = frozenset() if by_eos else EVEN
     params = SamplingParams(
@@ -1076,7 +1074,7 @@ def test_optional_columns_are_absent_unless_requested(build: Build) -> None:
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads take turns as often as Python can."""
+    """Make Python switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -1084,7 +1082,7 @@ def restless() -> Iterator[None]:
 
 
 class Threads:
-    """Threads whose exceptions are kept; `join` shows them."""
+    """Threads that keep their exceptions; `join` raises them."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []

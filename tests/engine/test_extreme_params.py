@@ -1,6 +1,4 @@
-"""Numbers at the ends of what a request may say: they are refused by their name, or drawn with to
-the end.
-"""
+"""Extreme request parameters are either rejected by name or sampled to the end."""
 
 import math
 from collections.abc import Iterator

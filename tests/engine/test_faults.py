@@ -1,5 +1,5 @@
-"""A device that fails amid a step: everybody who waits is told why, nothing hangs, and what is left
-can be put away.
+"""A device failure during a step reaches every caller with its reason; nothing hangs, and the
+engine can be shut down.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from nano_inference.engine.shared_loop import why_dead
 from nano_inference.weights.update import WeightUpdate
 from tests.weights.weight_cases import NEW, Build, until
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 ILLEGAL = (
     "CUDA error: an illegal memory access was encountered\nSearch for it in the documentation."
 )
@@ -40,10 +40,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 class Device:
-    """Stands before a runner. From a moment on every call fails, as those of a CUDA device do;
-    before that, none.
+    """Wrap a runner and fail every call from some point on, like a CUDA device.
 
-    `where` is the call that notices: "forward", "sample", or "wait", as of what runs by itself.
+    `where` is the call that raises: "forward", "sample" or "wait" (asynchronous errors).
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Device:
         self._runner, self._where, self._fault = runner, where, fault
         self._left = after
         self.broken = False
-        self.released = threading.Event()  # the call that fails is held until then
+        self.released = threading.Event()  # hold the failing call until this event is set
         self.released.set()
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +145,7 @@ def test_fault_ends_the_engine_and_says_why(
 def test_out_of_memory_is_not_blamed_on_a_sample(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although each sample alone might find room."""
+    """Each sample by itself might have enough memory."""
     engine = build()
     sample = engine.runner.sample
 
@@ -161,8 +160,8 @@ def test_out_of_memory_is_not_blamed_on_a_sample(
 
 
 def test_fault_reaches_every_waiting_caller(engine: InferenceEngine, where: str) -> None:
-    """Two that generate, one that waits in a pause, one for an update, and one who came through
-    asyncio's engine.
+    """Cover two callers of `generate`, one waiting for a pause, one for an update, and one asyncio
+    caller.
     """
     device = broken(engine, where, "access")
     device.released.clear()
@@ -259,7 +258,7 @@ def test_wake_retries_if_the_card_is_full(build: Build, monkeypatch: pytest.Monk
 
 
 class Resized:
-    """A tensor on a card, as far as giving its memory back goes."""
+    """Fake tensor on a card that can release its memory."""
 
     device = torch.device("cuda")
 
@@ -314,13 +313,13 @@ def test_device_faults_are_recognized_with_a_remedy() -> None:
     )
 
 
-# -- what ended before -----------------------------------------------------------------------------
+# -- samples that ended before ---------------------------------------------------------------------
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
 def failing_with_a_sample(build: Build, steps: int = 4) -> InferenceEngine:
-    """An engine whose fourth step takes in the third token of a sample, and then fails."""
+    """Build an engine that fails in its fourth step, after the third token of a sample."""
     engine = build(lookahead=1)
     device: Any = Device(engine.runner, "sample", FAULTS["access"], steps)
     engine.loop.runner = device

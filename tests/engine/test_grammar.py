@@ -1,4 +1,4 @@
-"""Requests with grammars in the loop: what waits, what ends and how, and that nobody else does."""
+"""Requests with grammars: waiting, ending, failing, and isolation from other requests."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def text_of(engine: InferenceEngine, sample: TrainingSample) -> str:
 
 
 class Held:
-    """Compilations wait until `go` is set."""
+    """Hold compilations until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -104,7 +104,7 @@ def test_sample_follows_its_grammar_and_ends_with_it(build: Build) -> None:
 def test_sample_follows_its_grammar_on_every_backend(
     build: Build, backend: BackendName, of_request: bool
 ) -> None:
-    """The request names it, or the engine has it."""
+    """Select the backend per request or per engine."""
     named = backend if of_request else None
     engine = build() if of_request else build(grammar_backend=backend)
     params = [
@@ -125,7 +125,7 @@ def test_sample_follows_its_grammar_on_every_backend(
 @pytest.mark.thorough(cases=["xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_change_no_bit_on_any_backend(build: Build, backend: BackendName) -> None:
-    """Guessed tokens that are not drawn are taken back, or were never accepted."""
+    """Rejected drafts roll the matcher back."""
     params = [
         replace(DIGITS, grammar=Grammar("regex", "(12){4,9}[0-9]{9}", backend=backend)),
         replace(OBJECT, grammar=Grammar("json", json.dumps(ANSWER), backend=backend)),
@@ -186,7 +186,7 @@ def test_compilation_is_shared_by_samples_and_requests(
 
 
 def test_request_waiting_for_a_matcher_gets_a_result(build: Build, held: Held) -> None:
-    """Of the engine, or of patience."""
+    """The engine or the matcher's timeout may end the wait."""
     engine, problems = build(), list[Exception]()
     grammars = engine.intake.grammars
 
@@ -238,7 +238,7 @@ def test_invalid_grammar_is_rejected_before_any_change(build: Build) -> None:
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             engine.generate(PROMPT, bad)
     assert not engine.has_pending()
-    engine.intake.checks_grammars = False  # as behind a server, which checks apart
+    engine.intake.checks_grammars = False  # as in a server, which validates separately
     (sample,) = engine.generate(PROMPT, bad)
     assert sample.finish_reason == "abort"
     assert "uniqueItems" in str(sample.stop_reason)
@@ -257,7 +257,7 @@ def test_compilation_error_reports_only_its_type(
 
 
 def test_grammar_limits_apply_per_sample(build: Build) -> None:
-    """Copies of llguidance's matchers share what they may construct in all."""
+    """Copies of llguidance's matchers share one construction budget."""
     engine = build()
     greedy = SamplingParams(max_tokens=300, grammar=Grammar.regex("(x{1,1000}){1,1000}y"))
     allowed = frozenset(engine.tokenizer.encode("x"))
@@ -375,7 +375,7 @@ def test_grammar_begins_immediately_without_reasoning(build: Build, backend: str
 
 
 def thoughtful(engine: InferenceEngine) -> SamplingParams:
-    """A sample may think, and does."""
+    """Model whose samples think first."""
     grammar = replace(OBJECT.grammar or Grammar.json_object(), after="c", opened_by="ab")
     a, c = engine.tokenizer.encode("ac")
     return replace(OBJECT, grammar=grammar, logit_bias={a: 5.0, c: 4.0})
@@ -415,7 +415,7 @@ def test_resume_from_rejects_a_sample_whose_grammar_ended(
     (whole,) = engine.generate(PROMPT, params)
     relabeled = replace(
         whole, finish_reason="abort", stop_reason=None
-    )  # the word of its end was lost
+    )  # the finish reason was lost
     again = engine.intake.new_request_id()
     with pytest.raises(InvalidRequest, match="may already have ended"):
         engine.resume_many([relabeled], lambda _: None, stream=False, request_id=again)
@@ -507,7 +507,7 @@ def test_grammars_run_two_hundred_at_a_time(build: Build) -> None:
 @pytest.mark.thorough(cases=["0"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_grammars_delay_no_step_of_other_samples(build: Build, lookahead: int) -> None:
-    """Every step brings it a token, while they are compiled and while they run."""
+    """Other samples get a token in every step, both while grammars compile and while they run."""
     engine = build(kv_cache_memory=2**24, max_batch_size=256, lookahead=lookahead)
     alone = bits(build().generate(PROMPT, drawn(60))[0])
     free = engine.add_request(PROMPT, drawn(60))

@@ -1,5 +1,5 @@
-"""Of a group of n samples the first k that finish are wanted: the others end with them, and lose
-nothing.
+"""`num_wanted`: the first k finished samples of a group are returned, and the others end without
+losing tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.depth import at_depth
 from tests.weights.weight_cases import NEW, PROMPT, Build, drain
 
 LONGEST = 60
-# some id in sixteen ends a sample, so that samples are of many lengths
+# one id in sixteen ends a sample, so lengths vary widely
 STOPS = frozenset(range(0, 128, 16))
 
 
@@ -51,7 +51,7 @@ def engine_of(model: Path, **options: Any) -> InferenceEngine:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> list[TrainingSample]:
-    """A group, all of it."""
+    """Complete group to compare with."""
     with engine_of(model) as engine:
         samples = engine.generate(PROMPT, drawn(), 8)
     assert len({len(sample.completion_tokens) for sample in samples}) > 3
@@ -85,7 +85,7 @@ def test_group_ends_when_enough_samples_finished(
 
 
 def check_group(engine: InferenceEngine, whole: list[TrainingSample], num_wanted: int) -> None:
-    """Run a group and look at how it ends."""
+    """Run a group and check how it ends."""
     ends: dict[int, int] = {}
     engine.add_request(PROMPT, drawn(), 8, num_wanted=num_wanted)
     samples: list[TrainingSample] = []
@@ -125,7 +125,7 @@ def test_straggler_resumes_from_its_last_token(build: Build, whole: list[Trainin
 
 
 def test_resumed_samples_keep_their_group(build: Build) -> None:
-    """Two groups, two turns each: GRPO's advantages are of samples with one `group_id`."""
+    """Two groups with two turns each: GRPO computes advantages over one `group_id`."""
     engine = build(lookahead=1)
     short = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)
     first, second = (engine.add_request(PROMPT, short, 3) for _ in range(2))

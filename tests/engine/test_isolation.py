@@ -1,4 +1,4 @@
-"""One request's failure is its own: it ends and says so, and every other has the bits of a quiet
+"""A failing request ends with an error, and every other request keeps the bits of an undisturbed
 run.
 """
 
@@ -14,20 +14,18 @@ from nano_inference.sampling.sampling_batch import SamplingTable, TokenCounts
 from nano_inference.sampling.tensors import SamplingBatch
 from tests.weights.weight_cases import Build
 
-ODD = 0.777  # temperature of the request that fails: how a fault knows it in a batch
+ODD = 0.777  # temperature that marks the failing request in a batch
 LENGTH = 12
-FAILS = 1  # place of the request that fails, among `REQUESTS`
+FAILS = 1  # index of the failing request in `REQUESTS`
 
 
 class Broken(Exception):
-    """What a fault raises. Its message is nobody's business: /secret/path."""
+    """Error raised by a fault. Callers must not see its message (/secret/path)."""
 
 
 @dataclass
 class Text:
-    """A text without a tokenizer, one letter a token, that may break: in one of its methods, at
-    some token.
-    """
+    """Fake detokenizer, one letter per token, that may raise in one of its methods at some token."""
 
     breaks: str | None = None
     at: int = 0
@@ -89,14 +87,14 @@ REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
 
 @dataclass
 class Run:
-    """What came of the requests, by (place, sample index)."""
+    """Outcome of all requests, keyed by (request index, sample index)."""
 
     samples: dict[tuple[int, int], TrainingSample]
     deltas: list[Delta]
-    num_tokens: int  # that the engine sampled
+    num_tokens: int  # tokens that the engine sampled
 
     def others(self) -> dict[tuple[int, int], str]:
-        """All that is known of the requests that are to go on, bit by bit."""
+        """Return every field of the unaffected requests for a bitwise comparison."""
         mine = {key: sample for key, sample in self.samples.items() if key[0] != FAILS}
         return {
             key: repr(replace(sample, cached_tokens=0, kv_versions=()))
@@ -107,7 +105,7 @@ class Run:
         return [sample for key, sample in sorted(self.samples.items()) if key[0] == FAILS]
 
     def streams(self) -> dict[tuple[int, int], tuple[tuple[int, ...], str]]:
-        """Tokens and text of the others as they were streamed."""
+        """Return the streamed tokens and text of the unaffected requests."""
         texts: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
         for delta in self.deltas:
             key = (delta.request_id, delta.sample_index)
@@ -119,8 +117,8 @@ class Run:
 def run(
     engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink: Any = None
 ) -> Run:
-    """Run all requests, each entering two steps after the one before. Text of the failing one is
-    `text`.
+    """Run all requests, each entering two steps after the previous one. `text` replaces the failing
+    request's detokenizer.
     """
     deltas: list[Delta] = []
     for index, (prompt, params, num_samples) in enumerate(REQUESTS):
@@ -188,7 +186,7 @@ def quiet(
     make: Callable[[], InferenceEngine],
     quiet_runs: dict[str, dict[bool, Run]],
 ) -> dict[bool, Run]:
-    """Runs in which nothing fails, by whether requests stream. Tests with equal options share them."""
+    """Runs without failures, keyed by streaming. Tests with equal options share them."""
     options = str(request.node.callspec.params["make"])
     if options not in quiet_runs:
         quiet_runs[options] = {stream: run(make(), stream=stream) for stream in (False, True)}
@@ -235,7 +233,7 @@ def test_sampler_error_fails_only_its_sample(
 def test_sampler_error_after_the_end_is_ignored(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With lookahead a step draws once more for a sample whose last token has come meanwhile."""
+    """With lookahead, a step samples once more for a sample whose last token has just arrived."""
     requests = list(REQUESTS)
     monkeypatch.setattr(f"{__name__}.REQUESTS", requests)
     prompt, params, _ = requests[FAILS]
@@ -267,7 +265,7 @@ def test_sampler_error_fails_one_sample_of_a_group(
     monkeypatch: pytest.MonkeyPatch,
     index: int,
 ) -> None:
-    """Also in the step that forks the group: its other samples go on."""
+    """The other samples of the group continue, also in the step that forks it."""
     engine = make()
     put = SamplingTable.put
 
@@ -324,7 +322,7 @@ def test_detokenizer_error_fails_only_its_sample(
     stream: bool,
 ) -> None:
     if breaks == "take" and not stream:
-        at = LENGTH  # nobody takes it before
+        at = LENGTH  # unused until then
     outcome = run(make(), stream=stream, text=Text(breaks, at))
     assert_failed(outcome, "the text")
     assert_same_others(outcome, quiet[stream])
@@ -345,8 +343,8 @@ def test_detokenizer_error_fails_only_its_sample(
 def test_detokenizer_copy_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], stream: bool
 ) -> None:
-    """The sample that keeps the text goes on, the other one of its group ends with its first
-    token.
+    """The sample that keeps the original detokenizer continues. The other sample of its group ends
+    with its first token.
     """
     outcome = run(make(), stream=stream, text=Text("copy"))
     assert_same_others(outcome, quiet[stream])
@@ -364,7 +362,7 @@ def test_detokenizer_copy_error_fails_only_its_sample(
 def test_fetch_error_fails_only_its_samples(
     build: Build, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Without lookahead: with it the next step has used them before it is known."""
+    """Without lookahead: otherwise the next step has already used the tokens."""
     quiet, engine = run(build(lookahead=0), stream=False), build(lookahead=0)
     draw = engine.runner.sample
 
@@ -409,7 +407,7 @@ def test_unattributed_fault_ends_no_sample(
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A draw of the whole batch that raises, once, and none of its samples alone."""
+    """The draw of the whole batch raises once, but no draw of a single sample does."""
     engine = make()
     draw, raised = engine.runner.sample, list[int]()
 

@@ -1,8 +1,8 @@
-"""What becomes of running requests at an update: every policy, at every token, on both caches, with
-lookahead or not.
+"""Running requests during an update: every policy, at every token, on both caches, with and without
+lookahead.
 
-The old model's tokens stand before the update, and what follows is to the bit what the policy
-promises.
+Tokens before the update come from the old model. Later tokens match the policy's promise bit for
+bit.
 """
 
 from pathlib import Path
@@ -46,12 +46,12 @@ def bits(sample: TrainingSample, start: int = 0, end: int | None = None) -> tupl
 
 
 def alone(build: Build, which: int, tokens: list[int], max_tokens: int = LENGTH) -> TrainingSample:
-    """What one model makes of a prompt, with the noise of its place."""
+    """Return the sample of the old (0) or new (1) model, without other requests."""
     return build((OLD, NEW)[which]).generate(tokens, drawn(max_tokens))[0]
 
 
 def split(sample: TrainingSample) -> int:
-    """Where the versions change; the sample's length where they do not."""
+    """Return the position of the version change, or the sample's length."""
     return sample.weight_versions[0].end if sample.weight_versions else 0
 
 
@@ -63,8 +63,8 @@ CASES = [(cache, lookahead) for cache in ("paged", "radix") for lookahead in (0,
 
 @pytest.fixture(scope="module")
 def stops(folders: list[Path]) -> dict[str, Any]:
-    """Old and new samples of the prompt; and by cut, what the new model makes of the old one's
-    first tokens.
+    """Return old and new samples of the prompt, and for each cut the new model's continuation of
+    the old tokens.
     """
     with InferenceEngine(EngineConfig(model_path=str(folders[0]), kv_cache_memory=2**20)) as engine:
         old = engine.generate(PROMPT, drawn())[0]
@@ -93,7 +93,7 @@ def test_update_at_every_token(
         engine.add_request(PROMPT, drawn())
         samples = [sample for _ in range(steps) for sample in engine.step()]
         update = engine.update_weights(NEW, kv_policy=policy)
-        engine.add_request(PROMPT, drawn())  # the same request, later
+        engine.add_request(PROMPT, drawn())  # the same request, added later
         samples += drain(engine)
         assert update.done()
         first, second = sorted(samples, key=lambda s: s.request_id)
@@ -115,9 +115,9 @@ def check_first(
     policy: KvPolicy,
     cut: int,
 ) -> None:
-    """The request that was there before the update."""
+    """Check the request that ran before the update."""
     version = sample.weight_versions[0].version
-    if version == 1:  # it had not begun, or had drawn nothing
+    if version == 1:  # the request had not started, or had sampled nothing
         assert bits(sample) == bits(stops["new"])
         assert sample.kv_versions == (
             ContextVersions(0, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),)),
@@ -178,7 +178,7 @@ def test_finish_old_copies_only_changed_tensors(build: Build) -> None:
     engine.update_weights({name: NEW[name]}, kv_policy="finish_old")
     old, new = engine.runner.models["previous"].params, engine.model.params
     assert {key for key in new if old[key] is not new[key]} == {"layers.1.gate_up"}
-    # A later update of something else must not reach those who finish on the old weights.
+    # A later update of other tensors must not reach requests that finish on the old weights.
     engine.update_weights({"model.norm.weight": NEW["model.norm.weight"]}, kv_policy="keep")
     assert {key for key in new if engine.runner.models["previous"].params[key] is not new[key]} == {
         "layers.1.gate_up",
@@ -211,7 +211,7 @@ def test_second_finish_old_waits_for_finishing_requests(build: Build) -> None:
 
 
 def test_cache_never_mixes_old_and_new_versions(build: Build, stops: dict[str, Any]) -> None:
-    """Both lose their blocks and compute the same prompt again, in one step."""
+    """Both requests lose their blocks and recompute the same prompt in one step."""
     engine = build()
     engine.add_request(PROMPT, drawn())
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_dependent_update_fails_with_the_failed_update(
     engine.update_weights(NEW, kv_policy="finish_old")
     engine.add_request(PROMPT, drawn(30))
     engine.step()
-    refused = engine.update_weights(NEWER, kv_policy="finish_old")  # it waits for `previous`
+    refused = engine.update_weights(NEWER, kv_policy="finish_old")  # waits for `previous`
     norm = {"model.norm.weight": OLD["model.norm.weight"]}
     follows = engine.update_weights(norm, kv_policy="finish_old")
     follows_too = engine.update_weights(
@@ -296,7 +296,7 @@ def test_dependent_update_fails_with_the_failed_update(
     assert engine.weights_checksum() == checksum
 
 
-# -- versions that a request asks for --------------------------------------------------------------
+# -- requested versions ----------------------------------------------------------------------------
 
 
 def test_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
@@ -354,7 +354,7 @@ def test_version_limits_must_be_integers(build: Build, name: str, value: Any) ->
         build().add_request(PROMPT, drawn(), **{name: value})
 
 
-# -- blocking, and nonsense ------------------------------------------------------------------------
+# -- blocking and invalid arguments ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
@@ -393,7 +393,7 @@ def test_unknown_policy_is_an_error(build: Build) -> None:
     assert engine.get_weight_version() == 0
 
 
-# -- several updates, and what stands between them -------------------------------------------------
+# -- several updates -------------------------------------------------------------------------------
 
 
 def test_held_request_continues_after_a_failed_update(
@@ -426,8 +426,8 @@ def test_held_request_continues_after_a_failed_update(
 
 
 def test_held_request_has_not_started(build: Build) -> None:
-    """Else it would be put on the old weights, for which the next update waits, and it for the one
-    behind that.
+    """If it had started, it would run on the old weights, the next update would wait for it, and it
+    would wait for the update after that: a deadlock.
     """
     engine = build()
     engine.add_request(PROMPT, drawn())
@@ -486,7 +486,7 @@ def test_prompt_logprobs_match_the_versions_of_the_sample(build: Build, how: str
 
 
 def test_abort_policy_returns_only_its_own_samples(build: Build) -> None:
-    """It lets an update be applied, which brings in what was in flight for others."""
+    """The abort applies an update, which also retires other requests' steps in flight."""
     engine = build(lookahead=1)
     old = engine.add_request(PROMPT, drawn(40))
     engine.step()
@@ -523,9 +523,9 @@ def test_aborting_update_spares_scores(build: Build) -> None:
 def test_staleness_counts_only_versions_that_were_used(build: Build, limit: int) -> None:
     engine = build(max_tokens_per_batch=8)
     request = engine.add_request(PROMPT, drawn(20), max_staleness=limit)
-    engine.step()  # a part of its prompt
+    engine.step()  # part of the prompt
     engine.update_weights(NEW, kv_policy="keep")
-    if limit == 2:  # a token attends to what version 0 computed
+    if limit == 2:  # some token attends to keys of version 0
         while not engine.loop.sequences.of_requests(frozenset([request]))[0].num_completion_tokens:
             engine.step()
     engine.update_weights(NEWER, kv_policy="recompute")
@@ -541,7 +541,7 @@ def test_staleness_counts_only_versions_that_were_used(build: Build, limit: int)
 def test_resumed_sample_keeps_its_staleness(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(30))
-    engine.step()  # a part of its prompt
+    engine.step()  # part of the prompt
     engine.update_weights(NEW, kv_policy="keep")
     for _ in range(6):
         engine.step()

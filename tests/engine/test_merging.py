@@ -1,4 +1,4 @@
-"""A merged adapter is a model that was loaded from merged weights, and goes without a trace."""
+"""A merged adapter equals a model loaded from merged weights, and unmerging leaves no trace."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def merged_folder(folder: Path, target: Path, seed: int) -> Path:
-    """The checkpoint with the adapter in its weights, by a way of its own."""
+    """Return a checkpoint with the adapter merged by independent code."""
     target.mkdir()
     for path in folder.iterdir():
         if path.suffix != ".safetensors":
@@ -175,7 +175,7 @@ def rest(engine: InferenceEngine) -> list[TrainingSample]:
 def amid_a_merge(
     monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine, do: Callable[[], object]
 ) -> None:
-    """Call `do` where the merged weights are computed, once, and let the merge go on."""
+    """Call `do` once while merged weights are computed, then let the merge continue."""
     calls = iter([do])
     inner = adapters.merged
 
@@ -305,7 +305,7 @@ def test_merged_adapter_rejects_update_and_unload(
     amid_a_merge(monkeypatch, engine, look)
     look()
     assert engine.adapters() == infos
-    engine.load_adapter("other", new, SETTINGS)  # of others nothing is in the weights
+    engine.load_adapter("other", new, SETTINGS)  # the weights contain no other adapter
     engine.unload_adapter("other")
     engine.unmerge_adapter()
     assert engine.load_adapter("own", new, SETTINGS).version == 2
@@ -315,7 +315,7 @@ def test_merged_adapter_rejects_update_and_unload(
 def test_sleeping_weights_reject_merge_and_unmerge(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # of whole pages alone memory is given back, and those of a tiny model are none
+    # only whole pages are released, and tiny models have none
     monkeypatch.setattr(
         "nano_inference.device.sleep.discard", lambda tensor: tensor.untyped_storage().fill_(0)
     )

@@ -1,5 +1,5 @@
-"""After a stop token one overrun step is in flight (`lookahead=1`): nobody waits for it, and nobody
-counts it.
+"""After a stop token one overrun step is in flight (`lookahead=1`): it blocks no caller and counts
+as no work.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def engine(tmp_path: Path) -> InferenceEngine:
 
 
 def stopped_early(engine: InferenceEngine) -> int:
-    """Run one sample that ends by a stop id; returns its number of tokens."""
+    """Run one sample that ends by a stop id. Return its number of tokens."""
     free = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[
         0
     ]

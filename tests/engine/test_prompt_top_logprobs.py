@@ -1,6 +1,4 @@
-"""The best tokens at every token of a prompt: against a teacher, and to the bit under every
-schedule.
-"""
+"""Top logprobs of prompt tokens: equal to teacher forcing, and bit-identical under every schedule."""
 
 import math
 from dataclasses import replace
@@ -62,9 +60,7 @@ def best_of(sample: TrainingSample) -> tuple[TopLogprobs, ...]:
 
 
 def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[TrainingSample]:
-    """Three samples of every prompt; every third step takes the blocks of some sequence, eight
-    times.
-    """
+    """Sample every prompt three times. Every third step preempts some sequence, eight times in all."""
     for prompt, prompt_params in zip(PROMPTS, params, strict=True):
         engine.add_request(prompt, prompt_params, 3)
     samples: list[TrainingSample] = []
@@ -105,7 +101,7 @@ def test_prompt_top_logprobs_equal_teacher_forcing(model: Path, backend: str) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logprob_has_the_same_bits_in_every_field(model: Path, backend: str) -> None:
-    """Beside the prompt's own tokens, and as the raw logprob of a token drawn there."""
+    """The same bits appear for the prompt's own tokens and as the raw logprob of a sampled token."""
     greedy = SamplingParams(0, max_tokens=12, raw_logprobs=True, ignore_eos=True)
     with build(model, backend=backend) as engine:
         (drawn,) = engine.generate(PROMPTS[1], greedy)
@@ -126,7 +122,7 @@ def test_logprob_has_the_same_bits_in_every_field(model: Path, backend: str) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_changes_no_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
-    """Chunks, preemption by force, groups, and neighbours that want more, fewer or none."""
+    """Covers chunks, forced preemption, groups, and neighbors with more, fewer or no top logprobs."""
     wants = [replace(PARAMS, prompt_top_logprobs=num) for num in (4, 9, 2, 0)]
     with build(model, backend=backend) as engine:
         alone = [
@@ -162,7 +158,7 @@ def test_prompt_may_exceed_a_tile_of_rows(model: Path) -> None:
 @pytest.mark.thorough(but=["3"])
 @pytest.mark.parametrize("steps", [1, 3, 14])
 def test_resume_from_keeps_or_rescores_prompt_logprobs(model: Path, steps: int) -> None:
-    """Aborted in the middle of the prompt, where what is known is dropped, and behind it."""
+    """Abort in the middle of the prompt, which drops partial results, and after it."""
     with build(model, max_chunk_tokens=8) as engine:
         (expected,) = engine.generate(PROMPTS[2], PARAMS)
         engine.add_request(PROMPTS[2], PARAMS)

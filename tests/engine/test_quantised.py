@@ -1,4 +1,4 @@
-"""Engines on quantised checkpoints: as engines on the numbers that these stand for."""
+"""Engines on quantized checkpoints equal engines on the dequantized values."""
 
 import logging
 from pathlib import Path
@@ -29,7 +29,7 @@ def samples(engine: InferenceEngine) -> list[tuple[list[int], list[float]]]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A quantised model, and the same in plain numbers."""
+    """Write a quantized model and its dequantized copy."""
     config = llama_config()
     reference = write_quantised(tmp_path / "coded", "fp8-blocks", config, llama_weights(config))
     return tmp_path / "coded", write_model(tmp_path / "plain", config, reference)

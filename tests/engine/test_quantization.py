@@ -1,6 +1,4 @@
-"""Engines whose weights are codes of 8 and 4 bits: updates, sleeping, copies, memory, and what is
-refused.
-"""
+"""Engines with 8-bit and 4-bit weights: updates, sleep, copies, memory and rejected options."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +177,7 @@ def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: boo
             param.nbytes if isinstance(param, Tensor) else param.data.nbytes for param in params
         )
         counted = engine.memory_budget.weights
-    assert counted <= held <= counted * 1.02  # rows end at whole numbers of 4 bytes
+    assert counted <= held <= counted * 1.02  # rows are padded to multiples of 4 bytes
     assert counted == num_bytes(param_table(load_spec(folder)), torch.float32, quantization)
     assert counted < plain / 1.8
 

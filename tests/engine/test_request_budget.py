@@ -1,5 +1,5 @@
-"""The budget of a request within an engine: refused before it begins, and its masks while they
-grow.
+"""The request budget in an engine: rejection before a request starts, and masks that grow while it
+runs.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from nano_inference import RequestTooLarge, SamplingParams, TrainingSample
 from nano_inference.types import Delta
 from tests.weights.weight_cases import Build
 
-VOCAB = 300  # of the tiny model
+VOCAB = 300  # vocabulary of the tiny model
 
 
 def whole_vocabulary(max_tokens: int = 40, seed: int = 3) -> SamplingParams:
@@ -64,7 +64,7 @@ def test_oversized_mask_ends_only_its_sample(build: Build) -> None:
         assert "max_request_entries" in str(sample.stop_reason)
         assert sample.sampling_mask is not None
         assert len(sample.sampling_mask.token_ids) <= 3000
-        # rows of 300, of 2,960 ids
+        # rows of 300 and of 2,960 ids
         assert len(sample.sampling_mask.rows()) == len(sample.completion_tokens) == 9
     first, count = engine_samples[0], 9
     assert first.completion_tokens == whole.completion_tokens[:count]

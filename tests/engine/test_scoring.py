@@ -1,6 +1,4 @@
-"""Reference and prompt logprobs: scored rows against an engine that samples, whatever the
-schedule.
-"""
+"""Reference and prompt logprobs: scored rows in an engine that also samples, under any schedule."""
 
 import math
 from pathlib import Path
@@ -44,7 +42,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another shape, the same vocabulary."""
+    """Reference model of another shape with the same vocabulary."""
     return tiny_model(tmp_path_factory.mktemp("reference"), "qwen3", seed=2, num_hidden_layers=3)
 
 
@@ -54,7 +52,7 @@ def build(model: Path, **options: Any) -> InferenceEngine:
 
 
 def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
-    """What a model itself gives each token of a sample, found by handing it all as a prompt."""
+    """Return a model's logprobs of a sample's tokens, computed by passing them all as a prompt."""
     with build(model) as engine:
         known = [*sample.prompt_tokens, *sample.completion_tokens]
         (whole,) = engine.generate(known, SamplingParams(max_tokens=1, prompt_logprobs=True))
@@ -127,8 +125,8 @@ def test_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
     assert stats.prompt_tokens_computed == len(PROMPTS[3])
     completions = sum(len(sample.completion_tokens) for sample in samples)
     assert len({sample.prompt_logprobs[1:] for sample in samples if sample.prompt_logprobs}) == 1
-    # Prompt and completions by the policy; by the reference the prompt once and each completion,
-    # but for last tokens, and the rows that end a block short of where the prompts part.
+    # The policy computes the prompt and completions. The reference computes the prompt once and
+    # each completion, except last tokens and rows that end a block before the prompts diverge.
     reference = stats.tokens_computed - len(PROMPTS[3]) - (completions - 8)
     assert reference <= len(PROMPTS[3]) + completions - 8 + 8 * 4
 
@@ -169,7 +167,7 @@ def test_aborted_sample_is_not_scored(policy: Path) -> None:
 
 
 def test_longest_possible_sample_is_scored(policy: Path) -> None:
-    """Prompt and completion fill the whole cache; nothing is left over for a token that is never
+    """Prompt and completion fill the whole cache. No space remains for a token that is never
     computed.
     """
     with build(

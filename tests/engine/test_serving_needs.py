@@ -1,6 +1,4 @@
-"""What a server needs of the engine: counters, leaks that show, cancelled requests, ids that are
-known in time.
-"""
+"""Engine features for servers: counters, leak detection, cancellation, and ids known in advance."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +38,7 @@ def test_leak_is_counted_and_logged_once(
 ) -> None:
     engine = build(cache_type=cache_type)
     engine.generate(LONG, PARAMS)
-    engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever gives back
+    engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever frees
     assert engine.loop.leaked_blocks() == 3
     assert engine.stats().kv_leaked_blocks == 0, "nobody has looked"
     engine.add_request(LONG[50:], PARAMS, 2)
@@ -74,8 +72,8 @@ def test_leak_is_detected_if_blocks_are_not_freed(
 def test_cancelled_request_frees_memory_within_one_step(
     build: Build, steps: int, lookahead: int, stream: bool
 ) -> None:
-    """In the middle of a long prompt, in the step that ends it, and behind it; beside another that
-    goes on.
+    """Cancel in the middle of a long prompt, in its last step, and after it, next to a running
+    request.
     """
     engine, arrived = build(lookahead=lookahead, max_chunk_tokens=8), list[Delta]()
     other = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
@@ -100,7 +98,7 @@ def test_cancelled_request_frees_memory_within_one_step(
 
 
 def test_request_id_is_known_before_the_first_delta(build: Build) -> None:
-    """A thread steps all the time; no delta may come under an id that nobody knows yet."""
+    """Another thread steps constantly. No delta may arrive under an unknown id."""
     engine = build()
     known, strange = set[int](), list[int]()
     ended = threading.Semaphore(0)
@@ -132,7 +130,7 @@ def test_request_id_is_known_before_the_first_delta(build: Build) -> None:
 def test_deltas_may_arrive_before_the_request_id(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ids are for: an engine that is faster than the call."""
+    """The engine may be faster than the call that added the request."""
     engine, arrived = build(), list[Delta]()
     post = engine.shared.post
 

@@ -1,4 +1,4 @@
-"""Strings and chats in, text out; stop strings; streams."""
+"""String and chat prompts, text output, stop strings and streams."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -213,7 +213,7 @@ def test_generate_text_rejects_other_types(engine: InferenceEngine) -> None:
 
 @pytest.mark.thorough
 def test_pieces_carry_the_index_of_their_prompt(engine: InferenceEngine) -> None:
-    """Most of the first prompt's text is held back, so the second one's comes before it."""
+    """Most of the first prompt's text is held back, so text of the second prompt arrives first."""
     whole = plain(engine)
     held = SamplingParams(0, max_tokens=24, stop=whole[:20] + "never")
     parts = list(engine.generate_text([PROMPT, "Two and two"], held, stream=True))

@@ -1,4 +1,6 @@
-"""Several threads at one engine: nobody waits for ever, for long, or for what has ended already."""
+"""Several threads on one engine: no unbounded waits, no starvation, no wait for an event that has
+passed.
+"""
 
 import asyncio
 import signal
@@ -36,7 +38,7 @@ from tests.weights.weight_cases import (
     until,
 )
 
-PATIENCE = 20.0  # seconds; a hang fails instead of hanging
+PATIENCE = 20.0  # seconds; a hanging test fails
 
 
 @pytest.fixture
@@ -48,16 +50,16 @@ def engine(build: Build) -> InferenceEngine:
 
 
 def wait_until_waited_for(lock: FairLock) -> None:
-    """Return when another thread stands in line for the lock."""
+    """Return once another thread is queued for the lock."""
     deadline = time.monotonic() + PATIENCE
-    while lock._turn.acquire(blocking=False):  # else the thread in line has it
+    while lock._turn.acquire(blocking=False):  # otherwise the queued thread holds it
         lock._turn.release()
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def test_fair_lock_lets_waiters_in_between_reacquisitions() -> None:
-    """A plain lock is taken again before the waiting thread has woken up: hundreds of times."""
+    """With a plain lock the loop reacquires hundreds of times before the waiting thread wakes up."""
     lock, turns = FairLock(), list[str]()
 
     def wait() -> None:
@@ -118,9 +120,7 @@ def test_pause_takes_effect_within_a_few_steps(
 def test_sample_delivered_by_another_thread_is_not_lost(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has left the loop and has not arrived: there is nothing to do, and something to wait
-    for.
-    """
+    """The sample has left the loop and has not arrived: no work remains, but a result is pending."""
     ended, step = threading.Event(), engine.loop.step
 
     def slow_step() -> list[TrainingSample]:
@@ -206,7 +206,7 @@ def test_shutdown_ends_callers_of_a_paused_engine(
         await until(lambda: engine.loop.num_steps == 3)
         await a.pause()
         assert not task.done()
-        await asyncio.sleep(0.05)  # the thread that steps waits for work by now
+        await asyncio.sleep(0.05)  # the stepping thread is waiting for work by now
         engine.shutdown()
         with pytest.raises(EngineDead):
             await asyncio.wait_for(task, PATIENCE)
@@ -218,7 +218,7 @@ def test_shutdown_ends_callers_of_a_paused_engine(
 def test_interrupted_step_ends_the_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are matchable when their computation is launched; nobody knows how far it came."""
+    """Blocks become matchable when their computation launches, and its progress is unknown here."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -245,7 +245,7 @@ def test_weight_readers_wait_for_weight_writers(engine: InferenceEngine) -> None
     for param in model.parameters():
         param.data.mul_(0.5)
     with pytest.raises(InvalidRequest, match="asleep"):
-        model.logprobs([PROMPT])  # written now, the waking would overwrite it
+        model.logprobs([PROMPT])  # if written now, waking would overwrite it
     engine.wake()
     after = model.logprobs([PROMPT])[0].detach()
     assert not after[1:].equal(before[1:])
@@ -254,16 +254,14 @@ def test_weight_readers_wait_for_weight_writers(engine: InferenceEngine) -> None
     assert replay(engine, engine.generate(PROMPT, drawn())[0]).weight_version == 1
 
 
-# -- an update between others' doings --------------------------------------------------------------
+# -- updates between other calls -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["request", "update"])
 def test_tensors_belong_to_the_caller_after_the_update(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """An update that seemed to be applied at once has to wait after all, for what another thread
-    did meanwhile.
-    """
+    """An update that seemed immediate has to wait because of another thread's action."""
     if late == "update":
         engine.add_request(PROMPT, drawn())
         engine.step()
@@ -291,7 +289,7 @@ def test_tensors_belong_to_the_caller_after_the_update(
 
 
 def test_weight_manager_leaves_writes_to_its_engine(engine: InferenceEngine) -> None:
-    """Written past the loop, new weights would go on with the old ones' cache and version."""
+    """If written without the loop, new weights would be used with the old cache and version."""
     engine.weight_sync.start_sync({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="update_weights"):
         engine.weight_sync.maybe_finish_sync()

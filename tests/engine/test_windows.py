@@ -1,4 +1,4 @@
-"""What an engine holds and runs at once where layers have a window."""
+"""Memory and concurrency of an engine whose layers have windows."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.models.tiny import tiny_model
 
 Build = Callable[..., InferenceEngine]
 WINDOWS = {"mistral": 24, "gemma3": 17, "llama": 0}
-UNITS = {"mistral": (0, 1), "gemma3": (1, 3), "llama": (1, 0)}  # units of a block: full, sliding
+UNITS = {"mistral": (0, 1), "gemma3": (1, 3), "llama": (1, 0)}  # units per block: full, sliding
 # keys and values of a token in one unit
 UNIT_TOKEN_BYTES = {"mistral": 512, "gemma3": 128, "llama": 512}
 SIZE = 4
@@ -61,7 +61,7 @@ def test_long_sequence_holds_only_its_window_and_full_layers(build: Build, famil
         if step < 299:
             computed = 3 + step
             blocks = -(-computed // SIZE)
-            # first position that the next row sees
+            # first position visible to the next row
             seen = max(0, computed - WINDOWS[family] + 1) if sliding else 0
             assert held(engine) == full * blocks + sliding * (blocks - seen // SIZE)
             assert engine.stats().kv_use == pytest.approx(held(engine) / engine.cache.num_units)
@@ -81,7 +81,7 @@ def most_running(engine: InferenceEngine, count: int, length: int) -> int:
 
 @pytest.mark.thorough
 def test_windows_let_more_sequences_share_the_memory(build: Build) -> None:
-    # 128 blocks: what two sequences of 250 tokens take in full
+    # 128 blocks: full size of two sequences of 250 tokens
     memory = {"kv_cache_memory": 128 * SIZE * 512}
     full = build("llama", **memory)
     assert most_running(full, 12, 240) == 12
@@ -109,8 +109,8 @@ def test_prefix_is_found_after_the_window_has_moved_on(
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_request_runs_in_its_minimum_memory(build: Build, family: str) -> None:
-    """One chunk would take more; it is cut. One unit less, and the engine is made for shorter
-    sequences.
+    """One chunk would need more, so it is cut. With one unit less the engine lowers its sequence
+    length.
     """
     full, sliding = UNITS[family]
     blocks = 300 // SIZE
@@ -177,7 +177,7 @@ def test_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
 
 @pytest.mark.thorough
 def test_mismatched_layers_keep_every_unit(build: Build, models: dict[str, Path]) -> None:
-    """A reference of another kind: blocks belong to either, so none of them may give up a part."""
+    """The reference has another layout. Blocks belong to both models, so none may drop units."""
     engine = build("mistral", ref_model_path=str(models["llama"]))
     assert engine.cache.units is None
     same = build("mistral", ref_model_path=str(models["mistral"]))

@@ -12,7 +12,9 @@ PICK = st.integers(0, 2**16)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The ring against three plain lists: free blocks without a name, with one, and pinned."""
+    """Compare the ring with three plain lists: unnamed free blocks, named free blocks, and pinned
+    blocks.
+    """
 
     @initialize(num_blocks=st.integers(1, 8))
     def build(self, num_blocks: int) -> None:
@@ -30,8 +32,8 @@ class PoolMachine(RuleBasedStateMachine):
         return any(self.counts[each.block_id] or self.is_pinned(each) for each in self.below(block))
 
     def place(self, block: Block | None) -> None:
-        """A free block comes to where it belongs, as the most recently used; so does what is above,
-        if it changed.
+        """Insert a free block as the most recently used of its kind, together with blocks above it
+        that changed.
         """
         while block is not None and not self.counts[block.block_id]:
             lists = [self.nameless, self.named, self.pinned]
@@ -129,9 +131,7 @@ class CountingList(list[int]):
 
 
 def touches(num_blocks: int) -> int:
-    """Elements of the links that are touched while a block leaves the middle, comes back, and is
-    reused.
-    """
+    """Count the link elements touched when a block leaves the middle, returns, and is reused."""
     pool = BlockPool(num_blocks)
     pool._next, pool._previous = CountingList(pool._next), CountingList(pool._previous)
     block = pool.blocks[num_blocks // 2]

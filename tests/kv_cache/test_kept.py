@@ -1,4 +1,4 @@
-"""Kept blocks: they survive pressure that evicts others, and nothing ever waits for them."""
+"""Kept blocks survive pressure that evicts others, and never delay a request."""
 
 import random
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def keys(tokens: list[int], version: int = 0, adapter: str | None = None) -> Pre
 
 
 class Evicted:
-    """Notes what is handed over."""
+    """Record offloaded blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[EvictedBlock] = []
@@ -47,11 +47,10 @@ class Evicted:
 
 
 class KeptMachine(RuleBasedStateMachine):
-    """Requests that come, end, are kept, and time that passes.
+    """Random requests that start, end and are kept while time passes.
 
-    The model is one list of what was kept and when it ends: names with a mark are exactly those of
-    kept chains that are not over, as long as the bound was not met; and whatever is kept, a request
-    that fits into free blocks gets them.
+        The model is one list of kept chains and their expiry. Below the bound, exactly the chains
+    that have not expired are marked. A request that fits into free blocks always gets them.
     """
 
     cache_type: type[KVCacheManager]
@@ -60,7 +59,7 @@ class KeptMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 24))
     def build(self, num_blocks: int) -> None:
         layout = type(self).layout
-        # so few that blocks outside a window must give theirs
+        # so few units that blocks outside a window must give up theirs
         num_units = max(2 * layout.num_units, num_blocks * layout.num_units * 2 // 3)
         self.evicted = Evicted()
         self.cache = type(self).cache_type(
@@ -148,7 +147,7 @@ def test_marks_are_consistent_after_any_history(
 
 
 class Case:
-    """A cache of 12 blocks in which prefixes are kept, and others press."""
+    """A cache of 12 blocks with kept prefixes and competing requests."""
 
     def __init__(
         self,
@@ -241,9 +240,7 @@ def test_kept_blocks_are_capped_at_half_the_pool(cache_type: type[KVCacheManager
 def test_kept_blocks_survive_if_they_can_be_restored(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
-    """Of conversations that are kept one after the other every block is in memory or was handed
-    over.
-    """
+    """Every block of consecutively kept conversations is either in memory or offloaded."""
     case = Case(cache_type, layout, num_blocks=100)
     hits = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
     handed = {block.name for block in case.evicted.blocks}
@@ -260,9 +257,7 @@ def test_kept_blocks_survive_if_they_can_be_restored(
 def test_kept_block_is_skipped_once(
     cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """However many are kept, each is looked at once while others come and go; until it is kept no
-    more.
-    """
+    """Each kept block is inspected once, however many there are, until its time is over."""
     now = 0.0
     num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
     evicted, prefix = Evicted(), keys(tokens)

@@ -1,4 +1,4 @@
-"""What only the radix cache promises: the shape of its tree, and the order in which it lets go."""
+"""Guarantees of the radix cache: the shape of its tree and its eviction order."""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def keys(tokens: list[int], namespace: Namespace | None = None) -> PrefixKeys:
 
 
 def put(cache: RadixKVCache, tokens: list[int], namespace: Namespace | None = None) -> list[int]:
-    """A table of these tokens, published as far as it is full."""
+    """Create a table of these tokens and publish its full blocks."""
     table = list(cache.allocate(tokens, prefix=keys(tokens, namespace)).block_ids)
     cache.publish(table, tokens, keys(tokens, namespace), range(len(tokens) // SIZE))
     return table
@@ -59,7 +59,7 @@ def test_growing_sequence_stays_one_run() -> None:
 def test_run_splits_at_the_block_where_sequences_diverge() -> None:
     cache = RadixKVCache(16, SIZE)
     tables = [put(cache, [1, 2, 3, 4, 5, 6])]
-    # leaves it inside the third block: the block is not divided
+    # diverges inside the third block, which is not split
     tables.append(put(cache, [1, 2, 3, 4, 5, 9]))
     assert tree(cache) == {(1, 2, 3, 4): {(5, 6): {}, (5, 9): {}}}
     tables.append(put(cache, [1, 2, 8, 8]))
@@ -115,7 +115,7 @@ def test_tree_may_exceed_the_recursion_limit() -> None:
     depth = 1200
     cache = RadixKVCache(2 * depth, 1)
     tokens = [1] * depth
-    for end in range(depth, 1, -1):  # each newcomer leaves one block before the last one did
+    for end in range(depth, 1, -1):  # each new sequence diverges one block before the previous one
         tokens[end - 1 :] = [2]
         prefix = PrefixKeys(Namespace(), range(depth))
         table = list(cache.allocate(tokens, prefix=prefix).block_ids)
@@ -126,7 +126,7 @@ def test_tree_may_exceed_the_recursion_limit() -> None:
     cache.check([])
 
 
-# -- what goes first -------------------------------------------------------------------------------
+# -- eviction order --------------------------------------------------------------------------------
 
 
 def take_one(cache: RadixKVCache, table: list[int]) -> None:
@@ -168,13 +168,13 @@ def test_use_of_a_leaf_refreshes_its_whole_path() -> None:
         assert (cached(cache, first), cached(cache, second)) == lengths
 
 
-# -- twins: a table whose own block has no name, because its contents hung in the tree already -----
+# -- twins: a table whose block has no name because its contents were already in the tree ----------
 
 
 @pytest.fixture
 def twins() -> tuple[RadixKVCache, list[int], list[int]]:
-    """`mine` holds a private copy of its second block and a third one in the tree, under a block
-    that nobody holds.
+    """`mine` holds a private copy of its second block, and a third block in the tree under an
+    unheld block.
     """
     cache = RadixKVCache(8, SIZE)
     theirs = put(cache, [1, 2, 3, 4])
@@ -197,7 +197,7 @@ def test_ancestors_of_blocks_in_use_are_evicted_last(
 ) -> None:
     cache, _, mine = twins
     other = put(cache, [9, 9, 9, 9, 9, 9])
-    cache.deallocate(other)  # used later than the path above, and yet it goes first
+    cache.deallocate(other)  # used later than its parents, but evicted first
     assert cache.num_free_blocks() == 5
     table: list[int] = []
     for length in (6, 6, 6, 6, 2):
@@ -219,7 +219,7 @@ def test_blocks_below_a_reused_block_lose_only_their_names(
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     cache.deallocate(table)
     cache.extend(mine, 6, 8)
-    cache.publish(mine, tokens, keys(tokens), range(3, 4))  # nothing to hang under
+    cache.publish(mine, tokens, keys(tokens), range(3, 4))  # no parent to attach to
     assert cached(cache, tokens) == 2
     cache.check([mine])
     again = put(cache, tokens)  # another sequence fills the gap
@@ -241,7 +241,7 @@ def test_free_blocks_below_a_reused_block_are_forgotten() -> None:
     cache = RadixKVCache(9, SIZE)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     tables: list[list[int]] = []
-    # each computes all of it and adds one block to the path of the one before
+    # each recomputes the path and adds one block to the previous path
     for num_blocks in (2, 3, 4):
         table: list[int] = []
         cache.extend(table, 0, num_blocks * SIZE)
@@ -305,8 +305,8 @@ def pin_for_nothing(cache: RadixKVCache, top: Node) -> None:
 
 
 def jump_the_queue(cache: RadixKVCache, top: Node) -> None:
-    """The first block of the run comes before those below it: it leaves the ring while all others
-    go round.
+    """Move the first block of the run before its descendants: it leaves the ring while the others
+    rotate.
     """
     pool = cache._pool
     pool._unlink(top.block_ids[0])

@@ -1,4 +1,4 @@
-"""Caches of models with sliding-window layers: every history, and what a caller may expect."""
+"""Caches of models with sliding-window layers: random histories and guarantees to callers."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -55,7 +55,7 @@ def factory(request: pytest.FixtureRequest) -> WindowCacheFactory:
 
 
 def run_alone(cache: KVCacheManager, tokens: list[int]) -> list[int]:
-    """Compute a sequence token by token; returns its table."""
+    """Compute a sequence token by token. Return its table."""
     prefix = PrefixKeys(Namespace())
     prefix.extend(tokens, cache.block_size)
     table: list[int] = []
@@ -89,7 +89,7 @@ def test_blocks_outside_the_window_match_until_reused(factory: WindowCacheFactor
     table = run_alone(cache, stem + first * 3)
     assert matched(cache, [*stem, 7]) == 20, "the window has moved on, and nobody took anything"
     cache.deallocate(table, cache.layout.num_slid(32, 2))
-    run_alone(cache, list(range(200, 220)))  # takes what was let go first, before any whole block
+    run_alone(cache, list(range(200, 220)))  # takes released units first, before any whole block
     assert matched(cache, stem + first * 3) == 32, "the end of a finished sequence is kept longest"
     assert matched(cache, stem[:6]) == 0
 
@@ -100,7 +100,7 @@ def test_recomputed_prefix_matches_again(
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=40)
     stem = list(range(12))
     first = run_alone(cache, stem + [50] * 20)
-    second = run_alone(cache, [60] * 8)  # takes the units that the stem let go
+    second = run_alone(cache, [60] * 8)  # takes the units that the stem released
     assert matched(cache, stem) == 0
     cache.deallocate(second, cache.layout.num_slid(8, 2))
     again = run_alone(cache, stem)

@@ -17,7 +17,7 @@ LOGITS = st.lists(
 TOP_K = st.one_of(st.just(0), st.integers(1, 45))
 TOP_P = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
 MIN_P = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 0.99))
-NEAR = 1e-5  # closer to a threshold than this, float32 and float64 may disagree
+NEAR = 1e-5  # float32 and float64 may disagree this close to a threshold
 
 
 def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float =
 
 
 def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The three filters written down one after another, in float64. Draws too near to a threshold
-    are thrown away.
+    """Apply the three filters one after another in float64. Reject examples too close to a
+    threshold.
     """
     ranking = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranking = [i for i in ranking if logits[i] > -math.inf]
@@ -116,7 +116,7 @@ def test_top_k_breaks_ties_by_the_lower_id() -> None:
 
 def test_top_p_keeps_the_shortest_prefix_that_reaches_it() -> None:
     quarters = [0.0] * 4
-    assert kept(quarters, top_p=0.5) == {0, 1}  # reached exactly: no token more
+    assert kept(quarters, top_p=0.5) == {0, 1}  # reached exactly: no extra token
     assert kept(quarters, top_p=0.5001) == {0, 1, 2}
     assert kept(quarters, top_p=1e-6) == {0}
 
@@ -134,7 +134,7 @@ def test_min_p_is_relative_to_the_best_remaining_token() -> None:
     assert kept(logits, min_p=0.2) == {0, 1, 2}
     assert kept(logits, top_k=2, min_p=0.2) == {0, 1}
     assert kept(logits, top_p=0.5, min_p=0.2) == {0}
-    # min_p before top_p would leave 0.8, of which the first is 0.625
+    # min_p before top_p would leave 0.8, of which the best token is 0.625
     assert kept(logits, top_p=0.6, min_p=0.5) == {0, 1}
 
 

@@ -45,9 +45,7 @@ def test_keys_of_zero_draws_are_empty() -> None:
 
 
 def test_stream_is_pinned() -> None:
-    """These values are a promise: a stored seed must draw the same tokens in every later
-    version.
-    """
+    """These values are a promise: a stored seed must sample the same tokens in every later version."""
     assert noise_keys([(0, 0, 0), (1, 2, 3), (2**64 - 1, 5, 100)]).tolist() == [
         [956087953, 595752380],
         [4259537587, 3497215824],
@@ -63,7 +61,7 @@ def test_stream_is_pinned() -> None:
 
 
 def ks_distance(values: Tensor) -> float:
-    """Largest distance between the empirical distribution and the standard exponential."""
+    """Return the largest distance between the empirical and the standard exponential distribution."""
     ordered = values.double().sort().values
     cdf = 1 - torch.exp(-ordered)
     steps = torch.arange(len(ordered) + 1, dtype=torch.float64) / len(ordered)
@@ -80,7 +78,7 @@ def million() -> Tensor:
 def test_noise_is_standard_exponential(million: Tensor) -> None:
     flat = million.flatten().double()
     assert len(flat) == 10**6
-    assert ks_distance(flat) < 1.95 / math.sqrt(len(flat))  # one in a thousand
+    assert ks_distance(flat) < 1.95 / math.sqrt(len(flat))  # false alarm rate 1/1000
     for power, moment in [(1, 1.0), (2, 2.0), (3, 6.0)]:
         spread = math.sqrt((math.factorial(2 * power) - moment**2) / len(flat))
         assert abs(float((flat**power).mean()) - moment) < 4 * spread
@@ -95,7 +93,7 @@ def test_noise_tail_has_the_expected_probability(million: Tensor) -> None:
 
 
 def test_noise_per_token_and_per_row_is_exponential(million: Tensor) -> None:
-    bound = 2.5 / math.sqrt(1000)  # far in the tail for one line, since there are two thousand
+    bound = 2.5 / math.sqrt(1000)  # far in the tail for one row, because there are two thousand
     assert max(ks_distance(row) for row in million) < bound
     assert max(ks_distance(column) for column in million.T) < bound
 

@@ -1,5 +1,5 @@
-"""The whole pipeline against one straightforward float64 implementation, of torch and of the CPU
-kernels; its parts as a table.
+"""The whole sampling pipeline, in torch and in the CPU kernels, against a plain float64
+implementation; its parts as a table.
 """
 
 import math
@@ -40,7 +40,7 @@ VOCAB = 61
 CALM = settings(deadline=None, max_examples=at_depth(80))
 IDS = st.integers(0, VOCAB - 1)
 Sample = Callable[[Tensor, SamplingBatch], Draw]
-NEAR = 1e-4  # where a filter's threshold is nearer than this, float32 and float64 may disagree
+NEAR = 1e-4  # float32 and float64 may disagree this close to a filter's threshold
 
 PARAMS = st.builds(
     dict[str, Any],
@@ -87,8 +87,8 @@ def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
 def written_down(
     logits: Tensor, draw: DrawRequest, clear: Callable[[bool], object] = assume
 ) -> tuple[list[float], list[float], set[int]]:
-    """Logits after bias, penalties and temperature; the same after masks; and the ids that are
-    kept. Python floats.
+    """Return logits after bias, penalties and temperature, the masked logits, and the kept ids, all
+    in Python floats.
     """
     params = draw.params
     row = [float(x) for x in logits[draw.row].double()]
@@ -179,7 +179,7 @@ def test_draw_agrees_with_float64(sample: Sample, draw: DrawRequest, seed: int) 
 def test_draw_does_not_depend_on_its_batch(
     sample: Sample, draws: list[DrawRequest], seed: int
 ) -> None:
-    """40 draws are more than a tile."""
+    """40 draws exceed a tile."""
     logits = logits_of(seed)
     together = sample(logits, sampling_batch(draws))
     for i, draw in enumerate(draws):
@@ -194,7 +194,7 @@ def test_draw_does_not_depend_on_its_batch(
 
 
 def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
-    """One sample's parameters for many draws, all under other noise."""
+    """Repeat one sample's parameters for many draws with different noise."""
     many: dict[str, Any] = {}
     for field in fields(batch):
         part = getattr(batch, field.name)
@@ -213,7 +213,7 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
 def test_draws_follow_the_distribution_over_a_million_samples(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's
+    """Combine bias, an allowed set, penalties, temperature and filters. Check with Pearson's
     chi-square.
     """
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 100_000)
@@ -243,7 +243,7 @@ def test_draws_follow_the_distribution_over_a_million_samples(
         (counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]
     ).sum()
     assert int(possible.sum()) - 1 >= 10
-    # one in a thousand at 16 degrees of freedom, and there are not more
+    # false alarm rate 1/1000 at 16 degrees of freedom, the maximum here
     assert float(distance) < 39.3
 
 

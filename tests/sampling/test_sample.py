@@ -18,15 +18,13 @@ from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling
 from tests.depth import at_depth
 
 VOCAB = 333
-CHI_SQUARE_19 = 43.8  # one in a thousand, 19 degrees of freedom
+CHI_SQUARE_19 = 43.8  # false alarm rate 1/1000 at 19 degrees of freedom
 CALM = settings(deadline=None, max_examples=at_depth(50))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a batch: the row of logits it draws from, its parameters, and where it
-    stands.
-    """
+    """One sample of a batch: its row of logits, parameters and position."""
 
     row: int = 0
     temperature: float = 1.0
@@ -71,7 +69,7 @@ def random_logits(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are small: more threads only wait for each other."""
+    """Tensors are small here, so more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,12 +77,12 @@ def one_thread() -> Iterator[None]:
 
 
 def full_logprobs(logits: Tensor, row: Row) -> Tensor:
-    """float64 log-probabilities of the whole vocabulary at the row's temperature."""
+    """Return float64 logprobs of the whole vocabulary at the row's temperature."""
     return torch.log_softmax(logits[row.row].double() / row.temperature, dim=-1)
 
 
 def allowed_logprobs(logits: Tensor, row: Row) -> Tensor:
-    """The same without the masked tokens, nothing filtered."""
+    """Return the same logprobs without masked tokens and before filters."""
     allowed = full_logprobs(logits, row)
     allowed[list(row.masked)] = -math.inf
     return torch.log_softmax(allowed, dim=-1)
@@ -132,9 +130,7 @@ def test_logprobs_and_kept_mass_match_their_definitions(rows: list[Row], seed: i
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0, 1e30])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}])
 def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, Any]) -> None:
-    """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no
-    float64 could hold.
-    """
+    """A mass of e**-300 is 0 in float32, but its log is still reported, even one beyond float64."""
     logits = random_logits(1)
     allowed = [3, 100, 331]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
@@ -149,7 +145,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, 
 
 
 def test_masked_logits_must_be_finite() -> None:
-    """Logits that cannot be right are reported, although nobody could draw them."""
+    """Corrupt logits are reported even if they could never be sampled."""
     logits = random_logits(3)
     logits[0, 7], logits[1, 7] = math.nan, math.inf
     params = SamplingParams(allowed_token_ids=frozenset({1, 2}))
@@ -164,7 +160,7 @@ def test_masked_logits_must_be_finite() -> None:
     seed=st.integers(0, 2**20),
 )
 def test_low_temperature_keeps_precision(temperature: float, top_k: int, seed: int) -> None:
-    """Large scaled logits may not eat the digits of their differences."""
+    """Large scaled logits must not lose the digits of their differences."""
     logits = random_logits(1, seed=seed) + 40
     row = Row(temperature=float(torch.tensor(temperature)), top_k=top_k)
     draw = sample(logits, batch_of([replace(row, draw=(seed, 0, i)) for i in range(32)]))
@@ -239,7 +235,7 @@ def test_greedy_respects_the_mask() -> None:
     ],
 )
 def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
-    # Rows do not know each other, and a short row is not padded far.
+    # Rows are independent, and a short row gets little padding.
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 50_000)
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
     num = 200_000
@@ -327,7 +323,7 @@ def test_sampled_token_is_possible_and_its_logprob_finite(
 )
 @example(1e-38, 0)
 def test_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: int) -> None:
-    """`SamplingParams` accepts any finite temperature: the smallest may not overflow into NaN."""
+    """`SamplingParams` accepts any positive temperature: the smallest must not overflow into NaN."""
     logits = random_logits(2, seed=1)
     draw = sample(
         logits, batch_of([Row(row=i, temperature=temperature, top_k=top_k) for i in range(2)])
@@ -357,7 +353,7 @@ def test_non_finite_row_is_reported_and_spares_the_others() -> None:
         assert broken.logprobs[i] == clean.logprobs[i]
 
 
-# -- every row for itself --------------------------------------------------------------------------
+# -- independent rows ------------------------------------------------------------------------------
 
 
 def same(one: Draw, i: int, other: Draw, j: int) -> bool:

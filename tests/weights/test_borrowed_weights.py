@@ -1,4 +1,4 @@
-"""The tensors of an update are those that were checked, whoever writes to them, or to their file,
+"""An update applies the tensors that were checked, even if the caller or its file overwrites them
 while the update waits.
 """
 
@@ -32,10 +32,10 @@ PATIENCE = 30.0
 
 
 def overwrite(file: Path) -> None:
-    """Write other numbers over those of a safetensors file, in place."""
+    """Overwrite the values of a safetensors file in place."""
     data = np.memmap(file, mode="r+")
     header = int.from_bytes(bytes(data[:8]), "little")
-    data[8 + header :] = 0xFF  # not a number in any dtype
+    data[8 + header :] = 0xFF  # NaN in every dtype
     data.flush()
 
 
@@ -67,7 +67,7 @@ Source = Callable[[Path], tuple[Any, Callable[[], None]]]
 def at_next_step(
     monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine, act: Callable[[], None]
 ) -> list[bool]:
-    """Call `act` before the next step; returns a list that then has an item."""
+    """Call `act` before the next step. Return a list that is filled afterwards."""
     step, called = engine.loop.step, list[bool]()
 
     def first() -> Any:
@@ -128,7 +128,7 @@ def test_immediate_blocking_update_copies_nothing(build: Build) -> None:
 def test_file_update_is_checked_on_its_copy(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is written over between the check of a tensor and its copy."""
+    """The file is overwritten between the check of a tensor and its copy."""
     from nano_inference.weights import staging as session
 
     engine = build()
@@ -137,7 +137,7 @@ def test_file_update_is_checked_on_its_copy(
 
     def spoiling(name: str, *args: Any) -> None:
         require_finite(name, *args)
-        if name == HEAD:  # the last one
+        if name == HEAD:  # the last tensor
             spoil()
 
     monkeypatch.setattr(session, "_require_finite", spoiling)
@@ -150,7 +150,7 @@ def test_file_update_is_checked_on_its_copy(
 
 @pytest.mark.parametrize("as_patches", [False, True])
 def test_served_tensors_may_be_swapped_through_a_transport(build: Build, as_patches: bool) -> None:
-    """`state_dict` gives views: the first one is written before the second is read."""
+    """`state_dict` returns views: the first tensor is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
     swapped: Any = {UP: served[other], other: served[UP]}
@@ -165,7 +165,7 @@ def test_served_tensors_may_be_swapped_through_a_transport(build: Build, as_patc
 
 
 def test_norms_may_be_swapped_through_a_transport(build: Build) -> None:
-    """Every backend serves norms as they are given."""
+    """Every backend serves norms in their given form."""
     engine = build()
     name = "model.layers.0.input_layernorm.weight"
     engine.update_weights({NORM: NEW[NORM], name: NEW[name]})

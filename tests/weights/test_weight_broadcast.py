@@ -1,5 +1,5 @@
-"""Weights by gloo from a trainer in another process: what arrives, and what a trainer that fails
-leaves behind.
+"""Weights by gloo from a trainer in another process: received tensors, and cleanup after trainer
+failures.
 """
 
 import itertools
@@ -43,7 +43,7 @@ from tests.weights.weight_cases import (
     synced,
 )
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 
@@ -57,7 +57,7 @@ def checksum(weights: Any, *more: Any) -> dict[str, str]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Trainers: the process, and the address that it serves."""
+    """Start trainer processes. Yield each process and its address."""
     children: list[subprocess.Popen[str]] = []
 
     def run(*actions: str) -> tuple["subprocess.Popen[str]", str]:
@@ -95,7 +95,7 @@ def refused(
     timeout: float,
     **options: Any,
 ) -> float:
-    """Receive what must be refused; returns the seconds it took."""
+    """Receive an update that must be rejected. Return the seconds it took."""
     before, began = (manager.version, manager.checksum()), time.monotonic()
     update = receive_update(manager, receiver, timeout=timeout, **options)
     with pytest.raises(WeightUpdateError, match=message):
@@ -146,8 +146,8 @@ def test_group_carries_many_updates_and_survives_rejections(
     refused(manager, receiver, "description of its weights cannot be read", 20)
     assert receiver._group is group
     assert "an engine rejected" in said(child)
-    # What its numbers are is seen in the middle of the bytes: that ends the group, and the next
-    # update makes another.
+    # Bad values are detected in the middle of the bytes. That ends the group, and the next update
+    # makes another.
     refused(manager, receiver, "'model.norm.weight' holds NaN", 20, check_finite=True)
     assert said(child) == "sent" or receiver._group is not group
     assert receive_update(manager, receiver, timeout=20).result(20) == 10
@@ -160,9 +160,7 @@ def test_group_carries_many_updates_and_survives_rejections(
 def test_rejected_update_can_be_followed_immediately(
     start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group of the one that was refused amid its bytes is closed by then, however long that
-    takes.
-    """
+    """The group of an update rejected mid-transfer is closed by then, however long that takes."""
     child, address = start("nan", "newer")
     receiver = BroadcastReceiver(address)
     close = receiver.close
@@ -176,7 +174,7 @@ def test_rejected_update_can_be_followed_immediately(
 
 
 class SilentGroup:
-    """A group in which everything arrives at once, and nothing is in it."""
+    """A group whose transfers complete immediately without data."""
 
     closed = False
 
@@ -326,13 +324,13 @@ def test_store_listens_only_on_loopback() -> None:
         other.bind(("127.0.0.2", store.port))
 
 
-# -- an engine that samples meanwhile --------------------------------------------------------------
+# -- an engine that samples during updates ---------------------------------------------------------
 
 
 def step_until(
     engine: InferenceEngine, update: WeightUpdate, seconds: float = 20.0
 ) -> list[TrainingSample]:
-    """Step, with something to do all the time, until an update has ended."""
+    """Step with constant work until an update has ended."""
     until, samples = time.monotonic() + seconds, list[TrainingSample]()
     while not update.done():
         assert time.monotonic() < until, "it never ends"

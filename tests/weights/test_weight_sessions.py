@@ -1,6 +1,4 @@
-"""Updates in pieces: whatever the pieces, the same weights as in one; whatever is wrong, none of
-it.
-"""
+"""Updates in buckets: any partition gives the same weights, and any error applies none of them."""
 
 import itertools
 import threading
@@ -50,7 +48,7 @@ def tied_manager() -> WeightSyncManager:
 
 
 def as_patches(data: st.DataObject, name: str, tensor: Tensor) -> list[list[WeightPatch]]:
-    """A whole tensor as one to three patches of shuffled places."""
+    """Split a tensor into one to three patches at shuffled indices."""
     order = (
         data.draw(st.permutations(range(tensor.numel())))
         if tensor.numel() < 40
@@ -61,7 +59,7 @@ def as_patches(data: st.DataObject, name: str, tensor: Tensor) -> list[list[Weig
 
 
 def partition(data: st.DataObject, weights: Weights) -> list[Any]:
-    """The weights in random buckets, some as patches, in a random order."""
+    """Split the weights into random buckets in a random order, some as patches."""
     buckets: list[Any] = []
     names = data.draw(st.permutations(sorted(weights)))
     for name in names:
@@ -136,7 +134,7 @@ def test_files_are_read_in_place(manager: WeightSyncManager, tmp_path: Path) -> 
     assert synced(manager, str(tmp_path / "all.safetensors"), copy=False) == expected
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejected updates ------------------------------------------------------------------------------
 
 NAN, INFINITE = NEW[NORM].clone(), NEW[UP].clone()
 NAN[3], INFINITE[5, 7] = torch.nan, -torch.inf
@@ -339,7 +337,7 @@ SAME = [(HEAD, PLACE, ELSE[5, 6].reshape(1))]
 def test_tied_head_follows_the_embedding(
     tied_manager: WeightSyncManager, buckets: list[Any], fits: bool
 ) -> None:
-    tied_manager.stage(TIED_WEIGHTS)  # pending: what it is tied to is what this makes of it
+    tied_manager.stage(TIED_WEIGHTS)  # pending: the tied tensor follows this update
     if not fits:
         with pytest.raises(
             WeightUpdateError, match=r"'lm_head.weight' is tied to 'model.embed_tokens.weight'"

@@ -1,4 +1,4 @@
-"""Two weight sets in one engine: every chunk names its own, and neither reads the other's keys."""
+"""Two weight sets in one engine: every chunk names its set, and neither reads the other's keys."""
 
 from pathlib import Path
 

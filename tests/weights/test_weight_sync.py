@@ -1,4 +1,4 @@
-"""New weights for a live engine: in place, versioned, all or nothing, in order."""
+"""Weight updates of a live engine: in place, versioned, atomic and ordered."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ from tests.weights.weight_cases import (
     greedy,
 )
 
-# -- what is written -------------------------------------------------------------------------------
+# -- written tensors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -85,7 +85,7 @@ def test_update_accepts_parameters_and_strided_tensors(build: Build) -> None:
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_served_tensors_may_be_swapped(build: Build, blocking: bool) -> None:
-    """`state_dict` gives views: the first one is written before the second is read."""
+    """`state_dict` returns views: the first tensor is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
     engine.update_weights({UP: served[other], other: served[UP]}, blocking=blocking)
@@ -101,7 +101,7 @@ def test_tensors_of_the_caller_are_not_retained(build: Build) -> None:
     assert_holds(engine, NEW)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejected updates ------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Any, str]] = [
     ({}, "non-empty state dict"),
@@ -180,7 +180,7 @@ def test_tied_head_is_accepted_if_it_equals_the_embedding(build: Build, tied: Pa
     engine = build(model_path=str(tied))
     engine.update_weights({EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING].clone()})
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
-    engine.update_weights({HEAD: NEW[EMBEDDING]})  # equal to what serves
+    engine.update_weights({HEAD: NEW[EMBEDDING]})  # equal to the live tensor
     assert engine.get_weight_version() == 2
 
 
@@ -248,7 +248,7 @@ def test_rejected_update_leaves_its_neighbors_in_flight(build: Build) -> None:
 
 
 def test_tied_head_is_compared_with_the_pending_embedding(build: Build, tied: Path) -> None:
-    """An update in flight changes the embedding; a head that equals the new one belongs to it."""
+    """An update in flight changes the embedding. A head that equals the new embedding is accepted."""
     engine = build(model_path=str(tied), lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -277,8 +277,8 @@ def test_sample_that_ends_during_an_update_is_not_lost(build: Build) -> None:
 
 
 def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
-    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates
-    cannot be at once.
+    """Call `run` while this thread is inside `generate`, so that updates of other threads must
+    queue.
     """
     ran: list[int] = []
 
@@ -323,7 +323,7 @@ def test_updates_from_two_threads_have_two_versions(
 def test_blocking_update_is_live_after_one_of_another_thread(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other thread stands between staging its update and announcing it."""
+    """The other thread is between staging its update and announcing it."""
     engine, staged, go_on = build(), threading.Event(), threading.Event()
     main, stage = threading.current_thread(), engine.weight_sync.stage
 
@@ -341,7 +341,7 @@ def test_blocking_update_is_live_after_one_of_another_thread(
         other.start()
         assert staged.wait(30)
 
-    with pytest.raises(KeyError):  # leaves generate at once, while the other thread waits
+    with pytest.raises(KeyError):  # leaves generate immediately, while the other thread waits
         while_stepping(engine, lambda: (begin(), {}["leave"]))
     update = engine.update_weights({UP: NEW[UP]}, blocking=True)
     assert update.done()
@@ -383,7 +383,7 @@ def test_withdrawn_update_is_not_applied(build: Build) -> None:
     assert_holds(engine, NEWER)
 
 
-# -- the names of the first description ------------------------------------------------------------
+# -- names of the original specification -----------------------------------------------------------
 
 
 def test_manager_stages_and_finishes_without_an_engine(build: Build) -> None:

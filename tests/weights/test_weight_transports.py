@@ -1,6 +1,4 @@
-"""Weights on their way: in this process, through files, and what keeps a deadline whatever a
-transport does.
-"""
+"""Weight transports: in process and through files, and deadlines that hold for every transport."""
 
 import json
 import threading
@@ -32,7 +30,7 @@ from tests.models.tiny import Weights
 from tests.weights.in_process import InProcess
 from tests.weights.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 SUM_OF_NEW = synced(WeightSyncManager(decoder()), NEW)
 
 
@@ -49,7 +47,7 @@ def refused(update: WeightUpdate, message: str, within: float = PATIENCE) -> Non
 
 
 def settled_threads() -> None:
-    """Wait until no thread of a transport is left."""
+    """Wait until no transport thread is left."""
     until = time.monotonic() + PATIENCE
     while any(thread.name.startswith("weight-") for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread stays"
@@ -88,9 +86,7 @@ def test_second_session_is_rejected_while_one_receives(manager: WeightSyncManage
 
 
 class Stuck:
-    """A transport whose wait does not come back before it is let go, and says nothing of the
-    deadline.
-    """
+    """A transport whose wait ignores the deadline and blocks until it is released."""
 
     def __init__(self, buckets: int) -> None:
         self.buckets, self.closed = buckets, threading.Event()
@@ -191,7 +187,7 @@ def test_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path
 def test_folder_is_incomplete_while_it_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that came now would take some of the old files for all of the new update."""
+    """A reader at this moment would mix old files into the new update."""
     write_folder(tmp_path, NEW, version=1)
     seen = list[bool]()
 
@@ -288,7 +284,7 @@ def test_missing_folder_and_missing_weights_are_rejected(
 
 
 def test_header_offsets_must_be_integers() -> None:
-    """JSON's 0.0 equals 0, and would fail where the update is put aside."""
+    """JSON's 0.0 equals 0, and would fail when the update is staged."""
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]}}'
     content = len(header).to_bytes(8, "little") + header + bytes(16)
     file = SafetensorsBytes(len(content), {"a": (4,)}, set(), ReusedMemory())
@@ -298,7 +294,7 @@ def test_header_offsets_must_be_integers() -> None:
         file.add(content)
 
 
-# -- what goes ahead of the bytes ------------------------------------------------------------------
+# -- the header before the bytes -------------------------------------------------------------------
 
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 SHAPES = WeightSyncManager(decoder()).shapes
@@ -344,7 +340,7 @@ def test_unpack_inverts_layout(run_bytes: int, bucket_bytes: int, dtype: torch.d
 def test_tensors_of_any_length_are_packed_contiguously(
     description: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
 ) -> None:
-    """Each begins at a multiple of 16, and few end at one."""
+    """Each tensor begins at a multiple of 16, and few end at one."""
     random = torch.Generator().manual_seed(0)
     values = [torch.randn(length, generator=random).to(dtype) for length, dtype in description]
     if patched:

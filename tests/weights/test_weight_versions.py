@@ -1,6 +1,4 @@
-"""New weights while an engine generates: which version sampled what, and never with stale keys and
-values.
-"""
+"""Weight updates during generation: versions of sampled tokens, and no stale keys or values."""
 
 import pytest
 
@@ -71,7 +69,7 @@ def test_spans_say_which_version_sampled_which_tokens(
         assert [span.version for span in spans] == [0, 1, 2, 3]
         assert [p for span in spans for p in range(span.start, span.end)] == list(range(20))
         assert sample.weight_version == 3
-        # What version 0 sampled is what an engine of that version samples.
+        # Tokens of version 0 equal those of an engine of that version.
         first = build().generate(PROMPT, drawn(20), 3)[sample.sample_index]
         end = spans[0].end
         assert sample.completion_tokens[:end] == first.completion_tokens[:end]
@@ -92,7 +90,7 @@ def test_version_that_sampled_nothing_has_no_span(build: Build) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_blocking_update_makes_running_requests_recompute(build: Build, lookahead: int) -> None:
-    """What follows is what a fresh engine makes of the prompt and the tokens so far."""
+    """Later tokens equal a fresh engine's continuation of the prompt and the tokens so far."""
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, greedy(14), 2)
     engine.add_request(PROMPT[:7], greedy(14))
@@ -113,7 +111,9 @@ def test_blocking_update_makes_running_requests_recompute(build: Build, lookahea
 def test_non_blocking_update_keeps_cached_keys(
     build: Build,
 ) -> None:
-    """The next token sees old keys of the prompt and new weights: neither engine alone gives it."""
+    """The next token attends to old keys of the prompt under new weights: neither engine by itself
+    gives it.
+    """
     engine = build(lookahead=0)
     engine.add_request(PROMPT, greedy(8))
     for _ in range(3):
@@ -133,8 +133,8 @@ def test_non_blocking_update_keeps_cached_keys(
 def test_stale_keys_do_not_reach_later_requests(
     build: Build, blocking: bool, lookahead: int, running: int
 ) -> None:
-    """Before, while and after: the prompt is cached under the old weights, and its owner may still
-    be running.
+    """Cover requests before, during and after: the prompt is cached under the old weights, and its
+    owner may still be running.
     """
     expected_old, expected_new = (
         build(weights).generate(PROMPT, greedy())[0] for weights in (OLD, NEW)
@@ -189,7 +189,7 @@ def test_blocks_of_a_dead_version_are_all_free(build: Build) -> None:
 
 
 def named_versions(engine: InferenceEngine) -> set[int]:
-    """Weight versions of the blocks that can be matched."""
+    """Return the weight versions of matchable blocks."""
     return {block.namespace.version for block in engine.cache.blocks if block.namespace is not None}
 
 
@@ -198,10 +198,10 @@ def named_versions(engine: InferenceEngine) -> set[int]:
 def test_blocks_lose_the_names_of_dead_versions(
     build: Build, blocking: bool, cache_type: str
 ) -> None:
-    """Nor gets one: a request that goes on with old keys names nothing any more."""
+    """No block gets such a name either: a request that continues with old keys names no blocks."""
     engine = build(max_batch_size=2, cache_type=cache_type)
     engine.generate(PROMPT[::-1], greedy())
-    for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two run, one waits
+    for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two running, one waiting
         engine.add_request(prompt, greedy(20))
     engine.step()
     engine.step()
@@ -235,5 +235,5 @@ def test_aborted_sample_carries_the_version_of_its_last_token(build: Build) -> N
     engine.update_weights(NEW)
     begun, untouched = engine.abort()
     assert (begun.weight_version, begun.weight_versions) == (0, (VersionSpan(0, 0, 1),))
-    # no token: what serves now
+    # no token: the live version
     assert (untouched.weight_version, untouched.weight_versions) == (1, ())

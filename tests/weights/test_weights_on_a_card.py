@@ -1,5 +1,5 @@
-"""Updates of an engine on a GPU, as far as a machine without one shows it: where they wait, and
-what a group holds.
+"""Updates of an engine on a GPU, as far as a machine without one can test them: staging and memory
+held by groups.
 """
 
 import gc
@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 
 class Work:
-    """A collective on a card: it is done when somebody says so."""
+    """A collective on a card that completes when the test says so."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -46,7 +46,7 @@ class Work:
 
 
 class Nccl:
-    """A process group whose first collective may never come back."""
+    """A process group whose first collective may never complete."""
 
     def __init__(self, silent: bool = False) -> None:
         self.silent, self.works, self.aborted = silent, list[Work](), 0
@@ -120,7 +120,9 @@ def test_hanging_first_collective_does_not_block_the_caller() -> None:
 def test_torch_watchdog_is_configured_to_spare_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads that as a group is made; whoever makes others finds what it had set."""
+    """Torch reads the setting when a group is made. Other groups of the process keep the original
+    setting.
+    """
     seen: list[tuple[str | None, ...]] = []
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     monkeypatch.setenv(names[0], "1")
@@ -148,7 +150,7 @@ def test_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_update_fits_the_free_memory_of_the_card(tmp_path: Path) -> None:
-    """What is beyond waits on the CPU. A card is played by the device "meta"."""
+    """Tensors beyond the free memory wait on the CPU. The device "meta" plays the card."""
     spec = load_spec(tiny_llama(tmp_path))
     model: Any = SimpleNamespace(
         part=shard_of(spec), params={}, dtype=torch.bfloat16, device=torch.device("meta")
