@@ -1,6 +1,4 @@
-"""A device that fails at any place where `CudaRunner` asks it for something: nobody hangs, and
-everybody is told.
-"""
+"""A device failure at any call of `CudaRunner` hangs no caller and reaches every caller."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,12 +34,12 @@ PLACES = ("upload", "download", "wait", "capture", "replay")
 
 
 class Failing(CheckingQueue):
-    """One that fails at a place, and from then on at every other, as a device does."""
+    """Fail at one call, and from then on at every other, like a device."""
 
     where = ""
     fault = "access"
     broken = False
-    left = 0  # calls there that still work
+    left = 0  # remaining calls that succeed
 
     def _touch(self, where: str) -> None:
         if where == self.where and self.left:
@@ -128,12 +126,12 @@ def test_cuda_fault_reaches_awaiting_tasks(
 def test_cuda_fault_after_a_sleep_ends_the_engine(
     failing: Callable[..., InferenceEngine], where: str
 ) -> None:
-    """Graphs are captured again once memory has moved."""
+    """Graphs are captured again after memory has moved."""
     engine = failing(where, "memory", left=10**6, lookahead=1)
     assert engine.generate([[1, 2]], PARAMS)
     engine.sleep()
     engine.wake()
-    engine.model.forget_recorded()  # as where memory has moved
+    engine.model.forget_recorded()  # simulates moved memory
     engine.runner.queue.left = 0  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(EngineDead, match=TOLD["memory"]):
         engine.generate([[1, 2]], PARAMS)

@@ -1,6 +1,4 @@
-"""`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs
-one copy a step.
-"""
+"""`CudaRunner` on the host: equal to the plain runner, and one copy per step in steady decode."""
 
 import gc
 import weakref
@@ -57,7 +55,7 @@ REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
 
 
 def workload(engine: InferenceEngine, gap: int = 2) -> list[TrainingSample]:
-    """Requests that arrive one after the other; the second is aborted when the fifth arrives."""
+    """Add requests one after the other. Abort the second when the fifth arrives."""
     samples: list[TrainingSample] = []
     ids: list[int] = []
     for prompt, how, num_samples in REQUESTS:
@@ -109,7 +107,7 @@ def test_graphs_equal_eager_and_the_reference(build: Build, options: dict[str, A
 
 
 def test_workload_covers_the_expected_cases(build: Build) -> None:
-    """The equality above is worth something: preemption, and draws by graphs and without."""
+    """The equality test covers preemption, and sampling with and without graphs."""
     engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
     workload(engine)
     assert engine.stats().num_preemptions > 0
@@ -133,9 +131,9 @@ def test_steady_decode_uploads_one_copy_per_step(
     for _ in range(8):
         engine.step()
     assert runner(engine).num_replays == before + 8
-    # Slots of pinned memory that are used again were waited for long ago: two a step, up and down.
+    # Reused slots of pinned memory were waited for long ago: two per step, up and down.
     step = ["wait", "upload", "forward", "draw", "wait", "download", "wait"]
-    if lookahead:  # the next forward is queued before the host waits for the last draw
+    if lookahead:  # the next forward is queued before the host waits for the last sample
         step = ["wait", "upload", "forward", "wait", "draw", "wait", "download"]
     assert log == step * 8
 
@@ -157,7 +155,7 @@ def test_parameters_are_uploaded_when_they_change(build: Build) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_samples_agree(build: Build, dtype: str) -> None:
-    """A step that a graph computes and no graph draws; numpy knows no bfloat16."""
+    """Cover a step computed but not sampled by a graph. NumPy has no bfloat16."""
     options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
     expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
     engine = build(backend="cuda", **options)
@@ -168,8 +166,8 @@ def test_half_precision_samples_agree(build: Build, dtype: str) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_shutdown_frees_device_memory(build: Build, graphs: bool) -> None:
-    """Also while somebody knows it still: the next engine of the process wants the card's
-    memory.
+    """Memory is freed even if a reference to the engine remains: the next engine of the process
+    needs it.
     """
     engine = build(backend="cuda", lookahead=1, cuda_graphs=graphs)
     engine.generate([7, 8, 9], params(), 2)
@@ -182,9 +180,7 @@ def test_shutdown_frees_device_memory(build: Build, graphs: bool) -> None:
 
 
 def test_group_may_be_wider_than_a_step(build: Build) -> None:
-    """Tokens of its fork do not fit where graphs look for them; the steps that want them look
-    elsewhere.
-    """
+    """The fork's tokens exceed the buffers of graphs, so the next steps read them elsewhere."""
     expected = build(backend="reference", lookahead=1, max_batch_size=3).generate(
         [7, 8, 9], params(), 7
     )
@@ -195,7 +191,7 @@ def test_group_may_be_wider_than_a_step(build: Build) -> None:
 
 
 def test_step_may_hold_only_scores(build: Build, model: Path) -> None:
-    """The reference model scores what the policy has finished, also when nobody draws."""
+    """The reference model scores finished samples, even in steps that sample nothing."""
     engines = [
         build(backend=name, lookahead=1, ref_model_path=str(model))
         for name in ("reference", "cuda")
@@ -208,7 +204,7 @@ def test_step_may_hold_only_scores(build: Build, model: Path) -> None:
 @pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_windows_equal_the_reference(build: Build, tmp_path: Path, family: str) -> None:
-    """Layers whose keys and values lie in units that other blocks had before."""
+    """Cover layers whose keys and values are in units reused from other blocks."""
     model = str(tiny_model(tmp_path / family, family))
     options: dict[str, Any] = {"model_path": model, "lookahead": 1, "kv_cache_memory": 2**17}
     expected = workload(build(backend="reference", **options))
@@ -228,7 +224,7 @@ def test_windows_equal_the_reference(build: Build, tmp_path: Path, family: str) 
 def test_decode_graphs_compute_drafts(
     build: Build, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """Right ones and wrong ones; in gemma3 windows move meanwhile."""
+    """Cover right and wrong drafts; windows move in gemma3."""
     model = str(tiny_model(tmp_path / family, family))
     how: dict[str, Any] = {"model_path": model, "lookahead": 1}
     asked = params(max_tokens=40, **options)
@@ -261,7 +257,7 @@ def test_row_by_row_makes_a_chunk_of_every_row() -> None:
 
 
 def test_mirror_of_units_keeps_its_address() -> None:
-    """Captured graphs know its address."""
+    """Captured graphs hold its address."""
     pool = UnitPool(12, 4, BlockLayout(1, 2, 8))
     units = UnitMap(pool, torch.device("cpu"))
     mirror = units._units = units._host.clone()  # as on a GPU

@@ -1,5 +1,5 @@
-"""`quantization="auto"`: a `.gguf` file is computed in its blocks on a CPU, unless something needs
-plain weights.
+"""`quantization="auto"`: a CPU computes a `.gguf` file in its blocks unless a feature needs plain
+weights.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, seed=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and beside it files of it: in blocks, and not."""
+    """A checkpoint with `.gguf` files next to it, with and without blocks."""
     made = tmp_path_factory.mktemp("models")
     strong_model(made / "hf", "LlamaForCausalLM", **CONFIG)
     for name in ("Q4_1", "F16"):
@@ -183,7 +183,7 @@ def test_engine_logs_no_setting_that_was_ruled_out(
     monkeypatch.setattr(quantization, "available_instruction_set", lambda: "avx2")
     monkeypatch.setattr(quantization, "wants_cpu_kernels", lambda _: True)
     asked = config(folder / "Q4_1.gguf", dtype="bfloat16", backend="reference")
-    asked = with_plain_weights(asked) if plain else asked  # as --rl does
+    asked = with_plain_weights(asked) if plain else asked  # like --rl
     with caplog.at_level("INFO", "nano_inference"), InferenceEngine(asked):
         assert ("--quantization file" in caplog.text) != plain
 
@@ -198,7 +198,7 @@ def test_policy_model_rejects_implicit_blocks(folder: Path) -> None:
 
 @NEEDS_COMPILER
 def test_lora_policy_trains_on_blocks(folder: Path) -> None:
-    """The weights that it adapts never change, so nothing is rounded."""
+    """The adapted weights never change, so nothing is rounded."""
     with InferenceEngine(config(folder / "Q4_1.gguf", max_loras=1)) as engine:
         policy = LoraPolicy(engine)
         policy.publish()

@@ -1,4 +1,6 @@
-"""Kept conversations come back from memory and from files with the same bits, and hold nobody up."""
+"""Offloaded conversations are restored from memory and files bit for bit, without delaying
+requests.
+"""
 
 import errno
 import fcntl
@@ -64,12 +66,12 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def turn(engine: InferenceEngine, sample: TrainingSample) -> list[int]:
-    """The conversation goes on with what a tool said."""
+    """Continue the conversation with a tool's output."""
     return [*sample.prompt_tokens, *sample.completion_tokens, 9, 8, 7]
 
 
 def press(engine: InferenceEngine) -> None:
-    """Others take every block."""
+    """Fill every block with other requests."""
     length = engine.cache.num_blocks * SIZE - 5
     length = min(length, engine.max_model_len - 5)
     count = -(-engine.cache.num_blocks * SIZE // length) + 1
@@ -205,7 +207,7 @@ def test_files_are_bounded_and_the_oldest_removed(build: Build, tmp_path: Path) 
     stats = engine.stats()
     assert (stats.kept_blocks_written, stats.kept_file_bytes) == (6, 3 * one)
     assert len(files(tmp_path)) == 3
-    # the end of a chain is evicted first, and so is the oldest
+    # the end of a chain is evicted first, and therefore is the oldest
     assert engine.generate([turn(engine, kept)], params())[0].cached_tokens == 12
 
 
@@ -225,7 +227,7 @@ def test_engines_sharing_a_folder_do_not_interfere(build: Build, tmp_path: Path)
 
 @pytest.mark.thorough
 def test_group_is_offloaded_under_pressure_while_it_runs(build: Build, tmp_path: Path) -> None:
-    """Kept conversations, and as many requests at once as the memory does not hold."""
+    """Keep conversations while concurrent requests exceed the memory."""
     engine, alone = build(kept_cache_folder=str(tmp_path)), build()
     prompts = [prompt_of(8 + 3 * n, n) for n in range(12)]
     keeping = [params(keep_cache_seconds=5.0 + n, cache_priority=n % 3) for n in range(12)]
@@ -241,7 +243,7 @@ def test_group_is_offloaded_under_pressure_while_it_runs(build: Build, tmp_path:
 def test_files_are_read_only_for_admitted_requests(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """A long conversation waits in line while others run; when they end, it comes back at once."""
+    """A long conversation waits while others run. When they end, it is restored immediately."""
     limits: dict[str, Any] = {"max_batch_size": 2} if why == "sequences" else {}
     length = 20 if limits else 100
     engine = build(kept_cache_folder=str(tmp_path), kv_cache_memory=2**17, **limits)

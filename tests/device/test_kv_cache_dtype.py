@@ -1,4 +1,4 @@
-"""Engines whose keys and values are codes: memory, what is refused, blocks that move, replay."""
+"""Engines with quantized keys and values: memory, rejected options, block exchange, replay."""
 
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,9 @@ def test_policy_model_logprobs_equal_the_engine(build: Build, backend: str, dtyp
 
 
 def test_gradients_use_the_rounded_keys_and_values(build: Build) -> None:
-    """They differ everywhere from those of plain keys and values, by about what rounding does."""
+    """The gradients differ everywhere from those of plain keys and values, by about the rounding
+    error.
+    """
     models = {
         kept: PolicyModel(build(backend="reference", dtype="float32", kv_cache_dtype=kept))
         for kept in ("auto", "int8")

@@ -1,4 +1,4 @@
-"""Memory for arriving weights comes back when nobody holds it, and not before."""
+"""Memory for received weights is reused only after its last holder released it."""
 
 import random
 
@@ -29,7 +29,7 @@ def test_take_picks_the_best_fit_within_bounds() -> None:
     pieces.clear()
     taken = memory.take(2 * HUGE_PAGE)
     assert taken.data_ptr() == places[2]
-    small = memory.take(HUGE_PAGE)  # three and six times as large would be a waste
+    small = memory.take(HUGE_PAGE)  # pieces three and six times as large would be a waste
     assert small.data_ptr() not in places.values()
     assert len(memory._free) == 2
     assert memory.take(5 * HUGE_PAGE).data_ptr() == places[6]

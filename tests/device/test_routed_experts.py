@@ -1,4 +1,4 @@
-"""Experts that go out with samples are those of a plain forward, whatever the engine did."""
+"""Experts reported with samples equal those of a plain forward under any engine activity."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from tests.depth import at_depth
 from tests.models.tiny import tiny_llama, tiny_model
 
 SIZE = 4
-CLOSE = 1e-4  # between the last expert that is chosen and the next: another order of additions
+CLOSE = 1e-4  # gap between the last chosen expert and the next; covers another order of additions
 LAYERS = {"qwen3-moe": (True, False, True), "mixtral": (True, True)}
 Weights = dict[str, Tensor]
 Build = Callable[..., InferenceEngine]
@@ -35,7 +35,7 @@ Build = Callable[..., InferenceEngine]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """Of each family the versions 0, 1 and 2 of its weights."""
+    """Write weight versions 0, 1 and 2 of each family."""
     return {
         family: [
             tiny_model(tmp_path_factory.mktemp(family), family, std=0.3, seed=seed)
@@ -83,8 +83,8 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Of the routers, [rows, layers of experts, experts]; rows [start, end) of a span by its
-        version, which attend to keys and values of those before.
+        """Return router logits [rows, expert layers, experts]. Rows [start, end) of a span use its
+        version and attend to keys and values of earlier spans.
         """
         from transformers import DynamicCache
 
@@ -93,7 +93,7 @@ class Oracle:
             self._logits.clear()
             model = self._models[version]
             name = {"cache", "past_key_values"} & {*inspect.signature(model.forward).parameters}
-            cache_option = {min(name): cache}  # newer releases of transformers have the first
+            cache_option = {min(name): cache}  # the first name is newer
             model(torch.tensor([tokens[start:end]]), use_cache=True, **cache_option)
             rows.append(torch.stack([each.view(end - start, -1) for each in self._logits], 1))
         return torch.cat(rows)
@@ -105,8 +105,8 @@ def oracles(folders: dict[str, list[Path]]) -> dict[str, Oracle]:
 
 
 def check(sample: TrainingSample, oracle: Oracle, has_experts: Sequence[bool]) -> int:
-    """Compare a sample's experts with those of the plain forward, as far as that decides clearly;
-    returns how many choices were compared.
+    """Compare a sample's experts with those of the plain forward wherever its choice is clear.
+    Return the number of compared choices.
     """
     tokens = [*sample.prompt_tokens, *sample.completion_tokens]
     assert sample.routed_experts is not None, sample.routed_experts_unknown
@@ -136,7 +136,7 @@ def drawn(max_tokens: int = 7, seed: int = 3, **options: Any) -> SamplingParams:
 
 
 def prompt_of(length: int, stem: int = 0) -> list[int]:
-    """Prompts of one stem share it; what follows is their own."""
+    """Return a prompt. Prompts of one stem share it and differ afterwards."""
     tail = [(13 * place + 7 * length) % 290 + 3 for place in range(length)]
     return [(5 * place) % 290 + 3 for place in range(stem)] + tail
 
@@ -155,13 +155,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"backend": "reference", "max_tokens_per_batch": 9, "max_batch_size": 4},
     {"backend": "cpu", "speculation": "suffix", "max_drafts": 3},
     {"backend": "reference", "draft_model": "self", "draft_layers": 1, "max_drafts": 3},
-    {"backend": "cpu", "max_model_len": 64, "kv_cache_memory": 64 * 2400},  # it preempts
+    {"backend": "cpu", "max_model_len": 64, "kv_cache_memory": 64 * 2400},  # preempts sequences
 ]
 REQUESTS = st.tuples(
-    st.integers(1, 21),  # tokens of its own
-    st.sampled_from([0, 6, 12, 15]),  # tokens that others have too
+    st.integers(1, 21),  # tokens of one prompt
+    st.sampled_from([0, 6, 12, 15]),  # tokens shared with other prompts
     st.integers(1, 3),  # samples
-    st.integers(1, 9),  # tokens of a completion
+    st.integers(1, 9),  # tokens per completion
 )
 UPDATES = st.sampled_from(["recompute", "keep", "finish_old", "wait", "abort"])
 
@@ -180,8 +180,8 @@ def test_experts_equal_those_of_a_plain_forward(
     oracles: dict[str, Oracle],
     data: st.DataObject,
 ) -> None:
-    """Under prefix hits, forks, chunks, preemption, lookahead, drafts and updates of the weights:
-    what is known is right, and what ended by itself is known.
+    """Cover prefix hits, forks, chunks, preemption, lookahead, drafts and updates: known experts
+    are right, and a sample that ended by itself has all of them.
     """
     family = data.draw(st.sampled_from(sorted(LAYERS)))
     options = data.draw(st.sampled_from(OPTIONS))
@@ -211,8 +211,8 @@ def test_experts_equal_those_of_a_plain_forward(
 def test_forks_and_copied_blocks_have_their_first_row(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
-    """A prompt that ends inside a block: its samples share that block and copy it when they write
-    on.
+    """The prompt ends inside a block: its samples share that block and copy it on their first
+    write.
     """
     with build() as engine:
         samples = engine.generate([prompt_of(6)], drawn(6), 4)
@@ -243,8 +243,8 @@ def test_preempted_rows_are_recorded_again(
 def test_update_mid_sample_keeps_the_record(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle], kv_policy: str
 ) -> None:
-    """What stays with the old weights, or keeps their keys, has the experts of those; what comes
-    later those of the new ones, in the same slots.
+    """Tokens under old weights or old keys have the old experts. Later tokens have the new experts,
+    in the same slots.
     """
     with build() as engine:
         engine.generate([prompt_of(40)], drawn())  # slots hold experts of other tokens
@@ -278,7 +278,7 @@ def test_record_changes_no_bit(build: Build) -> None:
 def test_blocks_of_another_engine_leave_the_experts_unknown(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
-    """Also where this engine had computed other tokens in the same slots."""
+    """The slots may hold experts of other tokens of this engine."""
     with build() as source, build() as target:
         target.generate([prompt_of(30)], drawn())
         target.flush_cache()
@@ -294,7 +294,7 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
             "keys of 16 of 24 tokens came from another engine or from a file"
         )
         check(local, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
-        target.flush_cache()  # what is computed here is known again
+        target.flush_cache()  # rows computed here are known again
         check(target.generate([prompt], drawn())[0], oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
 

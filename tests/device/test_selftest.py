@@ -105,7 +105,7 @@ def test_info_selftest_prints_one_line_per_set() -> None:
 
 
 class _Crashing(KernelSet):
-    """Kernels of instructions that the processor does not have."""
+    """Kernels with instructions that the processor lacks."""
 
     def ops(self) -> Any:
         os.kill(os.getpid(), signal.SIGILL)

@@ -1,4 +1,4 @@
-"""Sleeping and waking, as a whole and part by part: nothing of it changes a token."""
+"""Sleeping and waking, completely or in parts, change no token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_sleep_changes_no_bit(build: Build, weights: bool, backend: str) -> None
     (sample,) = drain(engine)
     assert same(replace(sample, ref_logprobs=None), expected)
     assert sample.ref_logprobs == sample.raw_logprobs
-    engine.wake()  # nothing to do
+    engine.wake()  # no work
 
 
 def test_sleep_releases_memory(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_update_during_a_sleep_is_live_after_it(build: Build, weights: bool) -> 
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_awake_weights_are_updated_while_the_cache_sleeps(build: Build, paused: bool) -> None:
-    """What trainers do that share the device: weights awake, update, cache awake."""
+    """Trainers that share the device wake the weights, update, then wake the cache."""
     expected = build(NEW).generate(PROMPT, drawn())[0]
     engine = build()
     engine.add_request(PROMPT, drawn())

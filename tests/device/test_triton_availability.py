@@ -1,6 +1,4 @@
-"""What is missing for the CUDA backend, who says so, and what runs instead; on a machine that has
-all or nothing.
-"""
+"""Missing requirements of the CUDA backend: error messages and fallbacks on a fake machine."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -43,7 +41,7 @@ def spec(folder: Path) -> ModelSpec:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A card as torch would tell of it; whatever would run on it is left out."""
+    """Fake torch's report of a card. Nothing runs on it."""
 
     def make(capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""`CudaQueue` without a GPU: what it asks of torch, on which stream, and in which order."""
+"""`CudaQueue` without a GPU: its torch calls, their streams and their order."""
 
 import inspect
 import weakref
@@ -15,7 +15,7 @@ from nano_inference.device.queues import CudaQueue
 
 
 class FakeCuda:
-    """`torch.cuda`, writing down what is done on which stream. `stuck`: no event is ever passed."""
+    """Fake `torch.cuda` that records calls per stream. `stuck`: events never complete."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -144,9 +144,7 @@ def test_capture_is_warmed_up_on_its_own_idle_stream(cuda: FakeCuda) -> None:
 
 
 def test_graph_keeps_its_inputs_alive(cuda: FakeCuda) -> None:
-    """It knows addresses alone: memory that is given to somebody else would be read all the
-    same.
-    """
+    """A graph holds only addresses: it would read memory that was reused."""
     queue = CudaQueue(torch.device("cuda"))
 
     def capture() -> tuple[Any, weakref.ref[Tensor]]:

@@ -1,4 +1,4 @@
-"""Whole engines on the kernels, in Triton's interpreter: graphs give the bits of eager steps."""
+"""Whole engines on the kernels in Triton's interpreter: graphs give the bits of eager steps."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.weights.weight_cases import Build, drain
 
 @pytest.fixture
 def checking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # for the sake of time
+    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # to save time
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
     # most batches are padded
     monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
@@ -41,7 +41,7 @@ def tiny(folder: Path, family: str) -> str:
 
 
 def run(engine: InferenceEngine) -> list[TrainingSample]:
-    """A group and one with filters, which ends first: batches of 3 rows, 2 and 1."""
+    """Run a group and a filtered request that ends first: batches of 3 rows, 2 and 1."""
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=1, ignore_eos=True), 2)
     engine.add_request([7, 8], SamplingParams(max_tokens=3, seed=2, ignore_eos=True, top_p=0.8))
     return drain(engine)
@@ -124,4 +124,4 @@ def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) ->
     samples = engine.generate([prompt], params, 2)
     assert all(map(same_bits, samples, expected))
     assert runner(engine).num_eager_steps == 1  # the prompt
-    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # there were drafts
+    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # so there were drafts

@@ -1,6 +1,4 @@
-"""Graphs, their sizes and buffers, and what may happen to them: new weights, a sleep, a device that
-hangs or fails.
-"""
+"""Graphs, their sizes and buffers, under new weights, sleep, and hanging or failing devices."""
 
 import threading
 import time
@@ -45,7 +43,7 @@ def test_graph_sizes_cover_every_batch(largest: int) -> None:
 
 
 class LateEvent(Event):
-    """An event that is passed when it has been asked so many times, or never."""
+    """An event that completes after a number of queries, or never."""
 
     def __init__(self, asks: float) -> None:
         self.left = asks
@@ -92,7 +90,7 @@ def test_uploads_arrive_contiguously() -> None:
     ]
     with queue.current():
         actual = uploads.send(parts)
-        big = uploads.send([torch.arange(100_000)])  # more than there was room for
+        big = uploads.send([torch.arange(100_000)])  # more than the buffer's capacity
         assert uploads.send([]) == []
     assert len(queue.uploads) == 2
     for part, mine in zip(parts, actual, strict=True):
@@ -184,7 +182,7 @@ def test_columns_do_not_overlap() -> None:
     assert [set(view.flatten().tolist()) for view in views] == [{True}, {2.0}, {3}]
 
 
-# -- what happens to an engine with graphs ---------------------------------------------------------
+# -- engines with graphs ---------------------------------------------------------------------------
 
 
 def start(engine: InferenceEngine, steps: int = 6) -> None:
@@ -197,8 +195,8 @@ def start(engine: InferenceEngine, steps: int = 6) -> None:
 def both(
     build: Build, change: Callable[[InferenceEngine], object], **options: Any
 ) -> InferenceEngine:
-    """Change a running engine, of the reference and with graphs; their samples are the same.
-    Returns the second.
+    """Apply a change to a running reference engine and to one with graphs. Check equal samples.
+    Return the second engine.
     """
     results: list[list[TrainingSample]] = []
     engines = [build(backend=name, lookahead=1, **options) for name in ("reference", "cuda")]
@@ -231,7 +229,7 @@ def test_new_weights_need_no_new_graphs(build: Build, policy: Any) -> None:
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
-    """Requests that finish on them, alone and beside one of the new weights."""
+    """Cover requests that finish on old weights, with and without requests on the new weights."""
     before: list[int] = []
 
     def change(engine: InferenceEngine) -> None:
@@ -253,7 +251,7 @@ def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
 def test_sleep_changes_no_bit_under_graphs(
     build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
-    """Where memory moves, graphs are forgotten and captured again."""
+    """Graphs are dropped and captured again if memory moves."""
     if moves:
         forget = sleeping.Sleep._forget_recorded
 
@@ -279,7 +277,7 @@ def test_sleep_changes_no_bit_under_graphs(
 def test_capture_between_steps_changes_no_bit(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All graphs at once, with tokens on the device that the next step wants."""
+    """Capture all graphs while the device holds tokens that the next step needs."""
     monkeypatch.setattr(CheckingQueue, "captures_early", True)
 
     def change(engine: InferenceEngine) -> None:
@@ -347,7 +345,7 @@ FAILURES = [
 def test_failing_device_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, where: str, failure: Exception, lookahead: int
 ) -> None:
-    """Not one request after the other, each for the device's fault."""
+    """Requests must not fail one after the other for a device fault."""
     engine = build(backend="cuda", lookahead=lookahead)
     for seed, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, params(seed=seed))

@@ -1,5 +1,5 @@
-"""Where a card's memory goes: counted on a card that is made up, and the largest step run in
-Triton's interpreter.
+"""Memory plan of a card: accounted on a fake card, and the largest step run in Triton's
+interpreter.
 """
 
 import re
@@ -27,7 +27,7 @@ from tests.models.tiny import tiny_llama, tiny_model
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
-# bytes of a block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
+# bytes per block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
 BLOCK = 16 * 2 * 2 * 16 * 2 * 2
 
 
@@ -75,14 +75,14 @@ def test_memory_stays_in_its_share_or_the_error_names_a_setting(
                 spec, claims, **options | {"gpu_memory_utilization": float(match[1])}
             ).num_blocks
         if match := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", message):
-            fewer = parts[1] * int(match[1]) // tokens  # a workspace is about proportional to them
+            fewer = parts[1] * int(match[1]) // tokens  # a workspace is roughly proportional
             assert planned(
                 spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share
             )
         return
     assert (budget.workspace, budget.graphs, budget.others) == parts[1:]
     used = budget.weights + budget.workspace + budget.graphs + budget.others + budget.kv_cache
-    # what may ever be used
+    # maximum that can be used
     assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
 
 
@@ -151,7 +151,7 @@ def test_estimate_rejects_only_oversized_weights(spec: ModelSpec) -> None:
 
 @pytest.fixture
 def not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted is made up anyhow, and the interpreter takes its time."""
+    """Skip the step: figures are invented, and the interpreter is slow."""
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
 
 
@@ -189,7 +189,7 @@ def test_engine_plan_uses_measured_memory(folder: Path) -> None:
 def test_measured_step_has_the_maximum_rows_samples_and_keys(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
+    """Cover every block size, limited chunks, and a storage of few blocks."""
     seen: list[tuple[int, int, int, int]] = []
     with InferenceEngine(
         small(

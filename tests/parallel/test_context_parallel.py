@@ -1,6 +1,4 @@
-"""Context parallel: ranks that share a sequence's keys and values agree with one rank to the
-bit.
-"""
+"""Context parallel: ranks that share a sequence's keys and values equal one rank bit for bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,13 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of four sees everything, the others the last 600 tokens."""
+    """One layer in four has full attention, the others a window of 600 tokens."""
     folder = tmp_path_factory.mktemp("windowed")
     return tiny_model(folder, "gemma3", **TINY, sliding_window=600, max_position_embeddings=4096)
 
 
 def work() -> list[Request]:
-    """Long and short ones, some with a common beginning, groups, scores of prompts, filters."""
+    """Return long and short requests: shared prefixes, groups, prompt scores and filters."""
     return [
         Request(STEM[:1300], SamplingParams(max_tokens=6, seed=1, temperature=0.8), num_samples=2),
         Request(
@@ -88,17 +86,17 @@ def alone(
 
 
 class Shared(NamedTuple):
-    """What became of requests on the ranks of a mesh."""
+    """Results of requests on the ranks of a mesh."""
 
     samples: dict[tuple[int, int], TrainingSample]
     num_preemptions: int
     num_cached_tokens: int
-    rows_computed: list[int]  # of the ranks, falling
+    rows_computed: list[int]  # per rank, descending
     kv_bytes: list[int]  # of each rank
 
 
 class WatchedStorage(KVStorage):
-    """What nobody has written is NaN."""
+    """Storage filled with NaN until written."""
 
     made: ClassVar[list[KVStorage]] = []
 
@@ -118,7 +116,7 @@ class WatchedContext(SharedContext):
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill what nobody holds and nobody can match with NaN, on every rank."""
+    """Fill unheld, unmatchable blocks with NaN on every rank."""
     free = [
         block.block_id
         for block in engine.cache.blocks
@@ -134,7 +132,7 @@ def poison(engine: InferenceEngine) -> None:
 def shared(
     model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
 ) -> Shared:
-    """The requests on the ranks of a mesh, each of them a thread."""
+    """Run the requests on the ranks of a mesh, one thread per rank."""
     made: list[InferenceEngine] = []
     kv_bytes: list[int] = []
 
@@ -173,7 +171,7 @@ def shared(
 def check(
     model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
 ) -> Shared:
-    """On so many ranks each request has the bits that it has alone on one."""
+    """Check that each request has the same bits on several ranks as by itself on one."""
     together = shared(model, requests, schedule, mesh, dtype)
     for number, request in enumerate(requests):
         for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
@@ -194,7 +192,7 @@ def check(
     ],
 )
 def test_context_ranks_equal_one_rank_bit_for_bit(model: Path, backend: Backend, size: int) -> None:
-    """Chunks that end anywhere, prefixes that are found, lookahead, both caches."""
+    """Cover chunks of any length, prefix hits, lookahead, and both caches."""
     schedule = Schedule(
         block_size=512 * size,
         max_chunk_tokens=391,
@@ -206,7 +204,7 @@ def test_context_ranks_equal_one_rank_bit_for_bit(model: Path, backend: Backend,
     )
     dtype = "bfloat16" if backend == "cpu" and size == 4 else "float32"
     together = check(model, work(), schedule, Mesh(context=size), dtype)
-    # a block of 1,024 is found, one of 2,048 is not
+    # a block of 1,024 matches, one of 2,048 does not
     assert (together.num_cached_tokens > 0) == (size == 2)
 
 
@@ -215,7 +213,7 @@ def test_context_ranks_equal_one_rank_bit_for_bit(model: Path, backend: Backend,
 def test_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> None:
     request = Request(STEM[:2500], SamplingParams(max_tokens=2, seed=4))
     together = check(model, [request], Schedule(block_size=2048, backend=backend), Mesh(context=4))
-    # 2,048 positions evenly, the rest of the prompt and what is drawn by the first
+    # 2,048 positions evenly; the first rank has the rest of the prompt and the completion
     assert together.rows_computed == [512 + 453, 512, 512, 512]
     blocks = together.kv_bytes[0] * 4 // (2048 * TOKEN * DTYPES["float32"])
     assert together.kv_bytes == [blocks * 512 * TOKEN * DTYPES["float32"]] * 4
@@ -233,7 +231,7 @@ def test_preempted_sequences_resume_bit_for_bit(model: Path) -> None:
 
 @pytest.mark.thorough
 def test_traffic_between_ranks_is_bounded(model: Path) -> None:
-    """Rows go piece by piece where their states would become too many, and no bit changes."""
+    """Rows are sent in pieces if their states would be too large, and no bit changes."""
     with patch.object(shared_context, "MOST_NUMBERS", 100 * 2 * (16 + 2)):
         check(
             model,
@@ -280,7 +278,7 @@ def test_context_parallel_combines_with_other_options(model: Path, mesh: Mesh) -
 
 @pytest.mark.thorough
 def test_processes_share_a_sequence(model: Path) -> None:
-    """Through the option: the engine starts its other rank."""
+    """Use the option: the engine starts its second rank."""
     prompts = [list(STEM[:1600]), [5, 6, 7]]
     params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=True)
     options: dict[str, Any] = {

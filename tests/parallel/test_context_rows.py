@@ -1,5 +1,5 @@
-"""Which rank stores, computes and asks what: pure functions of a batch, against the plainest way to
-say it.
+"""Rows stored, computed and requested by each rank: pure functions of a batch, against a plain
+definition.
 """
 
 from itertools import pairwise
@@ -99,12 +99,12 @@ def test_row_merges_all_its_segments_in_order(data: st.DataObject, window: int, 
     merged: dict[int, list[int]] = {}  # row -> segments
     for pieces in zip(*(step.pieces[window] for step in steps), strict=True):
         rows = [step.rows for step in steps]
-        states: list[list[torch.Tensor]] = []  # by rank: what it answers each
+        states: list[list[torch.Tensor]] = []  # per rank: its answers to each peer
         for rank, piece in enumerate(pieces):
             asked = torch.cat(
                 [own[each.queries[rank]] for own, each in zip(rows, pieces, strict=True)]
             )[piece.arrived]
-            assert asked.tolist() == sorted(asked.tolist())  # in the order of the batch
+            assert asked.tolist() == sorted(asked.tolist())  # in batch order
             pairs: list[tuple[int, int]] = []
             for row, begin, last in zip(
                 asked.tolist(),

@@ -1,6 +1,4 @@
-"""The end of a step over ranks with a part of the vocabulary each: the bits of one rank, whatever
-is asked for.
-"""
+"""The sampling head over ranks with vocabulary shards: the bits of one rank for all options."""
 
 import math
 import random
@@ -39,19 +37,19 @@ def backend(name: str) -> Ops:
 
 
 class Ranks:
-    """A head on one rank, and on several with a part each."""
+    """A head on one rank, and a sharded head on several."""
 
     def __init__(self, ops: Ops, weight: Tensor, bounds: tuple[int, ...]) -> None:
         self.ops, self.size = ops, len(bounds) - 1
         self.whole = self._stored(weight)
         self.own = [self._stored(weight[first:end]) for first, end in pairwise(bounds)]
-        self.told: list[int] = []  # bytes that rank 0 tells the others, by exchange
+        self.told: list[int] = []  # bytes sent by rank 0, per exchange
         groups = ThreadGroup.make(self.size, patience=20)
         setattr(groups[0], "all_gather", self._noted(groups[0].all_gather))  # noqa: B010
         self.heads = [ShardedHead(ops, group, bounds) for group in groups]
 
     def check(self, call: Callable[[Any, Any], Any]) -> Any:
-        """What `call(head, weight)` gives is the same on all ranks and on one."""
+        """Check that `call(head, weight)` returns the same on all ranks and on one."""
         expected = call(self.ops, self.whole)
         for got in on_ranks(self.size, lambda rank: call(self.heads[rank], self.own[rank])):
             require_same(got, expected)
@@ -145,9 +143,7 @@ def test_head_shards_need_not_align_to_blocks(name: str, bounds: tuple[int, ...]
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_equal_logits_favor_the_lower_id(name: str) -> None:
-    """The two halves of the vocabulary are the same, so that every token has a twin on the other
-    rank.
-    """
+    """The two halves of the vocabulary are equal, so every token has a twin on the other rank."""
     hidden, half = random_head(UNIT, torch.float32, 1)
     ranked = Ranks(backend(name), torch.cat([half, half]), (0, UNIT, 2 * UNIT))
     batch = sampling_batch([DrawRequest(SamplingParams(temperature=0), row) for row in range(ROWS)])
@@ -175,9 +171,7 @@ def test_non_finite_row_is_reported(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_head_traffic_is_bounded(name: str) -> None:
-    """Of a plain draw maxima, sums and the best tokens; the logits only of rows that must be looked
-    at as a whole.
-    """
+    """A plain draw sends maxima, sums and best tokens. Only rows that need all logits send them."""
     vocab, hidden = 8 * UNIT, random_head(8, torch.float32, 0)[0]
     ranked = Ranks(backend(name), random_head(vocab, torch.float32, 0)[1], bounds_of(vocab, 8))
     plain = [DrawRequest(SamplingParams(), row, (1, row, 2)) for row in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Groups of processes, tried by ranks that are threads: gloo does not mind."""
+"""Process groups tested with ranks as threads, which gloo allows."""
 
 import threading
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def of_threads(size: int, patience: float = 10.0) -> list[Callable[[], ProcessGr
 def together(
     makers: list[Callable[[], ProcessGroup]], run: Callable[[ProcessGroup], Any]
 ) -> list[Any]:
-    """What each rank found, or raised."""
+    """Return each rank's result or exception."""
     results: list[Any] = [None] * len(makers)
 
     def one(rank: int) -> None:
@@ -90,7 +90,7 @@ def test_collective_times_out_with_an_error() -> None:
         if group.rank == 0:
             group.tree_sum(torch.zeros(3))
 
-    results = together(of_processes(2, 2.0), run)  # in which they meet
+    results = together(of_processes(2, 2.0), run)  # in which they connect
     assert isinstance(results[0], RankLost)
     assert "rank 0 of a group of 2 waited for another" in str(results[0])
 
@@ -109,4 +109,4 @@ def test_group_can_be_closed_twice() -> None:
     assert together(of_processes(2), run) == [None, None]
     for thread in threading.enumerate():
         if thread.name == "end of a group":
-            thread.join(10)  # what one raises is a warning, and that an error
+            thread.join(10)  # one message is a warning and the other an error

@@ -1,5 +1,5 @@
-"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a part of
-the vocabulary.
+"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a
+vocabulary shard.
 """
 
 import math
@@ -35,7 +35,7 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 @st.composite
 def bounds(draw: st.DrawFn) -> tuple[int, ...]:
-    """Of 1, 2, 4 or 8 segments, some of them empty; they begin at even columns."""
+    """Generate bounds of 1, 2, 4 or 8 segments, some of them empty, at even columns."""
     columns, count = (
         draw(st.sampled_from([1, 7, 16, 48, 100, 257, 576])),
         draw(st.sampled_from([1, 2, 4, 8])),
@@ -66,7 +66,7 @@ def test_invalid_bounds_are_rejected(wrong: tuple[int, ...]) -> None:
 
 
 def test_tree_sum_matches_its_definition() -> None:
-    """Numbers whose sum depends on the order: neighbours first, then pairs of pairs."""
+    """The numbers make the sum depend on its order: neighbors first, then pairs of pairs."""
     parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e8, 1.0, 3.0, -1e8, 2.0)]
     p = [float(part) for part in parts]
     f = lambda value: torch.tensor(value, dtype=torch.float32).item()  # noqa: E731
@@ -99,7 +99,7 @@ def test_reference_sums_segments(
     got = reference.linear(x, weight, bias, segments)
     require_near(got, x, weight, bias)
     assert torch.equal(reference.linear(x[m // 2 :], weight, bias, segments), got[m // 2 :])
-    half = len(segments) // 2  # what two ranks have, each in memory of its own
+    half = len(segments) // 2  # tensors of two ranks, each in separate memory
     if len(segments) > 2:
         cut = segments[half]
         parts = [
@@ -118,9 +118,7 @@ def test_reference_sums_segments(
 def test_kernels_sum_segments(
     law: Law, m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
-    """Each segment has the bits of a product of its own; all instruction sets and numbers of
-    threads agree.
-    """
+    """Each segment has the bits of a separate product on any instruction set and thread count."""
     x, weight = (
         numbers(seed, m, segments[-1], dtype=dtype),
         numbers(seed + 1, n, segments[-1], dtype=dtype),
@@ -153,7 +151,7 @@ def test_kernels_read_pairs() -> None:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_embedding_shards_add_up(dtype: torch.dtype) -> None:
-    """Also zeros keep their sign, so that ranks have the bits of one."""
+    """Zeros keep their sign, so ranks have the bits of one."""
     weight = numbers(1, 50, 20, dtype=dtype)
     weight[7, 3], weight[40, 5] = -0.0, 0.0
     ids = torch.tensor([7, 0, 40, 49, 16, 15])

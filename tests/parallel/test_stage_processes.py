@@ -1,4 +1,4 @@
-"""Stages that are processes: as one rank, and what is left when one of them is killed."""
+"""Stages as processes: equal to one rank, and clean after one is killed."""
 
 import time
 from contextlib import suppress
@@ -26,7 +26,7 @@ TIMEOUT = 20.0
 
 
 def settled(model: Path, **options: Any) -> EngineConfig:
-    """Small chunks, and a cache in which not all of the sequences fit at once."""
+    """Return a config with small chunks and a cache too small for all sequences."""
     return EngineConfig(
         str(model),
         **{
@@ -41,7 +41,7 @@ def settled(model: Path, **options: Any) -> EngineConfig:
 
 
 def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
-    """Requests, new weights while they run, a sleep, and more requests: what must not depend on the
+    """Run requests, an update during them, a sleep, and more requests. Return fields independent of
     stages.
     """
     params = [
@@ -79,10 +79,10 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
 
 
 def stages() -> list[psutil.Process]:
-    """The workers of this process. Children of other tests may have ended without being waited for."""
+    """Return the workers of this process. Children of other tests may be unreaped."""
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # a zombie too
+        with suppress(psutil.NoSuchProcess):  # also true of a zombie
             if "nano_inference.ranks.worker" in " ".join(child.cmdline()):
                 processes.append(child)
     return processes
@@ -95,8 +95,8 @@ def test_stages_match_one_rank_until_one_is_killed(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     with InferenceEngine(settled(model, backend="cpu", kv_cache_memory=2**18)) as engine:
         alone = life(engine, new)
-    # A stage has half of the layers, so the same bytes hold more blocks: fewer bytes, so that
-    # memory is short here too.
+    # A stage has half of the layers, so the same bytes hold more blocks. Fewer bytes keep memory
+    # short.
     config = settled(
         model, backend="cpu", kv_cache_memory=2**15, pipeline_parallel=2, cache_type="radix"
     )
@@ -134,7 +134,7 @@ def test_hanging_stage_is_named_even_if_others_end_first(tmp_path: Path) -> None
         for _ in range(20):
             engine.step()
         workers = stages()
-        workers[-1].suspend()  # its neighbour waits for it too, and gives up
+        workers[-1].suspend()  # its neighbor waits for it too, and times out
         with pytest.raises(EngineDead, match=r"rank 3 .*makes no progress"):
             engine.generate([[1]], SamplingParams(max_tokens=2))
 

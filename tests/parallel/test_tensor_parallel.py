@@ -1,4 +1,4 @@
-"""1, 2, 4 and 8 ranks that share the layers of a model: the same bits, in hidden rows, draws and
+"""1, 2, 4 and 8 ranks that shard a model's layers: the same bits in hidden rows, samples and
 scores.
 """
 
@@ -40,7 +40,7 @@ from tests.parallel.thread_group import ThreadGroup
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS = 8, 12
 CPU = torch.device("cpu")
-# (sequence, start, end) of each step: chunks of prompts, then a decode beside a chunk
+# (sequence, start, end) of each step: prompt chunks, then a decode next to a chunk
 STEPS = [[(0, 0, 19), (1, 0, 5)], [(0, 19, 20), (1, 5, 40)]]
 WIDE = {
     "vocab_size": 3100,
@@ -54,7 +54,7 @@ FEW_KV = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16}
 
 
 class Found(NamedTuple):
-    """What a rank has of all steps."""
+    """Results of all steps on one rank."""
 
     hidden: Tensor
     scores: Tensor
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 def on_ranks(size: int, run: Callable[[int], T]) -> list[T]:
-    """What each rank's thread gives. An exception of one is raised; the others end at their group's
+    """Return each rank's result. An exception of one rank is raised; the others end at the group's
     deadline.
     """
     with ThreadPoolExecutor(size) as pool:
@@ -150,7 +150,7 @@ def run(model: Decoder, kept: KVCacheDType = "auto") -> Found:
 
 
 def require_same(one: Any, other: Any) -> None:
-    """To the bit, signs of zeros as well; NaN is NaN."""
+    """Check bitwise equality, including signs of zeros. NaN equals NaN."""
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype
         plain = [
@@ -252,7 +252,7 @@ def test_ranks_shard_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
 def test_head_is_rounded_separately(tmp_path: Path, ops: Any) -> None:
-    """Keys and values in codes: ranks have some of the heads."""
+    """Keys and values are quantized, and each rank has some of the heads."""
     folder = tiny_model(tmp_path, "llama", **WIDE)
     check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")
 

@@ -13,7 +13,7 @@ from nano_inference.parallel.segments import tree_sum
 
 
 class ThreadGroup(ProcessGroup):
-    """Ranks that are threads of one process."""
+    """A process group whose ranks are threads."""
 
     def __init__(self, meeting: "_Meeting", rank: int) -> None:
         self.size, self.rank = meeting.size, rank
@@ -21,7 +21,7 @@ class ThreadGroup(ProcessGroup):
 
     @classmethod
     def make(cls, size: int, patience: float = PATIENCE) -> "list[ThreadGroup]":
-        """A group, by rank: one for each thread."""
+        """Return one group per thread, in rank order."""
         meeting = _Meeting(size, patience)
         return [cls(meeting, rank) for rank in range(size)]
 
@@ -62,15 +62,15 @@ class ThreadGroup(ProcessGroup):
 
 
 class _Meeting:
-    """What the threads of a group share."""
+    """State shared by the threads of a group."""
 
     def __init__(self, size: int, patience: float) -> None:
         self.size = size
         self._patience = patience
         self._changed = threading.Condition()
         self._gone: int | None = None
-        self._brought: dict[int, object] = {}  # of the exchange that goes on, by rank
-        self._done: list = []  # of the last one
+        self._brought: dict[int, object] = {}  # tensors of the current exchange, by rank
+        self._done: list = []  # tensors of the last exchange
         self._round = 0
         self._sent: dict[tuple[int, int], deque[Tensor]] = {}
 
@@ -102,7 +102,7 @@ class _Meeting:
             self._changed.notify_all()
 
     def _require(self, holds, rank: int) -> None:
-        """Wait until it does."""
+        """Wait until the condition holds."""
         there = self._changed.wait_for(lambda: holds() or self._gone is not None, self._patience)
         if not holds():
             who = f"rank {self._gone} has left" if self._gone is not None else "a rank did not come"

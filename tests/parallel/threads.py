@@ -1,9 +1,9 @@
-"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, each of
-which replays the steps.
+"""Engines over ranks that are threads of this process: the real loop, and a `ModelRunner` per rank
+that replays the steps.
 
-`mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of
-the weights, its own KV tensors (filled with NaN) and a thread that runs steps in the order in which
-they come, so stages do overlap.
+`mesh_engine` returns an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its shard
+of the weights, KV tensors filled with NaN, and a thread that runs steps in order, so stages really
+overlap.
 """
 
 import queue
@@ -52,7 +52,7 @@ decode = msgspec.msgpack.Decoder(Forward | Draw).decode
 
 
 class OnTheirWay:
-    """Samples of a step that a rank is still drawing."""
+    """Samples of a step that a rank has not finished."""
 
     def __init__(self) -> None:
         self.future: Future[SampledTokens] = Future()
@@ -62,7 +62,7 @@ class OnTheirWay:
 
 
 class Rank:
-    """One rank: its thread, and what it mirrors."""
+    """One rank: its thread and its mirror of the loop's state."""
 
     def __init__(
         self, part: ModelShard, runner: ModelRunner, block_size: int, units: UnitPool | None
@@ -109,13 +109,13 @@ class Rank:
 
 
 class ThreadRanks(ModelRunner):
-    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there, and
-    spread before a step.
+    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there and
+    distributed before a step.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh, parts: Parts) -> None:
         self.whole, self.mesh = parts.runner, mesh
-        # of the whole model; they run nothing
+        # of the whole model; run nothing
         self.models, self.storages = self.whole.models, self.whole.storages
         self.device = self.whole.device
         self.version_of: Callable[[], int] = lambda: 0
@@ -123,7 +123,7 @@ class ThreadRanks(ModelRunner):
         self._pool = parts.cache.units
         self._steps = StepSender(config.block_size, self._pool)
         self._frame = b""
-        # stages or tensor ranks with the same other places
+        # stages or tensor ranks at the same other coordinates
         self._groups: list[ThreadGroup] = []
         groups = {axis: self._meet(mesh, axis) for axis in AXES}
         self.rank_exchange: dict[tuple[int, str], RankExchange] = {}
@@ -189,9 +189,7 @@ class ThreadRanks(ModelRunner):
             rank.commands.put(lambda rank=rank: rank.runner.drop(weight_set))
 
     def poison(self, free: list[int]) -> None:
-        """Fill units (blocks, where there are none) that nobody may read any more with NaN, once
-        the steps before are done.
-        """
+        """Fill dead units (or blocks) with NaN after the earlier steps are done."""
         for rank in self.ranks:
             rank.commands.put(lambda rank=rank: _poison(rank.runner, free))
 
@@ -203,7 +201,7 @@ class ThreadRanks(ModelRunner):
         self.whole.close()
 
     def _meet(self, mesh: Mesh, axis: Axis) -> dict[int, ThreadGroup]:
-        """For each rank its group of one kind; none where it would be alone."""
+        """Return each rank's group of one kind, without groups of a single rank."""
         groups: dict[int, ThreadGroup] = {}
         for every in {Place(mesh, index).peers(axis) for index in range(mesh.world_size)}:
             if len(every) > 1:
@@ -263,7 +261,7 @@ class ThreadRanks(ModelRunner):
         return Rank(models[POLICY].part, ModelRunner(models, storages), config.block_size, units)
 
     def _spread(self) -> None:
-        """Bring an update of the whole model to every rank. Nothing is in flight."""
+        """Send an update of the whole model to every rank. No step may be in flight."""
         for rank in self.ranks:
             model = rank.runner.models[POLICY]
             rank.commands.put(
@@ -297,13 +295,14 @@ class ThreadRanks(ModelRunner):
 def mesh_engine(
     config: EngineConfig, mesh: Mesh, groups: int | None = None
 ) -> Iterator[InferenceEngine]:
-    """An engine whose ranks are threads. `config` is that of one rank; its memory is given as
-    blocks of one rank.
+    """Build an engine whose ranks are threads. `config` describes one rank, and its memory is the
+    number of blocks per rank.
 
-    Args:
-        config: of the engine, without parallel options.
-        mesh: of the ranks.
-        groups: of sequences in flight; None: as many as stages.
+        Args:
+            config: Engine config without parallel options.
+            mesh: Mesh of the ranks.
+            groups: Number of sequence groups in flight. None: the number of stages.
+
     """
 
     def assemble_ranks(rank_config: EngineConfig, *_: Any) -> Parts:
@@ -311,7 +310,7 @@ def mesh_engine(
         specs: list[ModelSpec] = [model.spec for model in parts.runner.models.values()]
         budget = parts.memory_budget
         layout = common_layout(specs, budget.max_model_len, mesh.pipeline)
-        if layout != budget.layout:  # the stages share blocks in another way: as many blocks of it
+        if layout != budget.layout:  # stages share blocks differently: use the same number
             num_units = budget.num_units // budget.layout.num_units * layout.num_units
             budget = replace(budget, layout=layout, num_units=num_units)
             kind = type(parts.cache)
@@ -341,7 +340,7 @@ def mesh_engine(
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill what nobody holds and nobody can match with NaN, on every rank."""
+    """Fill unheld, unmatchable blocks with NaN on every rank."""
     cache: PagedKVCache | Any = engine.cache
     free = [block.block_id for block in cache.blocks if block.ref_count == 0 and not block.hash]
     if cache.units is not None:
@@ -351,7 +350,7 @@ def poison(engine: InferenceEngine) -> None:
 
 
 def _load(params: dict[str, Any], part: ModelShard, model: Decoder) -> None:
-    """A part of what a whole model holds now."""
+    """Load a shard of the whole model's current weights."""
     whole = slots(param_table(part.whole))
     for name, slot in slots(param_table(part.whole, part)).items():
         write(params, slot, slot.take(read(model.params, whole[name])))

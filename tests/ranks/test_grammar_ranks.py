@@ -1,4 +1,4 @@
-"""Grammars in engines of several ranks and in lockstep: the bits of one engine."""
+"""Grammars in engines of several ranks and in lockstep give the bits of one engine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,7 +68,7 @@ def outcome(sample: TrainingSample) -> tuple[Any, ...]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     threads = torch.get_num_threads()
     model = tmp_path_factory.mktemp("ranks") / "model"
-    # ids that the tokenizer does not have, and of which ranks hold 101 and 100, or fewer
+    # ids beyond the tokenizer, of which ranks hold 101 and 100, or fewer
     tiny_model(model, "llama", num_hidden_layers=2, max_position_embeddings=512, vocab_size=301)
     yield with_tokenizer(model)
     torch.set_num_threads(threads)
@@ -126,7 +126,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough(cases=["1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_lockstep_engines_follow_grammars_like_one_engine(experts: Path, lookahead: int) -> None:
-    """Also while the other engine's grammars are compiled: rounds go on without them."""
+    """Rounds continue while the other engine's grammars are compiled."""
     with InferenceEngine(config_of(experts, lookahead=lookahead)) as engine:
         expected = [outcome(sample) for sample in engine.generate(PROMPTS, PARAMS)]
     with lockstep(experts, lookahead=lookahead) as engines:

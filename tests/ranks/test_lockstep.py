@@ -1,4 +1,4 @@
-"""Engines with requests of their own and experts in common, as threads of one process."""
+"""Engines with separate requests and shared experts, as threads of one process."""
 
 import math
 import threading
@@ -61,7 +61,7 @@ def _long_requests_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engines:
-    """Engines in lockstep, each stepped by a thread of its own while it has work."""
+    """Engines in lockstep. A thread steps each engine while it has work."""
 
     def __init__(self, folder: Path, members: list[Lockstep], **options: Any) -> None:
         count = len(members)
@@ -95,7 +95,7 @@ class Engines:
             time.sleep(0.002)
 
     def rest(self) -> None:
-        """Wait until no engine has anything to do, and all say that the wave has ended."""
+        """Wait until every engine is idle and reports the end of the wave."""
         self.wait_until(lambda: not any(engine.has_pending() for engine in self.each))
         waves = {(engine.loop.gate.running, engine.loop.gate.wave) for engine in self.each}  # pyright: ignore
         assert len(waves) == 1
@@ -138,8 +138,8 @@ def of_threads(count: int) -> list[Lockstep]:
 
 
 def of_processes(count: int) -> list[Lockstep]:
-    """As processes have it: groups of gloo, and a bell in a store that each reaches by a connection
-    of its own.
+    """Build links as between processes: gloo groups, and a bell in a store with one connection per
+    engine.
     """
     dist: Any = torch.distributed
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -233,8 +233,8 @@ def test_lockstep_serves_one_engine_then_both_then_none(
 
 
 def test_updates_are_live_in_the_same_round_everywhere(folder: Path) -> None:
-    """One engine has the update long before the other; both go on with the old weights until both
-    have it.
+    """One engine receives the update long before the other. Both continue on the old weights until
+    both have it.
     """
     weights = family_weights(CONFIG, seed=3)
     before, after = alone(folder, PROMPTS), alone(folder, PROMPTS, weights)
@@ -268,7 +268,7 @@ def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_pa
 
 @pytest.mark.thorough
 def test_agreed_update_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody gives it up here while the others are about to write it."""
+    """One caller cancels the update while the engines are about to write it."""
     weights = family_weights(CONFIG, seed=3)
     in_time: list[bool] = []
     with lockstep(folder) as engines:
@@ -350,7 +350,7 @@ def test_paused_engine_still_serves_its_peers(folder: Path) -> None:
 
 
 def on_all(engines: Engines, call: Callable[[InferenceEngine], Any]) -> list[Any]:
-    """What a call gives, made of all engines at once."""
+    """Return the results of a call made on all engines simultaneously."""
     with ThreadPoolExecutor(len(engines.each)) as pool:
         return list(pool.map(call, engines.each))
 
@@ -368,7 +368,9 @@ def sleep_with_weights(engine: InferenceEngine) -> str:
 def test_weights_sleep_together_during_requests(
     folder: Path, make: Callable[[int], list[Lockstep]]
 ) -> None:
-    """Put aside while both compute, updated while the KV cache sleeps, and gone on with."""
+    """Offload weights while both engines compute, update them while the KV cache sleeps, then
+    continue.
+    """
     weights = family_weights(CONFIG, seed=3)
     long = replace(PARAMS, max_tokens=60)
     with InferenceEngine(config_of(folder)) as engine:
@@ -405,8 +407,8 @@ def test_weights_sleep_together_during_requests(
 
 @pytest.mark.thorough
 def test_weights_stay_if_a_peer_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
-    ever.
+    """One engine is asked to sleep, then to wake, without its peer. Each waits for the peer with a
+    timeout.
     """
 
     def limit(seconds: float) -> None:
@@ -433,7 +435,7 @@ def test_weights_stay_if_a_peer_needs_them(folder: Path, monkeypatch: pytest.Mon
             one.wake()
         assert (one.sleeping(), one.is_paused()) == ((), True)
         limit(20.0)
-        assert "not all" not in sleep_with_weights(one)  # again: the other one sleeps on
+        assert "not all" not in sleep_with_weights(one)  # again: the peer is still asleep
         on_all(engines, lambda engine: engine.wake())
         engines.wait_until(lambda: len(engines.samples[0]) == 2)
         assert bits(engines.samples[0][1:]) == alone(folder, PROMPTS[:1])
@@ -443,7 +445,7 @@ def test_weights_stay_if_a_peer_needs_them(folder: Path, monkeypatch: pytest.Mon
 def test_failed_offload_on_one_engine_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others sleep, and it waits for them; waking all undoes it."""
+    """The others sleep and wait for it. Waking all undoes the sleep."""
     with lockstep(folder) as engines:
         one, _ = engines.each
 
@@ -456,7 +458,7 @@ def test_failed_offload_on_one_engine_is_reported(
         assert ("no space left" in first, second) == (True, "")
         assert (one.sleeping(), one.is_paused()) == ((), True)
         one.add_request(PROMPTS[0], PARAMS)
-        one.resume()  # in vain: the other one's experts sleep
+        one.resume()  # fails: the peer's experts are asleep
         on_all(engines, lambda engine: engine.wake())
         engines.wait_until(lambda: len(engines.samples[0]) == 1)
         assert bits(engines.samples[0]) == alone(folder, PROMPTS[:1])
@@ -487,7 +489,7 @@ def test_lost_engine_ends_all(folder: Path, make: Callable[[int], list[Lockstep]
 
 
 def test_lost_store_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before the thread that listens to it has found out, or while it does."""
+    """Cover a loss before and during its detection by the listening thread."""
     dist: Any = torch.distributed
     bell = StoreBell(dist.HashStore())
 

@@ -1,6 +1,4 @@
-"""What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is
-left behind.
-"""
+"""Failures outside the steps of an engine with several ranks: bounded waits, full cleanup."""
 
 import threading
 import time
@@ -43,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
-    """The other ranks of the engines that are built."""
+    """Return the other ranks of the engines that are built."""
     made: list[Shard] = []
     born = Shard.__init__
 
@@ -76,9 +74,7 @@ def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
 def test_engine_end_reaches_callers_waiting_for_a_rank(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """An update waits on one thread until every rank can write it; the engine ends on another
-    one.
-    """
+    """One thread waits for all ranks to accept an update while another ends the engine."""
     asked, let_go = threading.Event(), threading.Event()
 
     def never(*_: Any, **__: Any) -> None:
@@ -110,9 +106,7 @@ def test_engine_end_reaches_callers_waiting_for_a_rank(
 def test_update_cancelled_mid_bucket_leaves_no_state(
     pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled by another thread, which the one that hands the bucket on sees when it has done
-    so.
-    """
+    """Another thread cancels. The thread that forwards the bucket notices afterwards."""
     manager, sent = pair.weight_sync, pair.runner.shares
     assert isinstance(sent, SentUpdates)
     names: list[str] = []
@@ -132,7 +126,7 @@ def test_update_cancelled_mid_bucket_leaves_no_state(
     with pytest.raises(WeightUpdateError, match="cancelled"):
         manager.receive(changed(str(folder)))
     assert len(names) >= 3
-    assert pair.weights_checksum() == before  # and all that was told before has been done
+    assert pair.weights_checksum() == before  # and all earlier commands have run
     assert not shards[0].updates._staged
     assert not sent._numbers
 
@@ -140,7 +134,7 @@ def test_update_cancelled_mid_bucket_leaves_no_state(
 def test_rank_without_memory_to_wake_stays_asleep(
     pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine of one rank does: the card may be free again in a moment."""
+    """Like an engine of one rank: the card may have free memory again shortly."""
     quiet = pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0]
     pair.sleep(weights=True)
 
@@ -164,7 +158,7 @@ def test_rank_without_memory_to_wake_stays_asleep(
 def test_rank_lost_before_monitoring_ends_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lost as soon as it was built: known without a step."""
+    """A rank lost right after construction is detected without a step."""
     watch = RankedRunner.watch
 
     def late(self: RankedRunner, *arguments: Any) -> None:
@@ -187,7 +181,7 @@ def test_rank_lost_before_monitoring_ends_the_engine(
 def test_session_is_closed_if_one_rank_rejects_it(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is that keeps it from that."""
+    """Cover every reason for the rejection."""
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("unforeseen")
@@ -208,7 +202,7 @@ def test_session_is_closed_if_one_rank_rejects_it(
 def test_unreachable_ranks_do_not_delay_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of torchrun: that they have hung up must do."""
+    """Ranks of torchrun cannot be checked: a closed link must be enough."""
     monkeypatch.setattr(worker_group, "STOP_PATIENCE", 30.0)
     monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)
     engine = InferenceEngine(config_of(folder), ThreadLauncher())

@@ -1,4 +1,6 @@
-"""Who may join an engine: a rank of it that proves to be one, once. Nobody else holds it up."""
+"""Only ranks that prove their identity join an engine, once each. Other connections do not delay
+it.
+"""
 
 import contextlib
 import socket
@@ -26,7 +28,7 @@ from nano_inference.ranks.rendezvous import (  # noqa: E402
 
 
 class Nobody:
-    """Starts nothing."""
+    """Launcher that starts nothing."""
 
     host: str | None = None
     port = 0
@@ -38,7 +40,7 @@ class Nobody:
         return []
 
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 
 
 class Gone:
@@ -83,7 +85,7 @@ def join(rendezvous: Rendezvous, me: Identity) -> Link:
 def test_ranks_may_connect_before_rank_0_listens(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread accepts and greets them before `collect` goes on."""
+    """A thread accepts and greets them before `collect` continues."""
     start = threading.Thread.start
 
     def start_and_lose_the_core(self: threading.Thread) -> None:
@@ -109,7 +111,7 @@ def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
     joined: dict[int, Link] = {}
     collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
-    silent = connect(rendezvous.begins()[0].address, PATIENCE)  # says nothing, and holds up nobody
+    silent = connect(rendezvous.begins()[0].address, PATIENCE)  # sends nothing and delays no rank
     loud = connect(rendezvous.begins()[0].address, PATIENCE)
     loud.send(b"GET / HTTP/1.1\r\n\r\n")
     huge = connect(rendezvous.begins()[0].address, PATIENCE)
@@ -170,7 +172,7 @@ def test_greeting_has_one_deadline_for_all_its_bytes() -> None:
     ended = threading.Event()
 
     def drip() -> None:
-        with contextlib.suppress(BrokenPipeError):  # the other end may close between two bytes
+        with contextlib.suppress(BrokenPipeError):  # the peer may close between two bytes
             here._socket.sendall(struct.pack(">I", 4096))
             while not ended.wait(0.05) and time.monotonic() < began + 30:
                 here._socket.sendall(b"x")
@@ -215,7 +217,7 @@ def test_missing_ranks_are_named(rendezvous: Rendezvous) -> None:
 
 
 def test_late_rank_is_disconnected(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for an engine that will not be: some launchers cannot kill."""
+    """Otherwise it would wait for an engine that never starts: some launchers cannot kill."""
     greeted, given_up = threading.Event(), threading.Event()
     greet = rendezvous_module.greet_worker
 

@@ -1,6 +1,4 @@
-"""Ranks that are processes: what they compute, what a lost one leaves, and that none is left
-behind.
-"""
+"""Ranks as processes: their results, a lost rank, and no leaked processes."""
 
 import gc
 import os
@@ -106,9 +104,7 @@ def new_weights(folder: str, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.thorough
 def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
-    """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep:
-    as one rank does.
-    """
+    """Cover samples, an update in flight with `finish_old`, patches, checksums and sleep."""
 
     def life(engine: InferenceEngine) -> list[Any]:
         results: list[Any] = [engine.weights_checksum()]
@@ -224,7 +220,7 @@ def test_workers_end_with_an_abandoned_engine(folder: str) -> None:
 
 @pytest.mark.slow
 def test_workers_end_with_rank_0(folder: str) -> None:
-    """Killed amid a step, so that nothing of it could tell them."""
+    """Rank 0 is killed in mid-step without a message to the workers."""
     script = (
         "import sys; from nano_inference import *\n"
         f"engine = InferenceEngine(EngineConfig({folder!r}, device='cpu', tensor_parallel=2, "

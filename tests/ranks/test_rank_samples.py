@@ -1,4 +1,4 @@
-"""Samples on their way from the last stage to rank 0."""
+"""Samples sent from the last stage to rank 0."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""A worker that replays a step builds the batches of rank 0, tensor by tensor, in every random
+"""A worker that replays steps builds the batches of rank 0, tensor by tensor, in every random
 workload.
 """
 
@@ -40,9 +40,9 @@ DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 
 
 class WireRunner(FakeRunner):
-    """Computes what the other end has built."""
+    """Compute batches built by the other end."""
 
-    arrays = TORCH  # as those of workers
+    arrays = TORCH  # like those of workers
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
@@ -116,7 +116,9 @@ def test_random_workloads_are_replayed_exactly(seed: int, monkeypatch: pytest.Mo
 def test_sampling_parameters_of_every_kind_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Filters, penalties, biases, allowed tokens: the random parameters of the batch tests."""
+    """Cover filters, penalties, biases and allowed tokens: the random parameters of the batch
+    tests.
+    """
     from tests.core import test_batch
 
     monkeypatch.setattr(test_batch, "FakeRunner", WireRunner)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started."""
+"""Ranks started by torchrun."""
 
 import json
 import subprocess

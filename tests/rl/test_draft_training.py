@@ -1,4 +1,4 @@
-"""Heads that draft, trained on their policy's own samples."""
+"""Draft heads trained on samples of their policy."""
 
 import random
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its next token is mostly clear from the one before it, so that little has to be learned."""
+    """The next token mostly follows from the previous one, so little training is needed."""
     folder = tiny_llama(tmp_path_factory.mktemp("policy"), vocab_size=VOCAB, layers=3)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] *= 3
@@ -60,7 +60,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def share_right(engine: InferenceEngine, kind: str) -> float:
-    """How often the first draft is right in samples that nobody has seen."""
+    """Return the share of right first drafts in unseen samples."""
     assert engine.drafter is not None
     engine.drafter.costs = None
     before = engine.drafter.stats()
@@ -79,8 +79,8 @@ def share_right(engine: InferenceEngine, kind: str) -> float:
 def test_heads_learn_policy_samples(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
 ) -> None:
-    """Agreement rises as the trainer measures it, and as an engine meets it that drafts with them
-    and is given the new weights while it lives.
+    """Acceptance rises both by the trainer's measure and in a live engine that drafts with the
+    updated heads.
     """
     trainer = DraftTrainer(engine, kind, places=2, learning_rate=3e-3)
     trainer.save(tmp_path / "new")
@@ -89,7 +89,7 @@ def test_heads_learn_policy_samples(
     with InferenceEngine(config) as live:
         plain = engine.generate(prompts(6, seed=9), LONG)
         at_first = share_right(live, kind)
-        # in the loop: the live engine's own samples
+        # samples of the live engine, as in a training loop
         refreshing = DraftTrainer.from_folder(live, tmp_path / "new", places=2, learning_rate=3e-3)
         refreshing.refresh(samples[8:], epochs=8)
         after = refreshing.agreement(samples[:8])
@@ -129,7 +129,7 @@ def test_heads_train_on_few_tokens(
 
 
 def test_training_and_drafting_compute_the_same_logits(model: Path, tmp_path: Path) -> None:
-    """With every norm and switch; row by row against the engine's own."""
+    """Cover every norm and switch. Compare with the engine's rows one by one."""
     config, tensors = eagle_of_speculators(vocab=VOCAB)
     config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     folder = write_heads(tmp_path / "heads", config, tensors)
@@ -171,7 +171,7 @@ def test_medusa_heads_read_the_same_row(engine: InferenceEngine, tmp_path: Path)
     for index, head_rows in enumerate(actual):
         start, stop = rows.targets(index)
         assert len(head_rows) == stop - start > 30
-    # nothing of the last rows is read that has no target
+    # last rows without a target are not read
     assert torch.isfinite(torch.cat(actual)).all()
 
 
@@ -199,7 +199,7 @@ def test_trainer_rejects_empty_data(engine: InferenceEngine, model: Path, tmp_pa
         trainer.train([replace(sample, completion_tokens=(3, VOCAB))])
     with pytest.raises(InvalidRequest, match="has 602 tokens; this engine computes at most"):
         trainer.train([replace(sample, completion_tokens=(3,) * 600)])
-    assert trainer.train([sample]) > 0  # the engine lives
+    assert trainer.train([sample]) > 0  # the engine is still running
     with pytest.raises(ConfigError, match="does not hold Medusa heads"):
         DraftTrainer.from_folder(engine, model)
     trainer.save(tmp_path / "one")

@@ -1,6 +1,4 @@
-"""Gradients of experts belong to the forward that ran: the backward pass goes through the engine's
-own choices.
-"""
+"""Gradients of experts: the backward pass uses the engine's expert choices."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +19,7 @@ from tests.models.tiny import tiny_model
 from tests.rl.test_gradients import TOLERANCE, oracle_gradients
 from tests.rl.training import SEQUENCES, bits, build, gradients
 
-# tokens up to a row -> the experts of each layer that has some
+# token prefix up to a row -> chosen experts of each layer that has experts
 Routes = dict[tuple[int, ...], list[list[int]]]
 MIXED: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -32,7 +30,9 @@ MIXED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 experts, 4 of them a token, in bfloat16: float32 chooses others for some rows."""
+    """A model with 32 experts, 4 per token, in bfloat16. float32 chooses other experts for some
+    rows.
+    """
     folder = tmp_path_factory.mktemp("experts")
     changes = {
         "num_experts": 32,
@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The experts of every call of a layer of experts from now on, asked of the backends' own
-    `route`.
-    """
+    """Record the experts of every expert layer call from now on, by the backend's `route`."""
     calls: list[Tensor] = []
 
     for module in (reference, cpu_moe):
@@ -64,7 +62,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def engine_routes(
     engine: InferenceEngine, routed: list[Tensor], sequences: list[list[int]]
 ) -> Routes:
-    """What the engine chooses where each sequence runs by itself in one piece."""
+    """Return the engine's choices when each sequence runs by itself in one piece."""
     assert engine.spec.moe is not None
     routes: Routes = {}
     for ids in sequences:
@@ -82,7 +80,7 @@ def engine_routes(
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[list[int]]]]:
-    """The rows of all backward passes from now on, and the experts that they went through."""
+    """Record the rows and experts of all backward passes from now on."""
     rows: list[tuple[tuple[int, ...], list[list[int]]]] = []
     hidden, experts = TorchDecoder.hidden, TorchDecoder._experts
     of_layers: list[Tensor] = []
@@ -137,7 +135,7 @@ def test_backward_uses_the_experts_of_the_engine(
             bits(torch.tensor(sample.logprobs)) for sample in samples
         ]
         gradients(model)
-        # the beginnings are in the cache
+        # the prefixes are in the cache
         gradients(model, from_position=[len(each) // 2 for each in SEQUENCES])
         engine.loop.check()
     assert len(used) > 2 * len(expected)
@@ -148,7 +146,9 @@ def test_backward_uses_the_experts_of_the_engine(
 def test_gradients_equal_transformers_with_the_same_experts(
     folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 at the rounded weights; by its own choices its gradients are others."""
+    """Compare in float32 at the rounded weights. With its own choices, transformers has other
+    gradients.
+    """
     from transformers import AutoModelForCausalLM
 
     with build(folder, dtype="bfloat16", **MIXED) as engine:
@@ -180,8 +180,8 @@ def test_gradients_equal_transformers_with_the_same_experts(
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Relative norm of the difference of all gradients; an expert that no row chose has one of
-    zero.
+    """Return the relative norm of the difference of all gradients. An expert that no row chose has
+    zeros.
     """
     assert set(ours) == set(theirs)
     squares = [

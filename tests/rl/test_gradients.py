@@ -1,4 +1,4 @@
-"""Gradients against transformers' autograd, and their bits whatever the number of threads."""
+"""Gradients against transformers' autograd, and their bits under any number of threads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import smollm2_oracle
 from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
 
-TOLERANCE = 1e-4  # relative norm, of every parameter
+TOLERANCE = 1e-4  # relative norm, for every parameter
 
 
 def oracle_gradients(
@@ -36,7 +36,7 @@ def oracle_gradients(
         chosen = rows.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
         logprobs.append(torch.cat([torch.zeros(1), chosen]))
     weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
-    # what reads pictures has none
+    # parameters of the vision part have none
     grads = {name: each.grad for name, each in oracle.named_parameters() if each.grad is not None}
     config = oracle.config.to_dict()
     table = param_table(spec_from_config(config)) if config.get("architectures") else ()
@@ -54,7 +54,7 @@ def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> floa
 @pytest.mark.thorough(cases=["phi3"])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
 def test_gradients_of_every_family_equal_transformers(tmp_path: Path, family: str) -> None:
-    """Sequences longer than the windows, in several micro-batches, at a temperature."""
+    """Sequences exceed the windows, run in several micro-batches, and have a temperature."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, family)
@@ -75,7 +75,7 @@ def test_gradients_of_every_family_equal_transformers(tmp_path: Path, family: st
 )
 @pytest.mark.parametrize("family", CASES)
 def test_gradients_of_large_weights_equal_transformers(tmp_path: Path, family: str) -> None:
-    """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
+    """Logprobs equal the engine's bit for bit, and gradients equal those of transformers."""
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     with build(tmp_path, backend=case.backend) as engine:
@@ -89,7 +89,7 @@ def test_gradients_of_large_weights_equal_transformers(tmp_path: Path, family: s
         for name, grad in oracle_gradients(oracle, ours, SEQUENCES, 1.0).items()
         if grad is not None
     }
-    # what only chooses experts is not trained, nor are constants
+    # routers and constants are not trained
     constants = ("e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", ".layer_scalar")
     fixed = {name for name in ours if name.endswith(constants)}
     assert not any(bool(ours[name].any()) for name in fixed)
@@ -128,8 +128,8 @@ def test_gradients_of_smollm2_equal_transformers() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_do_not_depend_on_threads_or_schedule(tmp_path: Path, dtype: str) -> None:
-    """Matrices are large enough for torch to split them; five rows are where its bits depend on
-    that (seen in 2.13).
+    """Matrices are large enough for torch to split them. With five rows its bits depend on the
+    split (seen in 2.13).
     """
     fives = [[3 + (11 * i * j) % 2000 for i in range(6)] for j in range(1, 9)]
     folder = tiny_llama(
@@ -253,9 +253,7 @@ def test_micro_batches_cover_every_gradient_once(
 def test_long_sequences_use_linear_memory(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing a layer again changes no bit, and no mask has more rows than are computed at
-    once.
-    """
+    """Recomputing a layer changes no bit, and no mask has more rows than are computed together."""
     masks: list[tuple[int, int]] = []
     build_mask = torch_attention._mask
 

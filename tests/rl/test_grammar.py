@@ -1,4 +1,4 @@
-"""Scores, gradients and replays under grammars: the bits of the draw, under the masks of the draw."""
+"""Scores, gradients and replays under grammars use the masks and reproduce the bits of sampling."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +81,9 @@ def test_grammar_scores_equal_sampled_logprobs_bit_for_bit(
 
 
 def test_sequences_with_different_grammars_share_a_prefix(folder: Path) -> None:
-    """The same tokens under two grammars, from two positions, and beside free ones."""
+    """Score the same tokens under two grammars, from two positions, and next to unconstrained
+    sequences.
+    """
     with build(folder) as engine:
         grammars = [Grammar.regex("[0-9]{4,8}"), Grammar.regex("[0-9a-f]{2,9}"), None]
         sample = draw(engine, 1.0, GRAMMARS["regex"])[0]
@@ -178,7 +180,7 @@ def test_policy_model_matches_the_engine_after_every_step(folder: Path, backend:
 
 
 def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
-    """Also where one row is scored under two masks."""
+    """Cover a row scored under two masks."""
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -1,4 +1,4 @@
-"""`LoraPolicy`: the engine's bits, PEFT's gradients, and folders that PEFT reads."""
+"""`LoraPolicy`: bits of the engine, gradients of PEFT, and folders readable by PEFT."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ ALL = (
     "down_proj",
     "lm_head",
 )
-FAMILIES = ("llama", "gemma2", "qwen3", "olmo2", "granite")  # dense ones, with caps, norms, scales
+FAMILIES = ("llama", "gemma2", "qwen3", "olmo2", "granite")  # dense, with caps, norms, scales
 
 
 def engine_of(folder: Path, backend: Backend = "cpu", **options: Any) -> InferenceEngine:
@@ -37,7 +37,7 @@ def engine_of(folder: Path, backend: Backend = "cpu", **options: Any) -> Inferen
 
 
 def strong_policy(engine: InferenceEngine, **options: Any) -> LoraPolicy:
-    """One that is no beginner's."""
+    """A policy whose adapter is not near zero."""
     policy = LoraPolicy(engine, LoraSettings(rank=4, alpha=6, targets=ALL), **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
         assert after.sum() > before.sum() + 1
         assert torch.equal(
             before, score(engine, [ids], from_position=1)[0]
-        )  # the base is as it was
+        )  # the base weights are unchanged
 
 
 def test_saved_adapter_folder_can_be_loaded(tmp_path: Path) -> None:
@@ -202,5 +202,5 @@ def test_gradient_uses_the_scored_weights(tmp_path: Path) -> None:
             scored[1:].sum().backward()
         assert all(param.grad is None for param in policy.parameters())
         engine.wake()
-        scored[1:].sum().backward()  # under the weights that it was scored with
+        scored[1:].sum().backward()  # under the weights at scoring time
         assert all(param.grad is not None for param in policy.parameters())

@@ -1,4 +1,4 @@
-"""Writes to parameters are seen by their bits and places, whichever way they come."""
+"""Every write to a parameter is detected by its bits and positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,14 @@ from tests.depth import at_depth
 
 
 def swap_rows(words: Tensor, one: int, other: int) -> None:
-    """Of a matrix seen flat: two runs of a few words change places."""
+    """Swap two runs of a few words of a flattened matrix."""
     size = min(4, len(words) - max(one, other), abs(one - other))
     first, second = words[one : one + size].clone(), words[other : other + size].clone()
     words[one : one + size], words[other : other + size] = second, first
 
 
 def flip_signs(words: Tensor, one: int, other: int) -> None:
-    """The sum of the two words stays what it was, modulo 2^16 or 2^32."""
+    """Flip two signs so that the sum of the two words stays the same modulo 2^16 or 2^32."""
     sign = torch.iinfo(words.dtype).min
     words[one] ^= sign
     if one != other:
@@ -79,8 +79,8 @@ def test_states_detect_every_changed_bit(
 
 @pytest.mark.parametrize("row", [1, 2, 3, 8])
 def test_states_distinguish_rows_from_words(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pair of numbers of a tensor of several rows, with a tail: changed places, and changed
-    signs.
+    """Cover every pair of values of a tensor with several rows and a tail: swapped, and with
+    flipped signs.
     """
     monkeypatch.setattr(parameter_states, "ROW", row)
     parameter_states._factors.cache_clear()

@@ -1,6 +1,4 @@
-"""`PolicyModel`: its parameters, their logprobs bit by bit with the engine's, and what it
-publishes.
-"""
+"""`PolicyModel`: parameters, bitwise equal logprobs, and publishing."""
 
 import json
 import threading
@@ -49,7 +47,9 @@ def serving(engine: InferenceEngine) -> dict[str, Tensor]:
 
 
 def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int]]]:
-    """Bits of the logprobs that the engine reports for its samples, and of the model's for them."""
+    """Return the bits of the engine's logprobs for its samples, and of the model's logprobs for
+    them.
+    """
     samples = model.engine.generate(PROMPTS, PARAMS, 3)
     starts = [len(sample.prompt_tokens) for sample in samples]
     whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
@@ -59,7 +59,7 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
     ]
 
 
-# The quick tier has all families by the specification, and some by the kernels.
+# The quick tier has all families on the reference backend, and some on the kernels.
 @pytest.mark.thorough(
     but=[
         *("llama-cpu-bfloat16", "qwen3-cpu-bfloat16", "glm4-cpu-float32"),
@@ -104,7 +104,7 @@ def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
 
 
 def swap_rows(matrix: Tensor) -> None:
-    """Bits that change places alone; torch's version counter stays where it is."""
+    """Swap bits while torch's version counter stays the same."""
     matrix.copy_(matrix.flip(0))
 
 
@@ -126,7 +126,7 @@ def swap_rows(matrix: Tensor) -> None:
     ],
 )
 def test_parameter_change_of_any_kind_is_detected(folder: Path, step: Step) -> None:
-    """And prefixes that older parameters computed are not found again."""
+    """Cached prefixes of older parameters do not match either."""
     with build(folder, block_size=4) as engine:
         model = PolicyModel(engine)
         before = model.logprobs(SEQUENCES)
@@ -245,7 +245,7 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
         thread.start()
         for _ in range(3):
             with torch.no_grad():
-                next(model.parameters()).add_(0)  # packs again
+                next(model.parameters()).add_(0)  # packs the parameters again
             assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
                 bits(each) for each in expected
             ]
@@ -285,7 +285,7 @@ def test_closed_model_returns_memory_to_the_engine(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
 def test_saved_checkpoint_equals_the_published_weights(tmp_path: Path, family: str) -> None:
-    """For another engine, to the bit; and transformers finds every tensor."""
+    """Another engine loads the same bits, and transformers finds every tensor."""
     from transformers import AutoModelForCausalLM
 
     source = tiny_model(tmp_path / "source", family, std=0.1)
@@ -332,7 +332,7 @@ def test_masters_resume_a_run_without_rounding(tmp_path: Path) -> None:
         assert any(not torch.equal(p, masters[name]) for name, p in model.named_parameters())
         model.load_masters(saved)
         assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
-        model.publish()  # the checkpoint beside them is what these are when they are rounded
+        model.publish()  # rounded masters equal the checkpoint next to them
         with pytest.raises(ConfigError, match="has no master weights; save_pretrained"):
             model.load_masters(source)
         with pytest.raises(ConfigError, match=r"float32 \(.*but the parameter is torch.bfloat16"):
@@ -351,7 +351,7 @@ def test_masters_of_another_model_change_nothing(tmp_path: Path) -> None:
 
 
 def test_checkpoint_is_not_saved_next_to_shards(tmp_path: Path) -> None:
-    """The index would go on naming them, and they would be loaded."""
+    """The index would keep naming the shards, and they would be loaded."""
     source = tiny_llama(tmp_path / "source")
     with build(source) as engine:
         model = PolicyModel(engine)
@@ -381,9 +381,7 @@ def test_checkpoint_saved_from_a_converted_file_keeps_its_dtype(
     ["phi3", "glm4", "qwen2-moe", "granite-moe", "granite-moe-shared", "gpt-oss", "deepseek-v3"],
 )
 def test_fused_tensors_and_experts_keep_the_checkpoint_layout(tmp_path: Path, family: str) -> None:
-    """What transformers reads computes the same as what the engine reads, which is what was
-    published.
-    """
+    """The files compute the same in transformers as the published weights in the engine."""
     case = CASES[family]
     source = tmp_path / "source"
     kind = type(strong_model(source, case.class_name, **case.config))

@@ -1,5 +1,5 @@
-"""`PolicyModel` of an engine whose weights are codes: its logprobs to the bit, and gradients that
-pass the rounding as they are.
+"""`PolicyModel` of an engine with quantized weights: bitwise equal logprobs, and gradients passed
+straight through the rounding.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_gradients_equal_those_of_the_dequantized_model(tmp_path: Path, quantiza
     with build(folder, backend="reference", quantization=quantization) as engine:
         model = PolicyModel(engine)
         grads, numbers = gradients(model), dequantised(model)
-        # full precision stays with the trainer
+        # the trainer keeps full precision
         embedding = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(model.get_parameter(embedding), numbers[embedding])
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,6 +1,4 @@
-"""`replay`: every sample again, to the bit, whatever schedule and whichever weights it was made
-with.
-"""
+"""`replay` reproduces every sample bit for bit under any schedule and any weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -62,7 +60,7 @@ def build(folder: Path) -> Iterator[Build]:
 
 
 def of_spans(sample: TrainingSample, keep: Sequence[bool]) -> TrainingSample:
-    """With the `kv_versions` of updates that kept the context, or had it computed again."""
+    """Return a sample with the `kv_versions` of updates that kept or recomputed the context."""
     prompt, spans = len(sample.prompt_tokens), sample.weight_versions
     entries: list[ContextVersions] = []
     context: list[VersionSpan] = []
@@ -219,7 +217,7 @@ def test_replay_accepts_state_dicts_folders_and_functions(build: Build, tmp_path
         assert_replays(build(backend="reference"), samples, weights)
     assert_replays(first, samples, {0: OLD})
     with pytest.raises(AssertionError):
-        # what is given goes before what is served
+        # passed weights take precedence over live weights
         assert_replays(first, samples, {0: OLD, 7: NEWER})
     many = build(backend="reference")
     for version, weights in enumerate([NEW, NEWER], start=1):
@@ -307,9 +305,7 @@ def test_replay_rejects_incomplete_samples(build: Build) -> None:
 
 
 def test_appended_tokens_are_replayed_verbatim(build: Build) -> None:
-    """A second turn: what a request for the whole conversation draws is what the sample goes on
-    with.
-    """
+    """The second turn equals a new request for the whole conversation."""
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=5, seed=9, ignore_eos=True, top_logprobs=2, raw_logprobs=True
@@ -420,7 +416,7 @@ def test_changed_token_of_a_sample_is_located(build: Build) -> None:
         "weight_versions",
         "weight_version",
     ]
-    # After a draw that differs a replay goes on with its own tokens, as the engine would have.
+    # After a differing draw the replay continues with its own tokens, as the engine would have.
     other = engine.generate(PROMPT, replace(params, seed=sample.seed + 1))[0]
     again = replay(engine, replace(sample, seed=sample.seed + 1))
     assert again.completion_tokens == other.completion_tokens

@@ -1,4 +1,4 @@
-"""`mismatch_report` against the definitions, written out by hand; and what it refuses."""
+"""`mismatch_report` against its definitions, written out by hand, and its errors."""
 
 import math
 import sys
@@ -71,7 +71,7 @@ def test_report_matches_its_definitions(rows: list[list[Any]], as_tensor: bool) 
         mismatch_report(samples, [[b for _, b, keep in row if keep] for row in rows]),
     ):
         assert str(other) == str(report)
-        assert repr(other) == repr(report)  # nan equals nothing
+        assert repr(other) == repr(report)  # NaN never compares equal
     pairs = [(a, b) for row in rows for a, b, keep in row if keep]
     assert report.num_tokens == len(pairs)
     assert report.num_not_finite == 0

@@ -1,5 +1,5 @@
-"""`score` gives the bits that the engine reported when it drew, whatever the schedule, and shares
-what is common.
+"""`score` returns the bits reported by sampling under any schedule, and computes shared prefixes
+once.
 """
 
 import math
@@ -86,7 +86,7 @@ def test_scores_equal_sampled_logprobs_bit_for_bit(
 
 
 def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None:
-    """Several threads score at once, while samples are drawn."""
+    """Several threads score simultaneously during sampling."""
     with build(folder) as engine:
         params = [SamplingParams(temperature=t, max_tokens=30, seed=3) for t in (0.5, 1.0, 2.0)]
         samples = [engine.generate(PROMPTS[2], each)[0] for each in params]
@@ -132,7 +132,7 @@ TREES = st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=12), min_size=
 def test_shared_prefix_is_scored_once_and_copied(
     shared_engine: InferenceEngine, sequences: list[list[int]], seed: int, one: bool
 ) -> None:
-    """Over two ids every set of sequences is a tree: duplicates, prefixes of each other, forks."""
+    """With two ids every set of sequences is a tree: duplicates, prefixes of each other, forks."""
     engine, draw = shared_engine, torch.Generator().manual_seed(seed)
     starts = [int(torch.randint(0, len(ids) + 1, (), generator=draw)) for ids in sequences]
     if one:
@@ -155,7 +155,7 @@ def test_common_prefix_is_computed_once(folder: Path) -> None:
     with build(folder) as engine:
         score(engine, [prefix + tail for tail in tails])
         computed = engine.runner.tokens_computed
-    assert computed <= 256 + 8 * 16 + 8 * 15  # and what ends a block short of where they part
+    assert computed <= 256 + 8 * 16 + 8 * 15  # and rows a block before the fork
     with build(folder, enable_prefix_caching=False) as engine:
         score(engine, [prefix + tail for tail in tails])
         assert engine.runner.tokens_computed == 8 * 271
@@ -247,7 +247,7 @@ def test_aborted_score_raises_and_leaves_no_request(
 
 
 def test_update_during_a_score_restarts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old scores must not stand beside new ones."""
+    """Old and new scores must not mix."""
     weights = {"model.norm.weight": torch.full((64,), 0.5)}
     with build(folder) as engine:
         engine.update_weights(weights, blocking=True)
@@ -276,7 +276,7 @@ def test_score_on_a_dead_engine_raises(folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_score_supports_windows_and_units(tmp_path: Path) -> None:
-    """Sliding layers: a shared prefix that left the window."""
+    """Cover sliding layers with a shared prefix that has left the window."""
     with build(tiny_model(tmp_path, "gemma3"), block_size=4, max_chunk_tokens=9) as engine:
         prompt = [3 + (7 * i) % 200 for i in range(60)]
         samples = engine.generate(

@@ -1,5 +1,5 @@
-"""Logprobs of tokens that a trainer names in the place of a sequence's own: their values, bits and
-gradients, against transformers, PEFT and scores of the same tokens as continuations.
+"""Logprobs of alternative target tokens: values, bits and gradients against transformers, PEFT and
+scores of the same tokens as continuations.
 """
 
 from pathlib import Path
@@ -43,14 +43,14 @@ def engine(folder: Path) -> Any:
 
 
 def as_continuation(engine: InferenceEngine, ids: list[int], position: int, token: int) -> float:
-    """The logprob of a token behind the first `place` tokens of a sequence."""
+    """Return the logprob of a token after the first `position` tokens of a sequence."""
     (scores,) = score(engine, [[*ids[:position], token]], from_position=position)
     return float(scores[0])
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[Any]]:
-    """Sequences with common beginnings, where they begin to count, and targets of some."""
+    """Generate sequences with shared prefixes, start positions, and targets for some of them."""
     token = st.integers(3, 6)
     sequences = draw(st.lists(st.lists(token, min_size=2, max_size=24), min_size=1, max_size=5))
     positions = [draw(st.integers(1, len(ids) - 1)) for ids in sequences]
@@ -104,7 +104,7 @@ def test_targets_support_temperature_and_the_first_token(engine: InferenceEngine
 
 
 def test_equal_targets_are_scored_once(engine: InferenceEngine) -> None:
-    """A group of samples of one prompt, whose targets are padded there."""
+    """Samples of a group share one prompt and padded targets."""
     prompt = list(range(3, 43))
     group = [[*prompt, 50 + number, 60, 0] for number in range(4)]
     targets = [[0] * (len(prompt) - 1) + [50 + number, 60, 61] for number in range(4)]
@@ -123,7 +123,7 @@ def test_gradients_of_targets_equal_peft(tmp_path: Path, family: str) -> None:
     vocab = oracle.get_input_embeddings().num_embeddings
     sequences = strong_prompts(vocab, (9, 40, 40))
     chance = np.random.default_rng(2)
-    # one column, three of them with a token twice in a row, and its own tokens
+    # one column, then three with a token twice in a row, and the sequence's tokens
     targets = [chance.integers(0, vocab, 8), chance.integers(0, vocab, (39, 3)), None]
     targets[1][5] = 7
     weights = [
@@ -159,7 +159,7 @@ def test_gradients_of_targets_equal_peft(tmp_path: Path, family: str) -> None:
 
 
 def test_policy_model_has_gradients_of_targets(folder: Path) -> None:
-    """A column that repeats the sequence's own tokens has the gradient of those tokens."""
+    """A column that repeats the sequence's tokens has the gradient of those tokens."""
     ids = [3, 4, 5, 6, 7, 8]
     results: list[list[Tensor]] = []
     with InferenceEngine(
@@ -197,7 +197,7 @@ def test_bad_targets_are_rejected(engine: InferenceEngine, targets: Any, words: 
 
 
 def test_targets_and_a_grammar_are_rejected_together(tmp_path: Path) -> None:
-    """Beside a sequence under a grammar, another may have targets."""
+    """Another sequence than the one under a grammar may have targets."""
     folder = tiny_llama(tmp_path, seed=0)
     byte_tokenizer(folder)
     grammar = Grammar.regex("[0-9]{4}")

@@ -1,4 +1,6 @@
-"""An operation that breaks the law is named, with its layer; where none does, that is said."""
+"""`differences` names the operation that breaks invariance and its layer, and reports if no
+operation does.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -65,7 +67,7 @@ def look(engine: InferenceEngine, sample: TrainingSample) -> Diagnosis:
 
 
 def splits_k_by_rows(param: str) -> Break:
-    """A product that adds up halves of K where there is one row, as a kernel for decodes may."""
+    """Sum halves of K separately for one row, as a decode kernel might."""
 
     def broken(engine: InferenceEngine, ops: Ops) -> Ops:
         def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -86,7 +88,7 @@ def other_bits(rows: Tensor) -> Tensor:
 
 
 def breaks(operation: str, layer: int | None = None) -> Break:
-    """Another last bit in what an operation gives for a single row."""
+    """Change the last bit of an operation's result for a single row."""
 
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def run(*arguments: Any) -> Any:
@@ -188,7 +190,7 @@ def test_trace_names_the_weights_if_every_operation_agrees(
 def test_compiled_decoder_is_compared_with_its_operations(
     build: Callable[..., InferenceEngine], rows: int, schedules: tuple[str, str]
 ) -> None:
-    """Compiled batches of so many rows are wrong."""
+    """Compiled batches of this row count are wrong."""
 
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         assert ops.compile is not None
@@ -220,8 +222,8 @@ def test_trace_compares_thread_counts(build: Callable[..., InferenceEngine]) -> 
 
     engine = build(backend="cpu", dtype="float32")
     sample = engine.generate(PROMPT, PARAMS)[0]
-    # The engine's single operations are wrong in the same way under every schedule; the decoder is
-    # not compiled.
+    # The engine's single operations are wrong in the same way under every schedule, and the decoder
+    # is not compiled.
     engine.model.ops = replace(broken(engine, engine.model.ops), compile=None)
     operation = look(engine, sample).operation
     assert operation is not None

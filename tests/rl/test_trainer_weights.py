@@ -1,4 +1,4 @@
-"""What an engine gets of a PEFT model is what that model computes with."""
+"""The engine's weights from a PEFT model equal the weights that the model computes with."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.models.strong import strong_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # of PEFT's
+)  # part of PEFT
 IDS = torch.tensor([[3, 4, 5, 6]])
 NAME = "model.layers.0.self_attn.q_proj.weight"
 

@@ -1,4 +1,4 @@
-"""RL on the CUDA backend, in Triton's interpreter: the trainer's numbers are the engine's, to the
+"""RL on the CUDA backend in Triton's interpreter: the trainer's numbers equal the engine's bit for
 bit.
 """
 
@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
         "kv_cache_memory": 2**20,
         "block_size": 4,
     }
-    options |= {"cuda_graphs": False}  # they have tests of their own
+    options |= {"cuda_graphs": False}  # tested elsewhere
     with InferenceEngine(
         EngineConfig(model_path=str(folder), dtype="float32", seed=0, **options)
     ) as built:

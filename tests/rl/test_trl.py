@@ -1,5 +1,5 @@
-"""The rollout function for TRL's trainer, on a stand-in for it: groups, order, weights, draws,
-refusals.
+"""The rollout function for TRL's trainer, on a fake trainer: groups, order, weights, sampling,
+errors.
 """
 
 import math
@@ -98,7 +98,7 @@ def test_weights_sync_only_when_the_trainer_changes(folder: Path, engine: Infere
     assert rollout(PROMPTS[:2], trainer)["weight_version"] == [first, first]
     assert not rollout.sync(trainer)
 
-    # the last: load_best_model_at_end, a callback
+    # the last write: load_best_model_at_end, a callback
     for change in (trainer.step, trainer.step, trainer.write):
         change()
         output = rollout(PROMPTS, trainer)
@@ -107,7 +107,7 @@ def test_weights_sync_only_when_the_trainer_changes(folder: Path, engine: Infere
         assert largest_difference(trainer, output) < 1e-4
         assert not rollout.sync(trainer)
 
-    engine.update_weights({"model.norm.weight": torch.ones(64)}, blocking=True)  # somebody else
+    engine.update_weights({"model.norm.weight": torch.ones(64)}, blocking=True)  # another writer
     assert largest_difference(trainer, rollout(PROMPTS, trainer)) < 1e-4
 
 
@@ -149,7 +149,7 @@ def test_draws_depend_on_seed_step_process_and_turn(folder: Path) -> None:
             for each in drawn
             for prompt, seed in zip(PROMPTS, each["seed"], strict=True)
         ]
-        # one a group
+        # one per group
         assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(drawn) * len(set(PROMPTS))
         return [each["completion_ids"] for each in drawn]
 
@@ -252,7 +252,7 @@ def test_completions_are_taken_in_finish_order(folder: Path, engine: InferenceEn
     assert max(map(len, all_of_them)) > longest
     assert engine.stats().completion_tokens - before < 2 * sum(map(len, all_of_them))
     taken = {tuple(ids) for ids in output["completion_ids"]}
-    assert taken <= {tuple(ids) for ids in all_of_them}  # the same draws: who is taken changes none
+    assert taken <= {tuple(ids) for ids in all_of_them}  # the selection changes no token
     with pytest.raises(ConfigError, match="oversample=-1"):
         RolloutFunction(engine, oversample=-1)
 
