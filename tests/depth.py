@@ -18,13 +18,13 @@ tier = "quick"  # set by conftest.py before tests are imported
 
 
 def at_depth(examples: int) -> int:
-    """For hypothesis's `max_examples`."""
+    """Return `max_examples` for hypothesis."""
     return min(examples, max(5, examples // 4)) if tier == "quick" else examples
 
 
 def share_of(cases: Iterable[T]) -> list[T]:
-    """Cases of an exhaustive test: an eighth of them in `quick`, half in `rest`, else all. The same
-    ones in each run.
+    """Return cases of an exhaustive test: an eighth of them in `quick`, half in `rest`, else all.
+    The selection is the same in each run.
     """
     every = list(cases)
     part = {"quick": 8, "rest": 2}.get(tier, 1)
@@ -32,11 +32,11 @@ def share_of(cases: Iterable[T]) -> list[T]:
 
 
 def runs(is_thorough: bool, depends_on_tier: bool) -> bool:
-    """Return whether this tier has the test.
+    """Return True if this tier has the test.
 
     Args:
-        is_thorough: the test is marked.
-        depends_on_tier: its examples or builds do, so that `rest` has more for it.
+        is_thorough: The test is marked.
+        depends_on_tier: Its examples or builds do, so that `rest` has more for it.
     """
     if tier == "rest":
         return is_thorough or depends_on_tier
@@ -44,5 +44,5 @@ def runs(is_thorough: bool, depends_on_tier: bool) -> bool:
 
 
 def is_thorough(case: str | None, cases: Collection[str] | None, but: Collection[str]) -> bool:
-    """Return whether a mark `thorough(cases=..., but=...)` covers a case (None: no parameters)."""
+    """Return True if a mark `thorough(cases=..., but=...)` covers a case (None: no parameters)."""
     return case in cases if cases is not None else case not in but

@@ -1,4 +1,4 @@
-"""Every row of the table of features rejects its settings, and the docs have all rows."""
+"""Every row of the feature table rejects its settings, and the docs have all rows."""
 
 import dataclasses
 import importlib.util
@@ -78,12 +78,12 @@ ON: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A feature, one way to ask for it, and one thing that it does not go with."""
+    """A feature, one way to request it, and one conflicting setting."""
 
     limits: Limits
     row: Row
     asked: Asked
-    clash: Asked | str | None  # a backend; None: nothing that the feature needs is there
+    clash: Asked | str | None  # a backend; None: no requirement of the feature is met
 
     def __str__(self) -> str:
         return f"{self.asked}-{self.clash}".replace("'", "")
@@ -115,7 +115,7 @@ def cases() -> list[Case]:
 
 
 def setting_of(case: Case) -> Setting:
-    """By facts, with the options that a need looks for at their defaults."""
+    """Return the setting by facts, with the options of a requirement at their defaults."""
     facts = {each.name: None for each in case.row.needs} | case.values
     if isinstance(case.clash, str):
         on_gpu = case.clash in (ON_GPU, "cuda")

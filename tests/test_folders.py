@@ -1,4 +1,4 @@
-"""Each folder's `__init__` says which folders it imports from, and says the truth."""
+"""Each folder's `__init__` lists exactly the folders that it imports from."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ FOLDERS = sorted(
 
 
 def imported(folder: Path) -> set[str]:
-    """Folders of the package that the files of one import from, base modules apart."""
+    """Return the folders that a folder's files import from, except base modules."""
     names: set[str] = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,8 +1,7 @@
-"""The lowest versions that pyproject.toml allows work too: installed into an environment of their
-own.
+"""The lowest versions allowed by pyproject.toml work in a separate environment.
 
-torch has no row: which of its builds is right depends on the machine, so `make ... TORCH=` chooses
-it for all tests.
+torch has no row: its right build depends on the machine, so `make ... TORCH=` chooses it for all
+tests.
 """
 
 import os
@@ -64,14 +63,14 @@ TESTS = {
         "tests/checkpoints/test_gguf_tokenizer.py",
     ],
 }
-# They ask transformers, which wants a newer huggingface_hub than ours.
+# These tests use transformers, which needs a newer huggingface_hub than ours.
 LEFT_OUT = "tests/models/test_quantised.py::test_gpt_oss_has_its_experts_in_blocks"
-# Their other requirements, torch among them, are taken from where this runs.
+# Other requirements, including torch, come from the current environment.
 ALONE = {("outlines", "xgrammar")}
 
 
 def lowest(extras: tuple[str, ...]) -> list[str]:
-    """The requirements, each at the lower end of its range."""
+    """Return the requirements at the lower end of their ranges."""
     optional = PROJECT["optional-dependencies"]
     wanted = [
         each for extra in extras for each in (optional[extra] if extra else PROJECT["dependencies"])
@@ -105,7 +104,7 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", *lowest(extras)]
     subprocess.run([*install, *(["--no-deps"] if extras in ALONE else [])], check=True)
-    # All else is taken from where this runs: what is here comes behind what was installed there.
+    # Other packages come from the current environment, after the installed ones.
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     here = [str(ROOT / "src"), *(each for each in sys.path if each.endswith("site-packages"))]
     (packages / "elsewhere.pth").write_text("\n".join(here))
@@ -126,7 +125,7 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
             *TESTS[extras],
         ],
         cwd=ROOT,
-        # plugins want newer versions of the same packages
+        # plugins need newer versions of the same packages
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The front door, as one table: names, fields and defaults that other people's scripts rely on."""
+"""The public API as one table: names, fields and defaults that users' scripts rely on."""
 
 import dataclasses
 import inspect
@@ -221,7 +221,7 @@ FIELDS: dict[type, dict[str, Any]] = {
 RL_NAMES = {"MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"}
 RL_NAMES |= {"LoraPolicy"}
 
-# Names and fields of the first description of the engine: classes, and what each must still have.
+# Names and fields of the engine's original specification: classes and their required members.
 FIRST_NAMES: dict[type, set[str]] = {
     Block: {"block_id", "ref_count", "hash", "token_ids"},
     Sequence: {"seq_id", "token_ids", "block_ids", "num_computed_tokens", "status", "append_token"},
@@ -383,7 +383,7 @@ def test_version_is_a_release() -> None:
 
 
 def test_repository_tracks_no_links() -> None:
-    """A tracked link `.venv` would replace the folder of that name where it is checked out."""
+    """A tracked link `.venv` would replace the folder of that name on checkout."""
     process = subprocess.run(
         ["git", "ls-files", "--stage"],
         cwd=Path(__file__).parents[1],

@@ -56,7 +56,7 @@ def test_number_out_of_range_error_names_the_range(name: str, value: Any, would_
 )
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_integer_beyond_64_bits_is_rejected(name: str, digits: int) -> None:
-    """Also one whose digits Python refuses to write."""
+    """Include an integer whose digits Python refuses to print."""
     value, message = 10**digits, rf"about 10\*\*{digits}"
     with pytest.raises(InvalidRequest, match=f"^{name}={message} must be"):
         SamplingParams(**{name: value})

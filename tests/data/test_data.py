@@ -1,4 +1,4 @@
-"""Samples as tensors, columns and files: what goes out comes back, to the bit."""
+"""Samples as tensors, columns and files survive a round trip bit for bit."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """Any that a request may have: they check themselves."""
+    """Generate any valid sampling parameters."""
     ids = st.integers(0, 2**40)
     stop = draw(st.frozensets(ids, max_size=3))
     max_tokens = draw(st.integers(1, 2**40))
@@ -73,7 +73,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def routed_experts(draw: st.DrawFn) -> RoutedExperts:
-    """Any that fit together."""
+    """Generate any consistent expert arrays."""
     shape = draw(st.tuples(*[st.integers(0, 4)] * 3))
     dtype, size = draw(st.sampled_from([("uint8", 1), ("uint16", 2)]))
     length = math.prod(shape) * size
@@ -81,7 +81,7 @@ def routed_experts(draw: st.DrawFn) -> RoutedExperts:
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type."""
+    """Generate any value of a field's type."""
     arguments = typing.get_args(annotation)
     if annotation in ATOMS:
         return ATOMS[annotation]
@@ -128,9 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digits(samples: list[TrainingSample]) -> str:
-    """Digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals
-    nothing.
-    """
+    """Return exact digits by repr, which distinguish -0.0 from 0.0 and 1 from 1.0, and show NaN."""
     return "\n".join(
         f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}"
         for sample in samples
@@ -465,7 +463,7 @@ TOKENS = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 
 @st.composite
 def aligned(draw: st.DrawFn) -> TrainingSample:
-    """A sample whose numbers are one a token."""
+    """Return a sample with one value per token."""
     completion = draw(TOKENS)
     length = len(completion)
     numbers = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length).map(

@@ -1003,7 +1003,7 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
 @given(
     seed=st.integers(0, 2**32),
     min_tokens=st.integers(0, 6),
-    own=st.booleans(),
+    by_eos=st.booleans(),
     lookahead=st.integers(0, 1),
 )
 def test_stops_wait_for_min_tokens(

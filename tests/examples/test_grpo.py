@@ -1,4 +1,4 @@
-"""The GRPO loop on a tiny model: it learns, and nothing but recipe, task and model decides its last
+"""The GRPO loop on a tiny model: it learns, and only recipe, task and model determine its last
 checkpoint.
 """
 
@@ -40,7 +40,7 @@ from tests.structured.vocabularies import with_tokenizer
 ROOT = Path(__file__).parents[2]
 JSON_RUN = ROOT / "benchmarks" / "results" / "grpo-json.json"
 
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 2  # a token: 2 layers, keys and values, 2 heads of 16 in bfloat16
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 2  # per token: 2 layers, keys and values, 2 heads of 16 in bfloat16
 RECIPE = Recipe(steps=4, prompts=3, samples=6, learning_rate=2e-3, test_every=2)
 ROOMY: dict[str, Any] = {"lookahead": 0, "num_threads": 2, "kv_cache_memory": 2**22}
 TIGHT: dict[str, Any] = {
@@ -55,8 +55,8 @@ TIGHT: dict[str, Any] = {
 
 
 def low_ids(sample: TrainingSample, _: str) -> float:
-    """Share of tokens in the lower half of the vocabulary: more than half only if the policy has
-    learned.
+    """Return the share of tokens in the lower half of the vocabulary; above half only after
+    learning.
     """
     return sum(token < 150 for token in sample.completion_tokens) / len(sample.completion_tokens)
 
@@ -82,7 +82,7 @@ DIGITS = {
 
 
 def small_number(sample: TrainingSample, _: str) -> float:
-    """All that end by themselves are JSON of the schema; smaller numbers are worth more."""
+    """Reward JSON that matches the schema, smaller numbers more."""
     if sample.finish_reason != "stop":
         return 0.0
     jsonschema.validate(answer := json.loads(sample.text or ""), DIGITS)
@@ -122,7 +122,7 @@ def test_runs_under_different_options_reach_the_same_checkpoint(model: str) -> N
     ]
     assert untimed[0] == untimed[1]
     other = run(model, dataclasses.replace(RECIPE, seed=1), **ROOMY)
-    assert other.sha256 != roomy.sha256  # so the hash sees what was learned
+    assert other.sha256 != roomy.sha256  # so the hash covers trained values
 
 
 def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
@@ -133,7 +133,7 @@ def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
     assert tight.preemptions > 0
     assert tight.sha256 == roomy.sha256
     assert [each.reward for each in tight.steps] == [each.reward for each in roomy.steps]
-    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # it learns
+    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # the policy learns
     assert max(step.mismatch for step in roomy.steps) == 0
 
 
@@ -141,9 +141,9 @@ def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
 def test_history_drafts_do_not_change_the_checkpoint(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = StepCosts((1, 64), (1.0, 1.0))  # so that there are as many drafts as may be
+    free = StepCosts((1, 64), (1.0, 1.0))  # for as many drafts as possible
     monkeypatch.setattr(engine, "measure_costs", lambda *_: free)
-    monkeypatch.setattr(drafter, "HOPELESS", 0.0)  # nor are those of a tiny model let be
+    monkeypatch.setattr(drafter, "HOPELESS", 0.0)  # a tiny model has none otherwise
     recipe = dataclasses.replace(RECIPE, steps=8)
     plain = run(model, recipe, **ROOMY)
     drafted = run(model, recipe, **ROOMY, speculation="history")

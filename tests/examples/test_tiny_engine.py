@@ -1,4 +1,4 @@
-"""`examples/tiny_engine.py` samples what the engine samples, whatever its steps look like."""
+"""`examples/tiny_engine.py` samples the engine's tokens under any step sizes."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def run(engine: tiny_engine.InferenceEngine) -> int:
-    """Step until nothing is left; return the number of rows computed."""
+    """Step until no request is left. Return the number of computed rows."""
     rows = steps = 0
     while engine.waiting or engine.running:
         steps += 1
@@ -46,7 +46,7 @@ def run(engine: tiny_engine.InferenceEngine) -> int:
 
 
 def check(engine: tiny_engine.InferenceEngine, seqs: list[Sequence]) -> None:
-    """Every block is either free or held by as many sequences as the cache counts."""
+    """Check that every block is free or held by as many sequences as the cache counts."""
     cache = engine.cache
     held = [block for seq in engine.running for block in seq.block_ids]
     assert cache.num_holders == [held.count(block) for block in range(len(cache.num_holders))]
@@ -111,7 +111,7 @@ def test_tiny_engine_finds_prefixes_of_its_version_only(folder: Path) -> None:
 def test_tiny_engine_sampling_ignores_the_batch(
     config: EngineConfig, order: list[int], seed: int, folder: Path
 ) -> None:
-    """Tokens at a temperature are functions of seed and prompt, in any order and cache."""
+    """Tokens at a temperature depend only on seed and prompt, in any order and cache."""
     params = SamplingParams(temperature=0.8, max_tokens=6, seed=seed)
     expected = []
     for prompt in PROMPTS:

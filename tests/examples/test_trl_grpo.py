@@ -1,6 +1,4 @@
-"""The example with TRL: its reward, its picture, the run that the documents show; and, where TRL
-is, a short run.
-"""
+"""The TRL example: reward, plot, the documented run, and a short run if TRL is installed."""
 
 import json
 import os
@@ -44,7 +42,7 @@ def test_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
     assert max(step["max_difference"] for step in run["steps"]) < 1e-3
     assert max(step["trainer_max_difference"] for step in run["steps"]) < 1e-3
     versions = [step["weight_version"] for step in run["steps"]]
-    # a new one each step, but where all rewards of a batch were equal and nothing was learned
+    # a new version per step, except when all rewards of a batch were equal
     assert all(0 <= after - before <= 1 for before, after in pairwise(versions))
     assert len(set(versions)) >= 15
     assert run["tests"][-1]["reward"] > run["tests"][0]["reward"] + 0.1

@@ -1,5 +1,5 @@
-"""The law holds for adapters: a token's bits depend on the weights, its adapter and the tokens
-before it, never on who shares the step, nor on when an adapter is updated or unloaded.
+"""Invariance with adapters: a token's bits depend on the weights, its adapter and the tokens before
+it. Other requests in the step, adapter updates and unloads do not matter.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ FAMILIES = ("llama", "gemma3", "deepseek-v3", "qwen3_5", "nanochat")
 
 @cache
 def adapter(folder: Path, name: str) -> tuple[dict[str, Tensor], LoraSettings]:
-    """A random adapter: of rank 3 with the head, of rank 20, or of some layers alone."""
+    """Return a random adapter: of rank 3 with the head, of rank 20, or of only some layers."""
     rank = {"small": 3, "large": 20, "layers": 8}[name]
     generator = torch.Generator().manual_seed(rank)
     tensors: dict[str, Tensor] = {}
@@ -55,13 +55,13 @@ def engine_with_adapters(config: EngineConfig) -> Iterator[InferenceEngine]:
 
 @contextmanager
 def changing(config: EngineConfig) -> Iterator[InferenceEngine]:
-    """Adapters that nobody asks for come and go, and new versions of the others, which those that
-    have begun do not take.
+    """Load and unload unused adapters, and load new versions of the others, which running requests
+    do not use.
     """
     with engine_with_adapters(config) as engine:
         folder, step = Path(config.model_path), engine.step
         tensors, how = adapter(folder, "large")
-        engine.unload_adapter("small")  # later requests of it are all there already
+        engine.unload_adapter("small")  # all its later requests have arrived
 
         def step_and_change() -> list[TrainingSample]:
             samples = step()
@@ -76,7 +76,7 @@ def changing(config: EngineConfig) -> Iterator[InferenceEngine]:
 
 @st.composite
 def requests(draw: Any) -> list[Request]:
-    """Up to five, with a stem in common."""
+    """Return up to five requests with a shared stem."""
     stem = draw(st.lists(st.integers(3, 299), min_size=30, max_size=30)) * 3
     return [
         Request(
@@ -144,7 +144,7 @@ def test_adapter_bits_do_not_depend_on_neighbors(
 ) -> None:
     folder = folders["llama"]
     expected = expected_of(folder, dtype, backend, work)
-    if schedule.num_blocks is not None:  # preemption and eviction are certain
+    if schedule.num_blocks is not None:  # makes preemption and eviction certain
         longest = max(len(each.prompt) + each.params.max_tokens for each in work)
         schedule = replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
     known = {key: sample.completion_tokens for key, sample in expected.items()}
@@ -175,7 +175,7 @@ def test_adapter_bits_hold_in_every_family(
     tokens = {name: [] for name in NAMES}
     for (request, _), sample in expected.items():
         tokens[work[request].params.adapter] += sample.prompt_logprobs[1:10]
-    assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # they are no idle adapters
+    assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # the adapters change tokens
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,6 +1,4 @@
-"""The law holds for weights in 8 and 4 bits: no bit depends on the schedule, in any kind of
-layer.
-"""
+"""Invariance for 8-bit and 4-bit weights: no bit depends on the schedule, in any kind of layer."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +19,7 @@ from tests.invariance.scenario import Request, Schedule, require_same_samples, r
 from tests.models.tiny import family_weights, llama_config, tiny_model
 from tests.models.tiny_gguf import gguf, write_gguf
 
-BYTES = 2**10  # of a token; at least what the tiny models take
+BYTES = 2**10  # per token; at least the size for the tiny models
 PARAMS = SamplingParams(max_tokens=9, raw_logprobs=True, prompt_logprobs=True, ignore_eos=True)
 WORK = [
     Request(
@@ -65,7 +63,7 @@ def engine(quantization: Any, config: EngineConfig) -> AbstractContextManager[In
 
 
 def model_of(folder: Path, quantization: str, family: str) -> Path:
-    """Of files: a Llama whose matrices are in such blocks, or quantised so."""
+    """Return a Llama with quantized matrices of a kind, loaded from files."""
     if quantization != "file":
         return tiny_model(folder, family)
     config = llama_config(hidden=256, inner=256)
@@ -85,8 +83,8 @@ def model_of(folder: Path, quantization: str, family: str) -> Path:
 
 
 def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:
-    """A matrix in blocks; of Q4_K, which the `gguf` package does not write, any blocks of about
-    these sizes.
+    """Return a matrix in blocks. The `gguf` package cannot write Q4_K, so its blocks are random
+    with about these sizes.
     """
     if kind.name != "Q4_K":
         return gguf.quantize(weight, kind)

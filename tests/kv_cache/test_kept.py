@@ -49,7 +49,7 @@ class Evicted:
 class KeptMachine(RuleBasedStateMachine):
     """Random requests that start, end and are kept while time passes.
 
-        The model is one list of kept chains and their expiry. Below the bound, exactly the chains
+    The model is one list of kept chains and their expiry. Below the bound, exactly the chains
     that have not expired are marked. A request that fits into free blocks always gets them.
     """
 

@@ -1,7 +1,7 @@
-"""The seeded faults: one row each, with the tests that must turn red.
+"""The seeded faults: one row each, with the tests that must fail.
 
-`old` occurs exactly once in its file, so a row follows a move of the file or of the lines; a test
-checks it. A row shows one promise of docs/house.md.
+`old` occurs exactly once in its file, so a row survives a move of the lines; a test checks it. A
+row demonstrates one promise of docs/house.md.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Fault:
     """A fault that the tests must notice.
 
     Attributes:
-        seen_by: pytest's arguments; these tests turn red.
-        more: edits that the fault needs besides its first one.
+        seen_by: Arguments of pytest for the tests that fail.
+        more: Further edits of the fault.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every seeded fault can be applied to today's sources, whatever else has moved."""
+"""Every seeded fault applies to the current sources."""
 
 from pathlib import Path
 

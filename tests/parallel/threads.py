@@ -302,7 +302,6 @@ def mesh_engine(
             config: Engine config without parallel options.
             mesh: Mesh of the ranks.
             groups: Number of sequence groups in flight. None: the number of stages.
-
     """
 
     def assemble_ranks(rank_config: EngineConfig, *_: Any) -> Parts:

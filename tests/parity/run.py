@@ -1,4 +1,4 @@
-"""`python -m tests.parity.run`: the whole parity check, summed up as JSON."""
+"""`python -m tests.parity.run`: run the whole parity check and print a JSON summary."""
 
 import argparse
 import json

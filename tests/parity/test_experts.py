@@ -1,5 +1,5 @@
-"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and weights by either of their
-names.
+"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and updates under both naming
+schemes.
 """
 
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_qwen3_moe_has_the_same_bits_in_other_configurations(tmp_path: Path) -> 
 @pytest.mark.thorough(cases=["mixtral"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_update_accepts_expert_names_of_transformers(tmp_path: Path, family: str) -> None:
-    """A model in memory has one tensor for all experts of a layer, a checkpoint one for each."""
+    """transformers has one tensor for all experts of a layer, a checkpoint one per expert."""
     from transformers import AutoModelForCausalLM
 
     old, new = tiny_model(tmp_path / "old", family), tiny_model(tmp_path / "new", family, seed=1)

@@ -1,5 +1,5 @@
-"""What masks cut, by transformers: `logprobs` under its processors; with `log_kept_mass`, of the
-whole vocabulary.
+"""Logprobs under masks against transformers: `logprobs` under its processors; with `log_kept_mass`,
+over the whole vocabulary.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_transformers(
     folder: Path, sample: TrainingSample, params: SamplingParams
 ) -> tuple[list[float], list[float]]:
-    """Logprobs of a sample's tokens at its temperature: under the masks, and of the whole
+    """Return logprobs of a sample's tokens at its temperature, both masked and over the whole
     vocabulary.
     """
     from transformers import (

@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.parity.run`, and the same for tiny models of every rope
+"""The short form of `python -m tests.parity.run`, and the same for tiny models with every rope
 scaling.
 """
 
@@ -102,9 +102,7 @@ def test_tiny_models_agree_with_transformers(
 def test_model_families_agree_with_transformers(
     tmp_path: Path, family: str, cache_type: CacheType, backend: Backend
 ) -> None:
-    """Windows are shorter than the prompts, and the last prompt finds the one before it in the
-    cache.
-    """
+    """Prompts exceed the windows, and the last prompt hits the previous one in the cache."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, family)

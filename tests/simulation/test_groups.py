@@ -1,4 +1,4 @@
-"""Groups in the loop: the oldest is not held up by those after it, and each comes in its turn."""
+"""Groups in the loop: later groups do not delay the oldest, and each group runs in turn."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ ASKS = st.builds(
 
 
 def ends(workload: Workload) -> dict[int, int]:
-    """Request -> the step in which the last of its samples ended."""
+    """Return for each request the step in which its last sample ended."""
     end_of: dict[int, int] = {}
     run(workload, on_sample=lambda sample, step: end_of.__setitem__(sample.request_id, step))
     return end_of
@@ -54,7 +54,7 @@ def test_oldest_group_is_not_delayed_by_others(
 
 
 def test_groups_run_in_turn_under_memory_shortage() -> None:
-    """Not all of them at the very end."""
+    """Groups must not all end at the very end."""
     config = SchedulerConfig(max_tokens_per_batch=8, block_size=4)
     asks = [Ask([1 + place], 12, num_samples=8, arrives=place) for place in range(4)]
     end_of = ends(Workload(asks, config, num_blocks=200, lookahead=0))

@@ -1,4 +1,4 @@
-"""Rules of the loop itself: what lies between two decisions."""
+"""Rules of the loop between two decisions."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def loop_with(prompts: list[list[int]], lookahead: int, max_tokens: int = 10) ->
 
 
 def ending_early() -> list[int]:
-    """A prompt whose sample stops by itself well before 10 tokens, and after more than one."""
+    """Return a prompt whose sample stops by itself after 2 to 9 tokens."""
     return next([first, 2] for first in range(1, 11) if 1 < len(oracle([first, 2], 0, 0, 10)) < 8)
 
 
@@ -81,7 +81,7 @@ def test_weights_change_only_without_steps_in_flight(monkeypatch: pytest.MonkeyP
 
 def test_pending_work_is_waiting_running_in_flight_or_posted() -> None:
     loop = loop_with([[1, 2]], lookahead=1, max_tokens=1)
-    assert loop.has_pending()  # in the inbox
+    assert loop.has_pending()  # posted, not yet read
     assert loop.step() == []
     assert loop.in_flight
     assert loop.has_pending()
@@ -98,7 +98,7 @@ def add(loop: EngineLoop, request_id: int) -> Sequence:
 
 
 def test_requests_posted_before_an_update_precede_it() -> None:
-    """Though the queue has the update before the loop reads any message."""
+    """The update is queued before the loop reads any message."""
     loop = loop_with([[1, 2, 3]], lookahead=0)
     loop.step()
     before = add(loop, 1)

@@ -55,7 +55,7 @@ def test_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
 
 @pytest.mark.parametrize("kind", FakeDrafts.KINDS)
 def test_drafts_change_no_token(kind: str) -> None:
-    """All that the fake model checks of a step, and every token of its oracle."""
+    """Every check of the fake model passes, and every token equals its oracle."""
     count = at_depth(40)
     outcomes = [
         run(with_drafts(random_workload(seed), kind, most=1 + seed % 5))
@@ -66,7 +66,7 @@ def test_drafts_change_no_token(kind: str) -> None:
     assert drafted > 5 * count
     assert sum(outcome.preemptions for outcome in outcomes) > count // 4
     if kind == "right":
-        assert accepted > 0.8 * drafted  # the rest came behind an end or an update
+        assert accepted > 0.8 * drafted  # the remaining drafts came after an end or an update
     elif kind == "wrong":
         assert accepted == 0
     else:
@@ -79,7 +79,7 @@ def test_drafts_change_no_token_of_a_pipeline(kind: str) -> None:
         run(with_drafts(with_groups(random_workload(seed), 2 + seed % 2), kind, 1 + seed % 5))
 
 
-# (prompt tokens, max_tokens); 12 tokens are all that fit
+# (prompt tokens, max_tokens); at most 12 tokens fit
 SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]
 
 
@@ -101,8 +101,8 @@ def test_schedules_of_three_sequences_on_six_blocks_end(
 def three_asks(
     shapes: list[tuple[int, int]], arrivals: list[tuple[int, int]]
 ) -> Iterator[list[Ask]]:
-    """Three requests of every shape, of which the second and the third arrive at every time; all
-    prompts share a stem, or the second does not.
+    """Yield three requests of every shape. The second and third arrive at every time, and share the
+    stem of the first or not.
     """
     for three in itertools.product(shapes, repeat=3):
         for second, third in arrivals:
@@ -115,8 +115,7 @@ def three_asks(
                 ]
 
 
-# A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not
-# one unit more.
+# A window of three tokens touches two blocks of two. Memory is exactly enough for 12 tokens.
 TIGHT = [
     (BlockLayout(0, 1, 3), 18, 2),
     (BlockLayout(1, 2, 3), 10, 6 + 2 * 2),

@@ -1,4 +1,4 @@
-"""The commands' own client, against a server that follows a script."""
+"""The HTTP client of the commands, against a scripted server."""
 
 import subprocess
 import sys

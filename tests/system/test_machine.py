@@ -1,4 +1,4 @@
-"""Memory and cores under the limits of control groups, in trees as the kernel shows them."""
+"""Memory and cores under the limits of control groups, in trees laid out like the kernel's."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ V1 = (
 
 
 class Machine:
-    """64 GiB, 16 processors of 8 cores, and a tree of control groups."""
+    """64 GiB, 16 processors on 8 cores, and a tree of control groups."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.cpus = root, {*range(16)}
@@ -80,7 +80,7 @@ def test_free_memory_without_cgroups_is_that_of_the_machine(fake: Machine) -> No
 
 
 def test_free_memory_is_the_remainder_of_the_container(fake: Machine) -> None:
-    """In a namespace of its own a container's group is the top of the tree."""
+    """In a separate namespace a container's group is the top of the tree."""
     fake.process("0::/", V2)
     fake.group("", v2(2 * GIB, GIB // 2))
     actual = free_memory(fake.root)
@@ -102,7 +102,7 @@ def test_free_memory_respects_the_lower_threshold_too(fake: Machine) -> None:
 
 
 def test_free_memory_is_the_least_of_all_groups_above(fake: Machine) -> None:
-    """A unit of systemd has no limit, and the slice that it is in has one."""
+    """A systemd unit has no limit, but its slice has one."""
     fake.process("1:name=systemd:/x\n0::/user.slice/a.scope", V2)
     fake.group("user.slice/a.scope", v2("max", GIB))
     fake.group("user.slice", v2(8 * GIB, 5 * GIB))

@@ -49,7 +49,7 @@ def test_reference_names_the_vendor_of_its_matmul(
 
 
 def test_mkl_order_is_pinned_only_on_intel_processors() -> None:
-    """And a caller's own setting stays."""
+    """A value set by the caller is kept."""
     code = "import os, nano_inference as n; print(n.system.processor.vendor(), os.environ.get('MKL_CBWR'))"
     for setting in (None, "COMPATIBLE"):
         environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}

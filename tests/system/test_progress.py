@@ -1,5 +1,5 @@
-"""How far something long has come: on a terminal, in a log, beside a spinner; and not at all where it
-is short.
+"""Progress of long operations on a terminal, in a log, and next to a spinner. Short operations show
+none.
 """
 
 import io
@@ -40,7 +40,7 @@ class Clock:
 
 
 def run(stream: io.StringIO, steps: int, seconds: float, total: int = 100 * 2**20) -> None:
-    """A step of `seconds`, each of them a MiB."""
+    """Take steps of `seconds`, one MiB each."""
     clock = Clock()
     with Progress("loading X", total, stream=stream, clock=clock) as progress:
         for _ in range(steps):
@@ -139,7 +139,7 @@ def test_file_progress_reports_remaining_files_and_seconds() -> None:
 
 
 def test_file_progress_estimates_from_the_files_of_this_run() -> None:
-    """Those that were ready took no time."""
+    """Files that were ready took no time."""
     stream, clock = Terminal(), Clock()
     work = {str(number): 10 for number in range(10)}
     ready = ["0", "1", "2", "3", "4", "5"]

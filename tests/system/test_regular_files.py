@@ -1,6 +1,4 @@
-"""Files that would keep their reader waiting for ever: refused, where a model is loaded and where
-an update is read.
-"""
+"""Special files that would block their reader forever are rejected by model loading and updates."""
 
 import os
 import shutil
@@ -27,7 +25,7 @@ SHAPES = {"model.norm.weight": (64,)}
 
 
 def in_time(call: Callable[[], object]) -> Exception:
-    """What it raises; it does not wait for a writer."""
+    """Return the error of a call that must not wait for a writer."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -45,7 +43,7 @@ def in_time(call: Callable[[], object]) -> Exception:
 
 
 def replaced(path: Path, kind: str) -> None:
-    """Another kind of file in its place."""
+    """Replace a file by one of another kind."""
     path.unlink()
     {
         "fifo": os.mkfifo,
@@ -103,7 +101,7 @@ def test_file_update_does_not_block_on_a_fifo(
     "name", [".", "..", "/", "~", "a.b", "x" * 300, "x/" * 3000, "a\0b", "\ud800"]
 )
 def test_error_omits_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """`.` took every dot of the sentence away."""
+    """Replacing `.` removed every dot of the sentence."""
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
     problem = in_time(lambda: all_of(Path(name), WeightFiles))
