@@ -1,11 +1,10 @@
-"""How deep tests look.
+"""Depth of the tests: tiers, examples and builds.
 
-`make test` is for people: if pytest collects all of `tests`, the tier `quick` leaves out the tests
-that are marked `thorough` (or the marked cases of a test), property tests try a quarter of their examples, and tests of the CPU
-kernels have two builds of them. `rest` runs what that left: the thorough tests, and those tests
-with all of their examples and builds. `all` runs everything, with all
-examples. What is asked for by file, by name or by `-k` runs whole, as in `all`, unless a tier is
-asked for too.
+If pytest collects all of `tests`, `--tier` selects from them. `quick` (`make test`) leaves out the
+tests marked `thorough` (or the marked cases of a test), tries a quarter of the examples of property
+tests, and uses two builds of the CPU kernels. `rest` runs the remainder: the thorough tests, and
+the property and kernel tests with all examples and builds. `all` runs everything with all examples.
+Tests selected by file, by name or by `-k` run as in `all`, unless you pass a tier.
 """
 
 import random

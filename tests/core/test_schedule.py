@@ -184,7 +184,7 @@ def test_preempted_sample_comes_back_before_a_later_group() -> None:
     assert stage.step().admitted[0].seq_id == last.seq_id
 
 
-def test_youngest_is_preempted_and_nobody_enters_then() -> None:
+def test_preemption_takes_the_youngest_and_admits_no_sequence() -> None:
     stage = Stage(num_blocks=4)
     old, young = stage.add([1, 2, 3]), stage.add([4, 5, 6, 7, 8, 9, 1])
     stage.step()

@@ -113,7 +113,7 @@ def told(fault: str) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_ends_the_engine_and_says_why(
+def test_fault_ends_the_engine_with_its_reason(
     engine: InferenceEngine, where: str, fault: str
 ) -> None:
     broken(engine, where, fault)

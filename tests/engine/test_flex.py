@@ -109,7 +109,7 @@ def test_flex_agrees_with_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_frozen_reference_model_is_scored_too(tmp_path: Path) -> None:
+def test_flex_scores_a_frozen_reference_model(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, "llama")
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with InferenceEngine(config(model, "flex", ref_model_path=str(model))) as engine:

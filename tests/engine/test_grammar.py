@@ -413,9 +413,8 @@ def test_resume_from_rejects_a_sample_whose_grammar_ended(
     engine = build()
     params = SamplingParams(max_tokens=9, seed=1, grammar=Grammar.choice(["a"]), **options)
     (whole,) = engine.generate(PROMPT, params)
-    relabeled = replace(
-        whole, finish_reason="abort", stop_reason=None
-    )  # the finish reason was lost
+    # the finish reason was lost
+    relabeled = replace(whole, finish_reason="abort", stop_reason=None)
     again = engine.intake.new_request_id()
     with pytest.raises(InvalidRequest, match="may already have ended"):
         engine.resume_many([relabeled], lambda _: None, stream=False, request_id=again)

@@ -142,7 +142,7 @@ def test_resumed_samples_keep_their_group(build: Build) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 12, 3))
-def test_pauses_preemptions_and_neighbours_change_nothing(
+def test_group_ignores_pauses_preemptions_and_neighbors(
     build: Build, whole: list[TrainingSample], steps: int
 ) -> None:
     engine = build(lookahead=1)

@@ -127,7 +127,7 @@ def test_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str) 
 
 
 @pytest.mark.parametrize("same_head", [True, False])
-def test_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head: bool) -> None:
+def test_tied_head_of_a_checkpoint_is_compared(tmp_path: Path, same_head: bool) -> None:
     config = llama_config(tie=True)
     weights: Weights = llama_weights(config)
     weights[HEAD] = weights[EMBEDDING].clone()

@@ -181,7 +181,7 @@ def test_longest_possible_sample_is_scored(policy: Path) -> None:
     assert len(sample.completion_tokens) == room - 1
 
 
-def test_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_reference_of_another_vocabulary_is_rejected(policy: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path, vocab_size=301)
     with pytest.raises(ConfigError, match=r"301.*300.*a model with the policy's vocabulary"):
         build(policy, ref_model_path=str(other))

@@ -117,7 +117,7 @@ def test_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.thorough
-def test_stop_strings_work_on_token_prompts_too(engine: InferenceEngine) -> None:
+def test_stop_strings_work_on_token_prompts(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
     ids = engine.tokenizer.encode(PROMPT)
     assert engine.generate(ids, SamplingParams(0, max_tokens=24, stop=stop))[0].stop_reason == stop
@@ -159,7 +159,7 @@ def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
     assert not engine.shared.delivery.open_requests()
 
 
-def test_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:
+def test_stream_rejects_bad_requests_before_it_is_read(engine: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest):
         engine.generate([[]], GREEDY, stream=True)
 

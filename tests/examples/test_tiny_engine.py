@@ -74,7 +74,7 @@ def test_tiny_engine_samples_the_engines_greedy_tokens(folder: Path, config: Eng
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_tiny_engine_updates_weights_as_the_engine_does(folder: Path, config: EngineConfig) -> None:
+def test_tiny_engine_updates_weights_like_the_engine(folder: Path, config: EngineConfig) -> None:
     prompt, update = PROMPTS[3], update_of(folder)
     engine = tiny_engine.InferenceEngine(folder, config)
     seq = engine.add_request(prompt, GREEDY)

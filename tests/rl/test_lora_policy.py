@@ -123,9 +123,8 @@ def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
             optimizer.step()
         (after,) = policy.logprobs([ids], from_position=1)
         assert after.sum() > before.sum() + 1
-        assert torch.equal(
-            before, score(engine, [ids], from_position=1)[0]
-        )  # the base weights are unchanged
+        # the base weights are unchanged
+        assert torch.equal(before, score(engine, [ids], from_position=1)[0])
 
 
 def test_saved_adapter_folder_can_be_loaded(tmp_path: Path) -> None:

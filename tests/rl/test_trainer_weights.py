@@ -12,9 +12,10 @@ from nano_inference.rl.trainer_weights import whole_weights
 from tests.models.families import CASES
 from tests.models.strong import strong_model
 
+# PEFT warns.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # part of PEFT
+)
 IDS = torch.tensor([[3, 4, 5, 6]])
 NAME = "model.layers.0.self_attn.q_proj.weight"
 

@@ -95,7 +95,7 @@ def test_free_memory_counts_files_that_can_be_dropped(fake: Machine) -> None:
     assert free_memory(fake.root).size == GIB + 2 * GIB - GIB // 2 + 4096
 
 
-def test_free_memory_respects_the_lower_threshold_too(fake: Machine) -> None:
+def test_free_memory_respects_the_lower_threshold(fake: Machine) -> None:
     fake.process("0::/", V2)
     fake.group("", v2(4 * GIB, GIB, high=3 * GIB))
     assert free_memory(fake.root) == FreeMemory(2 * GIB, "memory.high of the control group")

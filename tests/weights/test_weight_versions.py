@@ -50,9 +50,7 @@ def test_update_is_live_from_the_step_after_those_in_flight(build: Build) -> Non
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_spans_say_which_version_sampled_which_tokens(
-    build: Build, blocking: bool, lookahead: int
-) -> None:
+def test_spans_map_tokens_to_versions(build: Build, blocking: bool, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     request = engine.add_request(PROMPT, drawn(20), 3)
     samples: list[TrainingSample] = []
