@@ -41,10 +41,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-golden", action="store_true", help="write the replies of golden exchanges anew"
+        "--update-golden", action="store_true", help="rewrite the replies of golden exchanges"
     )
     parser.addoption(
-        "--tier", choices=depth.TIERS, help="see depth.py; quick for all of tests, else all"
+        "--tier",
+        choices=depth.TIERS,
+        help="test tier, see depth.py; default: quick for all of tests, else all",
     )
     parser.addoption(
         "--gpu-dry-run", action="store_true", help="tests/gpu at toy size in Triton's interpreter"

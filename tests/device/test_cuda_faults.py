@@ -61,7 +61,7 @@ class Failing(CheckingQueue):
         super().wait(event)
 
     def synchronise(self) -> None:
-        assert not self.broken, "nobody waits for a device that has failed"
+        assert not self.broken, "a failed device was waited for"
 
     def capture(self, run: Callable[[], Any], pool: Any) -> Any:
         self._touch("capture")

@@ -329,7 +329,7 @@ def test_hanging_device_ends_the_engine(
         engine.add_request([1], params())
     began = time.monotonic()
     engine.shutdown()
-    assert time.monotonic() - began < 15, "nobody waits for it again"
+    assert time.monotonic() - began < 15, "the device was waited for again"
 
 
 FAILURES = [

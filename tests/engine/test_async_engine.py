@@ -106,7 +106,7 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
             await asyncio.to_thread(settle, engine)
             task = asyncio.current_task()
             left = [t for t in asyncio.all_tasks() if t is not task and not t.done()]
-            assert len(left) <= 1, "a task is left behind"  # the timeout of `wait_for`
+            assert len(left) <= 1, "a task leaked"  # the timeout of `wait_for`
         return dict(zip(tasks, results, strict=True))
 
     results = run(main())
@@ -116,7 +116,7 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
         if not isinstance(result, asyncio.CancelledError)
     }
     assert set(range(200)) - cancelled <= set(ended)
-    assert len(ended) < 200, "nobody was cancelled in time"
+    assert len(ended) < 200, "no caller was cancelled in time"
     for seed, result in ended.items():
         assert not isinstance(result, BaseException), result
         sample = result[0] if isinstance(result[0], TrainingSample) else result[-1].finished
@@ -124,7 +124,7 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
         if seed in alone:
             assert sample.completion_tokens == alone[seed]
     engine.loop.check()
-    assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block is left behind"
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block leaked"
     assert not engine.shared.delivery.open_requests()
     assert not engine.loop.sequences.by_id
     assert not engine.has_pending(), "samples of cancelled callers are left for others"

@@ -346,7 +346,7 @@ def test_requests_are_served_in_order_of_priority(build: Build) -> None:
     while engine.has_pending():
         ended += [s.request_id for s in engine.step()]
     assert ended == [first, second, late]
-    assert engine.stats().num_preemptions == 0, "somebody was let in out of order"
+    assert engine.stats().num_preemptions == 0, "a request was admitted out of order"
 
 
 def test_failing_progress_ends_only_the_requests_of_generate(build: Build) -> None:
@@ -374,7 +374,7 @@ def test_abort_from_progress_ends_generate(build: Build) -> None:
         if len(calls) == 3:
             aborted.extend(engine.abort())
         if len(calls) > 60:
-            pytest.fail("generate goes on without anything to do")
+            pytest.fail("generate continues without work")
 
     returned = engine.generate([[1, 2], [3]], greedy(20, ignore_eos=True), progress=stop)
     reasons = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}

@@ -298,7 +298,7 @@ def test_device_faults_are_recognized_with_a_remedy() -> None:
     text, public = why_dead(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
     assert "max_tokens_per_batch" not in text
-    assert public.endswith("from 0.06 to 0.03"), "what others on the card hold is nobody's business"
+    assert public.endswith("from 0.06 to 0.03"), "the error exposes memory of other processes"
     for text in (
         "CUBLAS_STATUS_EXECUTION_FAILED when calling",
         "NCCL error in: x.cpp",

@@ -140,7 +140,7 @@ def check_first(
         assert len(sample.completion_tokens) == len(sample.logprobs) == len(sample.loss_mask) == cut
         engine.resume_from(sample)
         (resumed,) = drain(engine)
-        assert bits(resumed, cut) == stops["after"][cut], "it goes on under the weights that serve"
+        assert bits(resumed, cut) == stops["after"][cut], "not continued under the live weights"
         assert resumed.kv_versions[-1].token_start == cut
     elif policy in ("wait", "finish_old"):
         assert bits(sample) == bits(stops["old"])

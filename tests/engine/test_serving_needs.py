@@ -40,7 +40,7 @@ def test_leak_is_counted_and_logged_once(
     engine.generate(LONG, PARAMS)
     engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever frees
     assert engine.loop.leaked_blocks() == 3
-    assert engine.stats().kv_leaked_blocks == 0, "nobody has looked"
+    assert engine.stats().kv_leaked_blocks == 0, "not checked yet"
     engine.add_request(LONG[50:], PARAMS, 2)
     engine.step()
     assert engine.loop.leaked_blocks() == 3, "blocks of live sequences are none"

@@ -87,7 +87,7 @@ def test_blocks_outside_the_window_match_until_reused(factory: WindowCacheFactor
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=45)
     stem, first = list(range(20)), [100, 101, 102, 103]
     table = run_alone(cache, stem + first * 3)
-    assert matched(cache, [*stem, 7]) == 20, "the window has moved on, and nobody took anything"
+    assert matched(cache, [*stem, 7]) == 20, "no unit was reused after the window moved"
     cache.deallocate(table, cache.layout.num_slid(32, 2))
     run_alone(cache, list(range(200, 220)))  # takes released units first, before any whole block
     assert matched(cache, stem + first * 3) == 32, "the end of a finished sequence is kept longest"

@@ -266,7 +266,7 @@ class FakeRunner:
         for position in positions:
             block = int(table[position // self.block_size])
             held = self.kv[self._unit(block, kind) * self.block_size + position % self.block_size]
-            assert held is not None, "a key was read that nobody wrote"
+            assert held is not None, "a key was read that was never written"
             begins = position == positions.start > 0
             assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), (
                 "keys of another sequence"

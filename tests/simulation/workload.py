@@ -486,7 +486,7 @@ def _check_end(
         _check_versions(workload, runner, ask, sample)
     assert not loop.has_pending()
     assert not loop.sequences.held
-    assert PREVIOUS not in loop.sequences.versions, "old weights are kept for nobody"
+    assert PREVIOUS not in loop.sequences.versions, "old weights are kept without a user"
     untouched = (
         not loop.num_preemptions
         and not workload.updates

@@ -113,7 +113,7 @@ def test_deadline_is_enforced_on_a_stuck_transport(
     update = receive_update(manager, stuck, timeout=1.0)
     refused(update, f"received only {buckets} buckets of the weights within 1 s")
     assert time.monotonic() - began < 10
-    assert stuck.closed.wait(PATIENCE), "it is told to give up"
+    assert stuck.closed.wait(PATIENCE), "the transport was not closed"
     settled_threads()
     assert manager.checksum() == before
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
