@@ -58,7 +58,7 @@ def settle(engine: InferenceEngine) -> None:
     """Wait until the stepping thread has handled the last aborts."""
     deadline = time.monotonic() + PATIENCE
     while engine.loop.has_pending():
-        assert time.monotonic() < deadline, "something is left in the engine"
+        assert time.monotonic() < deadline, "a request remains in the engine"
         time.sleep(0.01)
 
 
@@ -127,7 +127,7 @@ def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> N
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block leaked"
     assert not engine.shared.delivery.open_requests()
     assert not engine.loop.sequences.by_id
-    assert not engine.has_pending(), "samples of cancelled callers are left for others"
+    assert not engine.has_pending(), "samples of cancelled callers remain"
 
 
 def test_stream_joins_to_the_sample(engine: InferenceEngine) -> None:
@@ -264,7 +264,7 @@ def test_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
             await asyncio.sleep(0.5)
             return time.process_time() - began
 
-    assert run(main()) < 0.2, "something spins"
+    assert run(main()) < 0.2, "a thread is busy waiting"
 
 
 def test_engine_is_shared_by_threads_and_tasks(engine: InferenceEngine) -> None:

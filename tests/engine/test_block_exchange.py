@@ -283,7 +283,7 @@ def test_blocks_of_old_weights_are_rejected(build: Build) -> None:
     piece = piece_of(source, prompt_of(12))
     names = piece.names
     source.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
-    assert source.blocks.export_blocks(names) is None, "an old block was found"
+    assert source.blocks.export_blocks(names) is None, "an old block matched"
     target.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
     with pytest.raises(VersionGone, match="version 0; this engine serves version 1"):
         target.blocks.import_blocks(piece)
@@ -303,10 +303,10 @@ def test_import_is_partial_after_a_gap_or_in_a_full_cache(build: Build) -> None:
     half = source.blocks.export_blocks(piece.names[:6])
     later = source.blocks.export_blocks(piece.names[:6], first=3)
     assert half is not None and later is not None  # noqa: PT018
-    assert target.blocks.import_blocks(later) == 0, "blocks without what comes before them"
+    assert target.blocks.import_blocks(later) == 0, "blocks without their prefix"
     request = target.add_request(prompt_of(9), params(6))
     target.step()
-    assert target.blocks.import_blocks(half) == 3, "more than was free"
+    assert target.blocks.import_blocks(half) == 3, "more blocks than were free"
     assert target.blocks.import_blocks(half) == 3
     target.loop.check()
     assert finished(target).request_id == request

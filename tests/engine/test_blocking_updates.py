@@ -170,7 +170,7 @@ def test_update_of_another_thread_is_seen_if_it_comes_first(
     assert engine.get_weight_version() == version
     engine.resume()
     (sample,) = drain(engine)
-    assert sample.finish_reason == "length", "what was withdrawn aborts nothing"
+    assert sample.finish_reason == "length", "a withdrawn update aborted a request"
     assert engine.get_weight_version() == 1
     assert engine.update_weights(OTHER, blocking=True).version == 2
 

@@ -67,8 +67,8 @@ def test_deltas_report_cached_tokens_and_queue_time(build: Build, stream: bool) 
     assert {delta.cached_tokens for delta in again} == {8}
     waited = {delta.queued for delta in again}
     assert len({delta.queued for delta in first}) == 1
-    assert len(waited) == 1, "one request waits once, whatever its samples"
-    assert min(waited) > first[0].queued, "it waited for forty steps of others"
+    assert len(waited) == 1, "a request waits once for all its samples"
+    assert min(waited) > first[0].queued, "the request waited for forty steps of others"
 
 
 def test_preemption_does_not_queue_again(build: Build) -> None:

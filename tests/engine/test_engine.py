@@ -457,7 +457,7 @@ def test_abort_skips_ids_of_finished_requests(build: Build) -> None:
     for never in (999, -1, "1"):
         with pytest.raises(InvalidRequest, match="does not exist; valid ids are 0 to 1"):
             engine.abort([live, never])
-    assert engine.has_pending(), "a refused call ends nothing"
+    assert engine.has_pending(), "a rejected call ended a request"
     assert engine.abort([]) == []
     assert [s.request_id for s in engine.abort({live, done})] == [live]
     assert engine.abort() == []
@@ -738,7 +738,7 @@ def test_non_finite_logits_end_only_their_request(build: Build, way: str) -> Non
     params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
     healthy = [[1, 2, 3], [4, 5]]
     expected = build().generate(healthy, params)
-    assert not any(77 in s.completion_tokens for s in expected), "they would meet the poison"
+    assert not any(77 in s.completion_tokens for s in expected), "a healthy request samples the poison"
     engine = build()
     if way == "params":
         poison(engine, 77)

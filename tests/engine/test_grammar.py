@@ -561,7 +561,7 @@ def test_grammar_end_overrides_min_tokens_and_stop_ids(build: Build) -> None:
         DIGITS, grammar=Grammar.regex("7{3}"), stop_token_ids=frozenset([seven]), min_tokens=30
     )
     (sample,) = engine.generate(PROMPT, params)
-    assert text_of(engine, sample) == "777", "what the grammar asks for is drawn all the same"
+    assert text_of(engine, sample) == "777", "the grammar overrides the stop id"
     assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
     (sample,) = engine.generate(PROMPT, replace(params, min_tokens=0))
     assert (text_of(engine, sample), sample.stop_reason) == ("7", seven)

@@ -399,7 +399,9 @@ def test_sink_error_fails_only_its_request(
         "it is not called again"
     )
     if stream:
-        assert engine.stats().completion_tokens < quiet[stream].num_tokens, "it is aborted"
+        assert engine.stats().completion_tokens < quiet[stream].num_tokens, (
+            "the request was not aborted"
+        )
 
 
 def test_unattributed_fault_ends_no_sample(

@@ -192,7 +192,7 @@ def test_update_wait_ends_if_the_engine_ended(
     with pytest.raises(WeightUpdateError):
         engine.weight_sync.begin()
     engine.shutdown()
-    assert not engine.model.params, "one that failed lets go of its memory too"
+    assert not engine.model.params, "a failed engine releases its memory"
 
 
 def test_shutdown_ends_callers_of_a_paused_engine(

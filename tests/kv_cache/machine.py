@@ -142,7 +142,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix = self._prefix(tokens, weight_set, salt, version)
         before = self._counts()
         self._match(tokens, prefix, limit % (len(tokens) + 3))
-        assert self._counts() == before, "asking changed the cache"
+        assert self._counts() == before, "match changed the cache"
 
     @precondition(lambda self: self.tables)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3), tokens=TOKENS, publish=OFTEN)
@@ -235,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
         }
         before = self._counts()
         self.cache.drop_version(weight_set, version)
-        assert self._counts() == before, "a block in use was given up"
+        assert self._counts() == before, "a block in use was evicted"
         self.versions[weight_set] += 1
         for name in dead:
             del self.named[name]
@@ -249,7 +249,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         before = self._counts()
         self.cache.flush()
-        assert self._counts() == before, "a block in use was given up"
+        assert self._counts() == before, "a block in use was evicted"
         self.named.clear()
 
     # -- invariants --------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class CacheMachine(RuleBasedStateMachine):
             if nameless:
                 assert block_id in nameless, "a matchable block was reused before an empty one"
             else:
-                assert block_id in self._next(), "not the block whose turn it was"
+                assert block_id in self._next(), "not the next block in eviction order"
             del self.freed_at[block_id]
             self._forget(block_id)
             self.slots[block_id] = [None] * self.size

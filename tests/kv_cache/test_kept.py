@@ -228,7 +228,7 @@ def test_kept_blocks_are_capped_at_half_the_pool(cache_type: type[KVCacheManager
     assert len(case.cache.kept.marks) == 6
     case.run(2, 6)
     case.run(3, 6)
-    assert case.hits(head) == 6, "the head of a chain is what is kept of it"
+    assert case.hits(head) == 6, "the head of the chain must be kept"
     high = case.run(4, 6, keep=(30, 1))
     case.run(5, 6)
     case.run(6, 6)

@@ -253,7 +253,7 @@ def test_free_blocks_below_a_reused_block_are_forgotten() -> None:
         cache.deallocate(table)  # only the last block of the path is still held
     taken: list[int] = []
     cache.extend(taken, 0, 2 * SIZE)
-    assert not set(taken) & set(path), "the two that have no name go first"
+    assert not set(taken) & set(path), "the two unnamed blocks go first"
     cache.check([tables[2], taken])
     cache.extend(taken, 2 * SIZE, 3 * SIZE)
     assert taken[2] == path[1]

@@ -260,7 +260,7 @@ class WindowMachine(RuleBasedStateMachine):
             for position in range(max(0, row - self.layout.window + 1) if sliding else 0, row):
                 slot = self._unit(block_ids[position // self.size], kind), position % self.size
                 expected = (namespace, tuple(tokens[: position + 1])), kind
-                assert self.written.get(slot) == expected, "a row reads what is not its own"
+                assert self.written.get(slot) == expected, "a row reads units of another sequence"
 
     def _sync_names(self) -> None:
         self.names = {

@@ -227,7 +227,7 @@ def test_trainer_failure_mid_update_is_reported(
     clock.start()
     receiver = BroadcastReceiver(address)
     seconds = refused(manager, receiver, message, 20.0 if at_once else 3.0)
-    assert seconds < 15, "it waits for a trainer that is gone"
+    assert seconds < 15, "still waiting for a lost trainer"
     child.kill()
     receiver = BroadcastReceiver(other_address)  # another trainer, another group
     assert receive_update(manager, receiver, complete=True, timeout=20).result(20) == 2
@@ -236,7 +236,7 @@ def test_trainer_failure_mid_update_is_reported(
     stop.set()
     clock.join()
     pauses = [after - before for before, after in itertools.pairwise(ticks)]
-    assert max(pauses) < 5.0, "no teardown holds up other threads"
+    assert max(pauses) < 5.0, "a teardown delayed other threads"
 
 
 @pytest.mark.thorough
@@ -333,7 +333,7 @@ def step_until(
     """Step with constant work until an update has ended."""
     until, samples = time.monotonic() + seconds, list[TrainingSample]()
     while not update.done():
-        assert time.monotonic() < until, "it never ends"
+        assert time.monotonic() < until, "the run never ends"
         if not engine.has_pending():
             engine.add_request(PROMPT, drawn(100))
         samples += engine.step()

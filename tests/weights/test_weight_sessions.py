@@ -104,7 +104,7 @@ def test_bucket_partition_does_not_change_the_checksum(
     else:
         update = manager.stage(iter(buckets), complete=True, check_finite=True)
     assert update.params == set(manager.model.params)
-    assert set(manager.checksum().values()) != set(expected.values()), "nothing is written before"
+    assert set(manager.checksum().values()) != set(expected.values()), "written too early"
     assert manager.finish() == 1
     assert manager.checksum() == expected
     assert {name: param.data_ptr() for name, param in manager.model.params.items()} == pointers
@@ -120,7 +120,7 @@ def test_state_dict_is_cut_into_buckets(max_bytes: int) -> None:
     )
     for one, after in itertools.pairwise(buckets):
         together = sum(tensor.nbytes for tensor in one.values()) + next(iter(after.values())).nbytes
-        assert together > max_bytes, "no bucket is smaller than it need be"
+        assert together > max_bytes, "a bucket is smaller than necessary"
     with pytest.raises(ValueError, match="max_bytes=0"):
         list(cut_into_buckets(NEW, 0))
 

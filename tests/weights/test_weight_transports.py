@@ -50,7 +50,7 @@ def settled_threads() -> None:
     """Wait until no transport thread is left."""
     until = time.monotonic() + PATIENCE
     while any(thread.name.startswith("weight-") for thread in threading.enumerate()):
-        assert time.monotonic() < until, "a thread stays"
+        assert time.monotonic() < until, "a thread remains"
         time.sleep(0.01)
 
 

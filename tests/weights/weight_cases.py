@@ -48,7 +48,7 @@ def drain(engine: InferenceEngine) -> list[TrainingSample]:
             break
         samples += engine.step()
         engine.loop.check()
-    assert not engine.has_pending(), "it never ends"
+    assert not engine.has_pending(), "the run never ends"
     return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 
