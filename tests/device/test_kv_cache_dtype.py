@@ -58,7 +58,7 @@ def test_unsupported_cache_dtypes_are_rejected_early(options: dict[str, Any], me
 
 def test_latents_are_not_quantized(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigError, match="has attention over latents: its keys are small already"):
+    with pytest.raises(ConfigError, match="has attention over latents: its keys are already small"):
         plan_engine(EngineConfig(str(folder), device="cpu", kv_cache_dtype="int8"))
 
 
