@@ -738,7 +738,9 @@ def test_non_finite_logits_end_only_their_request(build: Build, way: str) -> Non
     params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
     healthy = [[1, 2, 3], [4, 5]]
     expected = build().generate(healthy, params)
-    assert not any(77 in s.completion_tokens for s in expected), "a healthy request samples the poison"
+    assert not any(77 in s.completion_tokens for s in expected), (
+        "a healthy request samples the poison"
+    )
     engine = build()
     if way == "params":
         poison(engine, 77)

@@ -91,7 +91,9 @@ def test_patch_rejects_codes_and_accepts_plain_tensors(build: Build, backend: st
     places = torch.tensor([3])
     good, bad = (NORM, places, torch.tensor([1.5])), (UP, places, torch.tensor([0.5]))
     for name in (UP, HEAD):
-        with pytest.raises(WeightUpdateError, match=r"cannot be patched: .* send the whole tensor"):
+        with pytest.raises(
+            WeightUpdateError, match=r"cannot be patched, because .*; send the whole tensor"
+        ):
             engine.update_weights([good, (name, *bad[1:])], blocking=True)
     assert engine.weights_checksum() == before
     embedding = (EMBEDDING, places, torch.tensor([0.5]))  # not the head
