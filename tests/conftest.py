@@ -1,6 +1,4 @@
-"""Profiles of hypothesis (`mutants` reports the first failure without searching for a smaller one),
-options, Ctrl-C.
-"""
+"""Hypothesis profiles (`mutants` reports the first failure without shrinking), options, Ctrl-C."""
 
 import inspect
 import os
@@ -15,14 +13,14 @@ from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 from tests import depth
 from tests.interpreter import adapt
 
-# Where there is no GPU the Triton kernels run in its interpreter, which must be known before it is
-# first imported.
+# Without a GPU the Triton kernels run in its interpreter, which must be chosen before the first
+# import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# No example has a deadline, and none is drawn too slowly: that depends on the machine.
+# Examples have no deadline and no health check for speed, because both depend on the machine.
 settings.register_profile("whole", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("whole")  # the next ones add to it
+settings.load_profile("whole")  # later profiles extend it
 settings.register_profile("quick", max_examples=depth.at_depth(100))
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 
@@ -30,24 +28,25 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 # on a slow machine. It also reads every certificate authority, 25 ms of a core for each request that
 # makes its own client; here all clients share one list.
 SHARED = {"timeout": httpx.Timeout(30.0), "verify": httpx.create_ssl_context()}
-for each in (
+for function in (
     *(httpx.get, httpx.post, httpx.put, httpx.patch, httpx.delete, httpx.head, httpx.options),
     *(httpx.request, httpx.stream, httpx.Client.__init__, httpx.AsyncClient.__init__),
 ):
-    inspect.unwrap(each).__kwdefaults__.update(SHARED)
+    inspect.unwrap(function).__kwdefaults__.update(SHARED)
 
-# A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press
-# it.
+# A shell makes background processes ignore Ctrl-C, and children inherit that; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-golden", action="store_true", help="write the replies of golden exchanges anew"
+        "--update-golden", action="store_true", help="rewrite the replies of golden exchanges"
     )
     parser.addoption(
-        "--tier", choices=depth.TIERS, help="see depth.py; quick for all of tests, else all"
+        "--tier",
+        choices=depth.TIERS,
+        help="test tier, see depth.py; default: quick for all of tests, else all",
     )
     parser.addoption(
         "--gpu-dry-run", action="store_true", help="tests/gpu at toy size in Triton's interpreter"
@@ -64,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of the other tier."""
+    """Deselect the tests of the other tier."""
     kept = [each for each in items if depth.runs(_is_thorough(each), _depends_on_tier(each))]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[each for each in items if each not in kept])
@@ -80,12 +79,12 @@ def _is_thorough(item: pytest.Item) -> bool:
 
 
 def _depends_on_tier(item: pytest.Item) -> bool:
-    """By its examples, or by the builds of the kernels that it has (`cpu_kernels.available`)."""
+    """Return True if the tier changes its examples or kernel builds (`cpu_kernels.available`)."""
     if not isinstance(item, pytest.Function):
         return False
     if hasattr(item.module, "available"):
         return True
-    # also such as choose their settings as they run
+    # also tests that choose settings at run time
     code = getattr(item.function, "__code__", None)
     return is_hypothesis_test(item.obj) or (
         code is not None and not {"at_depth", "share_of"}.isdisjoint(code.co_names)

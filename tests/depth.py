@@ -1,11 +1,10 @@
-"""How deep tests look.
+"""Depth of the tests: tiers, examples and builds.
 
-`make test` is for people: if pytest collects all of `tests`, the tier `quick` leaves out the tests
-that are marked `thorough` (or the marked cases of a test), property tests try a quarter of their examples, and tests of the CPU
-kernels have two builds of them. `rest` runs what that left: the thorough tests, and those tests
-with all of their examples and builds. `all` runs everything, with all
-examples. What is asked for by file, by name or by `-k` runs whole, as in `all`, unless a tier is
-asked for too.
+If pytest collects all of `tests`, `--tier` selects from them. `quick` (`make test`) leaves out the
+tests marked `thorough` (or the marked cases of a test), tries a quarter of the examples of property
+tests, and uses two builds of the CPU kernels. `rest` runs the remainder: the thorough tests, and
+the property and kernel tests with all examples and builds. `all` runs everything with all examples.
+Tests selected by file, by name or by `-k` run as in `all`, unless you pass a tier.
 """
 
 import random
@@ -18,13 +17,13 @@ tier = "quick"  # set by conftest.py before tests are imported
 
 
 def at_depth(examples: int) -> int:
-    """For hypothesis's `max_examples`."""
+    """Return `max_examples` for hypothesis."""
     return min(examples, max(5, examples // 4)) if tier == "quick" else examples
 
 
 def share_of(cases: Iterable[T]) -> list[T]:
-    """Cases of an exhaustive test: an eighth of them in `quick`, half in `rest`, else all. The same
-    ones in each run.
+    """Return cases of an exhaustive test: an eighth of them in `quick`, half in `rest`, else all.
+    The selection is the same in each run.
     """
     every = list(cases)
     part = {"quick": 8, "rest": 2}.get(tier, 1)
@@ -32,11 +31,11 @@ def share_of(cases: Iterable[T]) -> list[T]:
 
 
 def runs(is_thorough: bool, depends_on_tier: bool) -> bool:
-    """Return whether this tier has the test.
+    """Return True if this tier has the test.
 
     Args:
-        is_thorough: the test is marked.
-        depends_on_tier: its examples or builds do, so that `rest` has more for it.
+        is_thorough: The test is marked.
+        depends_on_tier: Its examples or builds do, so that `rest` has more for it.
     """
     if tier == "rest":
         return is_thorough or depends_on_tier
@@ -44,5 +43,5 @@ def runs(is_thorough: bool, depends_on_tier: bool) -> bool:
 
 
 def is_thorough(case: str | None, cases: Collection[str] | None, but: Collection[str]) -> bool:
-    """Return whether a mark `thorough(cases=..., but=...)` covers a case (None: no parameters)."""
+    """Return True if a mark `thorough(cases=..., but=...)` covers a case (None: no parameters)."""
     return case in cases if cases is not None else case not in but

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made a few times faster, and as silent about numbers as a device is."""
+"""Triton's interpreter, made several times faster, and silent about NaN like a device."""
 
 import importlib
 import os
@@ -8,17 +8,17 @@ from typing import Any
 
 
 def interpret() -> None:
-    """Run kernels in the interpreter in this process, where Triton was not imported yet."""
+    """Run kernels in the interpreter in this process, if Triton was not imported yet."""
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.runtime.interpreter")
     adapt()
 
 
 def adapt() -> None:
-    """Change the interpreter if it is there, and is not changed already.
+    """Patch the interpreter once, if it is there.
 
-    What it does anew at every call of a function of a kernel is done once. Rows that pad a batch
-    hold anything, and a device computes with that as with everything else, where NumPy warns.
+    Work that it repeats at every call of a kernel's function is cached. Padding rows of a batch
+    hold arbitrary values: a device computes with them silently, but NumPy warns.
     """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "once"):
@@ -36,15 +36,13 @@ def adapt() -> None:
 def _once_a_module(
     patch: Callable[[Any], Any], no_changes: Callable[[], Any], tensor: Any
 ) -> Callable[[Any], Any]:
-    """Operations of `triton.language` become the interpreter's when a module's first kernel runs,
-    and stay so.
-    """
+    """Patch `triton.language` when a module's first kernel runs, and keep the patch."""
     modules: set[str] = set()
 
     def patch_lang(function: Any) -> Any:
         if function.__module__ not in modules:
             patch(function)
-            # that of Triton 3.6 fails with NumPy 2.4
+            # the version in Triton 3.6 fails with NumPy 2.4
             tensor.__index__ = lambda self: self.handle.data.item()
             modules.add(function.__module__)
         return no_changes()
@@ -54,23 +52,24 @@ def _once_a_module(
 
 
 def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """It makes a dict of all types, each time; some types cannot be hashed, but each has a name."""
-    found: dict[str, Any] = {}
+    """Cache the dict of types by name, because some types cannot be hashed."""
+    results: dict[str, Any] = {}
 
     def get_np_dtype(dtype: Any) -> Any:
         name = dtype.name
-        if name not in found:
-            found[name] = find(dtype)
-        return found[name]
+        if name not in results:
+            results[name] = find(dtype)
+        return results[name]
 
     return get_np_dtype
 
 
 def _product_by_rows(handle: Any) -> Callable[..., Any]:
-    """`tl.dot` that computes a row the same wherever it stands in a tile, as a GPU does.
+    """Replace `tl.dot` by a product that computes a row the same at any position in a tile, like a
+    GPU.
 
-    The interpreter's is NumPy's matmul: most kernels of OpenBLAS add up a row in another order by
-    its place.
+    The interpreter uses NumPy's matmul: most kernels of OpenBLAS sum a row in an order that
+    depends on its position.
     """
     np = importlib.import_module("numpy")
 
@@ -93,7 +92,7 @@ def _silent(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_any_numbers(min_max: Callable[..., Any]) -> Callable[..., Any]:
-    """It calls `nanmax` and `nanmin`, which warn where there is nothing but NaN."""
+    """Silence `nanmax` and `nanmin`, which warn about all-NaN input."""
     np = importlib.import_module("numpy")
     others = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 

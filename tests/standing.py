@@ -1,5 +1,5 @@
-"""Engines that stand still amid their requests, or go slowly, so that what a test does to a request
-comes in time, however fast or slow the machine is.
+"""Engines that stop or slow down amid their requests, so that a test's action comes in time on any
+machine.
 """
 
 import threading
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from nano_inference.core.loop import EngineLoop
 
 LONG = 300  # tokens of a long request
-SECONDS = 0.003  # that a step takes at least while one runs
-DAWDLING = 0.02  # and where much is to be done meanwhile
+SECONDS = 0.003  # seconds that a step takes at least during one
+DAWDLING = 0.02  # and during an action that takes longer
 _seconds = SECONDS
 
 
 def stand_still(
     monkeypatch: "pytest.MonkeyPatch", loop: "EngineLoop", num_steps: int = 3
 ) -> threading.Event:
-    """Let a loop compute so many steps from now on, and then only take in messages, until the event
-    that is returned is set.
+    """Let a loop compute a number of steps, then only read messages until the returned event is
+    set.
     """
     step, last, go_on = loop.step, loop.num_steps + num_steps, threading.Event()
 
@@ -38,7 +38,9 @@ def stand_still(
 
 
 def slowed(step: Callable[[Any], Any], long: int = LONG) -> Callable[[Any], Any]:
-    """`EngineLoop.step`, slower while a request of so many tokens runs: that lasts for a second."""
+    """Return an `EngineLoop.step` that is slower during a long request, which then lasts for a
+    second.
+    """
 
     def slow(loop: Any) -> Any:
         if any(seq.request.params.max_tokens >= long for seq in loop.sequences.running):
@@ -50,7 +52,7 @@ def slowed(step: Callable[[Any], Any], long: int = LONG) -> Callable[[Any], Any]
 
 @contextmanager
 def dawdling() -> Iterator[None]:
-    """In engines of this process that are `slowed`, long requests get nowhere in this block."""
+    """Stop the progress of long requests in `slowed` engines of this process within this block."""
     global _seconds
     _seconds = DAWDLING
     try:

@@ -33,7 +33,7 @@ def test_counts_are_positive_integers(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_only_optional_counts_may_be_none(name: str) -> None:
+def test_counts_may_be_none_only_if_optional(name: str) -> None:
     if name in OPTIONAL:
         assert getattr(make(**{name: None}), name) is None
     else:
@@ -62,9 +62,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("cpu_sums", "tile", ["'auto'", "'pairs'", "'tiles'"]),
     ],
 )
-def test_choice_that_is_not_there_names_those_that_are(
-    name: str, value: Any, choices: list[str]
-) -> None:
+def test_unknown_choice_lists_the_valid_choices(name: str, value: Any, choices: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**{name: value})
     assert str(caught.value).startswith(f"{name}={value!r} is not available")
@@ -79,7 +77,7 @@ def test_texts_are_non_empty_strings(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["model_path", "device"])
-def test_texts_that_may_not_be_none(name: str) -> None:
+def test_required_texts_reject_none(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         make(**{name: None})
 
@@ -87,7 +85,7 @@ def test_texts_that_may_not_be_none(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), "0.9", None, True]
 )
-def test_memory_utilization_is_a_share(value: Any) -> None:
+def test_memory_utilization_is_a_fraction(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=.*\(0, 1\]"):
         make(gpu_memory_utilization=value)
     assert make(gpu_memory_utilization=1).gpu_memory_utilization == 1
@@ -106,15 +104,15 @@ def test_chunk_size_without_chunks_is_a_contradiction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"blocksize": 16}, "no option 'blocksize'; did you mean 'block_size'"),
         ({"max_tokens_per_bach": 16}, "did you mean 'max_tokens_per_batch'"),
         ({"zzz": 1}, "no option 'zzz'; it has model_path, .*seed"),
     ],
 )
-def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unknown_option_names_the_nearest(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make(**options)
 
 
@@ -125,7 +123,7 @@ def test_missing_or_surplus_argument_is_a_config_error() -> None:
         EngineConfig(*range(50))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_errors_are_also_what_python_calls_them() -> None:
+def test_config_errors_are_also_python_errors() -> None:
     assert issubclass(ConfigError, NanoInferenceError)
     assert issubclass(ConfigError, ValueError)
 
@@ -142,7 +140,7 @@ def test_configs_are_frozen_and_compare_by_value() -> None:
         dataclasses.replace(config, block_size=0)
 
 
-def test_scheduler_part_is_the_same_values() -> None:
+def test_scheduler_config_copies_its_values() -> None:
     options = {
         "max_batch_size": 3,
         "max_tokens_per_batch": 17,

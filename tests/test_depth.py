@@ -1,4 +1,4 @@
-"""The tiers of tests: what each runs, and how deep."""
+"""The test tiers: the tests and example counts of each."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every row of the table of features rejects its settings, and the docs have all rows."""
+"""Every row of the feature table rejects its settings, and the docs have all rows."""
 
 import dataclasses
 import importlib.util
@@ -78,12 +78,12 @@ ON: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A feature, one way to ask for it, and one thing that it does not go with."""
+    """A feature, one way to request it, and one conflicting setting."""
 
     limits: Limits
     row: Row
     asked: Asked
-    clash: Asked | str | None  # a backend; None: nothing that the feature needs is there
+    clash: Asked | str | None  # a backend; None: no requirement of the feature is met
 
     def __str__(self) -> str:
         return f"{self.asked}-{self.clash}".replace("'", "")
@@ -115,7 +115,7 @@ def cases() -> list[Case]:
 
 
 def setting_of(case: Case) -> Setting:
-    """By facts, with the options that a need looks for at their defaults."""
+    """Return the setting by facts, with the options of a requirement at their defaults."""
     facts = {each.name: None for each in case.row.needs} | case.values
     if isinstance(case.clash, str):
         on_gpu = case.clash in (ON_GPU, "cuda")
@@ -124,12 +124,12 @@ def setting_of(case: Case) -> Setting:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_row_rejects_what_it_names(case: Case) -> None:
+def test_row_rejects_the_settings_it_names(case: Case) -> None:
     with pytest.raises(case.limits.error) as caught:
         require(case.limits, setting_of(case))
-    told = case.row.problem_with(setting_of(case))
-    assert told is not None
-    assert told.endswith(f": {case.row.reason}; {case.row.instead}.")
+    message = case.row.problem_with(setting_of(case))
+    assert message is not None
+    assert message.endswith(f": {case.row.reason}; {case.row.instead}.")
     assert caught.type is case.limits.error
     if isinstance(case.clash, Asked):
         alone = case.values | {case.clash.name: None}
@@ -152,7 +152,7 @@ def typed_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", typed_cases(), ids=str)
-def test_configuration_and_request_reject_what_a_row_names(case: Case) -> None:
+def test_config_and_request_reject_the_settings_of_a_row(case: Case) -> None:
     options = dict(case.values)
     if isinstance(case.clash, str):
         options["backend"] = case.clash
@@ -162,7 +162,7 @@ def test_configuration_and_request_reject_what_a_row_names(case: Case) -> None:
         MAKERS[case.limits](**options)
 
 
-def test_attention_stands_for_its_backend() -> None:
+def test_attention_option_implies_its_backend() -> None:
     with pytest.raises(NanoInferenceError, match="int8' is not possible with attention='triton'"):
         EngineConfig(model_path="tiny", kv_cache_dtype="int8", attention="triton")
     for attention, backend in (("cpu", "cpu"), ("flex", "reference"), ("triton", "cuda")):

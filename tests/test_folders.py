@@ -1,4 +1,4 @@
-"""Each folder's `__init__` says which folders it imports from, and says the truth."""
+"""Each folder's `__init__` lists exactly the folders that it imports from."""
 
 import ast
 import re
@@ -15,15 +15,15 @@ FOLDERS = sorted(
 
 
 def imported(folder: Path) -> set[str]:
-    """Folders of the package that the files of one import from, base modules apart."""
-    found: set[str] = set()
+    """Return the folders that a folder's files import from, except base modules."""
+    names: set[str] = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
-                found.add(node.module or "")
+                names.add(node.module or "")
             elif isinstance(node, ast.Import):
-                found |= {each.name for each in node.names}
-    inside = (name.split(".") for name in found if name.startswith("nano_inference."))
+                names |= {each.name for each in node.names}
+    inside = (name.split(".") for name in names if name.startswith("nano_inference."))
     return {parts[1] for parts in inside} - BASE - {folder.name}
 
 
@@ -46,7 +46,7 @@ def test_init_names_the_folders_that_it_imports(folder: Path) -> None:
     sorted(PACKAGE.rglob("__init__.py")),
     ids=lambda init: str(init.parent.relative_to(PACKAGE)),
 )
-def test_init_begins_with_files_that_are_there(init: Path) -> None:
+def test_init_docstring_starts_with_existing_files(init: Path) -> None:
     text = ast.get_docstring(ast.parse(init.read_text())) or ""
     said = re.search(r"^Begin with: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
     named = re.findall(r"[\w/]+\.py", said.group(1)) if said else []

@@ -1,8 +1,7 @@
-"""The lowest versions that pyproject.toml allows work too: installed into an environment of their
-own.
+"""The lowest versions allowed by pyproject.toml work in a separate environment.
 
-torch has no row: which of its builds is right depends on the machine, so `make ... TORCH=` chooses
-it for all tests.
+torch has no row: its right build depends on the machine, so `make ... TORCH=` chooses it for all
+tests.
 """
 
 import os
@@ -64,14 +63,14 @@ TESTS = {
         "tests/checkpoints/test_gguf_tokenizer.py",
     ],
 }
-# They ask transformers, which wants a newer huggingface_hub than ours.
+# These tests use transformers, which needs a newer huggingface_hub than ours.
 LEFT_OUT = "tests/models/test_quantised.py::test_gpt_oss_has_its_experts_in_blocks"
-# Their other requirements, torch among them, are taken from where this runs.
+# Other requirements, including torch, come from the current environment.
 ALONE = {("outlines", "xgrammar")}
 
 
 def lowest(extras: tuple[str, ...]) -> list[str]:
-    """The requirements, each at the lower end of its range."""
+    """Return the requirements at the lower end of their ranges."""
     optional = PROJECT["optional-dependencies"]
     wanted = [
         each for extra in extras for each in (optional[extra] if extra else PROJECT["dependencies"])
@@ -88,7 +87,7 @@ def test_range_begins_with_its_lowest_version(extras: tuple[str, ...]) -> None:
     assert all("==" in each and ">" not in each and "," not in each for each in lowest(extras))
 
 
-def test_every_package_of_the_extra_for_one_machine_is_tried() -> None:
+def test_packages_of_the_single_machine_extra_are_all_tested() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     assert {*re.findall(r"[a-z]+", everything.partition("[")[2]), ""} <= {
         name for extras in TESTS for name in extras
@@ -105,11 +104,11 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", *lowest(extras)]
     subprocess.run([*install, *(["--no-deps"] if extras in ALONE else [])], check=True)
-    # All else is taken from where this runs: what is here comes behind what was installed there.
+    # Other packages come from the current environment, after the installed ones.
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     here = [str(ROOT / "src"), *(each for each in sys.path if each.endswith("site-packages"))]
     (packages / "elsewhere.pth").write_text("\n".join(here))
-    found = subprocess.run(
+    process = subprocess.run(
         [
             python,
             "-W",
@@ -126,9 +125,9 @@ def test_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> None:
             *TESTS[extras],
         ],
         cwd=ROOT,
-        # plugins want newer versions of the same packages
+        # plugins need newer versions of the same packages
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The front door, as one table: names, fields and defaults that other people's scripts rely on."""
+"""The public API as one table: names, fields and defaults that users' scripts rely on."""
 
 import dataclasses
 import inspect
@@ -221,7 +221,7 @@ FIELDS: dict[type, dict[str, Any]] = {
 RL_NAMES = {"MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"}
 RL_NAMES |= {"LoraPolicy"}
 
-# Names and fields of the first description of the engine: classes, and what each must still have.
+# Names and fields of the engine's original specification: classes and their required members.
 FIRST_NAMES: dict[type, set[str]] = {
     Block: {"block_id", "ref_count", "hash", "token_ids"},
     Sequence: {"seq_id", "token_ids", "block_ids", "num_computed_tokens", "status", "append_token"},
@@ -282,7 +282,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_front_door_holds_exactly_these_names() -> None:
+def test_public_api_holds_exactly_these_names() -> None:
     assert set(nano_inference.__all__) == NAMES
     assert sorted(nano_inference.__all__) == nano_inference.__all__
     assert all(hasattr(nano_inference, name) for name in NAMES)
@@ -291,15 +291,15 @@ def test_front_door_holds_exactly_these_names() -> None:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         made = (
             field.default_factory()
             if field.default_factory is not dataclasses.MISSING
             else REQUIRED
         )
-        found[field.name] = field.default if field.default is not dataclasses.MISSING else made
-    return found
+        values[field.name] = field.default if field.default is not dataclasses.MISSING else made
+    return values
 
 
 @pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
@@ -312,21 +312,21 @@ def test_fields_and_defaults(cls: type) -> None:
 
 
 @pytest.mark.parametrize("cls", FIRST_NAMES, ids=lambda cls: cls.__name__)
-def test_names_of_the_first_description_are_still_there(cls: type) -> None:
-    own = set(dir(cls)) | (set(defaults(cls)) if dataclasses.is_dataclass(cls) else set())
+def test_names_of_the_original_specification_still_exist(cls: type) -> None:
+    names = set(dir(cls)) | (set(defaults(cls)) if dataclasses.is_dataclass(cls) else set())
     if cls is PagedKVCache:
-        own |= vars(PagedKVCache(1, 1)).keys()
-    assert FIRST_NAMES[cls] <= own
+        names |= vars(PagedKVCache(1, 1)).keys()
+    assert FIRST_NAMES[cls] <= names
 
 
 def test_methods_of_the_engine() -> None:
     for name, expected in SIGNATURES.items():
         parameters = list(inspect.signature(getattr(InferenceEngine, name)).parameters.values())[1:]
-        found = {
+        signatures = {
             p.name: REQUIRED if p.default is inspect.Parameter.empty else p.default
             for p in parameters
         }
-        assert found == expected, name
+        assert signatures == expected, name
 
 
 def test_weight_update_has_these_options() -> None:
@@ -358,22 +358,22 @@ def test_free_functions_keep_their_arguments() -> None:
     assert arguments("compute_block_hash") == ["token_ids", "prefix_hash", "extra"]
 
 
-def test_every_error_of_the_package_is_public_and_has_the_base() -> None:
-    own = {
+def test_errors_are_public_and_share_a_base() -> None:
+    error_types = {
         name
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, Exception)
     }
-    assert own <= NAMES
-    assert all(issubclass(getattr(errors, name), errors.NanoInferenceError) for name in own)
+    assert error_types <= NAMES
+    assert all(issubclass(getattr(errors, name), errors.NanoInferenceError) for name in error_types)
 
 
 def test_statistics_are_plain_numbers() -> None:
-    own = {field.name: field.type for field in dataclasses.fields(EngineStats)}
-    assert own.pop("step_microseconds") == Mapping[str, float]
-    assert own.pop("ranks_busy") == own.pop("ranks_waiting") == tuple[float, ...]
-    assert own.pop("speculation") == SpeculationStats | None
-    assert set(own.values()) == {int, float}
+    types = {field.name: field.type for field in dataclasses.fields(EngineStats)}
+    assert types.pop("step_microseconds") == Mapping[str, float]
+    assert types.pop("ranks_busy") == types.pop("ranks_waiting") == tuple[float, ...]
+    assert types.pop("speculation") == SpeculationStats | None
+    assert set(types.values()) == {int, float}
 
 
 def test_version_is_a_release() -> None:
@@ -382,14 +382,14 @@ def test_version_is_a_release() -> None:
     assert all(part.isdigit() for part in parts)
 
 
-def test_no_link_is_tracked() -> None:
-    """A tracked link `.venv` would replace the folder of that name where it is checked out."""
-    told = subprocess.run(
+def test_repository_tracks_no_links() -> None:
+    """A tracked link `.venv` would replace the folder of that name on checkout."""
+    process = subprocess.run(
         ["git", "ls-files", "--stage"],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         check=False,
     ).stdout
-    links = [line.split("\t")[1] for line in told.splitlines() if line.startswith("120000")]
+    links = [line.split("\t")[1] for line in process.splitlines() if line.startswith("120000")]
     assert not links, f"git rm --cached {' '.join(links)}"

@@ -1,4 +1,4 @@
-"""The satellites import only public names of the engine, and the load generator imports no torch."""
+"""Satellites import only public names of the engine, and the load generator imports no torch."""
 
 import ast
 import subprocess
@@ -15,7 +15,9 @@ FILES = sorted(path for name in SATELLITES for path in (SOURCES / name).rglob("*
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Each module of the engine that a file imports from, and the name; no name: the module."""
+    """Return each engine module that a file imports from, with the name, or no name for the module
+    itself.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((each.name, "") for each in node.names)
@@ -24,7 +26,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_public(module: str) -> bool:
-    """Whether a module is the package, a folder, or one of the files on top."""
+    """Return True for the package, a folder, or a top-level module."""
     *parents, name = module.split(".")
     folder = SOURCES.joinpath(*parents)
     return (folder / name / "__init__.py").exists() or parents == ["nano_inference"]
@@ -44,7 +46,7 @@ def test_satellite_imports_only_public_names(path: Path) -> None:
             assert hasattr(import_module(module), name), f"{module} has no {name}"
 
 
-def test_is_public_knows_folders_from_files() -> None:
+def test_is_public_distinguishes_folders_from_files() -> None:
     for module in ("nano_inference", "nano_inference.errors", "nano_inference.server.http"):
         assert is_public(module)
     for module in ("nano_inference.server.config", "nano_inference.weights.transports.wire"):

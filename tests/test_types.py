@@ -46,7 +46,7 @@ NAN, INF = math.nan, math.inf
         *(("seed", value, r"\[0, 18446744073709551616\)") for value in (-1, 2**64, 1.0, "1", True)),
     ],
 )
-def test_number_out_of_range_says_which_range(name: str, value: Any, would_do: str) -> None:
+def test_number_out_of_range_error_names_the_range(name: str, value: Any, would_do: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}={value!r} must be .*{would_do}"):
         SamplingParams(**{name: value})
 
@@ -55,12 +55,12 @@ def test_number_out_of_range_says_which_range(name: str, value: Any, would_do: s
     "name", ["temperature", "repetition_penalty", "max_tokens", "top_k", "top_logprobs", "seed"]
 )
 @pytest.mark.parametrize("digits", [400, 5000])
-def test_integer_that_no_machine_number_holds_is_refused(name: str, digits: int) -> None:
-    """Also one whose digits Python refuses to write."""
-    value, told = 10**digits, rf"about 10\*\*{digits}"
-    with pytest.raises(InvalidRequest, match=f"^{name}={told} must be"):
+def test_integer_beyond_64_bits_is_rejected(name: str, digits: int) -> None:
+    """Include an integer whose digits Python refuses to print."""
+    value, message = 10**digits, rf"about 10\*\*{digits}"
+    with pytest.raises(InvalidRequest, match=f"^{name}={message} must be"):
         SamplingParams(**{name: value})
-    with pytest.raises(InvalidRequest, match=rf"^logit_bias\[3\]={told} must be"):
+    with pytest.raises(InvalidRequest, match=rf"^logit_bias\[3\]={message} must be"):
         SamplingParams(logit_bias={3: value})
 
 
@@ -71,7 +71,7 @@ def test_switches_are_booleans(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-def test_best_tokens_of_a_prompt_come_with_its_logprobs() -> None:
+def test_prompt_top_logprobs_need_prompt_logprobs() -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt_top_logprobs=3 needs prompt_logprobs=True"):
         SamplingParams(prompt_top_logprobs=3)
     assert SamplingParams(prompt_top_logprobs=3, prompt_logprobs=True).prompt_top_logprobs == 3
@@ -96,7 +96,7 @@ def test_stop_ids_become_a_frozen_set(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [5, None, {"a"}, [b"a"], [""], "", ["a", ""], ["a", 3], b"a"])
-def test_stop_strings_are_strings_with_something_in_them(value: Any) -> None:
+def test_stop_strings_must_be_non_empty(value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^stop "):
         SamplingParams(stop=value)
 
@@ -123,9 +123,9 @@ def test_bias_is_a_number_in_range(value: Any) -> None:
 
 
 def test_bias_is_copied() -> None:
-    given = {3: 1}
-    params = SamplingParams(logit_bias=given)
-    given[4] = 2
+    bias = {3: 1}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2
     assert params.logit_bias == {3: 1.0}
 
 
@@ -135,7 +135,7 @@ def test_allowed_ids_are_a_set_of_ids(value: Any) -> None:
         SamplingParams(allowed_token_ids=value)
 
 
-def test_allowed_set_must_leave_something_to_draw() -> None:
+def test_allowed_ids_must_leave_a_token_to_sample() -> None:
     with pytest.raises(InvalidRequest, match="allowed_token_ids is empty"):
         SamplingParams(allowed_token_ids=[])
     with pytest.raises(InvalidRequest, match="stop token id 9 is not among allowed_token_ids"):
@@ -150,7 +150,7 @@ def test_allowed_set_must_leave_something_to_draw() -> None:
     }
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictory_params_are_rejected() -> None:
     with pytest.raises(
         InvalidRequest, match="min_tokens=5 exceeds max_tokens=4; lower min_tokens or raise"
     ):
@@ -173,11 +173,11 @@ def test_contradictions_are_refused() -> None:
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.5, "temperature": 0}, False),
     ],
 )
-def test_what_counts_as_a_filter(options: dict[str, Any], filters: bool) -> None:
+def test_has_filters_detects_active_filters(options: dict[str, Any], filters: bool) -> None:
     assert SamplingParams(**options).filters == filters
 
 
-def test_ends_of_the_ranges_are_inside() -> None:
+def test_range_bounds_are_inclusive() -> None:
     SamplingParams(
         temperature=0,
         top_p=1,
@@ -194,7 +194,7 @@ def test_ends_of_the_ranges_are_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"temprature": 1.0},
@@ -204,8 +204,8 @@ def test_ends_of_the_ranges_are_inside() -> None:
         ({"qqq": 4}, "it has temperature, .*priority"),
     ],
 )
-def test_unknown_option_names_the_nearest(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
+def test_unknown_option_names_the_nearest(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**options)
 
 
@@ -221,13 +221,13 @@ def test_params_are_frozen_hashable_and_compare_by_value() -> None:
 
 def test_samples_are_frozen() -> None:
     sample = TrainingSample((1,), (2,), (-0.5,), None, 0, "stop")
-    for each, name in [(sample, "logprobs"), (VersionSpan(0, 0, 1), "end")]:
+    for record, name in [(sample, "logprobs"), (VersionSpan(0, 0, 1), "end")]:
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(each, name, ())
-        assert not hasattr(each, "__dict__")
+            setattr(record, name, ())
+        assert not hasattr(record, "__dict__")
 
 
-def test_errors_are_also_what_python_calls_them() -> None:
+def test_param_errors_are_also_python_errors() -> None:
     assert issubclass(InvalidRequest, NanoInferenceError)
     assert issubclass(InvalidRequest, ValueError)
     assert issubclass(RequestTooLarge, InvalidRequest)

@@ -1,4 +1,4 @@
-"""What a wheel holds: all that the package needs, and the kernels where they were built for it."""
+"""Contents of a wheel: all files of the package, and kernels if they were built for it."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what a wheel is made of."""
+    """A copy of the files that a wheel is built from."""
     copy = tmp_path / "tree"
     (copy / "src").mkdir(parents=True)
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
@@ -24,7 +24,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def wheel_of(tree: Path) -> tuple[str, set[str]]:
-    """Its name, and the files in it."""
+    """Build a wheel. Return its name and its files."""
     target = tree.parent / "dist"
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
@@ -38,9 +38,9 @@ def test_wheel_holds_all_files_of_the_package(tree: Path) -> None:
     name, files = wheel_of(tree)
     assert name.endswith("-py3-none-any.whl")
     source = tree / "src"
-    own = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
-    assert "nano_inference/py.typed" in own
-    assert own <= files
+    expected = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    assert "nano_inference/py.typed" in expected
+    assert expected <= files
 
 
 def test_wheel_with_kernels_is_for_its_platform(tree: Path) -> None:

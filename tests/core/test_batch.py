@@ -1,6 +1,4 @@
-"""What `BatchBuilder` gathers from its arrays is what the sequences themselves say, step after
-step.
-"""
+"""`BatchBuilder` gathers from its arrays exactly the values of the sequences, step after step."""
 
 import random
 from collections import defaultdict
@@ -42,11 +40,13 @@ BLOCK_SIZE = 2
 
 
 class CheckedBuilder(BatchBuilder[Tensor]):
-    """Compares every batch, and the one before it again: a step in flight may still read that."""
+    """Compare every batch with its sequences, and recheck the previous batch: a step in flight may
+    still read it.
+    """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_SIZE, TORCH)
-        self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
+        self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and their copies
         self.num_draws = self.num_slots_reused = 0
 
     def forward_batches(
@@ -61,10 +61,12 @@ class CheckedBuilder(BatchBuilder[Tensor]):
             assert width == max(len(seq.block_ids) for seq in seqs)
             for table, seq in zip(batch.block_tables.tolist(), seqs, strict=True):
                 assert table[: len(seq.block_ids)] == seq.block_ids
-            own = [drafts for drafts, own in zip(chunks.drafts, chosen, strict=True) if own]
-            ends = [seq.num_computed_tokens + len(d) for seq, d in zip(seqs, own, strict=True)]
+            row_drafts = [drafts for drafts, own in zip(chunks.drafts, chosen, strict=True) if own]
+            ends = [
+                seq.num_computed_tokens + len(d) for seq, d in zip(seqs, row_drafts, strict=True)
+            ]
             assert batch.seq_lens.tolist() == ends
-            for drafts, end in zip(own, batch.cu_seqlens_q.tolist()[1:], strict=True):
+            for drafts, end in zip(row_drafts, batch.cu_seqlens_q.tolist()[1:], strict=True):
                 assert batch.input_ids[end - len(drafts) : end].tolist() == list(drafts)
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
             of_prompt = [
@@ -99,8 +101,8 @@ class CheckedBuilder(BatchBuilder[Tensor]):
 
     @staticmethod
     def requests(chunks: Chunks) -> Iterator[DrawRequest]:
-        for place, (seq, row) in enumerate(zip(chunks.sampled, chunks.rows.tolist(), strict=True)):
-            drafts = chunks.behind.get(place, ())
+        for index, (seq, row) in enumerate(zip(chunks.sampled, chunks.rows.tolist(), strict=True)):
+            drafts = chunks.behind.get(index, ())
             prompt, completion = (
                 seq.token_ids[: seq.request.num_prompt_tokens],
                 [*seq.token_ids[seq.request.num_prompt_tokens :], *drafts],
@@ -159,7 +161,7 @@ def random_params(r: random.Random) -> SamplingParams:
 
 
 class AnyDrafts:
-    """Drafts of which some are right by chance."""
+    """Random drafts, some of them right by chance."""
 
     def __init__(self, r: random.Random) -> None:
         self._random = r
@@ -179,7 +181,7 @@ class AnyDrafts:
 @pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_drafts: int) -> None:
+def test_batch_matches_its_sequences(seed: int, lookahead: int, max_drafts: int) -> None:
     r = random.Random(seed)
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
@@ -198,7 +200,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
     runner.one_version_only = False
     num_updates = 0
     if r.random() < 0.5:
-        # it scores every sample: a second weight set in the same steps
+        # scores every sample: a second weight set in the same steps
         loop.sequences.versions[REFERENCE] = 0
     for request in range(30):
         prompt = [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 12))]
@@ -236,17 +238,17 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
     )
 
 
-def test_slot_that_is_filled_again_is_read_again() -> None:
-    table, place = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
+def test_refilled_slot_is_read_again() -> None:
+    table, slots = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
     batches = []
     for temperature in (0.5, 0.25):
         table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
-        batches.append(table.batch(place, place, place, {}))
+        batches.append(table.batch(slots, slots, slots, {}))
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
 
 
-def test_mask_may_change_at_each_draw() -> None:
-    """As a grammar will set it: what the parameters say stays the same tensors."""
+def test_mask_may_change_at_every_draw() -> None:
+    """Like a grammar, change the mask while the parameter tensors stay the same."""
     table, slots = SamplingTable(TORCH), np.arange(3)
     for slot in range(3):
         table.put(slot, SamplingParams(), slot, 0, [])
@@ -263,7 +265,7 @@ def test_mask_may_change_at_each_draw() -> None:
         assert sample(logits, batch).token_ids[1] == allowed[0]
 
 
-def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
+def test_masks_of_256_rows_take_five_megabytes() -> None:
     vocab, rows = 151_936, np.arange(256)
     table = SamplingTable(TORCH)
     for slot in range(256):
@@ -273,8 +275,8 @@ def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
     assert batch.mask_words.nbytes == 256 * vocab // 8  # 4.9 MB
 
 
-def test_rows_without_a_scheduler() -> None:
-    """The same sequences by `batch_of_rows`: positions, slots and tables are each row's own."""
+def test_row_batch_is_built_without_a_scheduler() -> None:
+    """`batch_of_rows` gets the same sequences: positions, slots and tables belong to each row."""
     chunks = [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])]
     batch = batch_of_rows(chunks, BLOCK_SIZE, draws=[2, 3], scores=[(0, 6)])
     assert batch.input_ids.tolist() == [5, 6, 7, 8]
@@ -290,7 +292,7 @@ def test_rows_without_a_scheduler() -> None:
     assert_declared_dtypes(batch)
 
 
-def test_chunk_may_have_no_rows_beside_one_of_one_row() -> None:
+def test_chunk_without_rows_may_share_a_batch() -> None:
     batch = batch_of_rows([Rows([], 0, [1]), Rows([7], 2, [4, 4])], BLOCK_SIZE)
     assert batch.cu_seqlens_q.tolist() == [0, 0, 1]
     assert batch.row_chunks.tolist() == [1]

@@ -1,4 +1,4 @@
-"""What a request costs: it grows with every number, and what a refusal suggests fits."""
+"""The cost of a request grows with every parameter, and the size suggested by a rejection fits."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_cost_grows_with_every_number(demand: Demand, field: str, more: int) -> 
 
 
 @given(demands, st.integers(1, 50_000_000))
-def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budget: int) -> None:
+def test_suggested_size_fits_and_one_more_does_not(demand: Demand, budget: int) -> None:
     try:
         assert require_affordable(demand, budget, NAMES) == demand.entries() <= budget
         return
@@ -81,7 +81,7 @@ def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budg
 
 
 @given(demands, st.integers(1, 50_000_000))
-def test_masks_that_are_full_do_not_pass_the_budget(demand: Demand, budget: int) -> None:
+def test_full_masks_do_not_exceed_the_budget(demand: Demand, budget: int) -> None:
     if demand.entries() <= budget:
         ids = most_mask_ids(demand, budget)
         assert ids >= demand.max_tokens
@@ -108,7 +108,7 @@ def test_masks_that_are_full_do_not_pass_the_budget(demand: Demand, budget: int)
         (512, 16, {"max_tokens": 2048, "allowed_token_ids": range(10_000)}),
     ],
 )
-def test_what_trainers_ask_for_fits(prompt: int, n: int, params: dict) -> None:
+def test_budget_allows_typical_training_requests(prompt: int, n: int, params: dict) -> None:
     assert require_affordable(
         demand_of(prompt, SamplingParams(**params), n, repeats_prompt=True), DEFAULT_ENTRIES
     )
@@ -129,14 +129,16 @@ def test_what_trainers_ask_for_fits(prompt: int, n: int, params: dict) -> None:
         (1, 128, {"stop": ["x" * 100_000]}, "lower num_samples from 128 to 49"),
     ],
 )
-def test_what_kills_does_not(prompt: int, n: int, params: dict, message: str) -> None:
+def test_budget_rejects_requests_that_exhaust_memory(
+    prompt: int, n: int, params: dict, message: str
+) -> None:
     demand = demand_of(prompt, SamplingParams(**params), n, repeats_prompt=True)
     with pytest.raises(RequestTooLarge, match=message):
         require_affordable(demand, DEFAULT_ENTRIES)
 
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias", "stop"])
-def test_every_parameter_counts(field: str) -> None:
+def test_budget_counts_every_parameter(field: str) -> None:
     value = {"logit_bias": dict.fromkeys(range(100), 1.0), "stop": ["ab"] * 50}.get(
         field, range(100)
     )

@@ -1,4 +1,4 @@
-"""The lifecycle of an engine: every state, and every event in it."""
+"""The lifecycle of an engine: every state and every event."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,7 +28,7 @@ from nano_inference.types import Memory
 
 
 class Caller:
-    """A caller that never asks."""
+    """Caller that never polls."""
 
     def is_calling(self) -> bool:
         return False
@@ -60,7 +60,7 @@ STOPS = {
     name: {"phase": {RUNNING: STOPPED, DRAINING: DRAINED}.get(life.phase, life.phase)}
     for name, life in STATES.items()
 }
-# what each event changes, by state; the states that it does not name stay as they are
+# Changes of each event, by state. Unlisted states stay the same.
 CHANGES: list[tuple[Event, dict[str, dict[str, Any]]]] = [
     (
         Drain(),
@@ -132,19 +132,19 @@ CHANGES: list[tuple[Event, dict[str, dict[str, Any]]]] = [
     [(name, event, changes.get(name, {})) for name, (event, changes) in product(STATES, CHANGES)],
     ids=[f"{type(event).__name__} when {name}" for name, (event, _) in product(STATES, CHANGES)],
 )
-def test_after_changes_what_the_table_says(
+def test_lifecycle_after_applies_the_transition_table(
     state: str, event: Event, changes: dict[str, Any]
 ) -> None:
     assert after(STATES[state], event) == replace(STATES[state], **changes)
 
 
-def test_table_has_every_event() -> None:
+def test_transition_table_has_every_event() -> None:
     assert {type(event) for event, _ in CHANGES} == set(Event.__args__)
     for _, changes in CHANGES:
         assert changes.keys() <= STATES.keys()
 
 
-def test_phase_says_what_is_launched_and_admitted() -> None:
+def test_phase_decides_launches_and_admission() -> None:
     for phase, launching, admitting in (
         (RUNNING, True, True),
         (DRAINING, True, False),
@@ -155,14 +155,14 @@ def test_phase_says_what_is_launched_and_admitted() -> None:
         assert (life.launching, life.admitting) == (launching, admitting)
 
 
-def test_weights_that_are_asleep_or_are_to_be_want_sleep() -> None:
+def test_sleeping_weights_imply_the_sleep_state() -> None:
     for name, life in STATES.items():
         assert life.has_weights == (name not in ("asleep, drained", "asleep, paused"))
         assert life.wants_sleep == (life.sleep_asked or not life.has_weights)
 
 
 @pytest.mark.parametrize("first", [Stop(), Pause(ONE), AskSleep(), FallAsleep("kv_cache", ONE)])
-def test_nothing_runs_before_all_that_stopped_it_has_ended(first: Event) -> None:
+def test_engine_runs_only_after_every_stop_has_ended(first: Event) -> None:
     life = after(after(Lifecycle(), Stop()), first)
     ends = {Pause: Resume(), AskSleep: WithdrawSleep(), FallAsleep: WakeUp("kv_cache")}
     if end := ends.get(type(first)):

@@ -1,4 +1,4 @@
-"""The host side of a step runs where torch is missing."""
+"""The host side of a step runs without torch."""
 
 import subprocess
 import sys

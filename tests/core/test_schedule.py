@@ -1,4 +1,4 @@
-"""Every rule of the step that a decision can break, one test each, without a model."""
+"""One test per scheduling rule, without a model."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ class Stage:
         return applied
 
     def step(self) -> SchedulerOutput:
-        """Decide, apply, and make every sampled token known at once."""
+        """Decide, apply, and deliver every sampled token immediately."""
         decision = self.decide()
         for seq in self.apply(decision).sampled:
             seq.append_token(5, -1.0)
@@ -56,7 +56,7 @@ class Stage:
         return decision
 
 
-def test_it_writes_nothing() -> None:
+def test_schedule_has_no_side_effects() -> None:
     stage = Stage(num_blocks=6)
     for length in (3, 9, 4):
         stage.add(list(range(length)), num_samples=2)
@@ -95,7 +95,7 @@ def test_token_in_flight_counts_as_known() -> None:
     assert decision.decode_seqs == (seq.seq_id,)
 
 
-def test_preempted_sequence_is_not_let_in_while_its_token_is_in_flight() -> None:
+def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     stage = Stage()
     seq = stage.add([1, 2, 3], max_tokens=5)
     stage.apply(stage.decide())
@@ -161,7 +161,7 @@ def test_oldest_request_decodes_first() -> None:
     assert turns == [(1, 2), (1, 2), (3, 0), (3, 0)], "by priority, then by arrival"
 
 
-def test_samples_of_a_group_go_on_evenly() -> None:
+def test_group_samples_advance_evenly() -> None:
     stage = Stage(max_tokens_per_batch=4)
     group, late = stage.add([1], num_samples=3), stage.add([2])
     stage.step()
@@ -184,7 +184,7 @@ def test_preempted_sample_comes_back_before_a_later_group() -> None:
     assert stage.step().admitted[0].seq_id == last.seq_id
 
 
-def test_youngest_is_preempted_and_nobody_enters_then() -> None:
+def test_preemption_takes_the_youngest_and_admits_no_sequence() -> None:
     stage = Stage(num_blocks=4)
     old, young = stage.add([1, 2, 3]), stage.add([4, 5, 6, 7, 8, 9, 1])
     stage.step()
@@ -198,7 +198,7 @@ def test_youngest_is_preempted_and_nobody_enters_then() -> None:
     assert not set(decision.preempted_seqs) & set(decision.seq_ids)
 
 
-def test_nobody_overtakes_one_that_does_not_fit() -> None:
+def test_sequence_that_does_not_fit_is_not_overtaken() -> None:
     stage = Stage(num_blocks=4)
     running = stage.add([1] * 5)
     stage.step()
@@ -207,7 +207,7 @@ def test_nobody_overtakes_one_that_does_not_fit() -> None:
     assert stage.decide().seq_ids == (running.seq_id,)
 
 
-def test_priority_comes_before_arrival_and_pushes_out_lower_ones() -> None:
+def test_priority_precedes_arrival_and_preempts_lower_priorities() -> None:
     stage = Stage(num_blocks=4)
     low = stage.add([1] * 13, priority=1)
     stage.step()
@@ -219,7 +219,7 @@ def test_priority_comes_before_arrival_and_pushes_out_lower_ones() -> None:
     assert stage.decide().preempted_seqs == ()
 
 
-def test_without_chunked_prefill_a_prompt_is_computed_at_once_or_waits() -> None:
+def test_unchunked_prompt_runs_in_one_step_or_waits() -> None:
     stage = Stage(max_tokens_per_batch=8)
     stage.config = SchedulerConfig(
         block_size=4, max_tokens_per_batch=8, enable_chunked_prefill=False
@@ -230,7 +230,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_at_once_or_waits() -> None
     assert second.seq_id not in stage.step().seq_ids
 
 
-def test_limits_of_a_step_hold() -> None:
+def test_step_limits_hold() -> None:
     stage = Stage(max_batch_size=2, max_tokens_per_batch=7, max_chunk_tokens=3)
     for token in range(4):
         stage.add([token + 1] * 10, max_tokens=4)
@@ -242,9 +242,9 @@ def test_limits_of_a_step_hold() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
-    """Only then they count as computed, leave the window and fill blocks that can be matched; and
-    blocks that wrong drafts needed are free again.
+def test_draft_rows_count_once_drafts_are_drawn(window: int) -> None:
+    """Only then do draft rows count as computed, leave the window and fill matchable blocks. Blocks
+    that wrong drafts needed become free again.
     """
     layout = BlockLayout(num_sliding=1, window=window) if window else BlockLayout()
     stage = Stage(num_blocks=8)
@@ -262,7 +262,7 @@ def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
     assert applied.sampled == (seq,) * 7
     assert len(seq.block_ids) == 4
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (7, 1)
-    # 9 was drawn and not 5: what stands behind that is nothing, though it looks right
+    # 9 was sampled instead of 5, so later drafts are invalid even if they look right
     tokens, zeros = [8, 9, 4, 10, 11, 13, 14], [0.0] * 7
     drawn = SampledTokens(tokens, [-1.0] * 2 + [math.nan] * 5, zeros, zeros)
     behind = {row: wanted[:row] for row in range(1, 7)}
@@ -275,7 +275,7 @@ def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
     stage.cache.check(stage.sequences.block_tables(), slid)
 
 
-def test_drafts_take_what_is_left_over() -> None:
+def test_drafts_use_the_remaining_budget() -> None:
     stage = Stage(num_blocks=5, max_batch_size=4, max_drafts=3, max_tokens_per_batch=9)
     first, second = stage.add([1, 2, 3, 4]), stage.add([5, 6, 7])
     stage.step()
@@ -286,31 +286,31 @@ def test_drafts_take_what_is_left_over() -> None:
         config = replace(stage.config, **limits)
         return schedule(live.waiting, live.running, stage.cache, config, drafts=drafts).lengths
 
-    assert lengths() == (3, 1)  # four rows are drawn
+    assert lengths() == (3, 1)  # four rows are sampled
     assert lengths(max_batch_size=8) == (4, 4)
     assert lengths(max_batch_size=8, max_tokens_per_batch=7) == (4, 3)
     assert lengths(max_batch_size=8, max_chunk_tokens=2) == (2, 2)
     waiting = stage.add([9] * 6)
-    assert lengths(max_batch_size=8) == (2, 1, 6)  # who waits comes first
+    assert lengths(max_batch_size=8) == (2, 1, 6)  # waiting sequences come first
     live.remove(waiting)
     stage.pending = {first.seq_id: 1}
     decision = schedule([], live.running, stage.cache, stage.config, stage.pending, drafts=drafts)
-    assert decision.seq_ids == (second.seq_id,)  # drafts stand behind known tokens
+    assert decision.seq_ids == (second.seq_id,)  # drafts follow known tokens
 
 
-def test_drafts_end_where_the_sample_must() -> None:
+def test_drafts_end_at_the_sample_limit() -> None:
     stage = Stage(max_drafts=3)
     seq = stage.add([1, 2, 3, 4], max_tokens=3)
     stage.step()
     live = stage.sequences
     drafts = {seq.seq_id: (1, 2, 3)}
     decision = schedule([], live.running, stage.cache, stage.config, drafts=drafts)
-    assert decision.drafts == ((1,),)  # with it and the token behind it there are three
+    assert decision.drafts == ((1,),)  # with this token and the next there are three
 
 
-def test_drafts_preempt_nobody() -> None:
+def test_drafts_preempt_no_sequence() -> None:
     stage = Stage(num_blocks=4, block_size=2, max_drafts=8)
-    seqs = [stage.add([1, 2, 3]), stage.add([4, 5, 6])]  # two blocks each: all there are
+    seqs = [stage.add([1, 2, 3]), stage.add([4, 5, 6])]  # two blocks each: the whole pool
     stage.step()
     drafts = {seq.seq_id: (7,) * 8 for seq in seqs}
     live = stage.sequences

@@ -1,4 +1,4 @@
-"""`Sequence`: names that moved to its request."""
+"""`Sequence`: fields that moved to its request."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from nano_inference.core.sequence import CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 
 
-def test_sequence_names_where_a_field_of_the_request_is() -> None:
+def test_sequence_error_points_to_the_request_field() -> None:
     seq = Sequence(0, CheckedRequest(3, 1, SamplingParams(max_tokens=2)), [5])
     assert seq.request_id == 3
     for name in ("seed", "params", "num_prompt_tokens"):
@@ -17,4 +17,4 @@ def test_sequence_names_where_a_field_of_the_request_is() -> None:
 
 
 def test_sequence_has_no_hook_that_slows_its_attributes() -> None:
-    assert not hasattr(Sequence, "__getattr__")  # with it, steps took a fifth longer on the host
+    assert not hasattr(Sequence, "__getattr__")  # it slows a step by a fifth

@@ -1,4 +1,4 @@
-"""Samples as tensors, columns and files: what goes out comes back, to the bit."""
+"""Samples as tensors, columns and files survive a round trip bit for bit."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """Any that a request may have: they check themselves."""
+    """Generate any valid sampling parameters."""
     ids = st.integers(0, 2**40)
     stop = draw(st.frozensets(ids, max_size=3))
     max_tokens = draw(st.integers(1, 2**40))
@@ -73,7 +73,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def routed_experts(draw: st.DrawFn) -> RoutedExperts:
-    """Any that fit together."""
+    """Generate any consistent expert arrays."""
     shape = draw(st.tuples(*[st.integers(0, 4)] * 3))
     dtype, size = draw(st.sampled_from([("uint8", 1), ("uint16", 2)]))
     length = math.prod(shape) * size
@@ -81,7 +81,7 @@ def routed_experts(draw: st.DrawFn) -> RoutedExperts:
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type."""
+    """Generate any value of a field's type."""
     arguments = typing.get_args(annotation)
     if annotation in ATOMS:
         return ATOMS[annotation]
@@ -128,9 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digits(samples: list[TrainingSample]) -> str:
-    """Digits of repr are exact, tell -0.0 from 0.0 and 1 from 1.0, and show nan, which equals
-    nothing.
-    """
+    """Return exact digits by repr, which distinguish -0.0 from 0.0 and 1 from 1.0, and show NaN."""
     return "\n".join(
         f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}"
         for sample in samples
@@ -144,7 +142,7 @@ def digits(samples: list[TrainingSample]) -> str:
 @pytest.mark.thorough
 @settings(max_examples=at_depth(60), deadline=None)
 @given(samples=SAMPLES)
-def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
+def test_samples_survive_a_round_trip(folder: Path, samples: list[TrainingSample]) -> None:
     columns = data.to_columns(samples)
     assert list(columns) == [field.name for field in dataclasses.fields(TrainingSample)]
     data.write_jsonl(samples, folder / "a.jsonl")
@@ -182,7 +180,7 @@ def small(params: SamplingParams | None) -> SamplingParams | None:
 @pytest.mark.thorough
 @settings(max_examples=at_depth(40), deadline=None)
 @given(samples=SAMPLES)
-def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> None:
+def test_jsonl_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> None:
     data.write_jsonl(samples, folder / "b.jsonl")
     lines = (folder / "b.jsonl").read_bytes().split(b"\n")
     assert lines.pop() == b""
@@ -192,7 +190,7 @@ def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> N
         assert list(row) == list(HINTS)
 
 
-def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+def test_non_finite_numbers_survive_json(tmp_path: Path) -> None:
     sample = dataclasses.replace(
         SAMPLE, logprobs=(math.nan, math.inf, -math.inf, -0.0), stop_reason="x"
     )
@@ -220,7 +218,7 @@ def test_schema_does_not_depend_on_the_samples(tmp_path: Path) -> None:
     assert schemas[0].field("ref_logprobs").type.value_type == pa.float64()
 
 
-def test_large_seeds_and_whole_numbers_in_sampling_params(tmp_path: Path) -> None:
+def test_params_keep_large_seeds_and_integers(tmp_path: Path) -> None:
     params = SamplingParams(
         temperature=0, top_p=1, logit_bias={7: 1, 3: -0.5}, stop_token_ids=frozenset([9, 4])
     )
@@ -271,7 +269,9 @@ class Point(NamedTuple):
         ),
     ],
 )
-def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> None:
+def test_field_kinds_of_future_fields_are_supported(
+    annotation: Any, value: Any, plain: Any
+) -> None:
     kind = kinds.kind_of(annotation)
     assert kind.to_plain(value) == plain
     assert repr(kind.from_plain(plain)) == repr(value)
@@ -279,7 +279,7 @@ def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> Non
 
 
 @pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytearray])
-def test_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
+def test_field_without_a_column_fails_at_import(annotation: Any) -> None:
     with pytest.raises(TypeError):
         kinds.kind_of(annotation)
 
@@ -323,7 +323,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("column", "value"), BAD_VALUES)
-def test_value_of_another_type_is_named_by_its_place(
+def test_value_of_another_type_is_reported_with_its_position(
     tmp_path: Path, column: str, value: Any
 ) -> None:
     good = data.to_columns([SAMPLE])
@@ -351,15 +351,13 @@ def test_value_of_another_type_is_named_by_its_place(
         ({"min_tokens": 999}, "min_tokens=999 exceeds max_tokens="),
     ],
 )
-def test_record_that_checks_itself_says_what_is_wrong(
-    changes: dict[str, Any], problem: str
-) -> None:
+def test_self_validating_record_reports_its_error(changes: dict[str, Any], problem: str) -> None:
     columns = data.to_columns([SAMPLE]) | {"sampling_params": [PARAMS | changes]}
     with pytest.raises(DataError, match=f"^row 0, column 'sampling_params': {problem}"):
         data.from_columns(columns)
 
 
-def test_bad_parquet_value_is_named_by_its_place(tmp_path: Path) -> None:
+def test_bad_parquet_value_is_reported_with_its_position(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     columns = data.to_columns([SAMPLE, SAMPLE]) | {"finish_reason": ["stop", "eos"]}
     pyarrow.parquet.write_table(pa.table(columns), path)
@@ -400,12 +398,12 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
     (tmp_path / "less.jsonl").write_text(json.dumps(row))
     pyarrow.parquet.write_table(pa.table(columns).drop_columns(["seed"]), tmp_path / "less.parquet")
     for read, name in ((data.read_jsonl, "jsonl"), (data.read_parquet, "parquet")):
-        place = f"{name}, line 1" if name == "jsonl" else name
+        position = f"{name}, line 1" if name == "jsonl" else name
         with pytest.raises(
-            DataError, match=rf"more\.{place}: unknown column 'logprob'; did you mean 'logprobs'"
+            DataError, match=rf"more\.{position}: unknown column 'logprob'; did you mean 'logprobs'"
         ):
             read(tmp_path / f"more.{name}")
-        with pytest.raises(DataError, match=rf"less\.{place}: column 'seed' is missing"):
+        with pytest.raises(DataError, match=rf"less\.{position}: column 'seed' is missing"):
             read(tmp_path / f"less.{name}")
     with pytest.raises(DataError, match=r"'logprobs' has 2 rows, but 'prompt_tokens' has 1"):
         data.from_columns(columns | {"logprobs": [(), ()]})
@@ -422,7 +420,7 @@ def test_files_of_older_releases_have_no_groups(tmp_path: Path) -> None:
         assert read(tmp_path / f"old.{read.__name__.removeprefix('read_')}") == [SAMPLE]
 
 
-def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+def test_corrupt_files_are_rejected(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", b"{}\n"):
         (tmp_path / "a").write_bytes(content)
         with pytest.raises(DataError, match="a is not a readable Parquet file"):
@@ -435,13 +433,13 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("weight_version", 2**63), ("seed", -1), ("numerics", "\ud800")]
 )
-def test_what_does_not_fit_a_column_is_named(tmp_path: Path, field: str, value: Any) -> None:
+def test_value_that_exceeds_its_column_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(DataError, match=f"column '{field}' cannot be written to .*a.parquet"):
         data.write_parquet([dataclasses.replace(SAMPLE, **{field: value})], tmp_path / "a.parquet")
     assert not (tmp_path / "a.parquet").exists()
 
 
-def test_without_pyarrow_the_command_is_named(
+def test_missing_pyarrow_error_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -465,7 +463,7 @@ TOKENS = st.lists(st.integers(0, 2**40), max_size=5).map(tuple)
 
 @st.composite
 def aligned(draw: st.DrawFn) -> TrainingSample:
-    """A sample whose numbers are one a token."""
+    """Return a sample with one value per token."""
     completion = draw(TOKENS)
     length = len(completion)
     numbers = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length).map(
@@ -497,7 +495,7 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
     prompt_side=st.sampled_from(["left", "right"]),
     max_length=st.none() | st.integers(6, 11),
 )
-def test_padded_rows(
+def test_pad_fills_rows(
     samples: list[TrainingSample], prompt_side: Any, max_length: int | None
 ) -> None:
     pad = 9
@@ -553,7 +551,7 @@ def test_padded_rows(
     assert width == max(ends, default=0)
 
 
-def test_types_and_shapes() -> None:
+def test_tensors_have_their_documented_types_and_shapes() -> None:
     for samples in ([], [SAMPLE, SAMPLE]):
         batch = data.pad_samples(samples, 0)
         wide = {name for name, tensor in batch.items() if tensor.dim() == 2}
@@ -574,7 +572,7 @@ def test_types_and_shapes() -> None:
 
 
 @pytest.mark.parametrize("prompt_side", ["left", "right"])
-def test_prompts_are_never_cut(prompt_side: Any) -> None:
+def test_prompts_are_never_truncated(prompt_side: Any) -> None:
     long = dataclasses.replace(SAMPLE, prompt_tokens=(1, 2, 3, 4))
     with pytest.raises(
         DataError, match=r"max_length=4 leaves no room .* 4 prompt tokens of sample 1"
@@ -585,7 +583,7 @@ def test_prompts_are_never_cut(prompt_side: Any) -> None:
     ].shape == (2, 5)
 
 
-def test_numbers_must_be_one_a_token() -> None:
+def test_per_token_values_must_match_the_token_count() -> None:
     samples = [
         dataclasses.replace(SAMPLE, ref_logprobs=numbers) for numbers in ((-1.0, -1.0), (-1.0,))
     ]

@@ -1,4 +1,4 @@
-"""A card that is none: what `DeviceMemory` tells is made up, and nothing is allocated on it."""
+"""A fake card: invented `DeviceMemory` figures, and no allocations."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from nano_inference.device.memory_profile import DeviceMemory, MemoryReading
 
 @dataclass
 class Card(DeviceMemory):
-    """Memory in bytes: the card's, what others hold of it, what this engine's weights and its
-    largest step take.
+    """Memory in bytes: the card's total, other processes, and this engine's weights and largest
+    step.
     """
 
     total: int
@@ -16,8 +16,8 @@ class Card(DeviceMemory):
     weights: int = 0
     step: int = 0
     loaded: bool = True
-    cached: int = 0  # what torch keeps and no tensor stands in
-    released: int = 0  # times that it was given back
+    cached: int = 0  # cached by torch and used by no tensor
+    released: int = 0  # number of releases
     ran: bool = False
 
     def read(self) -> MemoryReading:
@@ -29,7 +29,7 @@ class Card(DeviceMemory):
         )
 
     def reset_peak(self) -> None:
-        self.ran = True  # what is measured next is the step
+        self.ran = True  # the next measurement is the step
 
     def release(self) -> None:
         self.released += 1

@@ -1,9 +1,9 @@
-"""What the tests of the CUDA runner share: a queue that checks and poisons, and operations that
-keep its conventions.
+"""Helpers of the CUDA runner tests: a queue that checks and poisons, and operations with its
+conventions.
 
-The operations are the reference's, with what a captured step asks of an attention: block tables by
-`table_stride`, and padding that is not touched. Kernels have tests of their own; here it is the
-runner that is looked at, at full speed.
+The operations are the reference's plus the attention conventions of a captured step: block tables
+by `table_stride`, and untouched padding. Kernels have separate tests. These tests cover the runner
+at full speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ from nano_inference.ops.reference import attention as reference_attention
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.backend import reference_ops
 
-JUNK = 2**61 + 12345  # in any column of a step: no token, no block, no position
+JUNK = 2**61 + 12345  # invalid in any column of a step: no token, block or position
 
 
 class CheckingQueue(HostQueue):
-    """Counts, and leaves nothing where it was that nobody may read."""
+    """Count copies and poison every value that must not be read."""
 
     warms_up = True  # before a capture, as on a GPU
 
@@ -56,7 +56,7 @@ class CheckingQueue(HostQueue):
         assert source.shape == target.shape
         whole = target.new_empty(0).set_(target.untyped_storage())
         if target.storage_offset() == 0 and len(whole) > len(target):
-            whole[len(target) :].fill_(JUNK)  # what did not travel in this step
+            whole[len(target) :].fill_(JUNK)  # words not copied in this step
         self.uploads.append(len(target))
         self.log.append("upload")
         event = super().upload(source, target)
@@ -99,7 +99,7 @@ class _Poisoned(Captured):
 
 
 class _WithoutPadding:
-    """A view of the KV tensors that stores nothing of rows whose slot is negative."""
+    """A view of the KV tensors that ignores rows with a negative slot."""
 
     def __init__(self, view: KvcacheView) -> None:
         self._view, self.format = view, view.format
@@ -125,26 +125,26 @@ def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
     if batch.table_stride is not None:
         stride = int(batch.table_stride)
         tables = tables.as_strided((chunks, stride), (stride, 1))
-    own = replace(
+    plan = replace(
         batch,
         positions=batch.positions[:rows],
         slot_mapping=batch.slot_mapping[:rows],
         row_chunks=batch.row_chunks[:rows],
         block_tables=tables,
     )
-    return rows, reference_attention.plan_attention(own, block_size, window)
+    return rows, reference_attention.plan_attention(plan, block_size, window)
 
 
 def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, *how: Any) -> Tensor:
-    rows, own = plan
+    rows, attention_plan = plan
     out = torch.full((len(q), q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
     if rows:
-        out[:rows] = reference_attention.attention(q[:rows], view, layer, own, *how)
+        out[:rows] = reference_attention.attention(q[:rows], view, layer, attention_plan, *how)
     return out
 
 
 def conventional_ops(*, batch_invariant: bool, attention: str = "triton") -> Ops:
-    """See `nano_inference.ops.cuda.backend.cuda_ops`."""
+    """Return operations with the conventions of `nano_inference.ops.cuda.backend.cuda_ops`."""
     return replace(
         reference_ops(),
         name="cuda",
@@ -158,6 +158,6 @@ def conventional_ops(*, batch_invariant: bool, attention: str = "triton") -> Ops
 
 @pytest.fixture
 def conventional(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on the CUDA backend run these operations, on a queue that checks."""
+    """Make engines on the CUDA backend run these operations on a checking queue."""
     monkeypatch.setattr(backend, "cuda_ops", conventional_ops)
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())

@@ -1,6 +1,4 @@
-"""A device that fails at any place where `CudaRunner` asks it for something: nobody hangs, and
-everybody is told.
-"""
+"""A device failure at any call of `CudaRunner` hangs no caller and reaches every caller."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,12 +34,12 @@ PLACES = ("upload", "download", "wait", "capture", "replay")
 
 
 class Failing(CheckingQueue):
-    """One that fails at a place, and from then on at every other, as a device does."""
+    """Fail at one call, and from then on at every other, like a device."""
 
     where = ""
     fault = "access"
     broken = False
-    left = 0  # calls there that still work
+    left = 0  # remaining calls that succeed
 
     def _touch(self, where: str) -> None:
         if where == self.where and self.left:
@@ -63,7 +61,7 @@ class Failing(CheckingQueue):
         super().wait(event)
 
     def synchronise(self) -> None:
-        assert not self.broken, "nobody waits for a device that has failed"
+        assert not self.broken, "a failed device was waited for"
 
     def capture(self, run: Callable[[], Any], pool: Any) -> Any:
         self._touch("capture")
@@ -92,7 +90,7 @@ def failing(build: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Infe
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("where", PLACES)
-def test_it_ends_the_engine_with_the_reason(
+def test_cuda_fault_ends_the_engine_with_its_reason(
     failing: Callable[..., InferenceEngine], where: str, fault: str
 ) -> None:
     engine = failing(where, fault, lookahead=1)
@@ -105,7 +103,9 @@ def test_it_ends_the_engine_with_the_reason(
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_whoever_awaits_is_told(failing: Callable[..., InferenceEngine], where: str) -> None:
+def test_cuda_fault_reaches_awaiting_tasks(
+    failing: Callable[..., InferenceEngine], where: str
+) -> None:
     async def one(engine: AsyncInferenceEngine, seed: int) -> None:
         async for _ in engine.stream([seed, 2], PARAMS):
             pass
@@ -123,13 +123,15 @@ def test_whoever_awaits_is_told(failing: Callable[..., InferenceEngine], where: 
 
 
 @pytest.mark.parametrize("where", ["capture", "upload"])
-def test_after_a_sleep(failing: Callable[..., InferenceEngine], where: str) -> None:
-    """Graphs are captured again once memory has moved."""
+def test_cuda_fault_after_a_sleep_ends_the_engine(
+    failing: Callable[..., InferenceEngine], where: str
+) -> None:
+    """Graphs are captured again after memory has moved."""
     engine = failing(where, "memory", left=10**6, lookahead=1)
     assert engine.generate([[1, 2]], PARAMS)
     engine.sleep()
     engine.wake()
-    engine.model.forget_recorded()  # as where memory has moved
+    engine.model.forget_recorded()  # simulates moved memory
     engine.runner.queue.left = 0  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(EngineDead, match=TOLD["memory"]):
         engine.generate([[1, 2]], PARAMS)
@@ -137,7 +139,7 @@ def test_after_a_sleep(failing: Callable[..., InferenceEngine], where: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_bug_in_the_thread_that_steps_is_told_to_whoever_awaits(build: Build) -> None:
+def test_bug_in_the_stepping_thread_reaches_awaiting_tasks(build: Build) -> None:
     engine = build(backend="reference")
 
     def fails() -> None:

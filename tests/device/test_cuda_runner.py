@@ -1,6 +1,4 @@
-"""`CudaRunner` on the host: what it gives is what the plain runner gives, and a steady decode costs
-one copy a step.
-"""
+"""`CudaRunner` on the host: equal to the plain runner, and one copy per step in steady decode."""
 
 import gc
 import weakref
@@ -34,9 +32,9 @@ def runner(engine: InferenceEngine) -> CudaRunner:
 
 
 def queue(engine: InferenceEngine) -> CheckingQueue:
-    found = runner(engine).queue
-    assert isinstance(found, CheckingQueue)
-    return found
+    device_queue = runner(engine).queue
+    assert isinstance(device_queue, CheckingQueue)
+    return device_queue
 
 
 def params(**options: Any) -> SamplingParams:
@@ -57,7 +55,7 @@ REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
 
 
 def workload(engine: InferenceEngine, gap: int = 2) -> list[TrainingSample]:
-    """Requests that arrive one after the other; the second is aborted when the fifth arrives."""
+    """Add requests one after the other. Abort the second when the fifth arrives."""
     samples: list[TrainingSample] = []
     ids: list[int] = []
     for prompt, how, num_samples in REQUESTS:
@@ -87,14 +85,14 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.thorough(but=["{'lookahead': 1}"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str, Any]) -> None:
+def test_graphs_equal_eager_and_the_reference(build: Build, options: dict[str, Any]) -> None:
     plain = build(backend="reference", **options)
     expected = workload(plain)
     eager = build(backend="cuda", cuda_graphs=False, batch_invariant=True, **options)
     replayed = build(backend="cuda", batch_invariant=True, **options)
     for engine in (eager, replayed):
-        found = workload(engine)
-        assert [repr(bare(sample)) for sample in found] == [
+        actual = workload(engine)
+        assert [repr(bare(sample)) for sample in actual] == [
             repr(bare(sample)) for sample in expected
         ]
         assert engine.stats().tokens_computed == plain.stats().tokens_computed
@@ -108,8 +106,8 @@ def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str,
         )
 
 
-def test_workload_meets_what_it_should(build: Build) -> None:
-    """The equality above is worth something: preemption, and draws by graphs and without."""
+def test_workload_covers_the_expected_cases(build: Build) -> None:
+    """The equality test covers preemption, and sampling with and without graphs."""
     engine = build(backend="cuda", batch_invariant=True, **OPTIONS[3])
     workload(engine)
     assert engine.stats().num_preemptions > 0
@@ -119,7 +117,7 @@ def test_workload_meets_what_it_should(build: Build) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filters"])
-def test_steady_decode_costs_one_copy_up(
+def test_steady_decode_uploads_one_copy_per_step(
     build: Build, lookahead: int, filters: dict[str, Any]
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -133,14 +131,14 @@ def test_steady_decode_costs_one_copy_up(
     for _ in range(8):
         engine.step()
     assert runner(engine).num_replays == before + 8
-    # Slots of pinned memory that are used again were waited for long ago: two a step, up and down.
+    # Reused slots of pinned memory were waited for long ago: two per step, up and down.
     step = ["wait", "upload", "forward", "draw", "wait", "download", "wait"]
-    if lookahead:  # the next forward is queued before the host waits for the last draw
+    if lookahead:  # the next forward is queued before the host waits for the last sample
         step = ["wait", "upload", "forward", "wait", "draw", "wait", "download"]
     assert log == step * 8
 
 
-def test_parameters_go_up_when_they_change(build: Build) -> None:
+def test_parameters_are_uploaded_when_they_change(build: Build) -> None:
     engine = build(backend="cuda", lookahead=1)
     for seed in range(3):
         engine.add_request([seed, 4, 5], params(seed=seed, max_tokens=30), 1)
@@ -156,20 +154,20 @@ def test_parameters_go_up_when_they_change(build: Build) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(build: Build, dtype: str) -> None:
-    """A step that a graph computes and no graph draws; numpy knows no bfloat16."""
+def test_half_precision_samples_agree(build: Build, dtype: str) -> None:
+    """Cover a step computed but not sampled by a graph. NumPy has no bfloat16."""
     options: dict[str, Any] = {"lookahead": 1, "dtype": dtype}
     expected = build(backend="reference", **options).generate([7, 8, 9], params(top_logprobs=2), 2)
     engine = build(backend="cuda", **options)
-    found = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    samples = engine.generate([7, 8, 9], params(top_logprobs=2), 2)
+    assert [repr(bare(sample)) for sample in samples] == [repr(bare(sample)) for sample in expected]
     assert runner(engine).num_replays > 5
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) -> None:
-    """Also while somebody knows it still: the next engine of the process wants the card's
-    memory.
+def test_shutdown_frees_device_memory(build: Build, graphs: bool) -> None:
+    """Memory is freed even if a reference to the engine remains: the next engine of the process
+    needs it.
     """
     engine = build(backend="cuda", lookahead=1, cuda_graphs=graphs)
     engine.generate([7, 8, 9], params(), 2)
@@ -181,34 +179,32 @@ def test_engine_that_is_shut_down_holds_no_memory(build: Build, graphs: bool) ->
     assert [tensor() for tensor in held] == [None] * 3
 
 
-def test_group_that_is_wider_than_a_step(build: Build) -> None:
-    """Tokens of its fork do not fit where graphs look for them; the steps that want them look
-    elsewhere.
-    """
+def test_group_may_be_wider_than_a_step(build: Build) -> None:
+    """The fork's tokens exceed the buffers of graphs, so the next steps read them elsewhere."""
     expected = build(backend="reference", lookahead=1, max_batch_size=3).generate(
         [7, 8, 9], params(), 7
     )
     engine = build(backend="cuda", lookahead=1, max_batch_size=3)
-    found = engine.generate([7, 8, 9], params(), 7)
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    samples = engine.generate([7, 8, 9], params(), 7)
+    assert [repr(bare(sample)) for sample in samples] == [repr(bare(sample)) for sample in expected]
     assert runner(engine).num_replays > 5
 
 
-def test_step_of_nothing_but_scores(build: Build, model: Path) -> None:
-    """The reference model scores what the policy has finished, also when nobody draws."""
+def test_step_may_hold_only_scores(build: Build, model: Path) -> None:
+    """The reference model scores finished samples, even in steps that sample nothing."""
     engines = [
         build(backend=name, lookahead=1, ref_model_path=str(model))
         for name in ("reference", "cuda")
     ]
-    expected, found = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
-    assert found[0].ref_logprobs is not None
-    assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
+    expected, actual = (engine.generate([7, 8, 9], params(), 2) for engine in engines)
+    assert actual[0].ref_logprobs is not None
+    assert [repr(bare(sample)) for sample in actual] == [repr(bare(sample)) for sample in expected]
 
 
 @pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_windows(build: Build, tmp_path: Path, family: str) -> None:
-    """Layers whose keys and values lie in units that other blocks had before."""
+def test_windows_equal_the_reference(build: Build, tmp_path: Path, family: str) -> None:
+    """Cover layers whose keys and values are in units reused from other blocks."""
     model = str(tiny_model(tmp_path / family, family))
     options: dict[str, Any] = {"model_path": model, "lookahead": 1, "kv_cache_memory": 2**17}
     expected = workload(build(backend="reference", **options))
@@ -225,10 +221,10 @@ def test_windows(build: Build, tmp_path: Path, family: str) -> None:
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"frequency_penalty": 0.5}], ids=str)
-def test_graphs_of_decodes_compute_drafts_too(
+def test_decode_graphs_compute_drafts(
     build: Build, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """Right ones and wrong ones; in gemma3 windows move meanwhile."""
+    """Cover right and wrong drafts; windows move in gemma3."""
     model = str(tiny_model(tmp_path / family, family))
     how: dict[str, Any] = {"model_path": model, "lookahead": 1}
     asked = params(max_tokens=40, **options)
@@ -240,28 +236,28 @@ def test_graphs_of_decodes_compute_drafts_too(
         set_drafts(engine, kind, known)
         before = runner(engine).num_replays, runner(engine).num_eager_steps
         engine.flush_cache()
-        found = engine.generate([PROMPT], asked, 3)
-        assert all(map(same_bits, found, expected))
+        samples = engine.generate([PROMPT], asked, 3)
+        assert all(map(same_bits, samples, expected))
         steps.append(runner(engine).num_replays - before[0])
         assert runner(engine).num_eager_steps - before[1] == 1  # the prompt
     assert steps[1] < 30  # so there were drafts
 
 
-def test_each_row_becomes_a_chunk() -> None:
+def test_row_by_row_makes_a_chunk_of_every_row() -> None:
     chunks = [Rows([5, 6, 7], 3, [9, 4]), Rows([8], 6, [2, 1])]
     batch = batch_of_rows(chunks, 4, draws=range(4))
-    found = row_by_row(batch)
-    assert found.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert found.row_chunks.tolist() == [0, 1, 2, 3]
-    assert found.seq_lens.tolist() == [4, 5, 6, 7]
-    assert found.block_tables.tolist() == [[9, 4], [9, 4], [9, 4], [2, 1]]
+    split = row_by_row(batch)
+    assert split.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert split.row_chunks.tolist() == [0, 1, 2, 3]
+    assert split.seq_lens.tolist() == [4, 5, 6, 7]
+    assert split.block_tables.tolist() == [[9, 4], [9, 4], [9, 4], [2, 1]]
     for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
-        assert torch.equal(getattr(found, name), getattr(batch, name))
-    assert row_by_row(found) is found
+        assert torch.equal(getattr(split, name), getattr(batch, name))
+    assert row_by_row(split) is split
 
 
-def test_mirror_of_the_units_stays_where_it_is() -> None:
-    """Captured graphs know its address."""
+def test_mirror_of_units_keeps_its_address() -> None:
+    """Captured graphs hold its address."""
     pool = UnitPool(12, 4, BlockLayout(1, 2, 8))
     units = UnitMap(pool, torch.device("cpu"))
     mirror = units._units = units._host.clone()  # as on a GPU

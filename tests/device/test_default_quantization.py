@@ -1,5 +1,5 @@
-"""`quantization="auto"`: a `.gguf` file is computed in its blocks on a CPU, unless something needs
-plain weights.
+"""`quantization="auto"`: a CPU computes a `.gguf` file in its blocks unless a feature needs plain
+weights.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, seed=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and beside it files of it: in blocks, and not."""
+    """A checkpoint with `.gguf` files next to it, with and without blocks."""
     made = tmp_path_factory.mktemp("models")
     strong_model(made / "hf", "LlamaForCausalLM", **CONFIG)
     for name in ("Q4_1", "F16"):
@@ -57,20 +57,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(model: Path, **options: Any) -> EngineConfig:
-    given = {"kv_cache_memory": 2**20, "max_model_len": 64, "num_threads": 1, "device": "cpu"}
-    return EngineConfig(str(model), **{**given, **options})
+    defaults = {"kv_cache_memory": 2**20, "max_model_len": 64, "num_threads": 1, "device": "cpu"}
+    return EngineConfig(str(model), **{**defaults, **options})
 
 
 @NEEDS_COMPILER
-def test_engine_of_a_gguf_file_computes_its_blocks(folder: Path) -> None:
-    found = {}
+def test_gguf_engine_computes_with_its_blocks(folder: Path) -> None:
+    results = {}
     for asked in ("auto", "file", "none"):
         with InferenceEngine(config(folder / "Q4_1.gguf", quantization=asked)) as engine:
             assert engine.config.quantization == (None if asked == "none" else "file")
             assert bool(formats_of(engine.model.params)) == (asked != "none")
-            found[asked] = engine.generate([5, 6, 7], GREEDY)[0]
-    assert found["auto"] == found["file"]
-    assert found["auto"].numerics != found["none"].numerics
+            results[asked] = engine.generate([5, 6, 7], GREEDY)[0]
+    assert results["auto"] == results["file"]
+    assert results["auto"].numerics != results["none"].numerics
 
 
 @NEEDS_COMPILER
@@ -95,7 +95,7 @@ def test_auto_is_plain_for_models_that_packages_carry() -> None:
         {"draft_model": "hf"},
     ],
 )
-def test_auto_is_plain_where_another_option_needs_it(folder: Path, options: dict[str, Any]) -> None:
+def test_auto_is_plain_if_another_option_needs_it(folder: Path, options: dict[str, Any]) -> None:
     for name in ("ref_model_path", "draft_model"):
         if options.get(name, "self") != "self":
             options = {**options, name: str(folder / options[name])}
@@ -107,7 +107,7 @@ def test_auto_is_plain_where_another_option_needs_it(folder: Path, options: dict
 
 
 @pytest.mark.parametrize("name", ["hf", "F16.gguf"])
-def test_auto_is_plain_for_weights_that_are_in_no_blocks(folder: Path, name: str) -> None:
+def test_auto_is_plain_for_weights_without_blocks(folder: Path, name: str) -> None:
     assert blocks_bytes(str(folder / name)) == 0
     assert settle_quantization(config(folder / name), CPU).quantization is None
 
@@ -122,7 +122,7 @@ def test_auto_is_plain_without_kernels(folder: Path, monkeypatch: pytest.MonkeyP
     assert settle_quantization(asked, CPU).quantization is None
 
 
-def test_blocks_bytes_are_those_that_are_held(folder: Path) -> None:
+def test_blocks_bytes_equal_the_bytes_held(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf")) as engine:
         held = engine.memory_budget.weights
     assert 0.7 * held < blocks_bytes(str(folder / "Q4_1.gguf")) <= held
@@ -139,7 +139,7 @@ def test_blocks_bytes_are_those_that_are_held(folder: Path) -> None:
         ("hf", "bfloat16", {}, "bfloat16, 512.0 MiB"),
     ],
 )  # fmt: skip
-def test_told_weights_names_a_faster_setting_where_there_is_one(
+def test_told_weights_names_a_faster_setting_if_one_exists(
     folder: Path,
     name: str,
     dtype: str,
@@ -151,10 +151,10 @@ def test_told_weights_names_a_faster_setting_where_there_is_one(
         monkeypatch.setattr(module, "available_instruction_set", lambda: "avx2")
     asked = config(folder / name, **options)
     settled = asked if asked.codes else replace(asked, quantization=None)
-    told = told_weights(settled, asked, getattr(torch, dtype), 2**29, CPU)
-    assert told == line
-    told = told_weights(settled, asked, getattr(torch, dtype), 2**20, CPU)
-    assert ";" not in told, "too small to gain"
+    log_line = told_weights(settled, asked, getattr(torch, dtype), 2**29, CPU)
+    assert log_line == line
+    log_line = told_weights(settled, asked, getattr(torch, dtype), 2**20, CPU)
+    assert ";" not in log_line, "too small to gain"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_engine_logs_no_setting_that_was_ruled_out(
     monkeypatch.setattr(quantization, "available_instruction_set", lambda: "avx2")
     monkeypatch.setattr(quantization, "wants_cpu_kernels", lambda _: True)
     asked = config(folder / "Q4_1.gguf", dtype="bfloat16", backend="reference")
-    asked = with_plain_weights(asked) if plain else asked  # as --rl does
+    asked = with_plain_weights(asked) if plain else asked  # like --rl
     with caplog.at_level("INFO", "nano_inference"), InferenceEngine(asked):
         assert ("--quantization file" in caplog.text) != plain
 
 
 @NEEDS_COMPILER
-def test_policy_model_rejects_blocks_that_nobody_asked_for(folder: Path) -> None:
+def test_policy_model_rejects_implicit_blocks(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf")) as engine:
         with pytest.raises(ConfigError, match=r"PolicyModel needs plain weights.*=None"):
             PolicyModel(engine)
@@ -197,8 +197,8 @@ def test_policy_model_rejects_blocks_that_nobody_asked_for(folder: Path) -> None
 
 
 @NEEDS_COMPILER
-def test_lora_policy_trains_beside_blocks(folder: Path) -> None:
-    """The weights that it adapts never change, so nothing is rounded."""
+def test_lora_policy_trains_on_blocks(folder: Path) -> None:
+    """The adapted weights never change, so nothing is rounded."""
     with InferenceEngine(config(folder / "Q4_1.gguf", max_loras=1)) as engine:
         policy = LoraPolicy(engine)
         policy.publish()
@@ -209,7 +209,7 @@ def test_lora_policy_trains_beside_blocks(folder: Path) -> None:
 
 
 @NEEDS_COMPILER
-def test_engine_in_blocks_by_default_warns_once_that_updates_are_rounded(
+def test_implicit_blocks_warn_once_that_updates_are_rounded(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     norm = {"model.norm.weight": torch.ones(64)}
@@ -223,7 +223,7 @@ def test_engine_in_blocks_by_default_warns_once_that_updates_are_rounded(
 
 
 @NEEDS_COMPILER
-def test_engine_in_blocks_by_name_takes_updates(folder: Path) -> None:
+def test_named_blocks_accept_updates(folder: Path) -> None:
     with InferenceEngine(config(folder / "Q4_1.gguf", quantization="file")) as engine:
         PolicyModel(engine).publish()
         assert engine.get_weight_version() == 1
@@ -238,11 +238,11 @@ def test_trainer_builds_an_engine_of_plain_weights(folder: Path, policy: Any) ->
         assert not formats_of(engine.model.params)
 
 
-def test_with_plain_weights_leaves_named_codes() -> None:
+def test_plain_weights_context_keeps_named_codes() -> None:
     asked = EngineConfig("m")
     assert with_plain_weights(asked).quantization is None
-    for given in ("int8", "file", None):
-        asked = replace(asked, quantization=given)
+    for codes in ("int8", "file", None):
+        asked = replace(asked, quantization=codes)
         assert with_plain_weights(asked) == asked
     assert EngineConfig("m", quantization="none") == EngineConfig("m", quantization=None)
 

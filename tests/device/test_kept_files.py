@@ -1,4 +1,6 @@
-"""Kept conversations come back from memory and from files with the same bits, and hold nobody up."""
+"""Offloaded conversations are restored from memory and files bit for bit, without delaying
+requests.
+"""
 
 import errno
 import fcntl
@@ -33,7 +35,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "llama", **options: Any) -> InferenceEngine:
-        given = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
@@ -41,7 +43,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
             "backend": "reference",
         }
         built.append(
-            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(defaults | options)))
         )
         return built[-1]
 
@@ -64,12 +66,12 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def turn(engine: InferenceEngine, sample: TrainingSample) -> list[int]:
-    """The conversation goes on with what a tool said."""
+    """Continue the conversation with a tool's output."""
     return [*sample.prompt_tokens, *sample.completion_tokens, 9, 8, 7]
 
 
 def press(engine: InferenceEngine) -> None:
-    """Others take every block."""
+    """Fill every block with other requests."""
     length = engine.cache.num_blocks * SIZE - 5
     length = min(length, engine.max_model_len - 5)
     count = -(-engine.cache.num_blocks * SIZE // length) + 1
@@ -80,7 +82,7 @@ def press(engine: InferenceEngine) -> None:
 
 @pytest.mark.thorough(cases=["gemma3-paged", "gemma3-radix"])
 @pytest.mark.parametrize(("family", "cache_type"), KINDS)
-def test_kept_conversation_comes_back_from_memory_with_the_same_bits(
+def test_conversation_is_restored_from_memory_bit_for_bit(
     build: Build, family: str, cache_type: str
 ) -> None:
     engine, alone = build(family, cache_type=cache_type), build(family, cache_type=cache_type)
@@ -97,7 +99,7 @@ def test_kept_conversation_comes_back_from_memory_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("family", "cache_type"), KINDS)
-def test_kept_conversation_comes_back_from_files_with_the_same_bits(
+def test_conversation_is_restored_from_files_bit_for_bit(
     build: Build, tmp_path: Path, family: str, cache_type: str
 ) -> None:
     engine = build(family, cache_type=cache_type, kept_cache_folder=str(tmp_path))
@@ -121,21 +123,21 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("lock")]
 
 
-def test_files_are_private_and_go_at_the_end(build: Build, tmp_path: Path) -> None:
+def test_files_are_private_and_removed_at_shutdown(build: Build, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     engine = build(kept_cache_folder=str(folder))
     engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))
     press(engine)
-    (own,) = [path for path in folder.iterdir() if path.is_dir()]
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, own)] == [0o700, 0o700]
+    (engine_folder,) = [path for path in folder.iterdir() if path.is_dir()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, engine_folder)] == [0o700, 0o700]
     assert len(files(folder)) == 6
     assert sum(path.stat().st_size for path in files(folder)) == engine.stats().kept_file_bytes
     engine.shutdown()
     assert not files(folder)
-    assert not own.exists()
+    assert not engine_folder.exists()
 
 
-def test_files_go_when_their_time_is_over(build: Build, tmp_path: Path) -> None:
+def test_files_are_removed_when_they_expire(build: Build, tmp_path: Path) -> None:
     engine = build(kept_cache_folder=str(tmp_path))
     assert engine.kept_files is not None
     now = 100.0
@@ -152,7 +154,7 @@ def test_files_go_when_their_time_is_over(build: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["update", "flush"])
-def test_update_and_a_flush_drop_what_is_kept(build: Build, tmp_path: Path, how: str) -> None:
+def test_update_and_flush_drop_offloaded_blocks(build: Build, tmp_path: Path, how: str) -> None:
     engine = build(kept_cache_folder=str(tmp_path))
     first = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
     press(engine)
@@ -193,7 +195,7 @@ def test_damaged_file_is_not_read(build: Build, tmp_path: Path, damage: str) -> 
     assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
 
 
-def test_files_are_bounded_and_the_oldest_go(build: Build, tmp_path: Path) -> None:
+def test_files_are_bounded_and_the_oldest_removed(build: Build, tmp_path: Path) -> None:
     engine = build(kept_cache_folder=str(tmp_path))
     engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))
     press(engine)
@@ -205,11 +207,11 @@ def test_files_are_bounded_and_the_oldest_go(build: Build, tmp_path: Path) -> No
     stats = engine.stats()
     assert (stats.kept_blocks_written, stats.kept_file_bytes) == (6, 3 * one)
     assert len(files(tmp_path)) == 3
-    # the end of a chain is evicted first, and so is the oldest
+    # the end of a chain is evicted first, and therefore is the oldest
     assert engine.generate([turn(engine, kept)], params())[0].cached_tokens == 12
 
 
-def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Path) -> None:
+def test_engines_sharing_a_folder_do_not_interfere(build: Build, tmp_path: Path) -> None:
     left = tmp_path / f"nano-kept-{'0f' * 16}"
     left.mkdir(mode=0o700)
     (left / "lock").touch()
@@ -224,8 +226,8 @@ def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -> None:
-    """Kept conversations, and as many requests at once as the memory does not hold."""
+def test_group_is_offloaded_under_pressure_while_it_runs(build: Build, tmp_path: Path) -> None:
+    """Keep conversations while concurrent requests exceed the memory."""
     engine, alone = build(kept_cache_folder=str(tmp_path)), build()
     prompts = [prompt_of(8 + 3 * n, n) for n in range(12)]
     keeping = [params(keep_cache_seconds=5.0 + n, cache_priority=n % 3) for n in range(12)]
@@ -238,10 +240,10 @@ def test_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("why", ["sequences", "memory"])
-def test_nothing_is_read_for_a_newcomer_that_is_not_admitted(
+def test_files_are_read_only_for_admitted_requests(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """A long conversation waits in line while others run; when they end, it comes back at once."""
+    """A long conversation waits while others run. When they end, it is restored immediately."""
     limits: dict[str, Any] = {"max_batch_size": 2} if why == "sequences" else {}
     length = 20 if limits else 100
     engine = build(kept_cache_folder=str(tmp_path), kv_cache_memory=2**17, **limits)
@@ -279,26 +281,26 @@ def test_nothing_is_read_for_a_newcomer_that_is_not_admitted(
 
 @pytest.mark.thorough(cases=["paged"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_twenty_conversations_in_a_memory_of_few_all_come_back(
+def test_conversations_beyond_memory_are_all_restored(
     build: Build, tmp_path: Path, cache_type: str
 ) -> None:
     engine = build(cache_type=cache_type, kept_cache_folder=str(tmp_path))
     alone = build(cache_type=cache_type)
     assert engine.cache.num_blocks < 20 * 6
-    told = [
+    replies = [
         engine.generate([prompt_of(20, n)], params(keep_cache_seconds=60.0))[0] for n in range(20)
     ]
-    for sample in told:
+    for sample in replies:
         again = engine.generate([turn(engine, sample)], params(keep_cache_seconds=60.0))[0]
         engine.loop.check()
         assert again.cached_tokens == 24
         assert bits(again) == bits(alone.generate([turn(engine, sample)], params())[0])
-    together = [turn(engine, sample) for sample in told]
+    together = [turn(engine, sample) for sample in replies]
     samples = engine.generate(together, params())
     assert sum(sample.cached_tokens for sample in samples) > 20 * 20, "few come back together"
 
 
-def test_disk_that_fails_ends_nothing(
+def test_failing_disk_ends_no_request(
     build: Build,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -332,7 +334,7 @@ def test_disk_that_fails_ends_nothing(
     assert engine.stats().kept_blocks_written == written + 6
 
 
-def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
+def test_foreign_files_are_neither_followed_nor_removed(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = ["nano-kept-photos", "kept-photos", f"nano-kept-{'1e' * 16}"]
@@ -373,13 +375,13 @@ def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
     build(kept_cache_folder=str(tmp_path))
 
 
-def test_engine_that_cannot_be_built_leaves_no_folder(build: Build, tmp_path: Path) -> None:
+def test_failed_construction_leaves_no_folder(build: Build, tmp_path: Path) -> None:
     with pytest.raises(AdapterError):
         build(kept_cache_folder=str(tmp_path), max_loras=1, loras=(f"own={tmp_path / 'missing'}",))
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_what_cannot_be_kept_is_refused(build: Build, models: dict[str, Path]) -> None:
+def test_unsupported_offload_options_are_rejected(build: Build, models: dict[str, Path]) -> None:
     for seconds in (None, -1.0, float("nan"), 86401.0, "5m"):
         with pytest.raises(InvalidRequest, match="keep_cache_seconds"):
             params(keep_cache_seconds=seconds)

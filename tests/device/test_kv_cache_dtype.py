@@ -1,4 +1,4 @@
-"""Engines whose keys and values are codes: memory, what is refused, blocks that move, replay."""
+"""Engines with quantized keys and values: memory, rejected options, block exchange, replay."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ ROW = 16  # of the tiny model: head_dim
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
-def test_as_many_more_blocks_fit_as_rows_are_smaller(tmp_path: Path, family: str) -> None:
+def test_block_count_grows_as_rows_shrink(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)
     budgets = {
         kept: plan_engine(
@@ -34,7 +34,7 @@ def test_as_many_more_blocks_fit_as_rows_are_smaller(tmp_path: Path, family: str
     assert coded * head_dim * 4 == plain * (head_dim + 4)
 
 
-def test_what_is_planned_is_what_is_taken(build: Build) -> None:
+def test_planned_cache_size_equals_allocated_size(build: Build) -> None:
     for kept in ("auto", "int8"):
         engine = build(kv_cache_dtype=kept)
         storage, budget = engine.runner.storage, engine.memory_budget
@@ -43,7 +43,7 @@ def test_what_is_planned_is_what_is_taken(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"backend": "cuda"}, "backend='cuda': its kernels read plain keys"),
         ({"attention": "flex"}, "attention='flex': its kernels read plain keys"),
@@ -51,21 +51,19 @@ def test_what_is_planned_is_what_is_taken(build: Build) -> None:
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not available; choose one of"),
     ],
 )
-def test_what_cannot_be_had_is_refused_at_once(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_unsupported_cache_dtypes_are_rejected_early(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig("smollm2-135m", **{"kv_cache_dtype": "int8", **options})
 
 
-def test_latents_stay_as_they_are(tmp_path: Path) -> None:
+def test_latents_are_not_quantized(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek-v3")
     with pytest.raises(ConfigError, match="has attention over latents: its keys are already small"):
         plan_engine(EngineConfig(str(folder), device="cpu", kv_cache_dtype="int8"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_go_to_engines_that_keep_codes_too_and_to_no_others(
-    build: Build, backend: str
-) -> None:
+def test_block_exchange_needs_the_same_cache_dtype(build: Build, backend: str) -> None:
     options: dict[str, Any] = {"backend": backend, "dtype": "bfloat16"}
     plain = build(**options)
     source, target = (build(kv_cache_dtype="int8", **options) for _ in range(2))
@@ -85,26 +83,28 @@ def test_blocks_go_to_engines_that_keep_codes_too_and_to_no_others(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_policy_model_reports_the_engines_logprobs(build: Build, backend: str, dtype: str) -> None:
+def test_policy_model_logprobs_equal_the_engine(build: Build, backend: str, dtype: str) -> None:
     engine = build(backend=backend, dtype=dtype, kv_cache_dtype="int8", kv_cache_memory=2**22)
     model = PolicyModel(engine)
-    reported, own = drawn_and_scored(model)
-    assert own == reported
+    reported, scored = drawn_and_scored(model)
+    assert scored == reported
     (sample,) = engine.generate(PROMPT, drawn())
     assert not differences(sample, Replayer(engine, None).replay(sample))
 
 
-def test_gradients_are_of_the_rounded_keys_and_values(build: Build) -> None:
-    """They differ everywhere from those of plain keys and values, by about what rounding does."""
+def test_gradients_use_the_rounded_keys_and_values(build: Build) -> None:
+    """The gradients differ everywhere from those of plain keys and values, by about the rounding
+    error.
+    """
     models = {
         kept: PolicyModel(build(backend="reference", dtype="float32", kv_cache_dtype=kept))
         for kept in ("auto", "int8")
     }
-    found = {kept: gradients(model) for kept, model in models.items()}
+    actual = {kept: gradients(model) for kept, model in models.items()}
     apart = torch.stack(
         [
-            (grad - found["auto"][name]).norm() / found["auto"][name].norm()
-            for name, grad in found["int8"].items()
+            (grad - actual["auto"][name]).norm() / actual["auto"][name].norm()
+            for name, grad in actual["int8"].items()
         ]
     )
     assert bool((apart > 0).all())

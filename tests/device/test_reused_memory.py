@@ -1,4 +1,4 @@
-"""Memory for arriving weights comes back when nobody holds it, and not before."""
+"""Memory for received weights is reused only after its last holder released it."""
 
 import random
 
@@ -9,33 +9,33 @@ from nano_inference.ops.cpu.memory import HUGE_PAGE
 from nano_inference.weights.transports.reuse import ReusedMemory
 
 
-def test_memory_is_used_again_once_nobody_holds_it() -> None:
+def test_memory_is_reused_once_it_is_released() -> None:
     memory = ReusedMemory()
     first = memory.take(HUGE_PAGE + 5)
-    place = first.data_ptr()
+    address = first.data_ptr()
     part = first[8:10].view(torch.int16)
     del first
     other = memory.take(HUGE_PAGE + 5)
-    assert other.data_ptr() != place, "a view holds it"
+    assert other.data_ptr() != address, "a view holds it"
     del part
-    assert memory.take(HUGE_PAGE).data_ptr() == place
+    assert memory.take(HUGE_PAGE).data_ptr() == address
     assert memory.take(3).nbytes == 3
 
 
-def test_smallest_piece_that_fits_is_taken_and_none_that_is_much_too_large() -> None:
+def test_take_picks_the_best_fit_within_bounds() -> None:
     memory = ReusedMemory()
     pieces = {count: memory.take(count * HUGE_PAGE) for count in (6, 2, 3)}
     places = {count: piece.data_ptr() for count, piece in pieces.items()}
     pieces.clear()
-    found = memory.take(2 * HUGE_PAGE)
-    assert found.data_ptr() == places[2]
-    small = memory.take(HUGE_PAGE)  # three and six times as large would be a waste
+    taken = memory.take(2 * HUGE_PAGE)
+    assert taken.data_ptr() == places[2]
+    small = memory.take(HUGE_PAGE)  # pieces three and six times as large would be a waste
     assert small.data_ptr() not in places.values()
     assert len(memory._free) == 2
     assert memory.take(5 * HUGE_PAGE).data_ptr() == places[6]
 
 
-def test_no_piece_is_given_out_twice() -> None:
+def test_piece_in_use_is_not_handed_out_again() -> None:
     rng, memory, held = random.Random(0), ReusedMemory(), list[tuple[Tensor, int]]()
     places: set[int] = set()
     for count in range(300):
@@ -50,7 +50,7 @@ def test_no_piece_is_given_out_twice() -> None:
     assert len(places) < 60, "it is used again"
 
 
-def test_forgotten_memory_is_not() -> None:
+def test_forgotten_memory_is_not_reused() -> None:
     memory = ReusedMemory()
     tensor = memory.take(HUGE_PAGE)
     memory.forget()

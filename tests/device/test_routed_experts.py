@@ -1,4 +1,4 @@
-"""Experts that go out with samples are those of a plain forward, whatever the engine did."""
+"""Experts reported with samples equal those of a plain forward under any engine activity."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from tests.depth import at_depth
 from tests.models.tiny import tiny_llama, tiny_model
 
 SIZE = 4
-CLOSE = 1e-4  # between the last expert that is chosen and the next: another order of additions
+CLOSE = 1e-4  # gap between the last chosen expert and the next; covers another order of additions
 LAYERS = {"qwen3-moe": (True, False, True), "mixtral": (True, True)}
 Weights = dict[str, Tensor]
 Build = Callable[..., InferenceEngine]
@@ -35,7 +35,7 @@ Build = Callable[..., InferenceEngine]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """Of each family the versions 0, 1 and 2 of its weights."""
+    """Write weight versions 0, 1 and 2 of each family."""
     return {
         family: [
             tiny_model(tmp_path_factory.mktemp(family), family, std=0.3, seed=seed)
@@ -50,14 +50,14 @@ def build(folders: dict[str, list[Path]]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "qwen3-moe", **options: Any) -> InferenceEngine:
-        own = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
             "kv_cache_memory": 2**20,
             "enable_return_routed_experts": True,
         }
-        return InferenceEngine(EngineConfig(str(folders[family][0]), **(own | options)))
+        return InferenceEngine(EngineConfig(str(folders[family][0]), **(defaults | options)))
 
     yield make
     torch.set_num_threads(threads)
@@ -83,20 +83,20 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Of the routers, [rows, layers of experts, experts]; rows [start, end) of a span by its
-        version, which attend to keys and values of those before.
+        """Return router logits [rows, expert layers, experts]. Rows [start, end) of a span use its
+        version and attend to keys and values of earlier spans.
         """
         from transformers import DynamicCache
 
-        cache, found = DynamicCache(), list[Tensor]()
+        cache, rows = DynamicCache(), list[Tensor]()
         for version, start, end in spans:
             self._logits.clear()
             model = self._models[version]
             name = {"cache", "past_key_values"} & {*inspect.signature(model.forward).parameters}
-            given = {min(name): cache}  # newer releases of transformers have the first
-            model(torch.tensor([tokens[start:end]]), use_cache=True, **given)
-            found.append(torch.stack([each.view(end - start, -1) for each in self._logits], 1))
-        return torch.cat(found)
+            cache_option = {min(name): cache}  # the first name is newer
+            model(torch.tensor([tokens[start:end]]), use_cache=True, **cache_option)
+            rows.append(torch.stack([each.view(end - start, -1) for each in self._logits], 1))
+        return torch.cat(rows)
 
 
 @pytest.fixture(scope="module")
@@ -105,25 +105,25 @@ def oracles(folders: dict[str, list[Path]]) -> dict[str, Oracle]:
 
 
 def check(sample: TrainingSample, oracle: Oracle, has_experts: Sequence[bool]) -> int:
-    """Compare a sample's experts with those of the plain forward, as far as that decides clearly;
-    returns how many choices were compared.
+    """Compare a sample's experts with those of the plain forward wherever its choice is clear.
+    Return the number of compared choices.
     """
     tokens = [*sample.prompt_tokens, *sample.completion_tokens]
     assert sample.routed_experts is not None, sample.routed_experts_unknown
     assert sample.routed_experts_unknown is None
-    own = np.asarray(sample.routed_experts)
-    assert own.shape[:2] == (len(tokens) - 1, len(has_experts))
-    assert not own[:, [not each for each in has_experts]].any()
+    experts = np.asarray(sample.routed_experts)
+    assert experts.shape[:2] == (len(tokens) - 1, len(has_experts))
+    assert not experts[:, [not each for each in has_experts]].any()
     spans = [(sample.weight_version, 0, len(tokens) - 1)]
     if sample.kv_versions:
         spans = [(each.version, each.start, each.end) for each in sample.kv_versions[-1].versions]
     logits = oracle.logits(tokens, spans)
-    count = own.shape[2]
+    count = experts.shape[2]
     best = logits.sort(dim=-1, descending=True)
     expected = best.indices[..., :count].sort(dim=-1).values.numpy()
     margin = (best.values[..., count - 1] - best.values[..., count]).amin(1)
     clear = (margin > CLOSE).numpy()
-    routed = own[:, np.array(has_experts)]
+    routed = experts[:, np.array(has_experts)]
     assert (routed[clear] == expected[clear]).all()
     assert clear.mean() > 0.9 or len(clear) < 20
     return int(clear.sum())
@@ -136,9 +136,9 @@ def drawn(max_tokens: int = 7, seed: int = 3, **options: Any) -> SamplingParams:
 
 
 def prompt_of(length: int, stem: int = 0) -> list[int]:
-    """Prompts of one stem share it; what follows is their own."""
-    own = [(13 * place + 7 * length) % 290 + 3 for place in range(length)]
-    return [(5 * place) % 290 + 3 for place in range(stem)] + own
+    """Return a prompt. Prompts of one stem share it and differ afterwards."""
+    tail = [(13 * place + 7 * length) % 290 + 3 for place in range(length)]
+    return [(5 * place) % 290 + 3 for place in range(stem)] + tail
 
 
 def drain(engine: InferenceEngine) -> list[TrainingSample]:
@@ -155,13 +155,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"backend": "reference", "max_tokens_per_batch": 9, "max_batch_size": 4},
     {"backend": "cpu", "speculation": "suffix", "max_drafts": 3},
     {"backend": "reference", "draft_model": "self", "draft_layers": 1, "max_drafts": 3},
-    {"backend": "cpu", "max_model_len": 64, "kv_cache_memory": 64 * 2400},  # it preempts
+    {"backend": "cpu", "max_model_len": 64, "kv_cache_memory": 64 * 2400},  # preempts sequences
 ]
 REQUESTS = st.tuples(
-    st.integers(1, 21),  # tokens of its own
-    st.sampled_from([0, 6, 12, 15]),  # tokens that others have too
+    st.integers(1, 21),  # tokens of one prompt
+    st.sampled_from([0, 6, 12, 15]),  # tokens shared with other prompts
     st.integers(1, 3),  # samples
-    st.integers(1, 9),  # tokens of a completion
+    st.integers(1, 9),  # tokens per completion
 )
 UPDATES = st.sampled_from(["recompute", "keep", "finish_old", "wait", "abort"])
 
@@ -174,14 +174,14 @@ UPDATES = st.sampled_from(["recompute", "keep", "finish_old", "wait", "abort"])
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_experts_are_those_of_a_plain_forward(
+def test_experts_equal_those_of_a_plain_forward(
     build: Build,
     folders: dict[str, list[Path]],
     oracles: dict[str, Oracle],
     data: st.DataObject,
 ) -> None:
-    """Under prefix hits, forks, chunks, preemption, lookahead, drafts and updates of the weights:
-    what is known is right, and what ended by itself is known.
+    """Cover prefix hits, forks, chunks, preemption, lookahead, drafts and updates: known experts
+    are right, and a sample that ended by itself has all of them.
     """
     family = data.draw(st.sampled_from(sorted(LAYERS)))
     options = data.draw(st.sampled_from(OPTIONS))
@@ -208,11 +208,11 @@ def test_experts_are_those_of_a_plain_forward(
             check(sample, oracles[family], LAYERS[family])
 
 
-def test_first_row_of_a_fork_and_of_a_copied_block_are_there(
+def test_forks_and_copied_blocks_have_their_first_row(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
-    """A prompt that ends inside a block: its samples share that block and copy it when they write
-    on.
+    """The prompt ends inside a block: its samples share that block and copy it on their first
+    write.
     """
     with build() as engine:
         samples = engine.generate([prompt_of(6)], drawn(6), 4)
@@ -225,7 +225,7 @@ def test_first_row_of_a_fork_and_of_a_copied_block_are_there(
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_what_was_preempted_is_noted_again(
+def test_preempted_rows_are_recorded_again(
     build: Build, oracles: dict[str, Oracle], lookahead: int
 ) -> None:
     options = {"max_model_len": 40, "kv_cache_memory": 60 * 780, "lookahead": lookahead}
@@ -240,11 +240,11 @@ def test_what_was_preempted_is_noted_again(
 
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "keep", "recompute"])
-def test_update_in_the_middle(
+def test_update_mid_sample_keeps_the_record(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle], kv_policy: str
 ) -> None:
-    """What stays with the old weights, or keeps their keys, has the experts of those; what comes
-    later those of the new ones, in the same slots.
+    """Tokens under old weights or old keys have the old experts. Later tokens have the new experts,
+    in the same slots.
     """
     with build() as engine:
         engine.generate([prompt_of(40)], drawn())  # slots hold experts of other tokens
@@ -268,8 +268,8 @@ def test_record_changes_no_bit(build: Build) -> None:
     def made(**options: Any) -> list[Any]:
         with build(max_chunk_tokens=5, **options) as engine:
             asked = drawn(8) if engine.config.enable_return_routed_experts else plain
-            found = engine.generate([prompt_of(11), prompt_of(3, 12)], asked, 2)
-            return [(each.completion_tokens, each.logprobs) for each in found]
+            samples = engine.generate([prompt_of(11), prompt_of(3, 12)], asked, 2)
+            return [(each.completion_tokens, each.logprobs) for each in samples]
 
     plain = SamplingParams(max_tokens=8, ignore_eos=True, seed=3)
     assert made() == made(enable_return_routed_experts=False)
@@ -278,7 +278,7 @@ def test_record_changes_no_bit(build: Build) -> None:
 def test_blocks_of_another_engine_leave_the_experts_unknown(
     build: Build, oracles: dict[str, Oracle]
 ) -> None:
-    """Also where this engine had computed other tokens in the same slots."""
+    """The slots may hold experts of other tokens of this engine."""
     with build() as source, build() as target:
         target.generate([prompt_of(30)], drawn())
         target.flush_cache()
@@ -287,18 +287,18 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
         piece = source.blocks.export_blocks(source.blocks.names(prompt))
         assert piece is not None
         assert target.blocks.import_blocks(piece) == 4
-        foreign, own = target.generate([prompt, prompt_of(9)], drawn())
+        foreign, local = target.generate([prompt, prompt_of(9)], drawn())
         assert foreign.cached_tokens == 16
         assert foreign.routed_experts is None
         assert foreign.routed_experts_unknown == (
             "keys of 16 of 24 tokens came from another engine or from a file"
         )
-        check(own, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
-        target.flush_cache()  # what is computed here is known again
+        check(local, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+        target.flush_cache()  # rows computed here are known again
         check(target.generate([prompt], drawn())[0], oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 
 
-def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
+def test_sample_that_ends_without_keys_has_unknown_experts(build: Build) -> None:
     with build(max_batch_size=1) as engine:
         first, second = (engine.add_request(prompt_of(9), drawn(9)) for _ in range(2))
         for _ in range(3):
@@ -311,7 +311,7 @@ def test_sample_that_ends_without_keys_says_so(build: Build) -> None:
     )
 
 
-def test_what_goes_on_has_all_its_experts(build: Build, oracles: dict[str, Oracle]) -> None:
+def test_resumed_sample_has_all_its_experts(build: Build, oracles: dict[str, Oracle]) -> None:
     with build() as engine:
         whole = engine.generate([prompt_of(9)], drawn(9))[0]
         engine.add_request(prompt_of(9), drawn(9))
@@ -327,7 +327,7 @@ def test_what_goes_on_has_all_its_experts(build: Build, oracles: dict[str, Oracl
     assert partial.routed_experts == whole.routed_experts.rows(0, partial.routed_experts.shape[0])
 
 
-def test_streamed_and_scored_samples_have_them_too(
+def test_streamed_and_scored_samples_have_experts(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle]
 ) -> None:
     with build(ref_model_path=str(folders["qwen3-moe"][1])) as engine:
@@ -339,7 +339,7 @@ def test_streamed_and_scored_samples_have_them_too(
     assert plain.routed_experts is plain.routed_experts_unknown is None
 
 
-def test_experts_are_refused_where_there_is_no_record(
+def test_experts_are_rejected_without_a_record(
     build: Build, tmp_path: Path, folders: dict[str, list[Path]]
 ) -> None:
     with build(enable_return_routed_experts=False) as engine:
@@ -350,7 +350,7 @@ def test_experts_are_refused_where_there_is_no_record(
         InferenceEngine(EngineConfig(str(tiny_llama(tmp_path)), enable_return_routed_experts=True))
     with pytest.raises(InvalidRequest, match="routed_experts must be True or False"):
         SamplingParams(routed_experts=1)  # pyright: ignore[reportArgumentType]
-    for name, value, told in [
+    for name, value, message in [
         ("tensor_parallel", 2, "tensor_parallel=2"),
         ("expert_parallel", 2, "expert_parallel=2"),
         ("pipeline_parallel", 2, "pipeline_parallel=2"),
@@ -358,7 +358,7 @@ def test_experts_are_refused_where_there_is_no_record(
         ("attention", "triton", "attention='triton'"),
     ]:
         options: dict[str, Any] = {name: value, "enable_return_routed_experts": True}
-        with pytest.raises(ConfigError, match=f"enable_return_routed_experts.*{told}"):
+        with pytest.raises(ConfigError, match=f"enable_return_routed_experts.*{message}"):
             EngineConfig(str(folders["qwen3-moe"][0]), **options)
 
 
@@ -374,19 +374,19 @@ def test_record_is_counted_as_part_of_the_cache(
         record = engine.model.routes
         assert record is not None
         taken = sum(tensor.nbytes for tensor in engine.runner.storage.tensors)
-        own = record._ids[:, :-1].nbytes
-        assert taken + own <= engine.memory_budget.kv_cache <= 2**18
-        assert own > 0
+        record_bytes = record._ids[:, :-1].nbytes
+        assert taken + record_bytes <= engine.memory_budget.kv_cache <= 2**18
+        assert record_bytes > 0
 
 
-def test_they_count_as_entries_of_a_request(build: Build) -> None:
+def test_experts_count_against_the_request_budget(build: Build) -> None:
     with build(max_request_entries=100) as engine:
         engine.generate([prompt_of(10)], drawn(10))
         with pytest.raises(RequestTooLarge, match="lower num_samples from 5 to 4"):
             engine.generate([prompt_of(10)], drawn(5), 5)
 
 
-def test_array_is_of_its_shape() -> None:
+def test_array_has_its_documented_shape() -> None:
     ids = np.arange(24, dtype="<u2").reshape(4, 2, 3) + 300
     routed = RoutedExperts((4, 2, 3), "uint16", ids.tobytes())
     assert (np.asarray(routed) == ids).all()

@@ -39,8 +39,8 @@ def test_check_passes_right_kernels(
     monkeypatch.setattr(selftest, "CONTEXTS", (3, 9))
     monkeypatch.setattr(selftest, "DRAWS", selftest.DRAWS[::2])
     monkeypatch.setattr(selftest, "VOCABULARY", 64)
-    own = cuda_ops(batch_invariant=invariant)
-    check(own, load_spec(tiny_model(tmp_path, family)), torch.float32, CPU)
+    ops = cuda_ops(batch_invariant=invariant)
+    check(ops, load_spec(tiny_model(tmp_path, family)), torch.float32, CPU)
 
 
 def _wrong(x: torch.Tensor) -> torch.Tensor:
@@ -82,22 +82,22 @@ def test_check_names_the_wrong_operation(spec: ModelSpec, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", [0, 1], ids=["dense", "experts"])
 def test_check_compares_steps_of_packed_weights(dtype: torch.dtype, which: int) -> None:
-    own, spec = cpu_ops(1), usual_specs()[which]
-    check(own, spec, dtype, CPU)
-    for name, told in (("logits", "a step"), ("sample_logits", "a draw"), ("sample", "a draw")):
-        usual = getattr(own, name)
-        broken = replace(own, **{name: lambda *args, n=name, u=usual: BREAK[n](u(*args))})
-        with pytest.raises(Differs, match=f"{told} is wrong"):
+    ops, spec = cpu_ops(1), usual_specs()[which]
+    check(ops, spec, dtype, CPU)
+    for name, message in (("logits", "a step"), ("sample_logits", "a draw"), ("sample", "a draw")):
+        usual = getattr(ops, name)
+        broken = replace(ops, **{name: lambda *args, n=name, u=usual: BREAK[n](u(*args))})
+        with pytest.raises(Differs, match=f"{message} is wrong"):
             check(broken, spec, dtype, CPU)
 
 
-def test_kernel_sets_have_the_build_that_an_engine_takes() -> None:
+def test_kernel_sets_match_the_build_of_an_engine() -> None:
     builds = [(each.build, each.dtype) for each in kernel_sets() if each.backend == "cpu"]
     for dtype in (torch.float32, torch.bfloat16):
         assert (best_instruction_set(), dtype) in builds
 
 
-def test_info_selftest_prints_a_line_a_set() -> None:
+def test_info_selftest_prints_one_line_per_set() -> None:
     result = CliRunner().invoke(app, ["info", "--selftest"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
@@ -105,7 +105,7 @@ def test_info_selftest_prints_a_line_a_set() -> None:
 
 
 class _Crashing(KernelSet):
-    """Kernels of instructions that the processor does not have."""
+    """Kernels with instructions that the processor lacks."""
 
     def ops(self) -> Any:
         os.kill(os.getpid(), signal.SIGILL)
@@ -120,35 +120,35 @@ def _unknown() -> list[KernelSet]:
 
 
 @pytest.mark.parametrize(
-    ("sets", "told"),
+    ("sets", "message"),
     [
         (_crashing, "cpu made up, float32, cpu: DIFFERS: crashed (SIGILL)"),
         (_unknown, "DIFFERS: failed: KernelsUnavailable: instruction set 'mmx' is unknown"),
     ],
 )
 def test_info_selftest_exits_with_1_for_a_bad_set(
-    monkeypatch: pytest.MonkeyPatch, sets: Callable[[], list[KernelSet]], told: str
+    monkeypatch: pytest.MonkeyPatch, sets: Callable[[], list[KernelSet]], message: str
 ) -> None:
     monkeypatch.setattr(selftest, "kernel_sets", sets)
     result = CliRunner().invoke(app, ["info", "--selftest"])
     assert result.exit_code == 1
-    assert told in result.output
+    assert message in result.output
 
 
-def test_info_selftest_takes_the_widths_of_a_model(
+def test_info_selftest_uses_the_widths_of_a_model(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Any] = []
+    calls: list[Any] = []
 
     def verdicts(specs: Any, _: Any) -> list[Any]:
-        given.extend(specs)
+        calls.extend(specs)
         return []
 
     monkeypatch.setattr(selftest, "selftest", verdicts)
     folder = tiny_llama(tmp_path)
     result = CliRunner().invoke(app, ["info", str(folder), "--selftest"])
     assert result.exit_code == 0, result.output
-    assert given == [load_spec(folder)]
+    assert calls == [load_spec(folder)]
 
 
 def test_info_without_a_model_or_selftest_is_wrong_usage() -> None:

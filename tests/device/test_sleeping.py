@@ -1,4 +1,4 @@
-"""Sleeping and waking, as a whole and part by part: nothing of it changes a token."""
+"""Sleeping and waking, completely or in parts, change no token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,10 +46,10 @@ def test_sleep_changes_no_bit(build: Build, weights: bool, backend: str) -> None
     (sample,) = drain(engine)
     assert same(replace(sample, ref_logprobs=None), expected)
     assert sample.ref_logprobs == sample.raw_logprobs
-    engine.wake()  # nothing to do
+    engine.wake()  # no work
 
 
-def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+def test_sleep_releases_memory(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "wide", hidden=512, inner=2048, vocab_size=8192, layers=4)
     config = EngineConfig(model_path=str(folder), kv_cache_memory=64 * 2**20, num_threads=1)
     process = psutil.Process()
@@ -70,7 +70,7 @@ def test_sleep_gives_memory_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_tied_head_is_not_compared_with_memory_that_was_given_back(
+def test_tied_head_is_not_compared_with_released_memory(
     build: Build, tied: Path, backend: str
 ) -> None:
     engine = build(model_path=str(tied), backend=backend)
@@ -88,15 +88,15 @@ def test_tied_head_is_not_compared_with_memory_that_was_given_back(
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -> None:
+def test_update_during_a_sleep_is_live_after_it(build: Build, weights: bool) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn())
     engine.step()
     engine.sleep(weights)
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    update = engine.update_weights(given, kv_policy="recompute")
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(tensors, kv_policy="recompute")
     assert update.done() is not weights
-    for tensor in given.values():
+    for tensor in tensors.values():
         tensor.zero_()
     engine.wake()
     engine.step()
@@ -109,10 +109,8 @@ def test_update_during_a_sleep_serves_after_it(build: Build, weights: bool) -> N
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_weights_that_are_awake_are_updated_while_the_cache_sleeps(
-    build: Build, paused: bool
-) -> None:
-    """What trainers do that share the device: weights awake, update, cache awake."""
+def test_awake_weights_are_updated_while_the_cache_sleeps(build: Build, paused: bool) -> None:
+    """Trainers that share the device wake the weights, update, then wake the cache."""
     expected = build(NEW).generate(PROMPT, drawn())[0]
     engine = build()
     engine.add_request(PROMPT, drawn())
@@ -137,7 +135,7 @@ def test_weights_that_are_awake_are_updated_while_the_cache_sleeps(
     assert sample.logprobs == expected.logprobs
 
 
-def test_sleep_of_the_weights_alone_leaves_the_cache_as_it_is(build: Build) -> None:
+def test_sleep_of_only_the_weights_keeps_the_cache(build: Build) -> None:
     expected = build().generate(PROMPT, drawn())[0]
     engine = build()
     engine.add_request(PROMPT, drawn())

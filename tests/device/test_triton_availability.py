@@ -1,6 +1,4 @@
-"""What is missing for the CUDA backend, who says so, and what runs instead; on a machine that has
-all or nothing.
-"""
+"""Missing requirements of the CUDA backend: error messages and fallbacks on a fake machine."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -43,7 +41,7 @@ def spec(folder: Path) -> ModelSpec:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A card as torch would tell of it; whatever would run on it is left out."""
+    """Fake torch's report of a card. Nothing runs on it."""
 
     def make(capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -65,7 +63,7 @@ def chosen(
     return choose_ops(config(**options), {"policy": spec}, dtype, device)(1)
 
 
-def test_no_gpu_is_said_in_torchs_words(
+def test_missing_gpu_error_quotes_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_old() -> None:
@@ -90,7 +88,7 @@ def test_no_gpu_is_said_in_torchs_words(
         choose_device("cuda:1")
 
 
-def test_card_that_is_not_there(card: Callable[..., None]) -> None:
+def test_missing_card_is_rejected(card: Callable[..., None]) -> None:
     card()
     assert choose_device("auto") == torch.device("cuda")
     with pytest.raises(ConfigError, match=r"'cuda:2' does not exist: the last of 2 is 'cuda:1'"):
@@ -100,7 +98,7 @@ def test_card_that_is_not_there(card: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     "reason", ["old card", "no triton", "old triton", "head", "dtype", "interpreter"]
 )
-def test_what_is_missing_is_named_and_the_reference_runs(
+def test_missing_requirement_is_named_and_the_reference_runs(
     spec: ModelSpec,
     card: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -108,22 +106,22 @@ def test_what_is_missing_is_named_and_the_reference_runs(
     reason: str,
 ) -> None:
     card((7, 5) if reason == "old card" else (9, 0), interprets=reason == "interpreter")
-    dtype, told = torch.bfloat16, "Triton's interpreter is on"
+    dtype, message = torch.bfloat16, "Triton's interpreter is on"
     if reason == "old card":
-        told = "Old Card has compute capability 7.5; the kernels need 8.0"
+        message = "Old Card has compute capability 7.5; the kernels need 8.0"
     if reason == "no triton":
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        told = "Triton is not installed; pip install"
+        message = "Triton is not installed; pip install"
     if reason == "old triton":
         monkeypatch.setattr(availability, "version", lambda _: "3.3.1")
-        told = "Triton 3.3.1 is too old; the kernels need 3.4"
+        message = "Triton 3.3.1 is too old; the kernels need 3.4"
     if reason == "head":
         spec = replace(spec, head_dim=514)
-        told = "head_dim=514 has no CUDA kernels"
+        message = "head_dim=514 has no CUDA kernels"
     if reason == "dtype":
-        dtype, told = torch.float64, "float64 has no CUDA kernels"
+        dtype, message = torch.float64, "float64 has no CUDA kernels"
     assert chosen(spec, CUDA, dtype).name == "reference"
-    assert told in caplog.text
+    assert message in caplog.text
     assert "CUDA kernels" in caplog.text
     assert len(caplog.records) == 1
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: "):
@@ -135,9 +133,7 @@ def test_what_is_missing_is_named_and_the_reference_runs(
         chosen(spec, CUDA, dtype, batch_invariant=True)
 
 
-def test_on_a_cpu_the_interpreter_must_be_on(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_needs_the_triton_interpreter(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(spec, CPU, backend="cuda").name == "cuda"
     monkeypatch.setattr(availability, "_interprets", lambda: False)
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
@@ -146,23 +142,25 @@ def test_on_a_cpu_the_interpreter_must_be_on(
         config(attention="flashinfer")
 
 
-def test_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]) -> None:
-    own = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
-    prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
+def test_fingerprint_distinguishes_modes_and_generations(card: Callable[..., None]) -> None:
+    ops_of = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
+    prints = [
+        numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in ops_of.values()
+    ]
     for capability in ((8, 0), (9, 0)):
         card(capability)
         prints += [
-            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()
+            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in ops_of.values()
         ]
     assert len(set(prints)) == len(prints)
     line = start_up_line(
         config(),
-        own[True],
-        numerics_of(config(), own[True], torch.bfloat16, CUDA),
+        ops_of[True],
+        numerics_of(config(), ops_of[True], torch.bfloat16, CUDA),
         CUDA,
         graphs=True,
     )
-    for told in (
+    for part in (
         "backend cuda",
         "attention triton",
         "Old Card",
@@ -170,10 +168,10 @@ def test_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]
         ", batch invariant",
         ", CUDA graphs",
     ):
-        assert told in line
+        assert part in line
 
 
-def test_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_logs_its_kernels(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"device": "cpu", "kv_cache_memory": 2**20, "num_threads": 1, "max_model_len": 32}
     with caplog.at_level(logging.INFO, logger="nano_inference"):
         asked = EngineConfig(

@@ -1,4 +1,4 @@
-"""`CudaQueue` without a GPU: what it asks of torch, on which stream, and in which order."""
+"""`CudaQueue` without a GPU: its torch calls, their streams and their order."""
 
 import inspect
 import weakref
@@ -15,7 +15,7 @@ from nano_inference.device.queues import CudaQueue
 
 
 class FakeCuda:
-    """`torch.cuda`, writing down what is done on which stream. `stuck`: no event is ever passed."""
+    """Fake `torch.cuda` that records calls per stream. `stuck`: events never complete."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -35,7 +35,7 @@ class FakeCuda:
                 fake.log.append(f"{self.name} waits for {stream.name}")
 
         class Event:
-            place = ""
+            order = ""
 
             def record(self, stream: Stream) -> None:
                 self.place = f"{stream.name}#{len(fake.log)}"
@@ -100,13 +100,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_torch_takes_what_it_is_given() -> None:
+def test_torch_device_passes_arguments_through() -> None:
     assert {"pool", "stream", "capture_error_mode"} <= inspect.signature(
         torch.cuda.graph
     ).parameters.keys()
 
 
-def test_results_leave_behind_the_draw_and_beside_the_next_step(cuda: FakeCuda) -> None:
+def test_results_are_copied_after_the_draw_during_the_next_step(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
     queue.download([(torch.ones(2), torch.zeros(2)), (torch.ones(1), torch.zeros(1))])
     assert cuda.log == [
@@ -121,7 +121,7 @@ def test_results_leave_behind_the_draw_and_beside_the_next_step(cuda: FakeCuda) 
     assert cuda.log == ["copy on main", "event main#1"]
 
 
-def test_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: FakeCuda) -> None:
+def test_capture_is_warmed_up_on_its_own_idle_stream(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
 
     def run() -> str:
@@ -143,10 +143,8 @@ def test_capture_is_warmed_up_on_its_own_stream_with_nothing_under_way(cuda: Fak
     assert cuda.log[-1] == "replay on main"
 
 
-def test_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
-    """It knows addresses alone: memory that is given to somebody else would be read all the
-    same.
-    """
+def test_graph_keeps_its_inputs_alive(cuda: FakeCuda) -> None:
+    """A graph holds only addresses: it would read memory that was reused."""
     queue = CudaQueue(torch.device("cuda"))
 
     def capture() -> tuple[Any, weakref.ref[Tensor]]:
@@ -159,7 +157,7 @@ def test_graph_keeps_alive_what_it_reads(cuda: FakeCuda) -> None:
     assert read() is None
 
 
-def test_queue_that_is_stuck(cuda: FakeCuda) -> None:
+def test_stuck_queue_times_out(cuda: FakeCuda) -> None:
     queue = CudaQueue(torch.device("cuda"))
     queue.synchronise()
     assert not queue.failed

@@ -1,4 +1,4 @@
-"""Whole engines on the kernels, in Triton's interpreter: graphs give the bits of eager steps."""
+"""Whole engines on the kernels in Triton's interpreter: graphs give the bits of eager steps."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.weights.weight_cases import Build, drain
 
 @pytest.fixture
 def checking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # for the sake of time
+    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # to save time
     monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
     # most batches are padded
     monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
@@ -41,7 +41,7 @@ def tiny(folder: Path, family: str) -> str:
 
 
 def run(engine: InferenceEngine) -> list[TrainingSample]:
-    """A group and one with filters, which ends first: batches of 3 rows, 2 and 1."""
+    """Run a group and a filtered request that ends first: batches of 3 rows, 2 and 1."""
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=1, ignore_eos=True), 2)
     engine.add_request([7, 8], SamplingParams(max_tokens=3, seed=2, ignore_eos=True, top_p=0.8))
     return drain(engine)
@@ -63,31 +63,33 @@ def test_graphs_equal_eager(
     expected = run(build(backend="reference", **options))
     replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
     with patch.object(few_rows, "product", wraps=few_rows.product) as product:
-        found = run(replaying)
+        outcome = run(replaying)
     assert runner(replaying).num_replays >= 3
     # of q, k and v
     assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(outcome, expected, strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
     if batch_invariant:
         eager = run(build(backend="cuda", batch_invariant=True, cuda_graphs=False, **options))
-        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]
+        assert [repr(bare(sample)) for sample in outcome] == [
+            repr(bare(sample)) for sample in eager
+        ]
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
-def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> None:
+def test_scores_under_a_grammar_equal_sampled_logprobs(build: Build, tmp_path: Path) -> None:
     folder = tiny(tmp_path / "llama", "llama")
     with_tokenizer(Path(folder))
     options: dict[str, Any] = {"model_path": folder, "max_batch_size": 3, "max_model_len": 16}
     grammar = Grammar.regex("[0-4]{2,6}")
     params = SamplingParams(max_tokens=5, seed=1, temperature=0.7, grammar=grammar)
-    found: dict[str, list[TrainingSample]] = {}
+    results: dict[str, list[TrainingSample]] = {}
     for backend in ("reference", "cuda"):
         engine = build(backend=backend, batch_invariant=True, **options)
-        found[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
-        for sample in found[backend]:
+        results[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
+        for sample in results[backend]:
             (scores,) = score(
                 engine,
                 [[*sample.prompt_tokens, *sample.completion_tokens]],
@@ -97,14 +99,14 @@ def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> N
             )
             assert scores.tolist() == list(sample.logprobs)
             assert sum(map(abs, sample.logprobs)) > 1, "there was something to choose"
-    for mine, theirs in zip(found["cuda"], found["reference"], strict=True):
+    for mine, theirs in zip(results["cuda"], results["reference"], strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
-def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Path) -> None:
+def test_graphs_compute_drafts_like_eager_steps(build: Build, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "model_path": tiny(tmp_path / "mistral", "mistral"),
         "backend": "cuda",
@@ -119,7 +121,7 @@ def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Pat
     set_drafts(
         engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
     )
-    found = engine.generate([prompt], params, 2)
-    assert all(map(same_bits, found, expected))
+    samples = engine.generate([prompt], params, 2)
+    assert all(map(same_bits, samples, expected))
     assert runner(engine).num_eager_steps == 1  # the prompt
-    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # there were drafts
+    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # so there were drafts

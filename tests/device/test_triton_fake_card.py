@@ -1,8 +1,7 @@
-"""What a step's graphs capture, on tensors of a card that is not there: all of it lies on the card,
-and nothing waits.
+"""A step's graphs capture only tensors on the (fake) card and never synchronize.
 
-`FakeTensorMode` knows shapes and devices alone. It refuses what mixes devices, and what asks for a
-number.
+`FakeTensorMode` knows only shapes and devices. It rejects operations that mix devices or read a
+value.
 """
 
 from collections.abc import Callable
@@ -72,7 +71,7 @@ VIEWS = (
 
 
 class _Seen(TorchDispatchMode):
-    """Notes the operations of torch."""
+    """Record torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class _Seen(TorchDispatchMode):
 
 
 class _Queue:
-    """Runs what would be captured."""
+    """Run operations that would be captured."""
 
     captures_early = True
 
@@ -93,10 +92,10 @@ class _Queue:
         self.num_captures = 0
 
     def synchronise(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no work is pending."""
 
     def new_pool(self) -> None:
-        """There is none."""
+        """Return no pool."""
 
     def capture(self, run: Callable[[], Any], pool: object) -> Any:
         self.num_captures += 1
@@ -117,7 +116,7 @@ def _launch(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2", "granite", "qwen2"])
-def test_captures_stay_on_the_card_and_wait_for_nothing(
+def test_captures_stay_on_the_card_without_synchronizing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
@@ -141,7 +140,7 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda _: 0)
-    # what is brought to the card before a capture
+    # copied to the card before a capture
     monkeypatch.setattr(
         graphs,
         "to_device",

@@ -1,6 +1,4 @@
-"""Graphs, their sizes and buffers, and what may happen to them: new weights, a sleep, a device that
-hangs or fails.
-"""
+"""Graphs, their sizes and buffers, under new weights, sleep, and hanging or failing devices."""
 
 import threading
 import time
@@ -32,7 +30,7 @@ PROMPTS = [[5, 6, 7], [8, 9], list(range(30, 41))]
 @pytest.mark.parametrize(
     "largest", [*range(1, 40), 64, 100, 255, 256, 257, 511, 512, 513, 1000, 1024, 4096]
 )
-def test_sizes(largest: int) -> None:
+def test_graph_sizes_cover_every_batch(largest: int) -> None:
     sizes = graph_sizes(largest)
     assert sizes[-1] == largest
     assert list(sizes) == sorted(set(sizes))
@@ -45,7 +43,7 @@ def test_sizes(largest: int) -> None:
 
 
 class LateEvent(Event):
-    """An event that is passed when it has been asked so many times, or never."""
+    """An event that completes after a number of queries, or never."""
 
     def __init__(self, asks: float) -> None:
         self.left = asks
@@ -55,7 +53,7 @@ class LateEvent(Event):
         return self.left < 0
 
 
-def test_waiting_has_an_end() -> None:
+def test_wait_ends_at_its_deadline() -> None:
     wait_for(LateEvent(5), 10.0)
     start = time.monotonic()
     with pytest.raises(DeviceHangs, match=r"hangs: it has not finished a step in 0\.05 seconds"):
@@ -63,7 +61,7 @@ def test_waiting_has_an_end() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_whose_fault_a_failure_is() -> None:
+def test_failure_is_attributed_to_device_or_caller() -> None:
     of_device = (
         DeviceHangs(""),
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -79,7 +77,7 @@ def test_whose_fault_a_failure_is() -> None:
 # -- buffers ---------------------------------------------------------------------------------------
 
 
-def test_what_goes_up_arrives_side_by_side() -> None:
+def test_uploads_arrive_contiguously() -> None:
     queue = CheckingQueue()
     uploads = Uploads(queue, torch.device("cpu"))
     parts = [
@@ -91,14 +89,14 @@ def test_what_goes_up_arrives_side_by_side() -> None:
         torch.arange(12).view(3, 4),
     ]
     with queue.current():
-        found = uploads.send(parts)
-        big = uploads.send([torch.arange(100_000)])  # more than there was room for
+        actual = uploads.send(parts)
+        big = uploads.send([torch.arange(100_000)])  # more than the buffer's capacity
         assert uploads.send([]) == []
     assert len(queue.uploads) == 2
-    for part, mine in zip(parts, found, strict=True):
+    for part, mine in zip(parts, actual, strict=True):
         assert part.dtype == mine.dtype
         assert torch.equal(part, mine)
-        assert not mine.numel() or mine.data_ptr() % 16 == found[0].data_ptr() % 16
+        assert not mine.numel() or mine.data_ptr() % 16 == actual[0].data_ptr() % 16
     assert torch.equal(big[0], torch.arange(100_000))
 
 
@@ -123,7 +121,7 @@ def test_pinned_buffer_waits_for_the_copy_that_reads_it() -> None:
     assert all(event.left < 0 for event in queue.waited)
 
 
-def test_results_come_down_as_they_are() -> None:
+def test_results_are_downloaded_unchanged() -> None:
     downloads = Downloads(CheckingQueue())
     results = DrawResults(3, torch.device("cpu"))
     logprobs, raw, mass = torch.arange(6.0).view(3, 2)
@@ -179,12 +177,12 @@ def test_columns_do_not_overlap() -> None:
     ]
     buffer = torch.zeros(100, dtype=torch.int64)
     views = carve(buffer, specs_of(tensors))
-    for place, view in enumerate(views):
-        view.fill_(place + 1)
+    for index, view in enumerate(views):
+        view.fill_(index + 1)
     assert [set(view.flatten().tolist()) for view in views] == [{True}, {2.0}, {3}]
 
 
-# -- what happens to an engine with graphs ---------------------------------------------------------
+# -- engines with graphs ---------------------------------------------------------------------------
 
 
 def start(engine: InferenceEngine, steps: int = 6) -> None:
@@ -197,16 +195,16 @@ def start(engine: InferenceEngine, steps: int = 6) -> None:
 def both(
     build: Build, change: Callable[[InferenceEngine], object], **options: Any
 ) -> InferenceEngine:
-    """Change a running engine, of the reference and with graphs; their samples are the same.
-    Returns the second.
+    """Apply a change to a running reference engine and to one with graphs. Check equal samples.
+    Return the second engine.
     """
-    found: list[list[TrainingSample]] = []
+    results: list[list[TrainingSample]] = []
     engines = [build(backend=name, lookahead=1, **options) for name in ("reference", "cuda")]
     for engine in engines:
         start(engine)
         change(engine)
-        found.append(drain(engine))
-    expected, mine = ([repr(bare(sample)) for sample in samples] for samples in found)
+        results.append(drain(engine))
+    expected, mine = ([repr(bare(sample)) for sample in samples] for samples in results)
     assert mine == expected
     return engines[1]
 
@@ -231,7 +229,7 @@ def test_new_weights_need_no_new_graphs(build: Build, policy: Any) -> None:
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
-    """Requests that finish on them, alone and beside one of the new weights."""
+    """Cover requests that finish on old weights, with and without requests on the new weights."""
     before: list[int] = []
 
     def change(engine: InferenceEngine) -> None:
@@ -250,8 +248,10 @@ def test_old_weights_have_no_graphs(build: Build, newcomer: bool) -> None:
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("moves", [False, True])
-def test_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
-    """Where memory moves, graphs are forgotten and captured again."""
+def test_sleep_changes_no_bit_under_graphs(
+    build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """Graphs are dropped and captured again if memory moves."""
     if moves:
         forget = sleeping.Sleep._forget_recorded
 
@@ -274,10 +274,10 @@ def test_sleep(build: Build, monkeypatch: pytest.MonkeyPatch, moves: bool) -> No
 
 
 @pytest.mark.usefixtures("conventional")
-def test_capturing_between_two_steps_harms_neither(
+def test_capture_between_steps_changes_no_bit(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All graphs at once, with tokens on the device that the next step wants."""
+    """Capture all graphs while the device holds tokens that the next step needs."""
     monkeypatch.setattr(CheckingQueue, "captures_early", True)
 
     def change(engine: InferenceEngine) -> None:
@@ -299,7 +299,7 @@ def test_capturing_between_two_steps_harms_neither(
 
 @pytest.mark.usefixtures("conventional")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_device_that_hangs_ends_the_engine(
+def test_hanging_device_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
     engine = build(backend="cuda", lookahead=lookahead)
@@ -329,7 +329,7 @@ def test_device_that_hangs_ends_the_engine(
         engine.add_request([1], params())
     began = time.monotonic()
     engine.shutdown()
-    assert time.monotonic() - began < 15, "nobody waits for it again"
+    assert time.monotonic() - began < 15, "the device was waited for again"
 
 
 FAILURES = [
@@ -342,10 +342,10 @@ FAILURES = [
 @pytest.mark.parametrize("where", ["upload", "capture", "download", "wait"])
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_device_that_fails_ends_the_engine(
+def test_failing_device_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, where: str, failure: Exception, lookahead: int
 ) -> None:
-    """Not one request after the other, each for the device's fault."""
+    """Requests must not fail one after the other for a device fault."""
     engine = build(backend="cuda", lookahead=lookahead)
     for seed, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, params(seed=seed))
@@ -367,7 +367,7 @@ def test_device_that_fails_ends_the_engine(
 
 
 @pytest.mark.usefixtures("conventional")
-def test_device_that_fails_while_one_is_looked_for_who_does(
+def test_device_failure_during_fault_attribution_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(backend="cuda")

@@ -1,5 +1,5 @@
-"""Where a card's memory goes: counted on a card that is made up, and the largest step run in
-Triton's interpreter.
+"""Memory plan of a card: accounted on a fake card, and the largest step run in Triton's
+interpreter.
 """
 
 import re
@@ -27,7 +27,7 @@ from tests.models.tiny import tiny_llama, tiny_model
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
-# bytes of a block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
+# bytes per block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
 BLOCK = 16 * 2 * 2 * 16 * 2 * 2
 
 
@@ -57,7 +57,7 @@ def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
     share=st.floats(0.05, 1.0),
     tokens=st.integers(1, 10_000),
 )
-def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_named(
+def test_memory_stays_in_its_share_or_the_error_names_a_setting(
     spec: ModelSpec, parts: tuple[int, int, int, int], total: int, share: float, tokens: int
 ) -> None:
     claims = Claims(*parts, total=total)
@@ -65,30 +65,30 @@ def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_name
     try:
         budget = planned(spec, claims, **options)
     except ConfigError as problem:
-        told = str(problem)
+        message = str(problem)
         assert any(
-            advice in told
+            advice in message
             for advice in ("smaller model", "gpu_memory_utilization", "max_tokens_per_batch")
         )
-        if found := re.search(r"give it at least (\d\.\d\d)", told):
+        if match := re.search(r"give it at least (\d\.\d\d)", message):
             assert planned(
-                spec, claims, **options | {"gpu_memory_utilization": float(found[1])}
+                spec, claims, **options | {"gpu_memory_utilization": float(match[1])}
             ).num_blocks
-        if found := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", told):
-            fewer = parts[1] * int(found[1]) // tokens  # a workspace is about proportional to them
+        if match := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", message):
+            fewer = parts[1] * int(match[1]) // tokens  # a workspace is roughly proportional
             assert planned(
                 spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share
             )
         return
     assert (budget.workspace, budget.graphs, budget.others) == parts[1:]
     used = budget.weights + budget.workspace + budget.graphs + budget.others + budget.kv_cache
-    # what may ever be used
+    # maximum that can be used
     assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
 
 
-def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
+def test_memory_table_lists_only_actual_uses(spec: ModelSpec) -> None:
     whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
-    for told in (
+    for line in (
         "workspace",
         "CUDA graphs",
         "held by others",
@@ -96,7 +96,7 @@ def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
         "512.0 MiB",
         "256.0 MiB",
     ):
-        assert told in whole
+        assert line in whole
     plain = str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB)))
     assert "CUDA graphs" not in plain
     assert "others" not in plain
@@ -107,7 +107,7 @@ def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("claims", "options", "told"),
+    ("claims", "options", "message"),
     [
         (
             Claims(15 * GIB, total=24 * GIB, others=12 * GIB),
@@ -136,14 +136,14 @@ def test_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_says_which_setting_to_change_and_to_what(
-    spec: ModelSpec, claims: Claims, options: dict[str, Any], told: str
+def test_oversized_plan_names_the_setting_and_its_value(
+    spec: ModelSpec, claims: Claims, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         planned(spec, claims, **options)
 
 
-def test_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
+def test_estimate_rejects_only_oversized_weights(spec: ModelSpec) -> None:
     assert planned(spec, Claims(GIB, 200 * GIB, total=80 * GIB, estimated=True)).num_blocks == 1
     with pytest.raises(ConfigError, match="smaller model"):
         planned(spec, Claims(90 * GIB, total=80 * GIB, estimated=True))
@@ -151,7 +151,7 @@ def test_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
 
 @pytest.fixture
 def not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted is made up anyhow, and the interpreter takes its time."""
+    """Skip the step: figures are invented, and the interpreter is slow."""
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
 
 
@@ -167,7 +167,7 @@ def small(folder: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("not_run")
-def test_engine_is_planned_by_what_was_measured(folder: Path) -> None:
+def test_engine_plan_uses_measured_memory(folder: Path) -> None:
     weights = plan_engine(small(folder)).memory_budget.weights
     card = Card(total=10 * GIB, others=GIB, weights=weights, step=3 * GIB, cached=GIB // 2)
     order: list[tuple[str, bool]] = []
@@ -186,10 +186,10 @@ def test_engine_is_planned_by_what_was_measured(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
+def test_measured_step_has_the_maximum_rows_samples_and_keys(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
+    """Cover every block size, limited chunks, and a storage of few blocks."""
     seen: list[tuple[int, int, int, int]] = []
     with InferenceEngine(
         small(
@@ -223,7 +223,7 @@ def test_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
 
 
 @pytest.mark.thorough
-def test_step_that_does_not_fit_says_how_many_tokens_may(
+def test_oversized_step_names_the_token_count_that_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -244,7 +244,7 @@ def test_step_that_does_not_fit_says_how_many_tokens_may(
 
 
 @pytest.mark.thorough
-def test_windows_are_measured_too(tmp_path: Path) -> None:
+def test_windows_are_measured(tmp_path: Path) -> None:
     card = Card(total=10 * GIB, step=GIB)
     tiny = small(tiny_model(tmp_path, "gemma3"), max_batch_size=1, max_tokens_per_batch=2)
     budget = assemble(tiny, card).memory_budget
@@ -252,7 +252,7 @@ def test_windows_are_measured_too(tmp_path: Path) -> None:
     assert budget.max_model_len == 24
 
 
-def test_kernel_that_fails_at_full_size_says_what_runs(
+def test_kernel_failure_at_full_size_names_the_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
@@ -271,7 +271,7 @@ def test_kernel_that_fails_at_full_size_says_what_runs(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("not_run")
-def test_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
+def test_lowered_max_model_len_names_the_needed_share(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
@@ -284,14 +284,14 @@ def test_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
             max_tokens_per_batch=3,
         )
         budget = assemble(asked, card).memory_budget
-    found = re.search(
+    match = re.search(
         r"lowered to (\d+)\. gpu_memory_utilization of at least (0\.\d+) would hold 500",
         caplog.text,
     )
-    assert found
-    assert int(found[1]) == budget.max_model_len < 500
+    assert match
+    assert int(match[1]) == budget.max_model_len < 500
     card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
-    share = float(found[2])
+    share = float(match[2])
     enough = assemble(
         small(
             folder,

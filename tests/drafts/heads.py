@@ -1,4 +1,4 @@
-"""Random heads that draft, and folders of them as others write them."""
+"""Random draft heads, and checkpoint folders in the formats of other projects."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.taps import Taps
 
-# what EAGLE-3 heads have in common: see `eagle_tensors`
+# shared by all EAGLE-3 heads: see `eagle_tensors`
 LAYER = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
@@ -37,9 +37,9 @@ LAYER = {
 
 
 def drawn(generator: torch.Generator, *shape: int) -> Tensor:
-    """Numbers of trained size; norm weights stand around 1."""
-    found = torch.randn(shape, generator=generator) * 0.2
-    return found + 1.0 if len(shape) == 1 else found
+    """Return random tensors of a trained scale; norm weights are around 1."""
+    tensor = torch.randn(shape, generator=generator) * 0.2
+    return tensor + 1.0 if len(shape) == 1 else tensor
 
 
 def random_weights(engine: InferenceEngine, spec: HeadsSpec) -> HeadWeights:
@@ -57,7 +57,7 @@ def random_medusa(engine: InferenceEngine) -> HeadWeights:
 
 
 def random_eagle(engine: InferenceEngine) -> HeadWeights:
-    """A head of one layer, as wide as the policy."""
+    """Return a head of one layer with the policy's width."""
     config, _ = eagle_of_sglang(
         hidden=engine.spec.hidden_size, vocab=engine.spec.vocab_size, known=80
     )
@@ -67,13 +67,13 @@ def random_eagle(engine: InferenceEngine) -> HeadWeights:
 
 
 def with_heads(engine: InferenceEngine, weights: HeadWeights, most: int) -> Drafter:
-    """A drafter whose model is these heads."""
+    """Return a drafter whose model is these heads."""
     policy = engine.runner.models[POLICY]
     source: MedusaDrafts | EagleDrafts
     if isinstance(weights.spec, EagleSpec):
         count, size = engine.cache.num_blocks, engine.loop.config.block_size
         storage = KVStorage(weights.spec.layer, count + 8, size, policy.dtype, policy.device)
-        engine.runner.storages[DRAFT] = storage  # blocks that are copied are copied here too
+        engine.runner.storages[DRAFT] = storage  # copied blocks are copied here too
         policy.taps = Taps(weights.spec.layer_ids)
         policy.forget_recorded()
         source = EagleDrafts(policy, weights, storage, range(count, count + 8))
@@ -93,7 +93,9 @@ def write_heads(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 def medusa_of_vllm(
     *, hidden: int = 64, vocab: int = 300, heads: int = 3, known: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors as vLLM reads them; `known`: tokens of a vocabulary of their own."""
+    """Return config.json and tensors in the format of vLLM. `known`: tokens of a separate draft
+    vocabulary.
+    """
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -117,7 +119,7 @@ def medusa_of_vllm(
 def medusa_of_its_authors(
     *, hidden: int = 64, vocab: int = 300, heads: int = 2
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors as github.com/FasterDecoding/Medusa writes them."""
+    """Return config.json and tensors in the format of github.com/FasterDecoding/Medusa."""
     config = {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
         "medusa_num_heads": heads,
@@ -136,7 +138,7 @@ def medusa_of_its_authors(
 def eagle_of_sglang(
     *, hidden: int = 64, vocab: int = 300, known: int = 80
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors as SGLang's training and the authors write them."""
+    """Return config.json and tensors in the format of SGLang's training and the EAGLE authors."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -150,7 +152,7 @@ def eagle_of_sglang(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},  # behind these
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},  # after these layers
     }
     g = torch.Generator().manual_seed(5)
     tensors = eagle_tensors(g, "midlayer", hidden, known)
@@ -163,7 +165,7 @@ def eagle_of_sglang(
 def eagle_of_speculators(
     *, hidden: int = 64, vocab: int = 300
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors as speculators writes them, with every switch on."""
+    """Return config.json and tensors in the format of speculators, with every switch on."""
     layer = {
         "model_type": "llama",
         "vocab_size": vocab,
@@ -179,7 +181,7 @@ def eagle_of_speculators(
         "fc_norm": True,
         "norm_output": True,
         "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": [0, 2, 3],  # before these
+        "eagle_aux_hidden_state_layer_ids": [0, 2, 3],  # before these layers
         "speculators_config": {"algorithm": "eagle3"},
     }
     g = torch.Generator().manual_seed(6)

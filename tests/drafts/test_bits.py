@@ -1,5 +1,5 @@
-"""Drafts change no token and no bit of a sample: a small model, every kind of draft, and all that is
-decided row by row.
+"""Drafts change no token and no bit of a sample, for a small model, every kind of draft and every
+per-row option.
 """
 
 from collections import defaultdict
@@ -47,7 +47,7 @@ def engine(
 
 
 def set_drafts(engine: InferenceEngine, kind: Drafts, known: Known) -> None:
-    """From now on drafts are of this kind, of all requests as of the first."""
+    """Use drafts of this kind for all requests from now on."""
     tried = real_drafts(engine, kind, 4) or TriedDrafts(kind, known, defaultdict(int))
     engine.loop.drafter = None if kind == "none" else tried
     engine.loop.config = replace(engine.loop.config, max_drafts=0 if kind == "none" else 4)
@@ -65,7 +65,7 @@ def begin(
 def drawn(
     engine: InferenceEngine, params: SamplingParams, kind: Drafts, known: Any = None
 ) -> list[TrainingSample]:
-    """Three samples, drawn behind drafts of a kind."""
+    """Return three samples computed with drafts of a kind."""
     begin(engine, params, kind, known or {}, 3)
     samples: list[TrainingSample] = []
     while engine.has_pending():
@@ -85,7 +85,7 @@ def params_of(case: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def plain_runs(engine: InferenceEngine) -> PlainRuns:
-    """Each case without drafts: its samples, and the steps that they took."""
+    """Runs without drafts: samples and step counts of each case."""
     runs: PlainRuns = {}
     for case in CASES:
         steps = engine.loop.num_steps
@@ -93,7 +93,7 @@ def plain_runs(engine: InferenceEngine) -> PlainRuns:
     return runs
 
 
-# The quick tier has all kinds of drafts of a Llama, and one kind for each case of a Gemma.
+# The quick tier has all draft kinds for a Llama, and one kind per case for a Gemma.
 @pytest.mark.thorough(
     cases=[
         f"gemma3-{case}-{kind}"
@@ -104,7 +104,7 @@ def plain_runs(engine: InferenceEngine) -> PlainRuns:
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_without_drafts(
+def test_drafts_change_no_bit(
     engine: InferenceEngine, plain_runs: PlainRuns, case: str, kind: Drafts
 ) -> None:
     params = params_of(case)
@@ -120,10 +120,10 @@ def test_bits_are_those_without_drafts(
 
 
 @pytest.mark.thorough(cases=["gemma3"])
-def test_rows_behind_a_wrong_draft_may_be_anything(
+def test_rows_after_a_wrong_draft_may_hold_anything(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their logits are not finite here: that ends nothing."""
+    """Logits of these rows are not finite here, which ends no sample."""
     params = SamplingParams(max_tokens=20, seed=3)
     plain = drawn(engine, params, "none")
     commit, spoilt = loop.commit, 0
@@ -164,16 +164,14 @@ def test_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine
     params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, stop=(stop,))
     expected = engine.generate("hello", params)[0]
     set_drafts(engine, "right", {(0, 0): whole.completion_tokens})
-    found = engine.generate("hello", params)[0]
+    sample = engine.generate("hello", params)[0]
     assert expected.stop_reason == stop
-    assert (found.text, found.stop_reason) == (expected.text, expected.stop_reason)
-    assert same_bits(found, expected)
+    assert (sample.text, sample.stop_reason) == (expected.text, expected.stop_reason)
+    assert same_bits(sample, expected)
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_update_between_drafts_gives_the_bits_of_one_without(
-    tmp_path: Path, kv_policy: KvPolicy
-) -> None:
+def test_update_between_drafts_changes_no_bit(tmp_path: Path, kv_policy: KvPolicy) -> None:
     params = SamplingParams(max_tokens=24, seed=9, ignore_eos=True)
     known: dict[tuple[int, int], tuple[int, ...]] = {}
 

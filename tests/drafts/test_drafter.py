@@ -1,4 +1,4 @@
-"""How many drafts a step computes, what is learned from them, and sources that misbehave."""
+"""The number of drafts per step, its learning rule, and misbehaving sources."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ CONFIG = SchedulerConfig(max_batch_size=16, max_drafts=4)
 
 
 class Always:
-    """The same drafts for all sequences."""
+    """Propose the same drafts for every sequence."""
 
     def __init__(self, token_ids: Listed[int], kind: int = 0, name: str = "always") -> None:
         self.name, self._guess = name, Guess(token_ids, [kind] * len(token_ids))
@@ -50,40 +50,40 @@ def live(num_seqs: int = 1) -> Sequences:
 def draw(
     drafter: Drafter, sequences: Sequences, token_ids: list[int], times: int = 1
 ) -> list[tuple[int, ...]]:
-    """Steps in which all sequences draw these tokens, or as many of them as there were drafts for;
-    returns the first one's drafts.
+    """Run steps in which every sequence samples these tokens, cut to its number of drafts. Return
+    the drafts of the first sequence.
     """
-    found: list[tuple[int, ...]] = []
+    drawn_drafts: list[tuple[int, ...]] = []
     for _ in range(times):
         drafts = drafter.propose(sequences, (), CONFIG)
         for seq in sequences.running:
             seq.token_ids += token_ids[: len(drafts.get(seq.seq_id, ())) + 1]
             seq.num_computed_tokens = len(seq.token_ids) - 1
         drafter.learn(sequences.running, drafts)
-        found.append(drafts.get(sequences.running[0].seq_id, ()))
+        drawn_drafts.append(drafts.get(sequences.running[0].seq_id, ()))
         for seq in sequences.running:
             del seq.token_ids[3:]
             seq.num_computed_tokens = 2
-    return found
+    return drawn_drafts
 
 
-def test_drafts_that_cost_nothing_are_all_computed() -> None:
+def test_free_drafts_are_all_computed() -> None:
     assert draw(Drafter([Always([7, 8, 9, 6, 5])], FREE, 2), live(), [0]) == [(7, 8)]
 
 
-def test_drafts_that_cost_what_they_bring_are_not() -> None:
+def test_drafts_are_skipped_if_they_do_not_pay() -> None:
     source = Always([7, 8])
     drafter = Drafter([source], DEAR, 4)
     assert draw(drafter, live(8), [7, 8, 9], times=30) == [()] * 30
-    assert source.num_asked == 0  # no chance would make them pay
+    assert source.num_asked == 0  # no acceptance rate would make them pay
     assert drafter.stats().num_drafted == 0
 
 
-def test_what_was_drawn_decides_how_many() -> None:
+def test_draft_length_follows_past_acceptance() -> None:
     wrong, right = Drafter([Always([7] * 4)], TILES, 4), Drafter([Always([7] * 4)], TILES, 4)
-    found = draw(wrong, live(), [0], times=40)
-    assert found[0][:1] == found[10][:1] == (7,)  # the second row of a tile is free
-    assert found[-1] == ()  # but for the host
+    drafts = draw(wrong, live(), [0], times=40)
+    assert drafts[0][:1] == drafts[10][:1] == (7,)  # the second row of a tile is free
+    assert drafts[-1] == ()  # except for the host
     assert draw(right, live(), [7] * 9, times=40)[-1] == (7,) * 4
     stats = wrong.stats()
     assert 10 < stats.drafted["always"][0] < 40
@@ -91,39 +91,39 @@ def test_what_was_drawn_decides_how_many() -> None:
     assert sum(right.stats().accepted["always"]) == sum(right.stats().drafted["always"])
 
 
-def test_guesses_that_are_not_computed_are_learned_from() -> None:
-    """The first one costs half a step: it pays once it is known to be right."""
+def test_skipped_drafts_still_update_the_statistics() -> None:
+    """The first draft costs half a step. It pays once its accuracy is known."""
     costs = StepCosts((1, 2, 3), (1.0, 1.6, 2.2))
     drafter = Drafter([Always([7, 7])], costs, 2)
-    found = draw(drafter, live(), [7], times=40)
-    assert found[0] == ()
-    assert found[-1] != ()
+    drafts = draw(drafter, live(), [7], times=40)
+    assert drafts[0] == ()
+    assert drafts[-1] != ()
 
 
-def test_source_that_is_right_is_believed() -> None:
+def test_accurate_source_gets_longer_drafts() -> None:
     drafter = Drafter([Always([7] * 3, name="one"), Always([8] * 3, name="other")], FREE, 3)
     assert draw(drafter, live(), [8] * 4, times=40)[-1] == (8, 8, 8)
 
 
-def test_sequences_whose_token_is_on_its_way_have_no_drafts() -> None:
+def test_sequences_with_a_token_in_flight_have_no_drafts() -> None:
     drafter, sequences = Drafter([Always([7])], FREE, 4), live(2)
     first, second = sequences.running
     assert list(drafter.propose(sequences, {first.seq_id}, CONFIG)) == [second.seq_id]
-    second.num_computed_tokens = 0  # its prompt is not computed
+    second.num_computed_tokens = 0  # its prompt is not computed yet
     assert not drafter.propose(sequences, {first.seq_id}, CONFIG)
 
 
-def test_guesses_for_what_was_aborted_are_forgotten() -> None:
+def test_drafts_of_aborted_requests_are_dropped() -> None:
     drafter, sequences = Drafter([Always([7])], FREE, 4), live(3)
     drafter.propose(sequences, (), CONFIG)
     first, second, _ = sequences.running
     sequences.remove(first)
-    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still on their way
+    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still in flight
     assert first.seq_id not in drafter._asked
     assert second.seq_id in drafter._asked
 
 
-def test_there_is_room_for_drafts_or_there_are_none() -> None:
+def test_drafts_are_skipped_without_room() -> None:
     drafter, sequences = Drafter([Always([7] * 4)], FREE, 4), live(4)
     config = replace(CONFIG, max_batch_size=4)
     drafts = drafter.propose(sequences, (), config)
@@ -131,10 +131,10 @@ def test_there_is_room_for_drafts_or_there_are_none() -> None:
     assert not drafter.propose(sequences, (), replace(CONFIG, max_tokens_per_batch=4))
 
 
-def test_costs_go_on_beyond_what_was_measured() -> None:
+def test_costs_extrapolate_beyond_measurements() -> None:
     costs = StepCosts((1, 2, 4, 8), (1.0, 1.5, 2.0, 3.0))
     assert costs.of(np.array([1, 3, 8, 16])).tolist() == [1.0, 1.75, 3.0, 5.0]
-    assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # they do not fall
+    assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # costs never fall
 
 
 class Hangs:
@@ -190,11 +190,11 @@ def test_bad_source_is_switched_off_and_harms_nothing(
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     with engine_of(model) as plain, engine_of(model, speculation="ngram") as engine:
         assert engine.drafter is not None
-        engine.drafter.costs = None  # else it may be that none pays
+        engine.drafter.costs = None  # otherwise drafts might not pay
         engine.drafter.sources.append(Watched(Answers(propose), engine.spec.vocab_size))
         with caplog.at_level(logging.ERROR):
-            (found,) = engine.generate([[5, 6, 7]], params)
-        assert found.logprobs == plain.generate([[5, 6, 7]], params)[0].logprobs
+            (sample,) = engine.generate([[5, 6, 7]], params)
+        assert sample.logprobs == plain.generate([[5, 6, 7]], params)[0].logprobs
         stats = engine.stats().speculation
     assert stats is not None
     assert stats.sources == ("grammar", "ngram")
@@ -216,7 +216,7 @@ def test_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.thorough
-def test_million_drafts_are_cut(model: Path) -> None:
+def test_oversized_drafts_are_truncated(model: Path) -> None:
     with engine_of(model, speculation="ngram", max_drafts=3) as engine:
         assert engine.drafter is not None
         million = Answers(lambda seqs, most: [Guess([5] * 10**6, [0] * 10**6) for _ in seqs])
@@ -229,7 +229,7 @@ def test_million_drafts_are_cut(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_engine_measures_what_steps_cost(model: Path) -> None:
+def test_engine_measures_step_costs(model: Path) -> None:
     with engine_of(model, speculation="auto") as engine:
         stats = engine.stats()
         assert stats.speculation is not None
@@ -241,7 +241,7 @@ def test_engine_measures_what_steps_cost(model: Path) -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_stats_begin_at_zero_after_costs_were_measured(model: Path) -> None:
+def test_stats_start_at_zero_after_cost_measurement(model: Path) -> None:
     with engine_of(model) as plain, engine_of(model, speculation="auto") as engine:
         assert engine.drafter is not None
         assert engine.drafter.costs is not None
@@ -253,14 +253,14 @@ def test_stats_begin_at_zero_after_costs_were_measured(model: Path) -> None:
 
 
 def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
-    """The thread that steps gets its turn between two sources."""
+    """The stepping thread runs between two sources."""
     drafter = Drafter([])
     drafter._tell("one", 1, 1)
     drafter._tell("two", 1, 1)
     names = iter("abcdefgh")
 
     class Reading(list[int]):
-        """The counts of a source, which take long to copy."""
+        """Counts of a source that are slow to copy."""
 
         def __iter__(self) -> Iterator[int]:
             drafter._tell(next(names), 2, 1)
@@ -275,7 +275,7 @@ def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_history_guesses_the_next_run(model: Path, has_reference: bool) -> None:
+def test_history_drafts_the_next_run(model: Path, has_reference: bool) -> None:
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
     reference = str(model) if has_reference else None
     with engine_of(model, speculation="history", ref_model_path=reference) as engine:

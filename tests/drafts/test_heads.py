@@ -1,4 +1,4 @@
-"""Drafts by heads on the policy's own hidden rows: Medusa and EAGLE-3."""
+"""Draft heads on the policy's hidden rows: Medusa and EAGLE-3."""
 
 import operator
 from pathlib import Path
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(tensors: dict[str, Tensor], head: int, row: Tensor) -> int:
-    """The most probable token of a Medusa head behind a row [H], by its authors' formula."""
+    """Return the most probable token of a Medusa head for a row [H], by its authors' formula."""
     authors = "0.0.linear.weight" in tensors
     if authors:
         blocks = [(tensors[f"{head}.0.linear.weight"], tensors[f"{head}.0.linear.bias"])]
@@ -54,10 +54,12 @@ def by_hand(tensors: dict[str, Tensor], head: int, row: Tensor) -> int:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_medusa_heads_guess_what_their_formula_says(
+def test_medusa_heads_match_their_formula(
     model: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders as others write them; greedy, so that a guess is the most probable token."""
+    """Load folders in other projects' formats. Sampling is greedy, so a draft is the most probable
+    token.
+    """
     config, tensors = FORMATS[form]
     folder = write_heads(tmp_path / "heads", config, tensors)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -88,7 +90,7 @@ def test_medusa_heads_guess_what_their_formula_says(
 
 
 def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory: int) -> None:
-    """On heads of a folder, where memory is just enough."""
+    """Check heads of a folder with barely enough memory."""
     params = SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]))
     tight = {"kv_cache_memory": memory, "block_size": 4}
     with engine_of(model) as engine:
@@ -103,13 +105,13 @@ def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory
 
 @pytest.mark.thorough(but=["plain", "grammar"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_random_heads(model: Path, tmp_path: Path, case: str) -> None:
+def test_random_heads_change_no_bit(model: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *medusa_of_vllm())
     check_no_bit_depends(model, folder, case, "medusa", 2**17)
 
 
-def test_heads_that_know_the_text_are_right(model: Path, tmp_path: Path) -> None:
-    """Every head's projection is such that it says token 9, which alone may be drawn."""
+def test_heads_fitted_to_the_text_are_accepted(model: Path, tmp_path: Path) -> None:
+    """Every head's projection predicts token 9, the only token that may be sampled."""
     config, tensors = medusa_of_vllm()
     for name in tensors:
         tensors[name] = torch.zeros_like(tensors[name])
@@ -145,9 +147,9 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
 
 
 class EagleByHand:
-    """An EAGLE-3 head over a whole sequence, without a cache, on what transformers computes.
+    """An EAGLE-3 head over a whole sequence, without a cache, on hidden rows of transformers.
 
-    Rows of positions 0 to n - 2; those of drafts follow.
+    Rows of positions 0 to n - 2, followed by rows of drafts.
     """
 
     def __init__(self, model: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -158,16 +160,16 @@ class EagleByHand:
         self.config, self.tensors = config, named
         self.layer = config.get("transformer_layer_config", config)
         nested = config.get("eagle_config")
-        own = config.get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
         behind = nested["eagle_aux_hidden_state_layer_ids"] if nested else []
-        self.before = own if own else [each + 1 for each in behind]
+        self.before = layer_ids if layer_ids else [each + 1 for each in behind]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.layer.get("rms_norm_eps", 1e-6)
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.tensors[name]
 
     def rotated(self, x: Tensor) -> Tensor:
-        """[heads, N, D] by positions 0 to N."""
+        """Rotate [heads, N, D] by positions 0 to N - 1."""
         size = x.shape[-1]
         frequency = 10000.0 ** (-torch.arange(0, size, 2) / size)
         angle = torch.arange(x.shape[1])[:, None] * frequency
@@ -177,34 +179,38 @@ class EagleByHand:
 
     @torch.no_grad()
     def guess(self, token_ids: list[int], count: int, allowed: list[int]) -> list[int]:
-        """The most probable next tokens of those that are allowed, one after the other."""
+        """Return the most probable allowed next tokens, one after the other."""
         computed = self.policy(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
         parts = [computed.hidden_states[layer][0] for layer in self.before]
         if self.config.get("fc_norm"):
             parts = [self.norm(each, f"fc_norm.{i}.weight") for i, each in enumerate(parts)]
-        given = torch.cat(parts, -1) @ self.tensors["fc.weight"].T
-        behind, found = list(token_ids[1:]), []
-        own = self.tensors.get("embed_tokens.weight")
-        embedding = self.policy.get_input_embeddings().weight if own is None else own
+        hidden = torch.cat(parts, -1) @ self.tensors["fc.weight"].T
+        behind, drafts = list(token_ids[1:]), []
+        draft_embeddings = self.tensors.get("embed_tokens.weight")
+        embedding = (
+            self.policy.get_input_embeddings().weight
+            if draft_embeddings is None
+            else draft_embeddings
+        )
         for _ in range(count):
-            out = self.row(given, embedding[torch.tensor(behind)])
+            out = self.row(hidden, embedding[torch.tensor(behind)])
             normed = self.norm(out, "norm.weight")
             known = torch.arange(len(self.tensors["lm_head.weight"]))
             known = known + self.tensors["d2t"] if "d2t" in self.tensors else known
             logits = torch.full((300,), -1e30)
             logits[known] = self.tensors["lm_head.weight"] @ normed
             best = max(allowed, key=lambda token: float(logits[token]))
-            found.append(best)
+            drafts.append(best)
             behind.append(best)
             following = normed if self.config.get("norm_output") else out
-            given = torch.cat([given, following[None]])
-        return found
+            hidden = torch.cat([hidden, following[None]])
+        return drafts
 
-    def row(self, given: Tensor, embedded: Tensor) -> Tensor:
-        """What the layer gives at the last position."""
+    def row(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Return the layer's output at the last position."""
         t = self.tensors
-        normed = self.norm(given, "layers.0.hidden_norm.weight")
-        residual = normed if self.config.get("norm_before_residual") else given
+        normed = self.norm(hidden, "layers.0.hidden_norm.weight")
+        residual = normed if self.config.get("norm_before_residual") else hidden
         x = torch.cat([self.norm(embedded, "layers.0.input_layernorm.weight"), normed], -1)
         q, k, v = (
             (x @ t[f"layers.0.self_attn.{each}_proj.weight"].T).view(len(x), -1, 16).transpose(0, 1)
@@ -236,11 +242,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sglang", {"backend": "reference", "block_size": 4}),
     ],
 )
-def test_eagle_head_guesses_what_its_formula_says(
+def test_eagle_head_matches_its_formula(
     deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where prompts are computed in chunks, and found in the prefix cache; and behind drafts
-    that were right, which are often, as few tokens are allowed.
+    """Covers chunked prompts, prefix cache hits, and rows after accepted drafts, which are frequent
+    because few tokens are allowed.
     """
     config, tensors = EAGLES[form]
     folder = write_heads(tmp_path / "heads", config, tensors)
@@ -275,7 +281,7 @@ def test_eagle_head_guesses_what_its_formula_says(
 
 @pytest.mark.thorough(but=["grammar"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case: str) -> None:
+def test_random_eagle_head_changes_no_bit(deep: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *eagle_of_sglang())
     check_no_bit_depends(deep, folder, case, "eagle", 2**18)
 
@@ -294,7 +300,7 @@ def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case:
         ({"eagle_config": "none"}, "wrong type"),
     ],
 )
-def test_eagle_head_that_does_not_fit_is_refused(
+def test_mismatched_eagle_head_is_rejected(
     deep: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     config, tensors = eagle_of_sglang()
@@ -320,7 +326,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         ({"truncated_vocab_size": 40}, "has shape"),
     ],
 )
-def test_medusa_heads_that_do_not_fit_are_refused(
+def test_mismatched_medusa_heads_are_rejected(
     model: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     config, tensors = medusa_of_vllm()
@@ -330,7 +336,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(
     assert str(refused.value).count("draft_model: ") == 1
 
 
-def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path) -> None:
+def test_heads_of_an_integer_dtype_are_rejected(model: Path, tmp_path: Path) -> None:
     config, tensors = medusa_of_vllm()
     name = "medusa_heads.lm_heads.1.weight"
     codes = tensors | {name: tensors[name].to(torch.int8)}
@@ -339,7 +345,7 @@ def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path)
         engine_of(model, draft_model=str(folder))
 
 
-def test_vocabulary_of_their_own_needs_its_map(model: Path, tmp_path: Path) -> None:
+def test_draft_vocabulary_needs_its_map(model: Path, tmp_path: Path) -> None:
     config, tensors = medusa_of_vllm(known=40)
     folder = write_heads(tmp_path / "a", config, without(tensors, "token_map"))
     with pytest.raises(ConfigError, match=r"\(the vocabulary map\) is missing"):

@@ -1,4 +1,4 @@
-"""Drafts by a model: the policy itself with fewer layers, or another one with a cache of its own."""
+"""Drafts by a model: the policy with fewer layers, or another model with a separate cache."""
 
 import logging
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the same vocabulary, narrower."""
+    """Another, narrower model of the same vocabulary."""
     return tiny_llama(
         tmp_path_factory.mktemp("other"), seed=3, hidden=32, num_heads=2, num_kv_heads=1, layers=1
     )
@@ -49,7 +49,7 @@ def engine_of(model: Path, **options: Any) -> InferenceEngine:
     same: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 2**20}
     engine = InferenceEngine(EngineConfig(str(model), **(same | options)))
     if engine.drafter is not None:
-        engine.drafter.costs = None  # as many drafts as may be
+        engine.drafter.costs = None  # as many drafts as possible
     return engine
 
 
@@ -58,7 +58,7 @@ def bits(samples: list[TrainingSample]) -> list[Any]:
 
 
 def drafts_of(engine: InferenceEngine, name: str) -> tuple[int, int]:
-    """How many were computed, and how many of them drawn."""
+    """Return the numbers of computed and of accepted drafts."""
     stats = engine.stats().speculation
     assert isinstance(stats, SpeculationStats)
     return sum(stats.drafted.get(name, ())), sum(stats.accepted.get(name, ()))
@@ -66,8 +66,8 @@ def drafts_of(engine: InferenceEngine, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_policy_guesses_itself(model: Path, case: str, block_size: int) -> None:
-    """With all its layers nearly every draft is right, under whatever parameters."""
+def test_policy_drafts_for_itself(model: Path, case: str, block_size: int) -> None:
+    """With all its layers nearly every draft is right under any parameters."""
     options = {"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]
     params = SamplingParams(**options)
     with engine_of(model, block_size=block_size) as engine:
@@ -78,17 +78,17 @@ def test_policy_guesses_itself(model: Path, case: str, block_size: int) -> None:
         assert bits(engine.generate(PROMPTS, params, 2)) == bits(plain)
         drafted, drawn = drafts_of(engine, "self")
         assert drafted > 20
-        # those behind a group's last common token share their last block at first
+        # blocks after a group's last common token are shared at first
         assert drawn >= 0.85 * drafted
         assert engine.stats().num_steps < 0.6 * steps
         engine.loop.check()
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_model_of_its_own_cache_that_is_the_policy_guesses_it(
+def test_draft_model_equal_to_the_policy_is_always_right(
     model: Path, cache_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are computed by it too, long ones over several calls."""
+    """The draft model also computes prompts, long ones over several calls."""
     monkeypatch.setattr(model_drafts, "MOST_BEHIND", 16)
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
     tight = {"kv_cache_memory": 2**17, "cache_type": cache_type, "block_size": 4}
@@ -103,7 +103,7 @@ def test_model_of_its_own_cache_that_is_the_policy_guesses_it(
 
 
 @pytest.mark.thorough
-def test_preempted_sequences_are_guessed_anew(model: Path) -> None:
+def test_preempted_sequences_are_drafted_again(model: Path) -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, seed=5)
     tight = {"kv_cache_memory": 2**17, "block_size": 4}
     with engine_of(model) as engine:
@@ -114,7 +114,7 @@ def test_preempted_sequences_are_guessed_anew(model: Path) -> None:
             assert engine.stats().num_preemptions > 0
 
 
-def test_another_model_is_wrong_and_harms_nothing(model: Path, other: Path) -> None:
+def test_unrelated_draft_model_changes_no_bit(model: Path, other: Path) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
     with engine_of(model) as engine:
         plain = engine.generate(PROMPTS, params, 2)
@@ -126,11 +126,11 @@ def test_another_model_is_wrong_and_harms_nothing(model: Path, other: Path) -> N
         assert engine.stats().speculation.sources[-1] == "model"  # type: ignore[union-attr]
 
 
-def test_behind_wrong_drafts_it_computes_anew(
+def test_draft_model_recomputes_after_wrong_drafts(
     model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It guesses what a model would that sees the text for the first time; also where it was not
-    asked meanwhile.
+    """The drafts equal those of a model that reads the text for the first time, also after steps
+    without drafts.
     """
     asked = compared = 0
     with engine_of(model, draft_model=str(other), max_drafts=4) as engine:
@@ -158,8 +158,8 @@ def test_behind_wrong_drafts_it_computes_anew(
     assert compared > 60
 
 
-def test_drafts_of_new_weights_are_the_new_weights(model: Path) -> None:
-    """Nothing has to be done for it: the layers are the policy's."""
+def test_drafts_follow_updated_weights(model: Path) -> None:
+    """No extra update is needed: the layers belong to the policy."""
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
     with engine_of(model, draft_model="self", draft_layers=2) as engine:
         engine.update_weights(NEW, blocking=True)
@@ -172,10 +172,8 @@ def test_drafts_of_new_weights_are_the_new_weights(model: Path) -> None:
 @pytest.mark.thorough(cases=["reference-int8", "reference-int8-32"])
 @pytest.mark.parametrize("how", ["int8", "int8-32"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_codes_of_the_policy_guess_it_and_follow_its_updates(
-    model: Path, backend: str, how: str
-) -> None:
-    """They draw with the samples' noise, so most of what they draw is drawn."""
+def test_quantized_policy_drafts_and_follows_updates(model: Path, backend: str, how: str) -> None:
+    """The drafts use the samples' noise, so most of them are accepted."""
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
     with engine_of(model, backend=backend) as engine:
         plain = [engine.generate(PROMPTS, params, 2)]
@@ -197,7 +195,7 @@ def test_codes_of_the_policy_guess_it_and_follow_its_updates(
 
 @pytest.mark.thorough(cases=["qwen3-moe"])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-moe"])
-def test_windows_and_experts(tmp_path: Path, family: str) -> None:
+def test_draft_model_supports_windows_and_experts(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
     with engine_of(folder, block_size=4) as engine:
@@ -210,7 +208,7 @@ def test_windows_and_experts(tmp_path: Path, family: str) -> None:
             assert drawn > 0.2 * drafted
 
 
-def test_model_that_fails_is_switched_off(
+def test_failing_draft_model_is_switched_off(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
@@ -230,8 +228,8 @@ def test_model_that_fails_is_switched_off(
         assert "disabled draft source 'model': raised RuntimeError('no')" in caplog.text
 
 
-def test_not_finite_drafts_are_none(model: Path) -> None:
-    """A model whose weights are NaN guesses nothing."""
+def test_non_finite_logits_draft_nothing(model: Path) -> None:
+    """A model with NaN weights drafts nothing."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
     with engine_of(model) as engine:
         plain = engine.generate(PROMPTS, params)
@@ -246,7 +244,7 @@ def test_not_finite_drafts_are_none(model: Path) -> None:
 
 
 class Timed:
-    """Right or wrong drafts that take a time."""
+    """Right or wrong drafts that take a fixed time."""
 
     name = "timed"
 
@@ -268,11 +266,11 @@ class Timed:
         (0.01, 0, lambda asked: np.mean(asked[-20:]) > 3),
         (0.6, 0, lambda asked: 0 < np.mean(asked[-20:]) < 3),
         (3.0, 0, lambda asked: not asked),
-        # it is tried now and then, in case it has become better
+        # the source is retried now and then in case it has improved
         (0.6, 1, lambda asked: 2 < len(asked) < 40),
     ],
 )
-def test_model_is_asked_for_what_pays(
+def test_draft_model_runs_only_if_it_pays(
     seconds: float, token_id: int, enough: Callable[[list[int]], bool]
 ) -> None:
     from tests.drafts.test_drafter import TILES, draw, live
@@ -282,7 +280,7 @@ def test_model_is_asked_for_what_pays(
     assert enough(model.asked)
 
 
-def test_where_a_model_knows_nothing_the_text_guesses() -> None:
+def test_text_drafts_if_the_model_has_none() -> None:
     from tests.drafts.test_drafter import FREE, Always, draw, live
 
     class Silent(Timed):
@@ -293,7 +291,7 @@ def test_where_a_model_knows_nothing_the_text_guesses() -> None:
     assert draw(Drafter([Always([7, 8])], FREE, 2, model), live(), [0]) == [(7, 8)]
 
 
-def test_quantised_model_drafts(model: Path, tmp_path: Path) -> None:
+def test_quantized_model_drafts(model: Path, tmp_path: Path) -> None:
     config = llama_config()
     write_quantised(tmp_path, "fp8-blocks", config, llama_weights(config))
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
@@ -304,7 +302,7 @@ def test_quantised_model_drafts(model: Path, tmp_path: Path) -> None:
         assert drafts_of(engine, "model")[1] > 0
 
 
-def test_layers_are_spread() -> None:
+def test_draft_layers_are_spread_evenly() -> None:
     assert spread_layers(30, 1) == (0,)
     assert spread_layers(5, 2) == (0, 4)
     assert spread_layers(7, 4) == (0, 2, 4, 6)
@@ -330,14 +328,14 @@ def test_layers_are_spread() -> None:
         ({"draft_model": "nowhere"}, "nowhere"),
     ],
 )
-def test_what_cannot_draft_is_refused(model: Path, options: dict[str, Any], reason: str) -> None:
+def test_draft_config_rejects_unusable_models(
+    model: Path, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises((ConfigError, ModelLoadError), match=reason):
         engine_of(model, **options)
 
 
-def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
-    model: Path, tmp_path: Path
-) -> None:
+def test_draft_model_without_kernels_is_rejected(model: Path, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, hidden=32)
     with pytest.raises(
         ConfigError, match=r"draft_model=.* cannot run with this policy: .*head_dim.*got 8"
@@ -346,7 +344,7 @@ def test_model_without_kernels_is_refused_rather_than_all_models_run_slowly(
     engine_of(model, backend="reference", draft_model=str(folder)).shutdown()
 
 
-def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+def test_draft_model_of_another_vocabulary_is_rejected(model: Path, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, vocab_size=500)
     with pytest.raises(ConfigError, match=r"draft_model=.* has 500 tokens in its vocabulary"):
         engine_of(model, draft_model=str(folder))

@@ -1,4 +1,4 @@
-"""What sources guess, without a model."""
+"""Drafts of text sources, without a model."""
 
 from itertools import count
 from typing import get_args
@@ -32,12 +32,12 @@ def sequence(
 
 
 def guess(source: SuffixDrafts | HistoryDrafts, seq: Sequence, most: int = 4) -> list[int]:
-    (found,) = source.propose([seq], most)
-    assert len(found.token_ids) == len(found.kinds) <= most
-    return list(found.token_ids)
+    (draft,) = source.propose([seq], most)
+    assert len(draft.token_ids) == len(draft.kinds) <= most
+    return list(draft.token_ids)
 
 
-def test_ngram_is_followed_by_what_followed_it() -> None:
+def test_ngram_drafts_its_earlier_continuation() -> None:
     source = SuffixDrafts(siblings=False)
     seq = sequence([7, 1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert guess(source, seq) == [4, 5, 9, 1]
@@ -47,13 +47,13 @@ def test_ngram_is_followed_by_what_followed_it() -> None:
     assert guess(source, seq, 1) == [3]
 
 
-def test_longest_match_counts_and_then_most_places() -> None:
+def test_longest_match_wins_then_the_most_frequent() -> None:
     source = SuffixDrafts(siblings=False)
     assert guess(source, sequence([5, 1, 2, 7, 6, 1, 2, 8, 6, 1, 2]), 1) == [8]  # 6 1 2, not 1 2
     assert guess(source, sequence([1, 2, 7, 1, 2, 8, 1, 2, 7, 0, 1, 2]), 1) == [7]
 
 
-def test_siblings_are_looked_into_where_that_is_wanted() -> None:
+def test_siblings_are_searched_if_enabled() -> None:
     one, other = sequence([1, 2, 5, 6, 7, 8]), sequence([1, 2, 9, 5, 6])
     foreign = sequence([3, 4, 5, 6, 11], request_id=1)
     for siblings, expected in ((True, [7, 8]), (False, [])):
@@ -63,8 +63,8 @@ def test_siblings_are_looked_into_where_that_is_wanted() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 5))
-def test_suffix_is_found_wherever_it_stands(tokens: list[int], pieces: int) -> None:
-    """Against a search through the whole text; it may have grown piece by piece."""
+def test_suffix_is_found_at_any_position(tokens: list[int], pieces: int) -> None:
+    """Compare with a search through the whole text, which may have grown piece by piece."""
     index, text = SuffixIndex(), list[int]()
     for start in range(0, len(tokens), pieces):
         text += tokens[start : start + pieces]
@@ -77,7 +77,7 @@ def test_suffix_is_found_wherever_it_stands(tokens: list[int], pieces: int) -> N
             while common < min(at, LONGEST_MATCH) and before[at - 1 - common] == text[-1 - common]:
                 common += 1
             longest = max(longest, common)
-        newest = 8  # places of a pair that are remembered
+        newest = 8  # remembered positions per pair
         if len(text) <= newest:
             assert length == longest
         assert length <= longest
@@ -86,7 +86,7 @@ def test_suffix_is_found_wherever_it_stands(tokens: list[int], pieces: int) -> N
             assert other[at - length : at] == text[-length:]
 
 
-def test_what_ended_is_forgotten_and_memory_is_bounded() -> None:
+def test_ended_sequences_are_dropped_and_memory_is_bounded() -> None:
     source = SuffixDrafts(most_entries=300)
     for request_id in range(50):
         seq = sequence(list(range(100)), request_id=request_id)
@@ -96,7 +96,7 @@ def test_what_ended_is_forgotten_and_memory_is_bounded() -> None:
     assert sum(group.index.num_entries for group in source._groups.values()) <= 300
 
 
-def test_sample_of_the_same_noise_is_followed_until_they_part() -> None:
+def test_sibling_with_equal_noise_is_followed_until_it_differs() -> None:
     source = HistoryDrafts()
     source.keep(sequence([1, 2, 5, 6, 7, 8, 9], seed=3), version=0)
     seq = sequence([1, 2], seed=3)
@@ -105,9 +105,9 @@ def test_sample_of_the_same_noise_is_followed_until_they_part() -> None:
     assert guess(source, seq, 3) == [7, 8, 9]
     seq.token_ids += [0]
     assert guess(source, seq) == []
-    seq.token_ids += [8]  # at the place where the other has it
+    seq.token_ids += [8]  # at the other sample's position
     assert guess(source, seq) == [9]
-    assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: by its text
+    assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: match by text
     assert guess(source, sequence([1, 3, 6], seed=3)) == []  # another prompt
     assert guess(source, sequence([1, 2, 6], seed=3, salt="another's")) == []
     assert guess(source, sequence([1, 2, 6], seed=3, adapter="another")) == []
@@ -120,11 +120,11 @@ def test_history_is_bounded() -> None:
     assert source.num_tokens == 30
     source.keep(sequence([4, 4, *range(18)]), version=0)
     assert source.num_tokens == 20
-    source.keep(sequence([4, 4, *range(9)]), version=1)  # in the place of the same sample
+    source.keep(sequence([4, 4, *range(9)]), version=1)  # at the position of the same sample
     assert source.num_tokens == 11
 
 
-def test_what_is_gone_from_history_is_gone_from_its_index() -> None:
+def test_evicted_history_leaves_the_index() -> None:
     source = HistoryDrafts(most_samples=2)
     for sample in range(9):
         tokens = list(range(10 * sample, 10 * sample + 9))
@@ -153,5 +153,5 @@ def test_short_texts_have_no_suffix(source: SuffixDrafts | HistoryDrafts) -> Non
     assert guess(source, sequence([1, 2])) == []
 
 
-def test_every_value_of_speculation_has_its_sources() -> None:
+def test_speculation_values_all_have_sources() -> None:
     assert TEXT_SOURCES.keys() == set(get_args(Speculation))

@@ -1,4 +1,4 @@
-"""Engines of a tiny model for the tests of weight updates."""
+"""Engines of a tiny model for tests of weight updates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(model: Path, tmp_path: Path) -> Iterator[Build]:
-    """Engines on the old weights, or on any others given as `weights`."""
+    """Build engines on the old weights, or on `weights`."""
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
     def make(weights: Weights | None = None, **options: Any) -> InferenceEngine:

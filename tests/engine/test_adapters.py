@@ -32,15 +32,15 @@ PARAMS = SamplingParams(max_tokens=12, seed=1, adapter="own", ignore_eos=True)
 
 
 def matrices(folder: Path, seed: int) -> dict[str, Tensor]:
-    """A random adapter of rank 4 on all that takes one."""
+    """Return random adapter matrices of rank 4 for every target module."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for target in targets_of(load_spec(folder)).values():
         out, width = target.slot.shape
         for half, shape in (("A", (4, width)), ("B", (out, 4))):
             name = f"base_model.model.{target.module}.lora_{half}.weight"
-            found[name] = torch.randn(shape, generator=generator) * 0.2
-    return found
+            tensors[name] = torch.randn(shape, generator=generator) * 0.2
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def begun(engine: InferenceEngine, tokens: int = 4) -> int:
-    """A request that has so many tokens."""
+    """Start a request and step `tokens` times."""
     request_id = engine.add_request(PROMPT, PARAMS)
     for _ in range(tokens):
         engine.step()
@@ -84,9 +84,7 @@ def rest(engine: InferenceEngine) -> TrainingSample:
     return sample
 
 
-def test_new_version_leaves_those_that_have_begun_alone(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_adapter_update_spares_running_requests(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -97,10 +95,10 @@ def test_new_version_leaves_those_that_have_begun_alone(
     new = whole(engine)
     assert new.adapter_versions == (VersionSpan(2, 0, 12),)
     assert new.logprobs != old.logprobs
-    assert new.cached_tokens == 0  # blocks of the old version match for nobody
+    assert new.cached_tokens == 0  # blocks of the old version never match again
 
 
-def test_unload_frees_the_matrices_once_the_last_request_has_ended(
+def test_unload_frees_the_matrices_after_the_last_request(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -117,7 +115,7 @@ def test_unload_frees_the_matrices_once_the_last_request_has_ended(
     assert adapter() is None
 
 
-def test_recompute_goes_on_under_the_new_version_alone(
+def test_recompute_continues_under_the_new_version_only(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -126,7 +124,7 @@ def test_recompute_goes_on_under_the_new_version_alone(
     sample = rest(engine)
     (first, second) = sample.adapter_versions
     assert (first.version, second.version, second.end) == (1, 2, 12)
-    # as a request whose prompt holds what was sampled before
+    # like a request whose prompt contains the sampled tokens
     known = sample.completion_tokens[: second.start]
     with make(folder, engine.config.backend) as other:
         other.load_adapter("own", matrices(folder, 2))
@@ -140,19 +138,17 @@ def test_recompute_goes_on_under_the_new_version_alone(
 
 
 def where(engine: InferenceEngine) -> set[int]:
-    """Where the matrices of the version that serves lie."""
+    """Return the addresses of the live version's matrices."""
     adapter = engine.shared.loop.sequences.adapters["own"]
     assert isinstance(adapter, Adapter)
     return {part.a.data_ptr() for parts in adapter.parts.values() for part in parts}
 
 
-def test_memory_of_a_version_that_is_gone_holds_the_next(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_memory_of_an_unloaded_version_is_reused(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old, first = whole(engine), where(engine)
     begun(engine)
-    for seed in (2, 3, 4):  # none of them is written where the first still runs
+    for seed in (2, 3, 4):  # none of them is written while the first request runs
         engine.load_adapter("own", matrices(folder, seed))
         assert not where(engine) & first
     assert bits(rest(engine)) == bits(old)
@@ -163,23 +159,23 @@ def test_memory_of_a_version_that_is_gone_holds_the_next(
     wrong[name][-1, -1] = torch.nan
     with pytest.raises(AdapterError, match=r"lora_B of 'model.layers.1.self_attn.v_proj' is not f"):
         engine.load_adapter("own", wrong)
-    assert bits(whole(engine)) == bits(new)  # what was refused was written elsewhere
-    found = [where(engine)]
+    assert bits(whole(engine)) == bits(new)  # the rejected version was written to other memory
+    addresses = [where(engine)]
     for _ in range(4):
         engine.load_adapter("own", matrices(folder, 1))
-        found.append(where(engine))
-    assert len({min(each) for each in found}) < len(found)
+        addresses.append(where(engine))
+    assert len({min(each) for each in addresses}) < len(addresses)
     assert bits(whole(engine)) == bits(old)
     halves = {name: tensor[:2] if "_A" in name else tensor[:, :2] for name, tensor in wrong.items()}
     halves = {name: tensor.nan_to_num(0.1) for name, tensor in halves.items()}
-    assert engine.load_adapter("own", halves).rank == 2  # another form, and not contiguous
+    assert engine.load_adapter("own", halves).rank == 2  # another layout, and not contiguous
     with make(folder, engine.config.backend) as other:
         other.load_adapter("own", {name: tensor.clone() for name, tensor in halves.items()})
         assert bits(whole(other)) == bits(whole(engine))
 
 
 def sample_until(sample: TrainingSample, length: int) -> TrainingSample:
-    """A partial sample: its first tokens."""
+    """Return a partial sample with its first tokens."""
     return replace(
         sample,
         completion_tokens=sample.completion_tokens[:length],
@@ -193,7 +189,7 @@ def sample_until(sample: TrainingSample, length: int) -> TrainingSample:
     )
 
 
-def test_keep_goes_on_with_the_keys_that_are_there(engine: InferenceEngine, folder: Path) -> None:
+def test_keep_continues_with_the_cached_keys(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -204,10 +200,10 @@ def test_keep_goes_on_with_the_keys_that_are_there(engine: InferenceEngine, fold
     assert (first.version, second.version) == (1, 2)
     assert engine.runner.tokens_computed - computed == 12 - second.start
     assert sample.completion_tokens[: first.end] == old.completion_tokens[: first.end]
-    assert whole(engine).cached_tokens == 0  # nothing of a mix was published
+    assert whole(engine).cached_tokens == 0  # blocks of mixed versions are not published
 
 
-def test_abort_ends_those_that_run_with_it_alone(engine: InferenceEngine, folder: Path) -> None:
+def test_abort_ends_only_requests_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     engine.add_request(PROMPT, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
     request_id = begun(engine)
@@ -220,7 +216,7 @@ def test_abort_ends_those_that_run_with_it_alone(engine: InferenceEngine, folder
     assert [*ends.values()] == ["length"]
 
 
-def test_one_that_waits_begins_with_the_newest_version(
+def test_waiting_request_starts_with_the_newest_version(
     engine: InferenceEngine, folder: Path
 ) -> None:
     engine.load_adapter("own", matrices(folder, 1))
@@ -229,7 +225,9 @@ def test_one_that_waits_begins_with_the_newest_version(
     assert rest(engine).adapter_versions == (VersionSpan(2, 0, 12),)
 
 
-def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, folder: Path) -> None:
+def test_unloaded_adapter_serves_its_running_requests(
+    engine: InferenceEngine, folder: Path
+) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     old = whole(engine)
     begun(engine)
@@ -238,16 +236,14 @@ def test_unloaded_adapter_serves_those_that_have_it(engine: InferenceEngine, fol
         engine.add_request(PROMPT, PARAMS)
     assert bits(rest(engine)) == bits(old)
     info = engine.load_adapter("own", matrices(folder, 3))
-    assert info.version == 2  # the name's blocks of version 1 are never read again
+    assert info.version == 2  # the adapter's blocks of version 1 are never read again
     assert whole(engine).cached_tokens == 0
 
 
-def test_base_update_and_an_adapter_keep_to_themselves(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_base_update_does_not_affect_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
-    before, own = whole(engine, plain), whole(engine)
+    before, adapted = whole(engine, plain), whole(engine)
     engine.load_adapter("own", matrices(folder, 2))
     assert bits(whole(engine, plain)) == bits(before)
     assert whole(engine, plain).cached_tokens > 0
@@ -255,10 +251,10 @@ def test_base_update_and_an_adapter_keep_to_themselves(
     name = "model.layers.0.mlp.up_proj.weight"
     engine.update_weights({name: weights[name] * 1.5}, blocking=True)
     assert whole(engine).weight_version == 1
-    assert whole(engine).logprobs != own.logprobs
+    assert whole(engine).logprobs != adapted.logprobs
 
 
-def test_limits(folder: Path) -> None:
+def test_adapter_limits_are_enforced(folder: Path) -> None:
     with make(folder) as engine:
         for name in ("one", "two"):
             engine.load_adapter(name, matrices(folder, 1))
@@ -292,38 +288,36 @@ def test_limits(folder: Path) -> None:
         ({"max_loras": -1}, "max_loras=-1"),
     ],
 )
-def test_configuration_that_cannot_be_is_refused(
+def test_config_rejects_impossible_adapter_options(
     folder: Path, options: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         EngineConfig(str(folder), **options)
 
 
-def test_engine_without_room_for_adapters_says_so(folder: Path) -> None:
+def test_engine_without_adapter_slots_rejects_adapters(folder: Path) -> None:
     expected = pytest.raises(AdapterError, match="set max_loras to the number to allow")
     with make(folder, max_loras=0) as engine, expected:
         engine.load_adapter("own", matrices(folder, 1))
 
 
-def test_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder: Path) -> None:
-    given = matrices(folder, 1)
-    engine.load_adapter("own", given)
+def test_matrices_belong_to_the_caller_after_loading(engine: InferenceEngine, folder: Path) -> None:
+    tensors = matrices(folder, 1)
+    engine.load_adapter("own", tensors)
     before = whole(engine)
     engine.flush_cache()
-    for tensor in given.values():
+    for tensor in tensors.values():
         tensor.fill_(torch.nan)
     assert bits(whole(engine)) == bits(before)
 
 
-def test_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
+def test_replay_rejects_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     with pytest.raises(InvalidRequest, match="drawn with the adapter 'own', which replay does not"):
         replay(engine, whole(engine))
 
 
-def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
-    engine: InferenceEngine, folder: Path
-) -> None:
+def test_unload_drops_the_blocks_of_the_adapter(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 0))
     keeping = replace(PARAMS, keep_cache_seconds=3600.0)
     whole(engine, keeping)
@@ -338,7 +332,7 @@ def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
 
 @pytest.mark.thorough(cases=["cpu-weights"])
 @pytest.mark.parametrize("what", ["adapter", "weights"])
-def test_blocks_of_two_versions_are_not_kept(
+def test_blocks_of_mixed_versions_are_not_kept(
     engine: InferenceEngine, folder: Path, what: str
 ) -> None:
     engine.load_adapter("own", matrices(folder, 0))
@@ -355,12 +349,12 @@ def test_blocks_of_two_versions_are_not_kept(
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy) -> None:
+def test_prompt_scores_come_from_one_version(folder: Path, kv_policy: KvPolicy) -> None:
     params = replace(PARAMS, prompt_logprobs=True)
     with make(folder, max_tokens_per_batch=16) as engine:
         engine.load_adapter("own", matrices(folder, 1))
         engine.add_request(PROMPT, params)
-        engine.step()  # a part of the prompt
+        engine.step()  # part of the prompt
         engine.load_adapter("own", matrices(folder, 2), kv_policy=kv_policy)
         sample = rest(engine)
         assert sample.adapter_versions == (VersionSpan(2, 0, 12),)
@@ -369,9 +363,7 @@ def test_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy
 
 @pytest.mark.parametrize("kv_policy", ["finish_old", "recompute", "keep", "abort"])
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_sequences_are_scored_by_one_version_of_an_adapter(
-    folder: Path, kv_policy: KvPolicy, at: int
-) -> None:
+def test_score_uses_one_version_of_an_adapter(folder: Path, kv_policy: KvPolicy, at: int) -> None:
     sequences = [PROMPT, list(range(50, 90))]
     with make(folder, max_tokens_per_batch=16, max_batch_size=1) as engine:
         engine.load_adapter("own", matrices(folder, 1))

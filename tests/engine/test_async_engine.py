@@ -1,4 +1,4 @@
-"""Many awaiting callers on one engine: nothing is lost, nothing is left behind, nothing spins."""
+"""Concurrent callers on one async engine: no lost samples, no leaks, no busy waiting."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ from nano_inference import (
 from tests.models.tiny import tiny_llama
 from tests.standing import stand_still
 
-PATIENCE = 120.0  # seconds; a hang fails instead of hanging
+PATIENCE = 120.0  # seconds; a hanging test fails
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def run(coroutine: Any) -> Any:
 
 
 def settle(engine: InferenceEngine) -> None:
-    """Wait until the stepping thread has taken in the last aborts."""
+    """Wait until the stepping thread has handled the last aborts."""
     deadline = time.monotonic() + PATIENCE
     while engine.loop.has_pending():
-        assert time.monotonic() < deadline, "something is left in the engine"
+        assert time.monotonic() < deadline, "a request remains in the engine"
         time.sleep(0.01)
 
 
 async def until_step(engine: InferenceEngine, number: int) -> None:
-    """Wait until so many steps have run."""
+    """Wait until `number` steps have run."""
     while engine.loop.num_steps < number:
         await asyncio.sleep(0.001)
 
@@ -73,7 +73,7 @@ async def collect(deltas: Any) -> list[Delta]:
 
 
 @pytest.mark.thorough
-def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -> None:
+def test_async_engine_survives_random_cancellation(engine: InferenceEngine) -> None:
     r = random.Random(1)
     alone = {
         seed: engine.generate(prompt(seed), params(seed))[0].completion_tokens
@@ -104,9 +104,9 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
             results = await asyncio.gather(*tasks.values(), return_exceptions=True)
             await asyncio.gather(*killers)
             await asyncio.to_thread(settle, engine)
-            own = asyncio.current_task()
-            left = [t for t in asyncio.all_tasks() if t is not own and not t.done()]
-            assert len(left) <= 1, "a task is left behind"  # wait_for's own
+            task = asyncio.current_task()
+            left = [t for t in asyncio.all_tasks() if t is not task and not t.done()]
+            assert len(left) <= 1, "a task leaked"  # the timeout of `wait_for`
         return dict(zip(tasks, results, strict=True))
 
     results = run(main())
@@ -116,7 +116,7 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
         if not isinstance(result, asyncio.CancelledError)
     }
     assert set(range(200)) - cancelled <= set(ended)
-    assert len(ended) < 200, "nobody was cancelled in time"
+    assert len(ended) < 200, "no caller was cancelled in time"
     for seed, result in ended.items():
         assert not isinstance(result, BaseException), result
         sample = result[0] if isinstance(result[0], TrainingSample) else result[-1].finished
@@ -124,13 +124,13 @@ def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -
         if seed in alone:
             assert sample.completion_tokens == alone[seed]
     engine.loop.check()
-    assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block is left behind"
+    assert engine.cache.num_free_blocks() == engine.cache.num_blocks, "a block leaked"
     assert not engine.shared.delivery.open_requests()
     assert not engine.loop.sequences.by_id
-    assert not engine.has_pending(), "samples of cancelled callers are left for others"
+    assert not engine.has_pending(), "samples of cancelled callers remain"
 
 
-def test_stream_is_the_sample(engine: InferenceEngine) -> None:
+def test_stream_joins_to_the_sample(engine: InferenceEngine) -> None:
     async def main() -> list[Delta]:
         async with AsyncInferenceEngine(engine) as a:
             return await collect(a.stream([5, 6, 7], params(3), num_samples=3))
@@ -146,11 +146,11 @@ def test_stream_is_the_sample(engine: InferenceEngine) -> None:
         assert len(mine) > 5, "tokens came all at once"
 
 
-def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
+def test_results_keep_the_order_of_prompts(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
-            each = [params(i, max_tokens=20 - i) for i in range(6)]
-            return await a.generate([prompt(i) for i in range(6)], each, 2)
+            param_list = [params(i, max_tokens=20 - i) for i in range(6)]
+            return await a.generate([prompt(i) for i in range(6)], param_list, 2)
 
     samples = run(main())
     assert [s.prompt_tokens for s in samples] == [
@@ -159,7 +159,7 @@ def test_prompts_come_back_in_order(engine: InferenceEngine) -> None:
     assert [s.sample_index for s in samples] == [0, 1] * 6
 
 
-def test_leaving_a_stream_aborts_it(
+def test_stream_aborts_if_the_caller_leaves_it(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -180,7 +180,7 @@ def test_leaving_a_stream_aborts_it(
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_weights_change_between_two_awaited_samples(
+def test_update_between_two_awaits_is_live_for_the_second(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = stand_still(monkeypatch, engine.loop)
@@ -201,7 +201,7 @@ def test_weights_change_between_two_awaited_samples(
     assert after.weight_version == 7
 
 
-def test_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
+def test_rejected_request_fails_only_its_caller(engine: InferenceEngine) -> None:
     async def main() -> list[TrainingSample]:
         async with AsyncInferenceEngine(engine) as a:
             good = asyncio.create_task(a.generate([5, 6], params(1)))
@@ -214,7 +214,7 @@ def test_refused_request_is_the_callers_alone(engine: InferenceEngine) -> None:
     assert len(run(main())[0].completion_tokens) == 12
 
 
-def test_failing_step_reaches_everybody_who_awaits(
+def test_failed_step_raises_in_every_awaiting_task(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -239,7 +239,7 @@ def test_failing_step_reaches_everybody_who_awaits(
     assert all(isinstance(result, EngineDead) for result in run(main()))
 
 
-def test_stopping_wakes_those_who_wait(
+def test_shutdown_wakes_waiting_tasks(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -259,15 +259,15 @@ def test_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
     async def main() -> float:
         async with AsyncInferenceEngine(engine) as a:
             await a.generate([5], params(1))
-            gc.collect()  # not meanwhile
+            gc.collect()  # not in the meantime
             began = time.process_time()
             await asyncio.sleep(0.5)
             return time.process_time() - began
 
-    assert run(main()) < 0.2, "something spins"
+    assert run(main()) < 0.2, "a thread is busy waiting"
 
 
-def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
+def test_engine_is_shared_by_threads_and_tasks(engine: InferenceEngine) -> None:
     blocking: list[TrainingSample] = []
     thread = threading.Thread(
         target=lambda: blocking.extend(engine.generate([9, 9], params(4, 40)))
@@ -291,7 +291,7 @@ def test_generate_async_names_the_async_engine(engine: InferenceEngine) -> None:
         engine.generate_asinc  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_who_is_cancelled_before_a_sample_is_gone_on_with_leaves_nothing(
+def test_resume_from_cancelled_early_leaves_no_request(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request(prompt(1), params(1, max_tokens=40))
@@ -302,7 +302,7 @@ def test_who_is_cancelled_before_a_sample_is_gone_on_with_leaves_nothing(
 
     async def cancel() -> None:
         async with AsyncInferenceEngine(engine) as wrapped:
-            with engine.shared.lock:  # a step takes long
+            with engine.shared.lock:  # steps are slow
                 task = asyncio.create_task(wrapped.resume_from(partial))
                 await asyncio.sleep(0.05)
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Threads that bring weights go behind those that decode."""
+"""Threads that receive weights run at a lower priority than threads that decode."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ def in_a_thread(run: Callable[[], object]) -> None:
     thread.join(10)
 
 
-def test_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
-    own, seen = niceness(), list[int]()
+def test_step_back_lowers_only_its_thread_and_children() -> None:
+    initial, seen = niceness(), list[int]()
 
     def bring() -> None:
         step_back()
@@ -34,8 +34,8 @@ def test_thread_steps_back_with_those_that_it_starts_and_no_others() -> None:
 
     in_a_thread(bring)
     assert seen == [NICENESS, NICENESS]
-    assert niceness() == own
+    assert niceness() == initial
 
 
-def test_groups_are_made_by_such_threads() -> None:
+def test_deadline_before_runs_in_a_background_thread() -> None:
     assert before(Deadline(5), niceness, "the trainer") == NICENESS

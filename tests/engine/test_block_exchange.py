@@ -1,6 +1,4 @@
-"""Blocks that move between engines change no bit, and nothing gets in under a name that is not its
-own.
-"""
+"""Moving blocks between engines changes no bit, and no block is imported under a wrong name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +36,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
     threads = torch.get_num_threads()
 
     def make(family: str = "llama", **options: Any) -> InferenceEngine:
-        given = {
+        defaults = {
             "block_size": SIZE,
             "device": "cpu",
             "num_threads": 1,
@@ -46,7 +44,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
             "backend": "reference",
         }
         built.append(
-            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(defaults | options)))
         )
         return built[-1]
 
@@ -69,7 +67,7 @@ def bits(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def finished(engine: InferenceEngine) -> TrainingSample:
-    """The one sample that an engine is busy with."""
+    """Return the only sample of the engine."""
     samples: list[TrainingSample] = []
     while engine.has_pending():
         samples += engine.step()
@@ -83,7 +81,7 @@ def move(
     names: tuple[int, ...],
     max_bytes: int = 1 << 20,
 ) -> int:
-    """All of a chain that the source has; returns how much of it the target has now."""
+    """Move all blocks of a chain that the source has. Return the number of blocks in the target."""
     here = 0
     while (
         here < len(names)
@@ -104,7 +102,7 @@ def move(
         ("gemma3", "radix", "auto"),
     ],
 )
-def test_prompt_goes_on_elsewhere_with_the_same_bits(
+def test_imported_prompt_continues_bit_identically(
     build: Build, family: str, cache_type: str, backend: str
 ) -> None:
     source, target, alone = (
@@ -119,7 +117,7 @@ def test_prompt_goes_on_elsewhere_with_the_same_bits(
     sample = target.generate([prompt], params())[0]
     assert sample.cached_tokens == 16
     assert bits(sample) == bits(alone.generate([prompt], params())[0])
-    # Going on from what the first engine drew, as a decode replica does.
+    # Continue from tokens that the first engine sampled, like a decode replica.
     partial = replace(first, finish_reason="abort")
     target.resume_from(partial, max_new_tokens=4)
     assert bits(finished(target)) == bits(sample)
@@ -135,8 +133,8 @@ def test_prompt_goes_on_elsewhere_with_the_same_bits(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject) -> None:
-    """Requests, exchanges, flushes in any order, on caches that are too small for all of it."""
+def test_import_at_any_time_changes_no_bit(build: Build, data: st.DataObject) -> None:
+    """Mix requests, exchanges and flushes in any order on caches that are too small for all blocks."""
     family = data.draw(st.sampled_from(FAMILIES))
     kinds = [data.draw(st.sampled_from(["paged", "radix"])) for _ in range(2)]
     engines = [_kept(build, family, kind, place) for place, kind in enumerate(kinds)]
@@ -144,7 +142,7 @@ def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject)
     expected: dict[int, TrainingSample] = {}
     prompts: dict[int, list[int]] = {}
     for engine in engines:
-        while engine.has_pending():  # of an example that Hypothesis gave up in its middle
+        while engine.has_pending():  # left over from an example that Hypothesis gave up halfway
             engine.step()
         engine.flush_cache()
     for _ in range(data.draw(st.integers(2, 8))):
@@ -171,9 +169,9 @@ def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject)
                 engine.flush_cache()
             case _:
                 pass
-        for each in engines:
-            _take(each, expected, steps=data.draw(st.integers(0, 3)))
-            each.loop.check()
+        for target in engines:
+            _take(target, expected, steps=data.draw(st.integers(0, 3)))
+            target.loop.check()
     for engine in engines:
         _take(engine, expected, steps=1000)
         engine.loop.check()
@@ -185,16 +183,16 @@ def _kept(
     build: Build,
     family: str,
     kind: str,
-    place: int,
+    position: int,
     kept: dict[Any, InferenceEngine] = {},  # noqa: B006
 ) -> InferenceEngine:
-    key = (id(build), family, kind, place)
+    key = (id(build), family, kind, position)
     if key not in kept:
         small = 26 * SIZE * {"llama": 512, "gemma3": 512, "mistral": 512, "gemma4": 1024}[family]
         kept[key] = build(
             family,
             cache_type=kind,
-            kv_cache_memory=2**20 if place == 2 else small,
+            kv_cache_memory=2**20 if position == 2 else small,
             max_model_len=64,
         )
     return kept[key]
@@ -209,7 +207,7 @@ def _take(engine: InferenceEngine, expected: dict[Any, TrainingSample], steps: i
 
 
 @pytest.mark.thorough
-def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
+def test_ranks_export_and_import_their_own_shards(build: Build) -> None:
     engine, alone = build(tensor_parallel=2), build()
     prompt = prompt_of(18)
     want = engine.generate([prompt], params())[0]
@@ -224,14 +222,14 @@ def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
     engine.generate(
         [[place % 290 + 5 for place in range(at, at + 100)] for at in range(0, 500, 100)], params(1)
     )
-    engine.flush_cache()  # and what stood in these blocks is overwritten
+    engine.flush_cache()  # the old contents of these blocks are overwritten
     assert engine.blocks.import_blocks(piece) == 4
     again = engine.generate([prompt], params())[0]
     assert again.cached_tokens == 16
     assert bits(again) == bits(want)
 
 
-def test_windows_on_several_ranks_are_refused_by_name(build: Build) -> None:
+def test_windows_on_several_ranks_are_rejected_by_name(build: Build) -> None:
     with pytest.raises(
         InvalidRequest,
         match="engines of several ranks cannot exchange blocks of layers with a window",
@@ -246,7 +244,7 @@ def piece_of(engine: InferenceEngine, prompt: list[int]) -> BlockPiece:
     return piece
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(build: Build) -> None:
+def test_import_rejects_mismatched_blocks_without_side_effects(build: Build) -> None:
     source, target = build(), build(cache_type="radix")
     piece = piece_of(source, prompt_of(17))
     tokens, form, space = piece.token_ids, piece.format, piece.namespace
@@ -270,32 +268,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(build: Build) -> None:
         ("piece", replace(piece, first=-1)),
         ("piece", replace(piece, names=(), token_ids=(), data=piece.data[:0])),
     ]
-    for text, each in wrong:
+    for text, blocks in wrong:
         with pytest.raises(InvalidRequest, match=text):
-            target.blocks.import_blocks(each)
+            target.blocks.import_blocks(blocks)
     target.loop.check()
     target.blocks.report()
     assert ([*target.blocks.report(lost=True).published], target.cache.num_free_blocks()) == before
     assert target.blocks.num_imported == 0
-    assert target.blocks.import_blocks(piece) == 4  # what all of these were made of
+    assert target.blocks.import_blocks(piece) == 4  # weights that computed all of these blocks
 
 
-def test_blocks_of_old_weights_are_refused(build: Build) -> None:
+def test_blocks_of_old_weights_are_rejected(build: Build) -> None:
     source, target = build(), build()
     piece = piece_of(source, prompt_of(12))
     names = piece.names
     source.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
-    assert source.blocks.export_blocks(names) is None, "an old block was found"
+    assert source.blocks.export_blocks(names) is None, "an old block matched"
     target.update_weights(llama_weights(llama_config(), seed=5), blocking=True)
     with pytest.raises(VersionGone, match="version 0; this engine serves version 1"):
         target.blocks.import_blocks(piece)
-    # not computed under the new ones yet
+    # not yet recomputed under the new weights
     assert move(source, target, source.blocks.names(prompt_of(12))) == 0
     source.generate([prompt_of(12)], params(1))
     assert move(source, target, source.blocks.names(prompt_of(12))) == 3
 
 
-def test_hole_and_a_full_cache_take_less(build: Build) -> None:
+def test_import_is_partial_after_a_gap_or_in_a_full_cache(build: Build) -> None:
     source, target = build(), build(kv_cache_memory=6 * SIZE * 512, max_model_len=24)
     prompt = prompt_of(40)
     piece = piece_of(source, prompt)
@@ -305,10 +303,10 @@ def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     half = source.blocks.export_blocks(piece.names[:6])
     later = source.blocks.export_blocks(piece.names[:6], first=3)
     assert half is not None and later is not None  # noqa: PT018
-    assert target.blocks.import_blocks(later) == 0, "blocks without what comes before them"
+    assert target.blocks.import_blocks(later) == 0, "blocks without their prefix"
     request = target.add_request(prompt_of(9), params(6))
     target.step()
-    assert target.blocks.import_blocks(half) == 3, "more than was free"
+    assert target.blocks.import_blocks(half) == 3, "more blocks than were free"
     assert target.blocks.import_blocks(half) == 3
     target.loop.check()
     assert finished(target).request_id == request
@@ -316,7 +314,7 @@ def test_hole_and_a_full_cache_take_less(build: Build) -> None:
     target.loop.check()
 
 
-def test_asleep_and_without_prefixes(build: Build) -> None:
+def test_exchange_rejects_sleep_and_disabled_prefix_caching(build: Build) -> None:
     source, target = build(), build(enable_prefix_caching=False)
     piece = piece_of(source, prompt_of(9))
     for call in (
@@ -337,7 +335,7 @@ def test_asleep_and_without_prefixes(build: Build) -> None:
     assert source.blocks.import_blocks(piece) == 2
 
 
-def test_names_are_those_of_the_prompt_and_of_nothing_else(build: Build) -> None:
+def test_block_names_cover_only_the_prompt(build: Build) -> None:
     source = build(cache_type="radix")
     piece = piece_of(source, prompt_of(13))
     assert piece.namespace == Namespace("policy", 0)
@@ -353,7 +351,7 @@ def test_names_are_those_of_the_prompt_and_of_nothing_else(build: Build) -> None
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_reports_say_what_a_cache_has(build: Build, cache_type: str) -> None:
+def test_cache_reports_list_cached_blocks(build: Build, cache_type: str) -> None:
     engine = build(cache_type=cache_type, kv_cache_memory=12 * SIZE * 512, max_model_len=48)
     known: set[int] = set()
     for round_ in range(12):
@@ -368,7 +366,7 @@ def test_reports_say_what_a_cache_has(build: Build, cache_type: str) -> None:
             engine.generate([prompt_of(10 + 3 * round_)], params(2))
 
 
-def test_news_are_bounded_and_cancel_out() -> None:
+def test_cache_events_are_bounded_and_cancel_out() -> None:
     news = BlockChanges(most=3)
     assert news.take([5]).whole
     for name in (1, 2):

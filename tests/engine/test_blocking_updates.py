@@ -1,6 +1,4 @@
-"""A blocking update returns or raises: whatever waits in the queue, whoever has paused, and in
-whichever order.
-"""
+"""A blocking update returns or raises for every queue, pause owner and order of events."""
 
 import itertools
 import threading
@@ -14,7 +12,7 @@ from nano_inference import InferenceEngine, WeightUpdateError
 from nano_inference.types import KvPolicy
 from tests.weights.weight_cases import NEW, NEWER, NORM, PROMPT, Build, drain, drawn
 
-SECONDS = 30.0  # without a case that ends: it hangs
+SECONDS = 30.0  # a case that never ends hangs
 POLICIES: tuple[KvPolicy, ...] = get_args(KvPolicy)
 CHANGE = {NORM: NEW[NORM]}
 OTHER = {NORM: NEWER[NORM]}
@@ -39,7 +37,9 @@ ACTS: dict[str, Act] = {
 
 
 def cases() -> Iterator[tuple[tuple[str, ...], bool, KvPolicy]]:
-    """Every order of up to two acts, and of three where something waits and something is paused."""
+    """Yield every order of up to two actions, and of three if something waits and the engine is
+    paused.
+    """
     for length in range(4):
         for acts in itertools.product(ACTS, repeat=length):
             waits = {"wait", "finish_old"}.intersection(acts)
@@ -53,12 +53,12 @@ def cases() -> Iterator[tuple[tuple[str, ...], bool, KvPolicy]]:
 
 
 class Watched:
-    """Runs cases on a thread of their own, until one does not end."""
+    """Run cases on a separate thread until one hangs."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
         self.ended = 0
-        self.refused: dict[tuple[tuple[str, ...], KvPolicy], bool] = {}  # whether as it should be
+        self.refused: dict[tuple[tuple[str, ...], KvPolicy], bool] = {}  # as expected or not
         self.problem: BaseException | None = None
         self.now: Any = None
         self._moved = threading.Event()
@@ -70,7 +70,7 @@ class Watched:
             self._moved.clear()
             thread.join(0.05)
             if thread.is_alive() and not self._moved.is_set() and not self._moved.wait(SECONDS):
-                self.engine.shutdown()  # which ends the wait
+                self.engine.shutdown()  # ends the wait
                 thread.join(SECONDS)
                 raise AssertionError(f"it hangs: {self.now}")
         if self.problem is not None:
@@ -114,7 +114,7 @@ class Watched:
 
 @contextmanager
 def ending(engine: InferenceEngine) -> Iterator[None]:
-    """What hangs inside raises `EngineDead`."""
+    """Expect `EngineDead` from any call that hangs inside."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -127,7 +127,7 @@ def ending(engine: InferenceEngine) -> Iterator[None]:
 
 
 @pytest.mark.thorough
-def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
+def test_updates_and_pauses_end_in_every_short_order(build: Build) -> None:
     engine = build()
     watched = Watched(engine)
     watched.run()
@@ -140,10 +140,10 @@ def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
     assert len(refused) < watched.ended // 2
 
 
-def test_update_of_another_thread_that_comes_before_is_seen(
+def test_update_of_another_thread_is_seen_if_it_comes_first(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the look at the queue, and before the blocking update stands in it."""
+    """The update arrives after the queue was checked and before the blocking update is queued."""
     engine = build()
     engine.add_request(PROMPT, drawn(8))
     engine.step()
@@ -170,7 +170,7 @@ def test_update_of_another_thread_that_comes_before_is_seen(
     assert engine.get_weight_version() == version
     engine.resume()
     (sample,) = drain(engine)
-    assert sample.finish_reason == "length", "what was withdrawn aborts nothing"
+    assert sample.finish_reason == "length", "a withdrawn update aborted a request"
     assert engine.get_weight_version() == 1
     assert engine.update_weights(OTHER, blocking=True).version == 2
 
@@ -183,7 +183,7 @@ def test_blocking_update_waits_for_another_threads_resume(build: Build) -> None:
     engine.pause()
     waiting = threading.Thread(target=engine.update_weights, args=(OTHER, True), daemon=True)
     waiting.start()
-    # but who paused may not wait
+    # but the thread that paused must not wait
     with ending(engine), pytest.raises(WeightUpdateError, match="this thread"):
         engine.update_weights(CHANGE, blocking=True)
     assert waiting.is_alive()

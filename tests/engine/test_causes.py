@@ -1,4 +1,4 @@
-"""An error that is passed on is not its own cause: a loop over `__cause__` must end."""
+"""A re-raised error is not its own cause: a loop over `__cause__` must end."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from nano_inference.ranks.runner import RankedRunner
 from tests.weights.weight_cases import NORM, Build
 
 
-def test_refused_bucket_is_not_its_own_cause(build: Build) -> None:
+def test_rejected_bucket_is_not_its_own_cause(build: Build) -> None:
     manager = build().weight_sync
     manager.begin()
     with pytest.raises(WeightUpdateError, match="shape") as raised:
@@ -34,7 +34,7 @@ def test_lost_rank_is_not_its_own_cause() -> None:
 
 
 @pytest.mark.parametrize("call", ["add", "finish"])
-def test_refused_update_of_a_ray_fleet_is_not_its_own_cause(call: str) -> None:
+def test_rejected_ray_fleet_update_is_not_its_own_cause(call: str) -> None:
     pytest.importorskip("ray")
     from nano_ray.fleet_client import RayUpdate
 

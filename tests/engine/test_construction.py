@@ -1,4 +1,4 @@
-"""An engine whose constructor fails leaves nothing behind."""
+"""A failed engine constructor releases everything."""
 
 from pathlib import Path
 from typing import Any
@@ -31,20 +31,18 @@ def fail(*_: Any) -> None:
 
 @pytest.fixture
 def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
-    """The parts of engines that are built; a lockstep is not looked at."""
-    found: list[Parts] = []
+    """Return the parts of the engines that are built, without a lockstep."""
+    parts: list[Parts] = []
 
     def assemble(config: EngineConfig, launcher: Any, _: Any) -> Parts:
-        found.append(assemble_all(config, launcher))
-        return found[-1]
+        parts.append(assemble_all(config, launcher))
+        return parts[-1]
 
     monkeypatch.setattr(engine_module, "assemble_all", assemble)
-    return found
+    return parts
 
 
-def test_engine_that_fails_late_ends_its_ranks(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_construction_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = ThreadLauncher()
     monkeypatch.setattr(engine_module, "make_drafter", fail)
     with pytest.raises(ConfigError, match="fails late"):
@@ -54,7 +52,7 @@ def test_engine_that_fails_late_ends_its_ranks(
         assert not handle.alive()
 
 
-def test_engine_that_fails_late_lets_go_of_its_weights(
+def test_failed_construction_releases_the_weights(
     folder: str, tmp_path: Path, assembled: list[Parts]
 ) -> None:
     with pytest.raises(AdapterError):
@@ -64,7 +62,7 @@ def test_engine_that_fails_late_lets_go_of_its_weights(
 
 
 class Left:
-    """A lockstep that says whether the engine has left it. It is its own bell, which nobody rings."""
+    """Fake lockstep (and its own bell) that records if the engine has left."""
 
     group = None
     is_left = False
@@ -83,7 +81,7 @@ class Left:
         self.is_left = True
 
 
-def test_engine_that_fails_late_leaves_the_lockstep(
+def test_failed_construction_leaves_the_lockstep(
     folder: str, tmp_path: Path, assembled: list[Parts]
 ) -> None:
     lockstep: Any = Left()
@@ -92,7 +90,7 @@ def test_engine_that_fails_late_leaves_the_lockstep(
     assert lockstep.is_left
 
 
-def test_engine_that_fails_late_removes_its_kept_files(folder: str, tmp_path: Path) -> None:
+def test_failed_construction_removes_offloaded_files(folder: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with pytest.raises(AdapterError):
         InferenceEngine(
@@ -101,9 +99,7 @@ def test_engine_that_fails_late_removes_its_kept_files(folder: str, tmp_path: Pa
     assert not [each for each in kept.iterdir() if each.is_dir()]
 
 
-def test_engine_that_cannot_be_assembled_leaves_the_lockstep(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_assembly_leaves_the_lockstep(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lockstep: Any = Left()
     monkeypatch.setattr(engine_module, "assemble_all", fail)
     with pytest.raises(ConfigError, match="fails late"):
@@ -111,7 +107,7 @@ def test_engine_that_cannot_be_assembled_leaves_the_lockstep(
     assert lockstep.is_left
 
 
-def test_engine_that_is_built_keeps_its_parts(folder: str, assembled: list[Parts]) -> None:
+def test_built_engine_keeps_its_parts(folder: str, assembled: list[Parts]) -> None:
     lockstep: Any = Left()
     with InferenceEngine(config(folder), lockstep=lockstep):
         assert not lockstep.is_left

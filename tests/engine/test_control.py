@@ -1,6 +1,4 @@
-"""Pause, sleep, abort, going on: nothing that is done to a request between two tokens changes its
-tokens.
-"""
+"""Pausing, sleeping, aborting and resuming between two tokens do not change the tokens."""
 
 import asyncio
 import threading
@@ -23,7 +21,7 @@ from tests.standing import stand_still
 from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until
 
 LENGTH = 12
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 
 
 def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
@@ -33,11 +31,16 @@ def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
 
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:
-    """All that follows from the arithmetic, to the bit."""
-    own: dict[str, Any] = {"request_id": 0, "group_id": 0, "cached_tokens": 0, "kv_versions": ()}
-    own |= {"sampling_params": None}
-    one, other = replace(one, **own), replace(other, **own)
-    return repr(one) == repr(other)  # nan equals nan
+    """Return the computed fields of a sample for a bitwise comparison."""
+    ignored: dict[str, Any] = {
+        "request_id": 0,
+        "group_id": 0,
+        "cached_tokens": 0,
+        "kv_versions": (),
+    }
+    ignored |= {"sampling_params": None}
+    one, other = replace(one, **ignored), replace(other, **ignored)
+    return repr(one) == repr(other)  # so that NaN equals NaN
 
 
 # -- pause -----------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ def test_pause_changes_no_bit(build: Build, lookahead: int, steps: int) -> None:
     assert same(samples[1], expected)
 
 
-def test_pause_that_waits_holds_newcomers(build: Build) -> None:
+def test_waiting_pause_holds_new_requests(build: Build) -> None:
     engine = build(lookahead=1)
     done: list[TrainingSample] = []
     first = engine.add_request(PROMPT, drawn())
@@ -81,7 +84,7 @@ def test_pause_that_waits_holds_newcomers(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [second]
 
 
-def test_pause_that_aborts_returns_what_there_is(build: Build) -> None:
+def test_aborting_pause_returns_partial_samples(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(), num_samples=2)
     for _ in range(4):
@@ -101,17 +104,17 @@ def test_generate_waits_for_another_threads_resume(build: Build) -> None:
     pausing = threading.Thread(target=engine.pause)
     pausing.start()
     pausing.join()
-    found: list[TrainingSample] = []
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPT, drawn())))
+    samples: list[TrainingSample] = []
+    thread = threading.Thread(target=lambda: samples.extend(engine.generate(PROMPT, drawn())))
     thread.start()
     time.sleep(0.2)
-    assert not found
+    assert not samples
     engine.resume()
     thread.join(PATIENCE)
-    assert same(found[0], expected)
+    assert same(samples[0], expected)
 
 
-def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
+def test_generate_rejects_a_pause_by_its_own_thread(build: Build) -> None:
     engine = build()
     engine.pause()
     with pytest.raises(
@@ -181,22 +184,22 @@ def test_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode
     assert same(asyncio.run(main()), expected)
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough(cases=["0-radix"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_partial_sample_goes_on_token_for_token(
+def test_partial_sample_resumes_token_for_token(
     build: Build, cache_type: str, lookahead: int
 ) -> None:
-    told = {
+    requests = {
         "sampling_mask": True,
         "top_logprobs": 2,
         "prompt_logprobs": True,
         "prompt_top_logprobs": 3,
     }
-    params = drawn(top_k=20, presence_penalty=0.5, **told)
+    params = drawn(top_k=20, presence_penalty=0.5, **requests)
     expected = build().generate(PROMPT, params, 2)
     for steps in range(1, LENGTH + 1):
         engine = build(cache_type=cache_type, lookahead=lookahead, max_tokens_per_batch=16)
@@ -214,7 +217,7 @@ def test_partial_sample_goes_on_token_for_token(
         engine.shutdown()
 
 
-def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
+def test_resume_from_reuses_the_cache(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn())
     for _ in range(8):
@@ -227,7 +230,7 @@ def test_going_on_uses_what_the_cache_holds(build: Build) -> None:
     assert engine.stats().tokens_computed - before == known - (known - 1) // 4 * 4
 
 
-def test_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> None:
+def test_resume_from_continues_a_length_limited_sample(build: Build) -> None:
     engine = build()
     long = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]
@@ -239,8 +242,8 @@ def test_sample_that_ended_by_length_goes_on_when_told_how_far(build: Build) -> 
     assert sample.sampling_params == replace(drawn(), max_tokens=20)
 
 
-def test_turns_of_a_tool(build: Build) -> None:
-    """Appended tokens are in the sample, marked, and the model reads them."""
+def test_resume_from_appends_tool_turns(build: Build) -> None:
+    """Appended tokens are marked in the sample, and the model reads them."""
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
     tool = [7, 8, 9]
@@ -265,7 +268,7 @@ def test_turns_of_a_tool(build: Build) -> None:
     )
 
 
-def test_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> None:
+def test_resume_from_continues_a_stopped_sample_after_new_tokens(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, drawn(6))[0]
     params = drawn(6, stop_token_ids=frozenset([first.completion_tokens[2]]))
@@ -278,7 +281,7 @@ def test_sample_that_stopped_goes_on_behind_appended_tokens(build: Build) -> Non
     assert sample.completion_tokens[:4] == (*stopped.completion_tokens, 4)
 
 
-def test_going_on_under_exactly_some_version(build: Build) -> None:
+def test_resume_from_honors_an_exact_version(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(30))
     engine.add_request(PROMPT, drawn())
@@ -297,7 +300,7 @@ def test_going_on_under_exactly_some_version(build: Build) -> None:
         engine.resume_from(partial, version=0)
 
 
-def test_what_cannot_go_on_is_refused(build: Build) -> None:
+def test_resume_from_rejects_samples_that_cannot_continue(build: Build) -> None:
     engine = build()
     sample = engine.generate(PROMPT, drawn(4))[0]
     for bad, message in [
@@ -320,7 +323,7 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
     assert not engine.has_pending()
 
 
-def test_async_engine_goes_on(build: Build) -> None:
+def test_async_engine_resumes_samples(build: Build) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]

@@ -1,4 +1,4 @@
-"""What an engine takes where its config says nothing: dtype, and memory."""
+"""Default dtype and memory of an engine."""
 
 import logging
 from dataclasses import replace
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine without bfloat16 in its processor, whose kernels are of this build."""
+    """Simulate a machine without bfloat16 instructions that has matching kernels."""
     monkeypatch.setattr(loading, "cpu_multiplies_bf16", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends._tell_once.cache_clear()
@@ -42,7 +42,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         (None, {"quantization": "int8"}, torch.bfloat16),
     ],
 )
-def test_choose_dtype_of_a_gguf_file_is_bfloat16_where_it_gains(
+def test_choose_dtype_of_a_gguf_file_is_bfloat16_if_it_is_faster(
     tmp_path: Path, on: Any, build: str | None, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     on(build)
@@ -51,7 +51,7 @@ def test_choose_dtype_of_a_gguf_file_is_bfloat16_where_it_gains(
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_choose_dtype_of_a_checkpoint_is_its_own(
+def test_choose_dtype_keeps_the_dtype_of_a_checkpoint(
     tmp_path: Path, on: Any, stored: torch.dtype
 ) -> None:
     on("avx2")
@@ -59,10 +59,10 @@ def test_choose_dtype_of_a_checkpoint_is_its_own(
     assert choose_dtype(EngineConfig("m"), spec, CPU) == stored
 
 
-def test_choose_dtype_of_float16_is_bfloat16_where_the_kernels_run(
+def test_choose_dtype_of_float16_is_bfloat16_if_kernels_run(
     tmp_path: Path, on: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reference backend, which computes float16, takes 100 times as long."""
+    """The reference backend computes float16, but 100 times slower."""
     on("avx2")
     spec = load_spec(tiny_llama(tmp_path, dtype=torch.float16))
     with caplog.at_level(logging.INFO, "nano_inference"):
@@ -74,7 +74,7 @@ def test_choose_dtype_of_float16_is_bfloat16_where_the_kernels_run(
         assert choose_dtype(EngineConfig("m", **options), spec, CPU) == torch.float16
 
 
-def test_engine_of_float16_says_why_it_is_slow_and_what_to_do(
+def test_float16_engine_logs_why_it_is_slow_and_the_fix(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backends._warn_once.cache_clear()
@@ -87,7 +87,7 @@ def test_engine_of_float16_says_why_it_is_slow_and_what_to_do(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-32", "int4"])
-def test_engine_of_codes_keeps_keys_and_values_in_two_bytes(
+def test_quantized_engine_caches_two_byte_keys_and_values(
     tmp_path: Path, quantization: Any
 ) -> None:
     folder = str(tiny_llama(tmp_path))

@@ -1,4 +1,4 @@
-"""What a delta says beside its tokens, with and without a stream."""
+"""Metadata of deltas, with and without streaming."""
 
 from collections import defaultdict
 
@@ -22,10 +22,10 @@ def run(
 
 
 def by_sample(deltas: list[Delta]) -> dict[int, list[Delta]]:
-    found: dict[int, list[Delta]] = defaultdict(list)
+    deltas_of: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
-        found[delta.sample_index].append(delta)
-    return found
+        deltas_of[delta.sample_index].append(delta)
+    return deltas_of
 
 
 def finished(deltas: list[Delta]) -> TrainingSample:
@@ -35,7 +35,7 @@ def finished(deltas: list[Delta]) -> TrainingSample:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_streamed_numbers_are_those_of_the_sample(build: Build, lookahead: int) -> None:
+def test_deltas_join_to_the_sample(build: Build, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     for mine in by_sample(run(engine, PARAMS, stream=True)).values():
         sample = finished(mine)
@@ -47,7 +47,7 @@ def test_streamed_numbers_are_those_of_the_sample(build: Build, lookahead: int) 
             assert len(delta.top_logprobs) == len(delta.token_ids) == len(delta.raw_logprobs or ())
 
 
-def test_what_nobody_asked_for_is_none(build: Build) -> None:
+def test_delta_fields_are_none_unless_requested(build: Build) -> None:
     plain = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
     for stream in (True, False):
         for delta in run(build(), plain, stream=stream):
@@ -56,9 +56,7 @@ def test_what_nobody_asked_for_is_none(build: Build) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_every_delta_says_what_was_cached_and_how_long_it_queued(
-    build: Build, stream: bool
-) -> None:
+def test_deltas_report_cached_tokens_and_queue_time(build: Build, stream: bool) -> None:
     engine = build(max_batch_size=3)
     first = run(engine, PARAMS, stream=stream)
     assert {delta.cached_tokens for delta in first} == {0}
@@ -69,8 +67,8 @@ def test_every_delta_says_what_was_cached_and_how_long_it_queued(
     assert {delta.cached_tokens for delta in again} == {8}
     waited = {delta.queued for delta in again}
     assert len({delta.queued for delta in first}) == 1
-    assert len(waited) == 1, "one request waits once, whatever its samples"
-    assert min(waited) > first[0].queued, "it waited for forty steps of others"
+    assert len(waited) == 1, "a request waits once for all its samples"
+    assert min(waited) > first[0].queued, "the request waited for forty steps of others"
 
 
 def test_preemption_does_not_queue_again(build: Build) -> None:
@@ -86,7 +84,7 @@ def test_preemption_does_not_queue_again(build: Build) -> None:
         assert len({delta.queued for delta in arrived if delta.request_id == request_id}) == 1
 
 
-def test_request_that_is_aborted_in_the_queue_says_how_long_it_waited(build: Build) -> None:
+def test_request_aborted_in_the_queue_reports_its_queue_time(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([1, 2], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     engine.step()

@@ -1,4 +1,4 @@
-"""`embed` beside transformers, and its bits in company."""
+"""`embed` compared with transformers, and its bits in shared batches."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +28,14 @@ def config(folder: Path, backend: str, **options: object) -> EngineConfig:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
-def test_it_is_what_transformers_has_behind_the_last_norm(
+def test_embedding_equals_transformers_after_the_last_norm(
     tmp_path: Path, family: str, backend: str
 ) -> None:
     folder = tiny_model(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with InferenceEngine(config(folder, backend)) as engine:
-        found = engine.embed(PROMPTS)
-    for prompt, row in zip(PROMPTS, found, strict=True):
+        actual = engine.embed(PROMPTS)
+    for prompt, row in zip(PROMPTS, actual, strict=True):
         with torch.no_grad():
             expected = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
         assert row.dtype == torch.float32
@@ -43,11 +43,11 @@ def test_it_is_what_transformers_has_behind_the_last_norm(
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_its_bits_know_nothing_of_the_schedule(tmp_path: Path, backend: str) -> None:
+def test_embedding_bits_do_not_depend_on_the_schedule(tmp_path: Path, backend: str) -> None:
     folder = tiny_model(tmp_path, "llama")
     with InferenceEngine(config(folder, backend, dtype="bfloat16")) as engine:
         alone = [engine.embed([prompt])[0] for prompt in PROMPTS]
-        again = engine.embed(PROMPTS)  # from the prefix cache, and together
+        again = engine.embed(PROMPTS)  # from the prefix cache, in one batch
     options = {"max_chunk_tokens": 7, "block_size": 4, "lookahead": 1, "speculation": "suffix"}
     with InferenceEngine(config(folder, backend, dtype="bfloat16", **options)) as engine:
         request = engine.add_request([8, 9, 10], SamplingParams(max_tokens=40, ignore_eos=True))
@@ -62,7 +62,7 @@ def test_its_bits_know_nothing_of_the_schedule(tmp_path: Path, backend: str) -> 
             assert np.array_equal(row.numpy(), first.numpy())
 
 
-def test_new_weights_are_seen(tmp_path: Path) -> None:
+def test_embedding_uses_updated_weights(tmp_path: Path) -> None:
     with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
         (before,) = engine.embed([[3, 4, 5]])
         engine.update_weights({"model.norm.weight": engine.model.params["norm"] * 2.0})
@@ -70,7 +70,7 @@ def test_new_weights_are_seen(tmp_path: Path) -> None:
     torch.testing.assert_close(after, 2 * before)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_embed_rejects_invalid_prompts(tmp_path: Path) -> None:
     with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
         with pytest.raises(RequestTooLarge):
             engine.embed([list(range(3, 68))])
@@ -79,10 +79,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert engine.loop.watches == ()
 
 
-def test_many_threads_may_ask(tmp_path: Path) -> None:
+def test_embed_runs_from_many_threads(tmp_path: Path) -> None:
     with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
         (expected,) = engine.embed([[3, 4, 5]])
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: engine.embed([[3, 4, 5]])[0], range(40)))
-        assert all(torch.equal(row, expected) for row in found)
+            rows = list(pool.map(lambda _: engine.embed([[3, 4, 5]])[0], range(40)))
+        assert all(torch.equal(row, expected) for row in rows)
         assert engine.loop.watches == ()

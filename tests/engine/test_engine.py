@@ -1,6 +1,4 @@
-"""The engine's front door on tiny models: what comes back, in which order, and what a bad request
-cannot do.
-"""
+"""The public engine API on tiny models: results, their order, and rejected requests."""
 
 import logging
 import math
@@ -58,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(model: Path) -> Iterator[Build]:
-    """Engines on the tiny model, of one thread: its tensors are small."""
+    """Build single-threaded engines on the tiny model."""
     threads, engines = torch.get_num_threads(), list[InferenceEngine]()
 
     def make(folder: Path = model, **options: Any) -> InferenceEngine:
@@ -83,7 +81,7 @@ def assert_all_blocks_free(engine: InferenceEngine) -> None:
 
 
 def assert_aligned(sample: TrainingSample) -> None:
-    """Every per-token tuple has one entry a token, and the spans cover them without gaps."""
+    """Check that every per-token tuple has one entry per token and that the spans cover all tokens."""
     num = len(sample.completion_tokens)
     assert len(sample.logprobs) == num
     assert sample.log_kept_mass is not None
@@ -106,7 +104,7 @@ def assert_aligned(sample: TrainingSample) -> None:
     assert all(type(value) is float and math.isfinite(value) for value in sample.logprobs)
 
 
-# -- the front door --------------------------------------------------------------------------------
+# -- generate --------------------------------------------------------------------------------------
 
 
 USAGE = """
@@ -126,7 +124,7 @@ with InferenceEngine(EngineConfig(model_path="smollm2-135m", cache_type="radix",
 
 
 @pytest.mark.thorough
-def test_usage_that_was_promised_runs_as_it_stands() -> None:
+def test_documented_usage_runs_unchanged() -> None:
     threads = torch.get_num_threads()
     weights = dict(read_tensors(resolve_model("smollm2-135m")))
     new_state_dict = {"model.norm.weight": weights["model.norm.weight"] * 1.1}
@@ -151,7 +149,7 @@ def test_usage_that_was_promised_runs_as_it_stands() -> None:
     assert names["free"]
 
 
-def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None:
+def test_results_keep_request_order(build: Build) -> None:
     lengths = [9, 1, 6, 3]
     prompts = [[10 + i] * (i + 1) for i in range(4)]
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
@@ -165,14 +163,17 @@ def test_results_come_in_request_order_whatever_ends_first(build: Build) -> None
     assert len(set(ended)) > 2, "all ended at once: the test shows nothing"
 
 
-def test_progress_is_told_after_every_step(build: Build) -> None:
-    engine, told = build(), list[tuple[int, int, int]]()
+def test_progress_is_called_after_every_step(build: Build) -> None:
+    engine, calls = build(), list[tuple[int, int, int]]()
     engine.generate(
-        [[1, 2], [3]], greedy(5, ignore_eos=True), 2, progress=lambda *numbers: told.append(numbers)
+        [[1, 2], [3]],
+        greedy(5, ignore_eos=True),
+        2,
+        progress=lambda *numbers: calls.append(numbers),
     )
-    assert told[-1] == (4, 4, 20)
-    assert told == sorted(told)
-    assert len(told) == engine.stats().num_steps
+    assert calls[-1] == (4, 4, 20)
+    assert calls == sorted(calls)
+    assert len(calls) == engine.stats().num_steps
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_progress_is_told_after_every_step(build: Build) -> None:
         [np.int64(5), 6, torch.tensor(7)],
     ],
 )
-def test_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
+def test_prompt_accepts_any_integer_sequence(build: Build, prompt: Any) -> None:
     engine = build()
     (sample,) = engine.generate(prompt, greedy(2))
     assert sample.prompt_tokens == (5, 6, 7)
@@ -195,7 +196,7 @@ def test_prompt_may_be_anything_of_integers(build: Build, prompt: Any) -> None:
     assert sample.completion_tokens == engine.generate([[5, 6, 7]], greedy(2))[0].completion_tokens
 
 
-def test_one_params_for_each_prompt_or_one_for_all(build: Build) -> None:
+def test_params_apply_per_prompt_or_to_all(build: Build) -> None:
     engine = build()
     with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts"):
         engine.generate([[1], [2], [3]], [greedy(), greedy()])
@@ -226,7 +227,7 @@ def test_group_computes_its_prompt_once(build: Build, chunk: int | None, lookahe
         assert len({s.seed for s in group}) == 1
 
 
-def test_sample_of_a_group_is_the_sample_alone(build: Build) -> None:
+def test_group_sample_equals_the_sample_of_a_single_request(build: Build) -> None:
     params = SamplingParams(max_tokens=12, seed=77, raw_logprobs=True)
     prompt = list(range(20, 41))
     group = build().generate(prompt, params, 5)
@@ -244,7 +245,7 @@ def test_group_larger_than_a_batch_takes_turns(build: Build) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_prompt_that_was_seen_is_taken_from_the_cache(build: Build, cache_type: CacheType) -> None:
+def test_repeated_prompt_is_read_from_the_cache(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, cache_type=cache_type)
     prompt = list(range(30, 41))
     (first,) = engine.generate(prompt, greedy())
@@ -269,8 +270,8 @@ def test_salt_separates_prefixes(build: Build, cache_type: CacheType) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [12, 200])
-def test_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None:
-    """Conversations that go on, prompts asked twice, groups and an update; the small cache has to
+def test_cache_kind_changes_no_bit(build: Build, num_blocks: int) -> None:
+    """Cover multi-turn conversations, repeated prompts, groups and an update. The small cache must
     evict.
     """
     stem = list(range(20, 36))
@@ -300,7 +301,7 @@ def test_kind_of_the_cache_changes_no_bit(build: Build, num_blocks: int) -> None
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: CacheType) -> None:
+def test_disabled_prefix_caching_reuses_nothing(build: Build, cache_type: CacheType) -> None:
     engine = build(block_size=4, enable_prefix_caching=False, cache_type=cache_type)
     for _ in range(2):
         assert engine.generate(list(range(30, 41)), greedy())[0].cached_tokens == 0
@@ -310,7 +311,7 @@ def test_without_prefix_caching_nothing_is_taken(build: Build, cache_type: Cache
 # -- sharing the engine ----------------------------------------------------------------------------
 
 
-def test_generate_keeps_the_samples_of_others(build: Build) -> None:
+def test_generate_keeps_samples_of_other_callers(build: Build) -> None:
     engine = build()
     short, long = (
         engine.add_request([9, 8], greedy(2)),
@@ -327,7 +328,7 @@ def test_generate_keeps_the_samples_of_others(build: Build) -> None:
     assert engine.step() == []
 
 
-def test_kept_sample_alone_is_pending(build: Build) -> None:
+def test_kept_sample_counts_as_pending(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(2))
     engine.generate([1, 2], greedy(10, ignore_eos=True))
@@ -345,10 +346,10 @@ def test_requests_are_served_in_order_of_priority(build: Build) -> None:
     while engine.has_pending():
         ended += [s.request_id for s in engine.step()]
     assert ended == [first, second, late]
-    assert engine.stats().num_preemptions == 0, "somebody was let in out of order"
+    assert engine.stats().num_preemptions == 0, "a request was admitted out of order"
 
 
-def test_failing_progress_ends_what_generate_added_and_nothing_else(build: Build) -> None:
+def test_failing_progress_ends_only_the_requests_of_generate(build: Build) -> None:
     engine = build()
     other = engine.add_request([9, 8], greedy(12, seed=1, ignore_eos=True))
 
@@ -365,7 +366,7 @@ def test_failing_progress_ends_what_generate_added_and_nothing_else(build: Build
 
 
 def test_abort_from_progress_ends_generate(build: Build) -> None:
-    """It may not wait for ever for samples that the abort handed to its caller."""
+    """`generate` must not wait for samples that the abort returned to its caller."""
     engine, calls, aborted = build(), list[int](), list[TrainingSample]()
 
     def stop(_done: int, _total: int, tokens: int) -> None:
@@ -373,18 +374,18 @@ def test_abort_from_progress_ends_generate(build: Build) -> None:
         if len(calls) == 3:
             aborted.extend(engine.abort())
         if len(calls) > 60:
-            pytest.fail("generate goes on without anything to do")
+            pytest.fail("generate continues without work")
 
     returned = engine.generate([[1, 2], [3]], greedy(20, ignore_eos=True), progress=stop)
-    found = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}
-    assert found == {(0, "abort"), (1, "abort")}
+    reasons = {(s.request_id, s.finish_reason) for s in [*returned, *aborted]}
+    assert reasons == {(0, "abort"), (1, "abort")}
 
 
 # -- abort -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
+def test_abort_returns_partial_samples(build: Build, lookahead: int) -> None:
     params = SamplingParams(
         max_tokens=20, seed=5, ignore_eos=True, raw_logprobs=True, top_k=9, sampling_mask=True
     )
@@ -411,7 +412,7 @@ def test_abort_returns_what_there_is(build: Build, lookahead: int) -> None:
     assert_all_blocks_free(engine)
 
 
-def test_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None:
+def test_abort_changes_no_bit_of_other_requests(build: Build) -> None:
     params = SamplingParams(max_tokens=15, seed=5, ignore_eos=True)
     alone = build().generate([4, 5], params)[0]
     engine = build()
@@ -426,7 +427,7 @@ def test_abort_of_one_request_leaves_the_others_their_bits(build: Build) -> None
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> None:
+def test_abort_of_an_unforked_group_returns_all_samples(build: Build, steps: int) -> None:
     engine = build(max_chunk_tokens=4)
     request = engine.add_request(list(range(50, 70)), SamplingParams(seed=8, raw_logprobs=True), 4)
     for _ in range(steps):
@@ -448,7 +449,7 @@ def test_unforked_group_aborts_as_all_its_samples(build: Build, steps: int) -> N
     assert_all_blocks_free(engine)
 
 
-def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
+def test_abort_skips_ids_of_finished_requests(build: Build) -> None:
     engine = build()
     done = engine.generate([1], greedy(1))[0].request_id
     live = engine.add_request([2], greedy(4))
@@ -456,7 +457,7 @@ def test_ids_that_are_not_live_are_passed_over(build: Build) -> None:
     for never in (999, -1, "1"):
         with pytest.raises(InvalidRequest, match="does not exist; valid ids are 0 to 1"):
             engine.abort([live, never])
-    assert engine.has_pending(), "a refused call ends nothing"
+    assert engine.has_pending(), "a rejected call ended a request"
     assert engine.abort([]) == []
     assert [s.request_id for s in engine.abort({live, done})] == [live]
     assert engine.abort() == []
@@ -551,12 +552,12 @@ BAD_REQUESTS: list[tuple[Any, Any, Any, type[InvalidRequest], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "params", "num", "error", "told"), BAD_REQUESTS)
-def test_bad_request_is_refused_by_name(
-    build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], told: str
+@pytest.mark.parametrize(("prompt", "params", "num", "error", "message"), BAD_REQUESTS)
+def test_bad_request_is_rejected_by_name(
+    build: Build, prompt: Any, params: Any, num: Any, error: type[InvalidRequest], message: str
 ) -> None:
     engine = build()
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         engine.add_request(prompt, params, num)
     assert not engine.has_pending()
 
@@ -579,7 +580,9 @@ def test_bad_request_is_refused_by_name(
         ([[1], [2] * LONGEST], greedy(), 1),
     ],
 )
-def test_generate_refuses_all_or_nothing(build: Build, prompts: Any, params: Any, num: Any) -> None:
+def test_generate_adds_all_requests_or_none(
+    build: Build, prompts: Any, params: Any, num: Any
+) -> None:
     engine = build()
     with pytest.raises(InvalidRequest):
         engine.generate(prompts, params, num)
@@ -588,8 +591,8 @@ def test_generate_refuses_all_or_nothing(build: Build, prompts: Any, params: Any
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_bad_requests_do_not_disturb_running_ones(build: Build, lookahead: int) -> None:
-    """Token for token, and the seeds that the engine gives to later requests too."""
+def test_bad_requests_do_not_disturb_running_requests(build: Build, lookahead: int) -> None:
+    """Neither the tokens nor the seeds of later requests change."""
 
     def run(disturb: bool) -> list[TrainingSample]:
         engine, samples = build(lookahead=lookahead), list[TrainingSample]()
@@ -611,8 +614,8 @@ def test_bad_requests_do_not_disturb_running_ones(build: Build, lookahead: int) 
     assert run(disturb=True) == run(disturb=False)
 
 
-def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) -> None:
-    """The model's own end id counts too: with `min_tokens` all of these would be masked."""
+def test_params_reject_stop_ids_that_mask_every_token(build: Build) -> None:
+    """The model's end token counts: with `min_tokens` every one of these ids would be masked."""
     everything_else = frozenset(range(300)) - {2}
     engine = build()
     with pytest.raises(InvalidRequest, match="leaves no token to draw"):
@@ -623,7 +626,7 @@ def test_stop_ids_and_ends_that_leave_nothing_to_draw_are_refused(build: Build) 
     assert sample.completion_tokens[0] == 2
 
 
-def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
+def test_oversized_request_error_names_the_size_that_fits(build: Build) -> None:
     engine = build(kv_cache_memory=3 * 16 * TOKEN_BYTES)
     assert engine.max_model_len == 48
     with pytest.raises(
@@ -637,7 +640,7 @@ def test_what_can_never_fit_is_told_what_would(build: Build) -> None:
     assert len(engine.generate([7] * 47, greedy(1))[0].completion_tokens) == 1
 
 
-def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
+def test_request_must_fit_a_step_without_chunked_prefill(build: Build) -> None:
     engine = build(enable_chunked_prefill=False, max_tokens_per_batch=20)
     with pytest.raises(
         RequestTooLarge,
@@ -647,7 +650,7 @@ def test_without_chunks_a_request_must_fit_a_step(build: Build) -> None:
     assert len(engine.generate([7] * 15, greedy(5, ignore_eos=True))[0].completion_tokens) == 5
 
 
-def test_more_work_than_memory_is_done_in_turns(build: Build) -> None:
+def test_work_that_exceeds_memory_runs_in_turns(build: Build) -> None:
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
     prompts = [[i] * (3 + i) for i in range(6)]
     tight = build(kv_cache_memory=8 * 4 * TOKEN_BYTES, block_size=4)
@@ -679,7 +682,7 @@ def assert_dead(engine: InferenceEngine, why: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["forward", "sample"])
-def test_failed_step_is_the_end_of_the_engine(
+def test_failed_step_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine = build()
@@ -697,7 +700,7 @@ def test_failed_step_is_the_end_of_the_engine(
     engine.shutdown()
 
 
-def test_failed_step_inside_generate_is_engine_dead_too(
+def test_failed_step_inside_generate_raises_engine_dead(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -707,7 +710,7 @@ def test_failed_step_inside_generate_is_engine_dead_too(
     assert_dead(engine, "ZeroDivisionError")
 
 
-def test_after_shutdown_every_call_says_so(build: Build) -> None:
+def test_calls_after_shutdown_raise(build: Build) -> None:
     engine = build()
     engine.add_request([1], greedy())
     engine.shutdown()
@@ -715,14 +718,14 @@ def test_after_shutdown_every_call_says_so(build: Build) -> None:
     assert_dead(engine, "shut down")
 
 
-def test_leaving_the_context_shuts_down(build: Build) -> None:
+def test_context_manager_shuts_down_on_exit(build: Build) -> None:
     with build() as engine:
         engine.generate([1], greedy(1))
     assert_dead(engine, "shut down")
 
 
 def poison(engine: InferenceEngine, token: int) -> None:
-    """The row of the embedding that stands for a token is no number any more."""
+    """Make the embedding row of a token NaN."""
     write(
         engine.model.params,
         Slot("", (1, 64), param="embed", start=token),
@@ -731,11 +734,13 @@ def poison(engine: InferenceEngine, token: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["params", "update"])
-def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: str) -> None:
+def test_non_finite_logits_end_only_their_request(build: Build, way: str) -> None:
     params = SamplingParams(max_tokens=10, seed=6, ignore_eos=True)
     healthy = [[1, 2, 3], [4, 5]]
     expected = build().generate(healthy, params)
-    assert not any(77 in s.completion_tokens for s in expected), "they would meet the poison"
+    assert not any(77 in s.completion_tokens for s in expected), (
+        "a healthy request samples the poison"
+    )
     engine = build()
     if way == "params":
         poison(engine, 77)
@@ -763,16 +768,16 @@ def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: st
     assert_all_blocks_free(engine)
 
 
-def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
+def test_non_finite_logits_keep_tokens_sampled_before(build: Build) -> None:
     (whole,) = build().generate([1, 2, 3], greedy(10, ignore_eos=True))
-    place = 4
-    token = whole.completion_tokens[place]
-    assert token not in (1, 2, 3, *whole.completion_tokens[:place])
+    position = 4
+    token = whole.completion_tokens[position]
+    assert token not in (1, 2, 3, *whole.completion_tokens[:position])
     engine = build()
     poison(engine, token)
     (sample,) = engine.generate([1, 2, 3], greedy(10, ignore_eos=True))
     assert sample.finish_reason == "abort"
-    assert sample.completion_tokens == whole.completion_tokens[: place + 1]
+    assert sample.completion_tokens == whole.completion_tokens[: position + 1]
     assert_aligned(sample)
 
 
@@ -787,7 +792,7 @@ def test_poison_met_half_way_keeps_what_was_sampled(build: Build) -> None:
         ({"max_model_len": 10_000, "kv_cache_memory": 4 * 16 * TOKEN_BYTES}, 64),
     ],
 )
-def test_length_that_does_not_fit_is_lowered_and_said(
+def test_max_model_len_is_lowered_to_fit_and_logged(
     build: Build, caplog: pytest.LogCaptureFixture, options: dict[str, int], longest: int
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference"):
@@ -796,7 +801,7 @@ def test_length_that_does_not_fit_is_lowered_and_said(
     assert f"max_model_len={options['max_model_len']} is lowered to {longest}" in caplog.text
 
 
-def test_memory_table_says_where_memory_goes(
+def test_memory_table_lists_every_use_of_memory(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"):
@@ -805,30 +810,30 @@ def test_memory_table_says_where_memory_goes(
     assert budget.num_blocks == 100_000 // (16 * TOKEN_BYTES)
     assert budget.kv_cache == budget.num_blocks * 16 * TOKEN_BYTES <= 100_000
     assert budget.max_model_len == budget.num_tokens == budget.num_blocks * 16
-    for told in (
+    for line in (
         "weights",
         "KV cache",
         f"{budget.num_blocks} blocks of 16 tokens",
         f"{TOKEN_BYTES} bytes",
         "lowered",
     ):
-        assert (told in caplog.text) == (told != "lowered")
+        assert (line in caplog.text) == (line != "lowered")
 
 
-def test_cache_is_no_larger_than_it_can_be_used(build: Build) -> None:
+def test_cache_is_capped_at_its_usable_size(build: Build) -> None:
     engine = build(kv_cache_memory=2**40, max_batch_size=3, max_model_len=50)
     assert engine.memory_budget.num_blocks == 3 * 4
     assert engine.max_model_len == 50
 
 
-def test_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) -> None:
+def test_cache_too_small_for_a_block_names_the_needed_size(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 8,191 bytes.*at least 8,192 bytes"):
         build(kv_cache_memory=8191)
     assert build(kv_cache_memory=8192).max_model_len == 16
 
 
 @pytest.mark.parametrize("asked", [500 * 2**30, 10**12, 2**62])
-def test_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
+def test_oversized_cache_is_rejected_before_weights_are_read(
     build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
     monkeypatch.setattr(parts, "load_params", None)
@@ -840,13 +845,13 @@ def test_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
         build(kv_cache_memory=asked, max_batch_size=2**53)
 
 
-def test_cache_knows_the_limit_of_a_container(
+def test_cache_size_respects_the_container_limit(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = "memory.max of the control group"
     monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(10 * 2**20, limit))
-    found = build(kv_cache_memory=None).memory_budget.kv_cache
-    assert 2 * 2**20 < found <= 10 * 2**20 // 4
+    num_bytes = build(kv_cache_memory=None).memory_budget.kv_cache
+    assert 2 * 2**20 < num_bytes <= 10 * 2**20 // 4
     with pytest.raises(
         ConfigError, match=f"MiB does not fit in memory: 10.0 MiB are free under {limit}"
     ):
@@ -859,16 +864,16 @@ def test_cache_knows_the_limit_of_a_container(
         build(kv_cache_memory=None)
 
 
-def test_cache_that_the_system_does_not_give_is_a_config_error(
+def test_failed_cache_allocation_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was free a moment ago, or the system counts otherwise."""
+    """The memory was free a moment ago, or the system counts differently."""
     monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=r"the KV cache of 1\.0 MiB cannot be allocated: .* free"):
         build()
 
 
-def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
+def test_failed_weight_allocation_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "load_params", lambda *_: torch.empty(2**60))
@@ -877,23 +882,23 @@ def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:x", "meta"])
-def test_device_that_is_not_there_is_a_config_error(build: Build, device: str) -> None:
+def test_missing_device_is_a_config_error(build: Build, device: str) -> None:
     with pytest.raises(ConfigError, match=rf"device='{device}' is not supported; use 'auto'"):
         build(device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_no_cuda_is_a_config_error(build: Build) -> None:
+def test_missing_cuda_is_a_config_error(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"device='cuda' is not available.*(CUDA|NVIDIA)"):
         build(device="cuda")
 
 
-def test_order_of_sums_is_for_the_cpu_backend(build: Build) -> None:
+def test_summation_order_is_only_for_the_cpu_backend(build: Build) -> None:
     with pytest.raises(ConfigError, match="cpu_sums='tiles' is not possible with backend='ref"):
         build(backend="reference", cpu_sums="tiles")
 
 
-def test_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
+def test_folder_without_a_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         build(tmp_path)
 
@@ -913,7 +918,7 @@ def test_samples_carry_the_fingerprint_of_the_arithmetic(
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize("tie", [True, False])
-def test_models_of_every_kind_run(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
+def test_model_of_every_family_runs(build: Build, tmp_path: Path, rope: Any, tie: bool) -> None:
     folder = tiny_llama(
         tmp_path, rope=rope, tie=tie, num_heads=4, num_kv_heads=1, layers=1, dtype=torch.bfloat16
     )
@@ -959,7 +964,7 @@ def test_seed_of_64_bits_is_kept(build: Build, seed: int) -> None:
     assert sample.seed == seed
 
 
-def test_fresh_seeds_do_not_meet(build: Build) -> None:
+def test_fresh_seeds_are_distinct(build: Build) -> None:
     engine = build(seed=None)
     for _ in range(100):
         engine.add_request([1], SamplingParams())
@@ -975,7 +980,7 @@ EVEN = frozenset(range(0, 300, 2))
 
 @pytest.fixture
 def eager(tmp_path: Path) -> Path:
-    """A model that ends at every even id: about every other token."""
+    """Model that ends at every even id, about every second token."""
     return write_model(
         tmp_path, llama_config() | {"eos_token_id": sorted(EVEN)}, llama_weights(llama_config())
     )
@@ -985,32 +990,32 @@ def test_stop_id_ends_the_sample_and_is_its_last_token(build: Build) -> None:
     (whole,) = build().generate([1, 2], SamplingParams(max_tokens=20, seed=9, ignore_eos=True))
     tokens = whole.completion_tokens
     assert (whole.finish_reason, whole.stop_reason, len(tokens)) == ("length", None, 20)
-    for place in (0, 7, 19):
-        stops = frozenset({tokens[place]})
-        first = tokens.index(tokens[place])
+    for position in (0, 7, 19):
+        stops = frozenset({tokens[position]})
+        first = tokens.index(tokens[position])
         params = SamplingParams(max_tokens=20, seed=9, ignore_eos=True, stop_token_ids=stops)
         (sample,) = build().generate([1, 2], params)
         assert sample.completion_tokens == tokens[: first + 1]
         assert sample.logprobs == whole.logprobs[: first + 1]
-        # also as the last one allowed
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[place])
+        # the last allowed token may also be a stop id
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", tokens[position])
 
 
 @CALM
 @given(
     seed=st.integers(0, 2**32),
     min_tokens=st.integers(0, 6),
-    own=st.booleans(),
+    by_eos=st.booleans(),
     lookahead=st.integers(0, 1),
 )
-def test_ends_come_after_min_tokens(
-    build: Build, eager: Path, model: Path, seed: int, min_tokens: int, own: bool, lookahead: int
+def test_stops_wait_for_min_tokens(
+    build: Build, eager: Path, model: Path, seed: int, min_tokens: int, by_eos: bool, lookahead: int
 ) -> None:
-    """The model's own end ids and the request's stop ids alike."""
-    engine = build(eager if own else model, lookahead=lookahead)
-    stops = frozenset() if own else EVEN
+    """Both the model's end ids and the request's stop ids wait."""
+    engine = build(eager if by_eos else model, lookahead=lookahead)
+    stops = frozenset() if by_eos else EVEN
     params = SamplingParams(
-        max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not own
+        max_tokens=40, min_tokens=min_tokens, seed=seed, stop_token_ids=stops, ignore_eos=not by_eos
     )
     (sample,) = engine.generate([1, 2], params)
     engine.shutdown()
@@ -1028,16 +1033,14 @@ def test_min_tokens_equal_to_max_tokens_ends_by_length(build: Build, eager: Path
     assert not EVEN & set(sample.completion_tokens)
 
 
-def test_logprobs_under_min_tokens_are_of_the_masked_distribution(
-    build: Build, eager: Path
-) -> None:
+def test_logprobs_under_min_tokens_use_the_masked_distribution(build: Build, eager: Path) -> None:
     params = SamplingParams(max_tokens=4, min_tokens=4, seed=1, raw_logprobs=True)
     (sample,) = build(eager).generate([1, 2], params)
     assert sample.raw_logprobs is not None
     assert all(own > raw for own, raw in zip(sample.logprobs, sample.raw_logprobs, strict=True))
 
 
-def test_ignore_eos_goes_on_and_masks_nothing(build: Build, eager: Path) -> None:
+def test_ignore_eos_continues_and_masks_nothing(build: Build, eager: Path) -> None:
     params = SamplingParams(max_tokens=30, min_tokens=10, ignore_eos=True, seed=4)
     (sample,) = build(eager).generate([1], params)
     assert (len(sample.completion_tokens), sample.finish_reason) == (30, "length")
@@ -1046,14 +1049,14 @@ def test_ignore_eos_goes_on_and_masks_nothing(build: Build, eager: Path) -> None
     assert sample.completion_tokens == plain.completion_tokens
 
 
-def test_temperature_zero_returns_the_models_own_logprobs(build: Build) -> None:
+def test_temperature_zero_returns_the_logprobs_of_the_model(build: Build) -> None:
     params = greedy(6, raw_logprobs=True, top_k=3, ignore_eos=True)
     (sample,) = build().generate([1, 2], params)
     assert sample.logprobs == sample.raw_logprobs
     assert sample.log_kept_mass == (0.0,) * 6
 
 
-def test_optional_columns_are_absent_unless_asked_for(build: Build) -> None:
+def test_optional_columns_are_absent_unless_requested(build: Build) -> None:
     (sample,) = build().generate([1, 2], SamplingParams(max_tokens=3, top_k=4))
     assert sample.raw_logprobs is None
     assert sample.sampling_mask is None
@@ -1073,7 +1076,7 @@ def test_optional_columns_are_absent_unless_asked_for(build: Build) -> None:
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads take turns as often as Python can."""
+    """Make Python switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -1081,7 +1084,7 @@ def restless() -> Iterator[None]:
 
 
 class Threads:
-    """Threads whose exceptions are kept; `join` shows them."""
+    """Threads that keep their exceptions; `join` raises them."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -1106,7 +1109,7 @@ class Threads:
 
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int) -> None:
+def test_add_and_update_run_while_another_thread_steps(build: Build, lookahead: int) -> None:
     engine, samples, added, updates = (
         build(lookahead=lookahead),
         list[TrainingSample](),
@@ -1134,8 +1137,8 @@ def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int)
 
     writers, stepper = Threads(), Threads()
     stepper.start(step)
-    for each in (add, add, update):
-        writers.start(each)
+    for target in (add, add, update):
+        writers.start(target)
     writers.join()
     done.set()
     stepper.join()
@@ -1150,7 +1153,7 @@ def test_others_may_add_and_update_while_one_steps(build: Build, lookahead: int)
     assert_all_blocks_free(engine)
 
 
-def test_another_thread_may_add_while_generate_runs(build: Build) -> None:
+def test_add_request_runs_while_another_thread_generates(build: Build) -> None:
     engine = build()
     started, added = threading.Event(), list[int]()
 

@@ -1,6 +1,4 @@
-"""Numbers at the ends of what a request may say: they are refused by their name, or drawn with to
-the end.
-"""
+"""Extreme request parameters are either rejected by name or sampled to the end."""
 
 import math
 from collections.abc import Iterator
@@ -81,7 +79,7 @@ def engine(
     {"temperature": 5e-324, "repetition_penalty": 0.01, "logit_bias": {5: -100.0}, "min_p": 1e-300}
 )
 @example({"temperature": 1.7e308, "repetition_penalty": 100.0, "top_p": 5e-324, "top_k": 2**63 - 1})
-def test_extreme_numbers_are_refused_or_drawn_with(
+def test_extreme_params_are_rejected_or_sampled(
     engine: InferenceEngine, options: dict[str, Any]
 ) -> None:
     try:

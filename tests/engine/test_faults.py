@@ -1,5 +1,5 @@
-"""A device that fails amid a step: everybody who waits is told why, nothing hangs, and what is left
-can be put away.
+"""A device failure during a step reaches every caller with its reason; nothing hangs, and the
+engine can be shut down.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from nano_inference.engine.shared_loop import why_dead
 from nano_inference.weights.update import WeightUpdate
 from tests.weights.weight_cases import NEW, Build, until
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 ILLEGAL = (
     "CUDA error: an illegal memory access was encountered\nSearch for it in the documentation."
 )
@@ -40,10 +40,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 class Device:
-    """Stands before a runner. From a moment on every call fails, as those of a CUDA device do;
-    before that, none.
+    """Wrap a runner and fail every call from some point on, like a CUDA device.
 
-    `where` is the call that notices: "forward", "sample", or "wait", as of what runs by itself.
+    `where` is the call that raises: "forward", "sample" or "wait" (asynchronous errors).
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Device:
         self._runner, self._where, self._fault = runner, where, fault
         self._left = after
         self.broken = False
-        self.released = threading.Event()  # the call that fails is held until then
+        self.released = threading.Event()  # hold the failing call until this event is set
         self.released.set()
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +113,7 @@ def told(fault: str) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_ends_the_engine_and_says_why(
+def test_fault_ends_the_engine_with_its_reason(
     engine: InferenceEngine, where: str, fault: str
 ) -> None:
     broken(engine, where, fault)
@@ -143,10 +142,10 @@ def test_fault_ends_the_engine_and_says_why(
     engine.shutdown()
 
 
-def test_device_without_memory_is_no_samples_own_fault(
+def test_out_of_memory_is_not_blamed_on_a_sample(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although each sample alone might find room."""
+    """Each sample by itself might have enough memory."""
     engine = build()
     sample = engine.runner.sample
 
@@ -160,9 +159,9 @@ def test_device_without_memory_is_no_samples_own_fault(
         engine.generate([[1, 2, 3], [4, 5]], PARAMS)
 
 
-def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> None:
-    """Two that generate, one that waits in a pause, one for an update, and one who came through
-    asyncio's engine.
+def test_fault_reaches_every_waiting_caller(engine: InferenceEngine, where: str) -> None:
+    """Cover two callers of `generate`, one waiting for a pause, one for an update, and one asyncio
+    caller.
     """
     device = broken(engine, where, "access")
     device.released.clear()
@@ -201,7 +200,7 @@ def test_everybody_who_waits_is_told(engine: InferenceEngine, where: str) -> Non
     engine.shutdown()
 
 
-def test_fault_while_weights_are_written_ends_it_too(
+def test_fault_while_writing_weights_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -220,7 +219,7 @@ def test_fault_while_weights_are_written_ends_it_too(
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_memory_that_cannot_be_given_back_ends_it(
+def test_failed_release_of_memory_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, weights: bool
 ) -> None:
     engine = build()
@@ -236,9 +235,7 @@ def test_memory_that_cannot_be_given_back_ends_it(
     engine.shutdown()
 
 
-def test_card_that_is_full_when_it_wakes_is_tried_again(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wake_retries_if_the_card_is_full(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build()
     (before,) = engine.generate([1, 2], PARAMS)
     engine.sleep(weights=True)
@@ -261,12 +258,12 @@ def test_card_that_is_full_when_it_wakes_is_tried_again(
 
 
 class Resized:
-    """A tensor on a card, as far as giving its memory back goes."""
+    """Fake tensor on a card that can release its memory."""
 
     device = torch.device("cuda")
 
-    def __init__(self, place: int, refusals: list[int]) -> None:
-        self.place, self.size, self.refusals = place, 100 + place, refusals
+    def __init__(self, address: int, refusals: list[int]) -> None:
+        self.place, self.size, self.refusals = address, 100 + address, refusals
 
     def data_ptr(self) -> int:
         return self.place
@@ -283,7 +280,7 @@ class Resized:
         self.size = size
 
 
-def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
+def test_partial_reallocation_is_released() -> None:
     refusals = [2]
     tensors: list[Any] = [Resized(place, refusals) for place in range(4)]
     part = Sleep(tensors, (), keep=False)
@@ -296,12 +293,12 @@ def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
     assert [tensor.size for tensor in tensors] == [100, 101, 102, 103]
 
 
-def test_what_is_the_devices_fault_and_what_to_change() -> None:
+def test_device_faults_are_recognized_with_a_remedy() -> None:
     config = EngineConfig("tiny", gpu_memory_utilization=0.06, max_tokens_per_batch=1)
     text, public = why_dead(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
     assert "max_tokens_per_batch" not in text
-    assert public.endswith("from 0.06 to 0.03"), "what others on the card hold is nobody's business"
+    assert public.endswith("from 0.06 to 0.03"), "the error exposes memory of other processes"
     for text in (
         "CUBLAS_STATUS_EXECUTION_FAILED when calling",
         "NCCL error in: x.cpp",
@@ -316,13 +313,13 @@ def test_what_is_the_devices_fault_and_what_to_change() -> None:
     )
 
 
-# -- what ended before -----------------------------------------------------------------------------
+# -- samples that ended before ---------------------------------------------------------------------
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
 def failing_with_a_sample(build: Build, steps: int = 4) -> InferenceEngine:
-    """An engine whose fourth step takes in the third token of a sample, and then fails."""
+    """Build an engine that fails in its fourth step, after the third token of a sample."""
     engine = build(lookahead=1)
     device: Any = Device(engine.runner, "sample", FAULTS["access"], steps)
     engine.loop.runner = device
@@ -334,7 +331,7 @@ def step_until_dead(engine: InferenceEngine) -> None:
         assert engine.step() == []
 
 
-def test_step_that_fails_delivers_finished_samples_to_sinks(build: Build) -> None:
+def test_failed_step_delivers_finished_samples_to_sinks(build: Build) -> None:
     engine = failing_with_a_sample(build)
     finished: list[Any] = []
     for params in (SHORT, PARAMS):
@@ -345,7 +342,7 @@ def test_step_that_fails_delivers_finished_samples_to_sinks(build: Build) -> Non
     assert len(finished[0].finished.completion_tokens) == 3
 
 
-def test_step_that_fails_raises_with_finished_samples(build: Build) -> None:
+def test_failed_step_raises_with_finished_samples(build: Build) -> None:
     engine = failing_with_a_sample(build)
     request_id = engine.add_request([5, 6, 7], SHORT)
     engine.add_request([5, 6, 7], PARAMS)
@@ -359,7 +356,7 @@ def test_step_that_fails_raises_with_finished_samples(build: Build) -> None:
     assert not again.value.samples, "each is returned once"
 
 
-def test_generate_returns_if_all_its_samples_ended_before_a_step_failed(build: Build) -> None:
+def test_generate_returns_samples_that_ended_before_a_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
     engine.add_request([5, 6, 7], PARAMS)
     (sample,) = engine.generate([5, 6, 7], SHORT)
@@ -379,7 +376,7 @@ def test_generate_raises_with_finished_samples(build: Build) -> None:
     assert is_device_failure(cause)  # type: ignore[arg-type]
 
 
-def test_stream_yields_what_ended_before_a_step_failed(build: Build) -> None:
+def test_stream_yields_samples_that_ended_before_the_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
     deltas: list[Any] = []
     stream = engine.generate([[5, 6, 7], [5, 6]], [SHORT, PARAMS], stream=True)
@@ -391,7 +388,7 @@ def test_stream_yields_what_ended_before_a_step_failed(build: Build) -> None:
     assert len(tokens) == 3
 
 
-def test_async_generate_returns_if_its_sample_ended_before_a_step_failed(build: Build) -> None:
+def test_async_generate_returns_if_it_ended_before_the_failure(build: Build) -> None:
     engine = failing_with_a_sample(build)
 
     async def main() -> list[Any]:
@@ -407,7 +404,7 @@ def test_async_generate_returns_if_its_sample_ended_before_a_step_failed(build: 
     assert isinstance(problem, EngineDead)
 
 
-def test_update_that_fails_in_writing_delivers_finished_samples(
+def test_failed_write_of_an_update_delivers_finished_samples(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update retires the step in flight, whose sample has ended."""

@@ -1,5 +1,5 @@
-"""An engine with `attention="flex"` says what the reference says: greedy tokens equal, logprobs
-within 1e-5.
+"""An engine with `attention="flex"` matches the reference: equal greedy tokens, logprobs within
+1e-5.
 """
 
 import random
@@ -20,13 +20,13 @@ from nano_inference import (
 from tests.models.tiny import tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 
-# torch's compiler itself still touches what torch deprecates.
+# torch's compiler uses functions that torch itself deprecates.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), NEEDS_COMPILER]
 
 
 def config(model: Path, attention: str, **options: Any) -> EngineConfig:
-    # 128 blocks of 16 or 256 of 8: at these sizes most tests run on the kernels that
-    # tests/ops/test_flex.py compiles.
+    # 128 blocks of 16 or 256 of 8: most tests run on the kernels that tests/ops/test_flex.py
+    # compiles at these sizes.
     return EngineConfig(
         str(model),
         attention=attention,
@@ -49,7 +49,7 @@ def assert_same(got: Sequence[TrainingSample], expected: Sequence[TrainingSample
 
 
 def compare(model: Path, **options: Any) -> None:
-    """Prompts of many lengths, then the same ones longer: hits of whole blocks; in chunks of 24."""
+    """Compare prompts of many lengths, then longer ones that hit whole blocks, in chunks of 24."""
     if options["block_size"] % 16 == 8 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         with pytest.raises(
             ConfigError, match=r"computes wrong values here with block_size=8 .* multiple of 16"
@@ -62,25 +62,25 @@ def compare(model: Path, **options: Any) -> None:
         prompt + extra for prompt, extra in zip(first, prompts(rng, [3, 30, 1, 9, 20]), strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    found: dict[str, list[TrainingSample]] = {}
+    samples: dict[str, list[TrainingSample]] = {}
     for attention in ("reference", "flex"):
         with InferenceEngine(
             config(model, attention, max_chunk_tokens=24, seed=0, **options)
         ) as engine:
-            found[attention] = [*engine.generate(first, params), *engine.generate(again, params)]
-            found[attention] += engine.generate(again[:2], params, num_samples_per_prompt=2)
+            samples[attention] = [*engine.generate(first, params), *engine.generate(again, params)]
+            samples[attention] += engine.generate(again[:2], params, num_samples_per_prompt=2)
             assert engine.numerics.schedule_invariant == (attention == "reference")
             assert ("+flex" in engine.numerics.fingerprint) == (attention == "flex")
-    assert any(sample.cached_tokens for sample in found["flex"])
-    assert found["flex"][0].numerics.startswith("reference+flex-")
-    assert_same(found["flex"], found["reference"])
+    assert any(sample.cached_tokens for sample in samples["flex"])
+    assert samples["flex"][0].numerics.startswith("reference+flex-")
+    assert_same(samples["flex"], samples["reference"])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("block_size", [16, 8])
 def test_flex_agrees_with_the_reference(tmp_path: Path, family: str, block_size: int) -> None:
-    # A Gemma of the heads and scale of the others.
+    # A Gemma model with the heads and scale of the others.
     changes = {"num_key_value_heads": 2, "query_pre_attn_scalar": 16} if family == "gemma3" else {}
     compare(tiny_model(tmp_path, family, **changes), block_size=block_size)
 
@@ -96,7 +96,7 @@ def test_flex_agrees_in_other_families(tmp_path: Path, family: str, block_size: 
 
 @pytest.mark.slow
 def test_flex_agrees_with_little_memory(tmp_path: Path) -> None:
-    """Preemption, and blocks that others used before."""
+    """Covers preemption and reused blocks."""
     model = tiny_model(tmp_path, "llama")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     asked = prompts(random.Random(1), [30, 50, 20, 61, 7])
@@ -109,7 +109,7 @@ def test_flex_agrees_with_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_frozen_reference_model_is_scored_too(tmp_path: Path) -> None:
+def test_flex_scores_a_frozen_reference_model(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, "llama")
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with InferenceEngine(config(model, "flex", ref_model_path=str(model))) as engine:

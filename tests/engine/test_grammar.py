@@ -1,4 +1,4 @@
-"""Requests with grammars in the loop: what waits, what ends and how, and that nobody else does."""
+"""Requests with grammars: waiting, ending, failing, and isolation from other requests."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def text_of(engine: InferenceEngine, sample: TrainingSample) -> str:
 
 
 class Held:
-    """Compilations wait until `go` is set."""
+    """Hold compilations until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -81,12 +81,12 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    found = Held(monkeypatch)
-    yield found
-    found.go.set()
+    queue = Held(monkeypatch)
+    yield queue
+    queue.go.set()
 
 
-def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
+def test_sample_follows_its_grammar_and_ends_with_it(build: Build) -> None:
     engine = build()
     samples = engine.generate([PROMPT, PROMPT[:5]], [DIGITS, OBJECT], 4)
     for sample in samples:
@@ -101,10 +101,10 @@ def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
 @pytest.mark.thorough(cases=["True-xgrammar", "False-xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("of_request", [True, False])
-def test_samples_follow_their_grammar_whatever_the_backend(
+def test_sample_follows_its_grammar_on_every_backend(
     build: Build, backend: BackendName, of_request: bool
 ) -> None:
-    """The request names it, or the engine has it."""
+    """Select the backend per request or per engine."""
     named = backend if of_request else None
     engine = build() if of_request else build(grammar_backend=backend)
     params = [
@@ -124,8 +124,8 @@ def test_samples_follow_their_grammar_whatever_the_backend(
 
 @pytest.mark.thorough(cases=["xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: BackendName) -> None:
-    """Guessed tokens that are not drawn are taken back, or were never accepted."""
+def test_drafts_change_no_bit_on_any_backend(build: Build, backend: BackendName) -> None:
+    """Rejected drafts roll the matcher back."""
     params = [
         replace(DIGITS, grammar=Grammar("regex", "(12){4,9}[0-9]{9}", backend=backend)),
         replace(OBJECT, grammar=Grammar("json", json.dumps(ANSWER), backend=backend)),
@@ -135,7 +135,7 @@ def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: Backen
     assert list(map(bits, drafted)) == list(map(bits, plain))
 
 
-def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build: Build) -> None:
+def test_logprobs_and_mass_account_for_the_grammar_mask(build: Build) -> None:
     engine = build()
     params = replace(DIGITS, raw_logprobs=True)
     (sample,) = engine.generate(PROMPT, params)
@@ -149,7 +149,7 @@ def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build:
 
 
 @pytest.mark.thorough
-def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
+def test_compilation_blocks_no_other_request(build: Build, held: Held) -> None:
     engine, alone = build(), bits(build().generate(PROMPT, drawn(20))[0])
     structured = engine.add_request(PROMPT, DIGITS)
     free = engine.add_request(PROMPT, drawn(20))
@@ -163,7 +163,7 @@ def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
     assert text_of(engine, sample).isdigit()
 
 
-def test_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
+def test_request_waiting_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
     engine = build()
     request_id = engine.add_request(PROMPT, DIGITS)
     engine.step()
@@ -174,7 +174,7 @@ def test_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: H
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
-def test_one_compilation_serves_all_samples_and_requests(
+def test_compilation_is_shared_by_samples_and_requests(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -185,8 +185,8 @@ def test_one_compilation_serves_all_samples_and_requests(
     assert stats.grammar_seconds > 0
 
 
-def test_who_waits_for_a_matcher_gets_an_end(build: Build, held: Held) -> None:
-    """Of the engine, or of patience."""
+def test_request_waiting_for_a_matcher_gets_a_result(build: Build, held: Held) -> None:
+    """The engine or the matcher's timeout may end the wait."""
     engine, problems = build(), list[Exception]()
     grammars = engine.intake.grammars
 
@@ -212,17 +212,13 @@ def test_who_waits_for_a_matcher_gets_an_end(build: Build, held: Held) -> None:
     assert "shut down" in str(problems[0])
 
 
-def test_nobody_waits_for_a_matcher_for_ever(
-    build: Build, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matcher_wait_is_bounded(build: Build, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.WAIT_LIMIT", 0.1)
     with pytest.raises(InvalidRequest, match=r"was not compiled within 0\.1 seconds"):
         build().intake.grammars.wait(GrammarState(Grammar.regex("a")))
 
 
-def test_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
-    build: Build, held: Held
-) -> None:
+def test_compilation_timeout_fails_its_request_and_is_not_cached(build: Build, held: Held) -> None:
     engine = build()
     grammars = engine.intake.grammars
     grammars.time_limit = 0.1
@@ -235,20 +231,20 @@ def test_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
-def test_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(build: Build) -> None:
+def test_invalid_grammar_is_rejected_before_any_change(build: Build) -> None:
     engine = build()
     bad = replace(DIGITS, grammar=Grammar.json_schema({"uniqueItems": True}))
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             engine.generate(PROMPT, bad)
     assert not engine.has_pending()
-    engine.intake.checks_grammars = False  # as behind a server, which checks apart
+    engine.intake.checks_grammars = False  # as in a server, which validates separately
     (sample,) = engine.generate(PROMPT, bad)
     assert sample.finish_reason == "abort"
     assert "uniqueItems" in str(sample.stop_reason)
 
 
-def test_compilation_that_raises_tells_the_kind_alone(
+def test_compilation_error_reports_only_its_type(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -260,8 +256,8 @@ def test_compilation_that_raises_tells_the_kind_alone(
     assert sample.stop_reason == "error: compiling the grammar raised KeyError"
 
 
-def test_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Build) -> None:
-    """Copies of llguidance's matchers share what they may construct in all."""
+def test_grammar_limits_apply_per_sample(build: Build) -> None:
+    """Copies of llguidance's matchers share one construction budget."""
     engine = build()
     greedy = SamplingParams(max_tokens=300, grammar=Grammar.regex("(x{1,1000}){1,1000}y"))
     allowed = frozenset(engine.tokenizer.encode("x"))
@@ -273,7 +269,7 @@ def test_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Bu
     assert engine.stats().grammars_compiled == 2
 
 
-def test_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
+def test_matcher_error_ends_only_its_sample_as_an_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -305,7 +301,7 @@ def test_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
         ),
     ],
 )
-def test_grammar_that_leaves_nothing_ends_by_name(
+def test_grammar_that_allows_no_token_ends_by_name(
     build: Build, options: dict[str, Any], reason: str
 ) -> None:
     engine = build()
@@ -315,7 +311,7 @@ def test_grammar_that_leaves_nothing_ends_by_name(
     assert re.search(reason, str(sample.stop_reason))
 
 
-def test_grammars_end_counts_before_min_tokens(build: Build) -> None:
+def test_grammar_end_overrides_min_tokens(build: Build) -> None:
     engine = build()
     params = SamplingParams(
         max_tokens=20, min_tokens=10, seed=1, grammar=Grammar.choice(["yes", "no"])
@@ -329,9 +325,7 @@ def test_grammars_end_counts_before_min_tokens(build: Build) -> None:
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
-def test_grammar_ends_a_sample_also_with_its_last_token(
-    build: Build, options: dict[str, Any]
-) -> None:
+def test_grammar_can_end_with_the_last_allowed_token(build: Build, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
     (sample,) = build().generate(PROMPT, params)
     assert sample.completion_tokens[-1] == EOS
@@ -344,7 +338,7 @@ def test_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> Non
     assert sample.completion_tokens[-1] == EOS
 
 
-def test_grammar_begins_behind_the_reasoning(build: Build) -> None:
+def test_grammar_begins_after_the_reasoning(build: Build) -> None:
     engine = build()
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t")
     (marker_id,) = engine.tokenizer.encode("t")
@@ -361,9 +355,7 @@ def test_grammar_begins_behind_the_reasoning(build: Build) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_sample_that_does_not_think_comes_to_its_grammar_at_once(
-    build: Build, backend: str
-) -> None:
+def test_grammar_begins_immediately_without_reasoning(build: Build, backend: str) -> None:
     engine = build(backend=backend)
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t", opened_by="ab")
     a, marker = engine.tokenizer.encode("at")
@@ -383,7 +375,7 @@ def test_sample_that_does_not_think_comes_to_its_grammar_at_once(
 
 
 def thoughtful(engine: InferenceEngine) -> SamplingParams:
-    """A sample may think, and does."""
+    """Model whose samples think first."""
     grammar = replace(OBJECT.grammar or Grammar.json_object(), after="c", opened_by="ab")
     a, c = engine.tokenizer.encode("ac")
     return replace(OBJECT, grammar=grammar, logit_bias={a: 5.0, c: 4.0})
@@ -391,7 +383,7 @@ def thoughtful(engine: InferenceEngine) -> SamplingParams:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("thinks", [False, True])
-def test_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
+def test_resumed_sample_continues_its_grammar(build: Build, thinks: bool) -> None:
     engine = build()
     params = thoughtful(engine) if thinks else OBJECT
     whole = build().generate(PROMPT, params)[0]
@@ -415,30 +407,31 @@ def test_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) ->
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 9}])
-def test_sample_whose_grammar_has_ended_is_not_gone_on_with(
+def test_resume_from_rejects_a_sample_whose_grammar_ended(
     build: Build, options: dict[str, Any]
 ) -> None:
     engine = build()
     params = SamplingParams(max_tokens=9, seed=1, grammar=Grammar.choice(["a"]), **options)
     (whole,) = engine.generate(PROMPT, params)
-    told = replace(whole, finish_reason="abort", stop_reason=None)  # the word of its end was lost
+    # the finish reason was lost
+    relabeled = replace(whole, finish_reason="abort", stop_reason=None)
     again = engine.intake.new_request_id()
     with pytest.raises(InvalidRequest, match="may already have ended"):
-        engine.resume_many([told], lambda _: None, stream=False, request_id=again)
+        engine.resume_many([relabeled], lambda _: None, stream=False, request_id=again)
 
 
-def test_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
+def test_grammar_restarts_after_appended_tokens(build: Build) -> None:
     engine = build()
     first = engine.generate(PROMPT, DIGITS)[0]
     engine.resume_from(first, append=[40, 41], max_new_tokens=20)
     (sample,) = drain(engine)
-    told = sample.completion_tokens[len(first.completion_tokens) + 2 :]
-    assert engine.tokenizer.decode(told).isdigit()
+    appended = sample.completion_tokens[len(first.completion_tokens) + 2 :]
+    assert engine.tokenizer.decode(appended).isdigit()
     assert sample.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
+def test_grammar_survives_an_update(build: Build, kv_policy: Any) -> None:
     engine = build()
     engine.add_request(PROMPT, OBJECT, 3)
     for _ in range(6):
@@ -452,7 +445,7 @@ def test_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
 
 @pytest.mark.parametrize("vocab_size", [258, 259, 300, 320])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
+def test_grammar_works_if_model_and_tokenizer_sizes_differ(
     tmp_path: Path, vocab_size: int, backend: Any
 ) -> None:
     folder = tiny_llama(tmp_path / "model", vocab_size=vocab_size)
@@ -469,7 +462,7 @@ def test_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
             assert max(last) < min(vocab_size, tokenizer.vocab_size)
 
 
-def test_model_without_an_end_of_sequence_has_no_grammars(
+def test_grammar_needs_an_end_of_sequence_token(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -480,7 +473,7 @@ def test_model_without_an_end_of_sequence_has_no_grammars(
     assert "needs a model with an end-of-sequence token" in str(sample.stop_reason)
 
 
-def test_asyncio_callers_get_structured_samples(build: Build) -> None:
+def test_async_engine_returns_structured_samples(build: Build) -> None:
     engine = build()
     expected = bits(build().generate(PROMPT, OBJECT)[0])
 
@@ -491,9 +484,7 @@ def test_asyncio_callers_get_structured_samples(build: Build) -> None:
     assert [bits(sample) for sample in asyncio.run(main())] == [expected] * 2
 
 
-def test_backend_whose_package_is_missing_is_named(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_backend_package_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "LlguidanceBackend", "no_such_module", "llguidance"
     monkeypatch.setitem(backends._CLASSES, "llguidance", missing)  # pyright: ignore
     monkeypatch.setattr(backends, "_loaded", {})
@@ -501,12 +492,12 @@ def test_backend_whose_package_is_missing_is_named(
         build().generate(PROMPT, DIGITS)
 
 
-def test_two_hundred_grammars_at_once(build: Build) -> None:
+def test_grammars_run_two_hundred_at_a_time(build: Build) -> None:
     engine = build()
     alone = bits(build().generate(PROMPT, drawn(20))[0])
-    each = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
+    param_list = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
     many = [replace(DIGITS, grammar=Grammar.regex(f"a{n}")) for n in range(180)]
-    samples = engine.generate([PROMPT] * 201, [*each, *many, drawn(20)])
+    samples = engine.generate([PROMPT] * 201, [*param_list, *many, drawn(20)])
     assert bits(samples[-1]) == alone
     assert [len(sample.completion_tokens) for sample in samples[:20]] == list(range(2, 22))
     assert [text_of(engine, sample) for sample in samples[20:200]] == [f"a{n}" for n in range(180)]
@@ -514,10 +505,8 @@ def test_two_hundred_grammars_at_once(build: Build) -> None:
 
 @pytest.mark.thorough(cases=["0"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
-    build: Build, lookahead: int
-) -> None:
-    """Every step brings it a token, while they are compiled and while they run."""
+def test_grammars_delay_no_step_of_other_samples(build: Build, lookahead: int) -> None:
+    """Other samples get a token in every step, both while grammars compile and while they run."""
     engine = build(kv_cache_memory=2**24, max_batch_size=256, lookahead=lookahead)
     alone = bits(build().generate(PROMPT, drawn(60))[0])
     free = engine.add_request(PROMPT, drawn(60))
@@ -549,7 +538,7 @@ def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
         ("0123456789", 30, 4, "the grammar and allowed_token_ids left no token to draw"),
     ],
 )
-def test_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
+def test_grammar_that_contradicts_allowed_ids_ends_the_sample(
     build: Build, allowed: str, min_tokens: int, drawn_text: int, reason: str
 ) -> None:
     engine = build()
@@ -565,20 +554,20 @@ def test_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
     assert bits(other) == bits(build().generate(PROMPT, drawn(20))[0])
 
 
-def test_min_tokens_and_stop_ids_bend_to_a_grammar_that_ends(build: Build) -> None:
+def test_grammar_end_overrides_min_tokens_and_stop_ids(build: Build) -> None:
     engine = build()
     (seven,) = engine.tokenizer.encode("7")
     params = replace(
         DIGITS, grammar=Grammar.regex("7{3}"), stop_token_ids=frozenset([seven]), min_tokens=30
     )
     (sample,) = engine.generate(PROMPT, params)
-    assert text_of(engine, sample) == "777", "what the grammar asks for is drawn all the same"
+    assert text_of(engine, sample) == "777", "the grammar overrides the stop id"
     assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
     (sample,) = engine.generate(PROMPT, replace(params, min_tokens=0))
     assert (text_of(engine, sample), sample.stop_reason) == ("7", seven)
 
 
-def test_compiled_grammars_are_kept_up_to_a_number(build: Build, monkeypatch: Any) -> None:
+def test_compiled_grammar_cache_is_bounded(build: Build, monkeypatch: Any) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.MOST_CACHED", 4)
     engine = build()
     for n in range(8):

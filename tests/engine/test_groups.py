@@ -1,5 +1,5 @@
-"""Of a group of n samples the first k that finish are wanted: the others end with them, and lose
-nothing.
+"""`num_wanted`: the first k finished samples of a group are returned, and the others end without
+losing tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.depth import at_depth
 from tests.weights.weight_cases import NEW, PROMPT, Build, drain
 
 LONGEST = 60
-# some id in sixteen ends a sample, so that samples are of many lengths
+# one id in sixteen ends a sample, so lengths vary widely
 STOPS = frozenset(range(0, 128, 16))
 
 
@@ -51,7 +51,7 @@ def engine_of(model: Path, **options: Any) -> InferenceEngine:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> list[TrainingSample]:
-    """A group, all of it."""
+    """Complete group to compare with."""
     with engine_of(model) as engine:
         samples = engine.generate(PROMPT, drawn(), 8)
     assert len({len(sample.completion_tokens) for sample in samples}) > 3
@@ -66,7 +66,7 @@ def whole(model: Path) -> list[TrainingSample]:
     tokens=st.sampled_from([2, 5, 64]),
     memory=st.sampled_from([2**20, 2**16]),
 )
-def test_rest_ends_with_the_last_that_is_wanted(
+def test_group_ends_when_enough_samples_finished(
     model: Path,
     whole: list[TrainingSample],
     num_wanted: int,
@@ -85,7 +85,7 @@ def test_rest_ends_with_the_last_that_is_wanted(
 
 
 def check_group(engine: InferenceEngine, whole: list[TrainingSample], num_wanted: int) -> None:
-    """Run a group and look at how it ends."""
+    """Run a group and check how it ends."""
     ends: dict[int, int] = {}
     engine.add_request(PROMPT, drawn(), 8, num_wanted=num_wanted)
     samples: list[TrainingSample] = []
@@ -113,7 +113,7 @@ def check_group(engine: InferenceEngine, whole: list[TrainingSample], num_wanted
     assert {ends[sample.sample_index] for sample in rest} <= {complete}
 
 
-def test_straggler_goes_on_where_it_stopped(build: Build, whole: list[TrainingSample]) -> None:
+def test_straggler_resumes_from_its_last_token(build: Build, whole: list[TrainingSample]) -> None:
     engine = build(lookahead=1)
     samples = engine.generate(PROMPT, drawn(), 8, num_wanted=2)
     rest = [sample for sample in samples if sample.finish_reason == "abort"]
@@ -125,7 +125,7 @@ def test_straggler_goes_on_where_it_stopped(build: Build, whole: list[TrainingSa
 
 
 def test_resumed_samples_keep_their_group(build: Build) -> None:
-    """Two groups, two turns each: GRPO's advantages are of samples with one `group_id`."""
+    """Two groups with two turns each: GRPO computes advantages over one `group_id`."""
     engine = build(lookahead=1)
     short = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)
     first, second = (engine.add_request(PROMPT, short, 3) for _ in range(2))
@@ -142,7 +142,7 @@ def test_resumed_samples_keep_their_group(build: Build) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 12, 3))
-def test_pauses_preemptions_and_neighbours_change_nothing(
+def test_group_ignores_pauses_preemptions_and_neighbors(
     build: Build, whole: list[TrainingSample], steps: int
 ) -> None:
     engine = build(lookahead=1)
@@ -161,7 +161,7 @@ def test_pauses_preemptions_and_neighbours_change_nothing(
             assert bits(sample) == bits(whole[sample.sample_index], len(sample.completion_tokens))
 
 
-def test_finished_samples_are_judged_and_the_rest_is_not(build: Build) -> None:
+def test_accept_sees_only_finished_samples(build: Build) -> None:
     engine = build(ref_model_path=str(build().config.model_path))
     samples = engine.generate(PROMPT, drawn(), 8, num_wanted=3)
     for sample in samples:
@@ -170,7 +170,7 @@ def test_finished_samples_are_judged_and_the_rest_is_not(build: Build) -> None:
     assert not engine.has_pending()
 
 
-def test_streams_of_the_rest_end(build: Build) -> None:
+def test_group_streams_of_cancelled_samples_end(build: Build) -> None:
     seen: dict[int, list[Delta]] = {}
     for delta in build(lookahead=1).generate(PROMPT, drawn(), 8, stream=True, num_wanted=2):
         seen.setdefault(delta.sample_index, []).append(delta)
@@ -184,7 +184,7 @@ def test_streams_of_the_rest_end(build: Build) -> None:
     assert len(seen) == 8
 
 
-def test_for_asyncio(build: Build) -> None:
+def test_async_engine_supports_num_wanted(build: Build) -> None:
     async def test() -> None:
         async with AsyncInferenceEngine(build()) as engine:
             samples = await engine.generate([PROMPT, [3, 4]], drawn(), 4, num_wanted=1)
@@ -197,7 +197,7 @@ def test_for_asyncio(build: Build) -> None:
 
 
 @pytest.mark.parametrize("num_wanted", [0, 3, -1, True, 1.0, "1"])
-def test_what_cannot_be_wanted(build: Build, num_wanted: Any) -> None:
+def test_num_wanted_rejects_invalid_values(build: Build, num_wanted: Any) -> None:
     engine = build()
     with pytest.raises(InvalidRequest, match="num_wanted="):
         engine.generate(PROMPT, drawn(), 2, num_wanted=num_wanted)
@@ -208,7 +208,7 @@ def test_what_cannot_be_wanted(build: Build, num_wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_request_for_one_version_waits_for_it(build: Build, lookahead: int) -> None:
+def test_version_limit_holds_a_request_until_it_is_live(build: Build, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, drawn(), exact_version=1)
     assert not engine.has_pending() or engine.step() == []
@@ -225,7 +225,7 @@ def test_request_for_one_version_waits_for_it(build: Build, lookahead: int) -> N
 
 
 @pytest.mark.parametrize("state", ["held", "waiting", "computing"])
-def test_it_ends_with_nothing_when_its_version_is_passed_over(build: Build, state: str) -> None:
+def test_request_ends_empty_if_its_version_is_skipped(build: Build, state: str) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(), exact_version=1 if state == "held" else 0)
     if state == "computing":
@@ -240,7 +240,7 @@ def test_it_ends_with_nothing_when_its_version_is_passed_over(build: Build, stat
     )
 
 
-def test_one_that_has_begun_goes_on_under_the_next_version(build: Build) -> None:
+def test_running_request_continues_under_the_next_version(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(), exact_version=0)
     for _ in range(3):

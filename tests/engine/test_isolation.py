@@ -1,4 +1,4 @@
-"""One request's failure is its own: it ends and says so, and every other has the bits of a quiet
+"""A failing request ends with an error, and every other request keeps the bits of an undisturbed
 run.
 """
 
@@ -14,20 +14,18 @@ from nano_inference.sampling.sampling_batch import SamplingTable, TokenCounts
 from nano_inference.sampling.tensors import SamplingBatch
 from tests.weights.weight_cases import Build
 
-ODD = 0.777  # temperature of the request that fails: how a fault knows it in a batch
+ODD = 0.777  # temperature that marks the failing request in a batch
 LENGTH = 12
-FAILS = 1  # place of the request that fails, among `REQUESTS`
+FAILS = 1  # index of the failing request in `REQUESTS`
 
 
 class Broken(Exception):
-    """What a fault raises. Its message is nobody's business: /secret/path."""
+    """Error raised by a fault. Callers must not see its message (/secret/path)."""
 
 
 @dataclass
 class Text:
-    """A text without a tokenizer, one letter a token, that may break: in one of its methods, at
-    some token.
-    """
+    """Fake detokenizer, one letter per token, that may raise in one of its methods at some token."""
 
     breaks: str | None = None
     at: int = 0
@@ -89,14 +87,14 @@ REQUESTS: list[tuple[list[int], SamplingParams, int]] = [
 
 @dataclass
 class Run:
-    """What came of the requests, by (place, sample index)."""
+    """Outcome of all requests, keyed by (request index, sample index)."""
 
     samples: dict[tuple[int, int], TrainingSample]
     deltas: list[Delta]
-    num_tokens: int  # that the engine sampled
+    num_tokens: int  # tokens that the engine sampled
 
     def others(self) -> dict[tuple[int, int], str]:
-        """All that is known of the requests that are to go on, bit by bit."""
+        """Return every field of the unaffected requests for a bitwise comparison."""
         mine = {key: sample for key, sample in self.samples.items() if key[0] != FAILS}
         return {
             key: repr(replace(sample, cached_tokens=0, kv_versions=()))
@@ -107,27 +105,27 @@ class Run:
         return [sample for key, sample in sorted(self.samples.items()) if key[0] == FAILS]
 
     def streams(self) -> dict[tuple[int, int], tuple[tuple[int, ...], str]]:
-        """Tokens and text of the others as they were streamed."""
-        found: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
+        """Return the streamed tokens and text of the unaffected requests."""
+        texts: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
         for delta in self.deltas:
             key = (delta.request_id, delta.sample_index)
-            tokens, text = found.get(key, ((), ""))
-            found[key] = (tokens + delta.token_ids, text + (delta.text or ""))
-        return {key: value for key, value in found.items() if key[0] != FAILS}
+            tokens, text = texts.get(key, ((), ""))
+            texts[key] = (tokens + delta.token_ids, text + (delta.text or ""))
+        return {key: value for key, value in texts.items() if key[0] != FAILS}
 
 
 def run(
     engine: InferenceEngine, *, stream: bool, text: Text | None = None, sink: Any = None
 ) -> Run:
-    """Run all requests, each entering two steps after the one before. Text of the failing one is
-    `text`.
+    """Run all requests, each entering two steps after the previous one. `text` replaces the failing
+    request's detokenizer.
     """
     deltas: list[Delta] = []
-    for place, (prompt, params, num_samples) in enumerate(REQUESTS):
+    for index, (prompt, params, num_samples) in enumerate(REQUESTS):
         seq = engine.intake.sequence(prompt, params, num_samples, stream=stream)
-        seq.output_text = text if place == FAILS and text is not None else Text()
-        engine.shared.open([seq], sink if place == FAILS and sink is not None else deltas.append)
-        assert engine.shared.enqueue(seq) == place
+        seq.output_text = text if index == FAILS and text is not None else Text()
+        engine.shared.open([seq], sink if index == FAILS and sink is not None else deltas.append)
+        assert engine.shared.enqueue(seq) == index
         for _ in range(2):
             engine.step()
             engine.loop.check()
@@ -188,22 +186,22 @@ def quiet(
     make: Callable[[], InferenceEngine],
     quiet_runs: dict[str, dict[bool, Run]],
 ) -> dict[bool, Run]:
-    """Runs in which nothing fails, by whether requests stream. Tests with equal options share them."""
+    """Runs without failures, keyed by streaming. Tests with equal options share them."""
     options = str(request.node.callspec.params["make"])
     if options not in quiet_runs:
         quiet_runs[options] = {stream: run(make(), stream=stream) for stream in (False, True)}
     return quiet_runs[options]
 
 
-def assert_same_others(found: Run, quiet: Run) -> None:
+def assert_same_others(outcome: Run, quiet: Run) -> None:
     assert len(quiet.others()) == 6
-    assert found.others() == quiet.others()
-    assert found.streams() == quiet.streams()
+    assert outcome.others() == quiet.others()
+    assert outcome.streams() == quiet.streams()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 4, 9])
-def test_draw_that_raises(
+def test_sampler_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -219,19 +217,23 @@ def test_draw_that_raises(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=stream)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet[stream])
+    outcome = run(engine, stream=stream)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet[stream])
     assert (
-        found.failed()[0].completion_tokens
-        == (quiet[stream].failed()[0].completion_tokens[: len(found.failed()[0].completion_tokens)])
+        outcome.failed()[0].completion_tokens
+        == (
+            quiet[stream]
+            .failed()[0]
+            .completion_tokens[: len(outcome.failed()[0].completion_tokens)]
+        )
     )
 
 
-def test_draw_that_raises_for_a_sample_that_has_ended(
+def test_sampler_error_after_the_end_is_ignored(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With lookahead a step draws once more for a sample whose last token has come meanwhile."""
+    """With lookahead, a step samples once more for a sample whose last token has just arrived."""
     requests = list(REQUESTS)
     monkeypatch.setattr(f"{__name__}.REQUESTS", requests)
     prompt, params, _ = requests[FAILS]
@@ -248,22 +250,22 @@ def test_draw_that_raises_for_a_sample_that_has_ended(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
+    outcome = run(engine, stream=False)
     assert broken
-    assert_same_others(found, quiet)
-    ended = found.failed()[0]
+    assert_same_others(outcome, quiet)
+    ended = outcome.failed()[0]
     assert (ended.finish_reason, ended.completion_tokens[-1]) == ("stop", last)
     assert ended.logprobs == quiet.failed()[0].logprobs
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_one_sample_of_a_group_whose_draw_raises(
+def test_sampler_error_fails_one_sample_of_a_group(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
     index: int,
 ) -> None:
-    """Also in the step that forks the group: its other samples go on."""
+    """The other samples of the group continue, also in the step that forks it."""
     engine = make()
     put = SamplingTable.put
 
@@ -275,15 +277,15 @@ def test_one_sample_of_a_group_whose_draw_raises(
         put(table, slot, params, seed, sample_index, prompt)
 
     monkeypatch.setattr(SamplingTable, "put", fail)
-    found = run(engine, stream=False)
-    assert_same_others(found, quiet[False])
-    sick, well = found.failed()[index], found.failed()[1 - index]
+    outcome = run(engine, stream=False)
+    assert_same_others(outcome, quiet[False])
+    sick, well = outcome.failed()[index], outcome.failed()[1 - index]
     assert (sick.stop_reason, sick.completion_tokens) == ("error: the draw raised Broken", ())
     assert well.completion_tokens == quiet[False].failed()[1 - index].completion_tokens
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
-def test_penalties_that_cannot_be_counted(
+def test_penalty_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
@@ -304,15 +306,15 @@ def test_penalties_that_cannot_be_counted(
 
     monkeypatch.setattr(SamplingTable, "put", remember)
     monkeypatch.setattr(TokenCounts, "add", count)
-    found = run(engine, stream=True)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet[True])
+    outcome = run(engine, stream=True)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet[True])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at", [1, 4, LENGTH])
 @pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
-def test_text_that_raises(
+def test_detokenizer_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     breaks: str,
@@ -320,17 +322,17 @@ def test_text_that_raises(
     stream: bool,
 ) -> None:
     if breaks == "take" and not stream:
-        at = LENGTH  # nobody takes it before
-    found = run(make(), stream=stream, text=Text(breaks, at))
-    assert_failed(found, "the text")
-    assert_same_others(found, quiet[stream])
+        at = LENGTH  # unused until then
+    outcome = run(make(), stream=stream, text=Text(breaks, at))
+    assert_failed(outcome, "the text")
+    assert_same_others(outcome, quiet[stream])
     early = breaks == "append" or (breaks == "take" and stream)
-    for sample in found.failed():
+    for sample in outcome.failed():
         assert len(sample.completion_tokens) == (at if early else LENGTH)
         assert sample.text is None
         streamed = [
             d
-            for d in found.deltas
+            for d in outcome.deltas
             if (d.request_id, d.sample_index) == (FAILS, sample.sample_index)
         ]
         if stream:
@@ -338,15 +340,15 @@ def test_text_that_raises(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_that_cannot_be_copied(
+def test_detokenizer_copy_error_fails_only_its_sample(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], stream: bool
 ) -> None:
-    """The sample that keeps the text goes on, the other one of its group ends with its first
-    token.
+    """The sample that keeps the original detokenizer continues. The other sample of its group ends
+    with its first token.
     """
-    found = run(make(), stream=stream, text=Text("copy"))
-    assert_same_others(found, quiet[stream])
-    well, sick = found.failed()
+    outcome = run(make(), stream=stream, text=Text("copy"))
+    assert_same_others(outcome, quiet[stream])
+    well, sick = outcome.failed()
     assert (well.completion_tokens, well.text) == (
         quiet[stream].failed()[0].completion_tokens,
         quiet[stream].failed()[0].text,
@@ -357,10 +359,10 @@ def test_text_that_cannot_be_copied(
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_samples_that_cannot_be_fetched(
+def test_fetch_error_fails_only_its_samples(
     build: Build, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Without lookahead: with it the next step has used them before it is known."""
+    """Without lookahead: otherwise the next step has already used the tokens."""
     quiet, engine = run(build(lookahead=0), stream=False), build(lookahead=0)
     draw = engine.runner.sample
 
@@ -373,14 +375,14 @@ def test_samples_that_cannot_be_fetched(
         return Lost() if lost else draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
-    assert_failed(found, "the draw")
-    assert_same_others(found, quiet)
+    outcome = run(engine, stream=False)
+    assert_failed(outcome, "the draw")
+    assert_same_others(outcome, quiet)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
-def test_sink_that_raises(
+def test_sink_error_fails_only_its_request(
     make: Callable[[], InferenceEngine], quiet: dict[bool, Run], after: int, stream: bool
 ) -> None:
     engine = make()
@@ -391,21 +393,23 @@ def test_sink_that_raises(
         if len(arrived) > after:
             raise Broken("/secret/path")
 
-    found = run(engine, stream=stream, sink=sink)
-    assert_same_others(found, quiet[stream])
+    outcome = run(engine, stream=stream, sink=sink)
+    assert_same_others(outcome, quiet[stream])
     assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), (
         "it is not called again"
     )
     if stream:
-        assert engine.stats().completion_tokens < quiet[stream].num_tokens, "it is aborted"
+        assert engine.stats().completion_tokens < quiet[stream].num_tokens, (
+            "the request was not aborted"
+        )
 
 
-def test_fault_of_nobody_is_the_end_of_none(
+def test_unattributed_fault_ends_no_sample(
     make: Callable[[], InferenceEngine],
     quiet: dict[bool, Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A draw of the whole batch that raises, once, and none of its samples alone."""
+    """The draw of the whole batch raises once, but no draw of a single sample does."""
     engine = make()
     draw, raised = engine.runner.sample, list[int]()
 
@@ -416,10 +420,10 @@ def test_fault_of_nobody_is_the_end_of_none(
         return draw(result, batch)
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    found = run(engine, stream=False)
+    outcome = run(engine, stream=False)
     assert raised
-    assert_same_others(found, quiet[False])
-    assert [s.completion_tokens for s in found.failed()] == [
+    assert_same_others(outcome, quiet[False])
+    assert [s.completion_tokens for s in outcome.failed()] == [
         s.completion_tokens for s in quiet[False].failed()
     ]
 
@@ -433,11 +437,11 @@ def test_top_k_beyond_the_vocabulary_keeps_all(build: Build) -> None:
     assert sample.finish_reason == "length"
 
 
-def test_log_has_what_the_caller_is_not_told(
+def test_log_has_the_details_hidden_from_the_caller(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = run(build(), stream=False, text=Text("append", 2))
-    assert "/secret/path" not in repr([s.stop_reason for s in found.failed()])
+    outcome = run(build(), stream=False, text=Text("append", 2))
+    assert "/secret/path" not in repr([s.stop_reason for s in outcome.failed()])
     (first, *_) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "Request 1, sample 0: the text raised Broken" in first.message
     assert first.exc_info is not None

@@ -1,8 +1,8 @@
-"""What becomes of running requests at an update: every policy, at every token, on both caches, with
-lookahead or not.
+"""Running requests during an update: every policy, at every token, on both caches, with and without
+lookahead.
 
-The old model's tokens stand before the update, and what follows is to the bit what the policy
-promises.
+Tokens before the update come from the old model. Later tokens match the policy's promise bit for
+bit.
 """
 
 from pathlib import Path
@@ -46,12 +46,12 @@ def bits(sample: TrainingSample, start: int = 0, end: int | None = None) -> tupl
 
 
 def alone(build: Build, which: int, tokens: list[int], max_tokens: int = LENGTH) -> TrainingSample:
-    """What one model makes of a prompt, with the noise of its place."""
+    """Return the sample of the old (0) or new (1) model, without other requests."""
     return build((OLD, NEW)[which]).generate(tokens, drawn(max_tokens))[0]
 
 
 def split(sample: TrainingSample) -> int:
-    """Where the versions change; the sample's length where they do not."""
+    """Return the position of the version change, or the sample's length."""
     return sample.weight_versions[0].end if sample.weight_versions else 0
 
 
@@ -63,8 +63,8 @@ CASES = [(cache, lookahead) for cache in ("paged", "radix") for lookahead in (0,
 
 @pytest.fixture(scope="module")
 def stops(folders: list[Path]) -> dict[str, Any]:
-    """Old and new samples of the prompt; and by cut, what the new model makes of the old one's
-    first tokens.
+    """Return old and new samples of the prompt, and for each cut the new model's continuation of
+    the old tokens.
     """
     with InferenceEngine(EngineConfig(model_path=str(folders[0]), kv_cache_memory=2**20)) as engine:
         old = engine.generate(PROMPT, drawn())[0]
@@ -93,7 +93,7 @@ def test_update_at_every_token(
         engine.add_request(PROMPT, drawn())
         samples = [sample for _ in range(steps) for sample in engine.step()]
         update = engine.update_weights(NEW, kv_policy=policy)
-        engine.add_request(PROMPT, drawn())  # the same request, later
+        engine.add_request(PROMPT, drawn())  # the same request, added later
         samples += drain(engine)
         assert update.done()
         first, second = sorted(samples, key=lambda s: s.request_id)
@@ -115,9 +115,9 @@ def check_first(
     policy: KvPolicy,
     cut: int,
 ) -> None:
-    """The request that was there before the update."""
+    """Check the request that ran before the update."""
     version = sample.weight_versions[0].version
-    if version == 1:  # it had not begun, or had drawn nothing
+    if version == 1:  # the request had not started, or had sampled nothing
         assert bits(sample) == bits(stops["new"])
         assert sample.kv_versions == (
             ContextVersions(0, LENGTH, (VersionSpan(1, 0, len(PROMPT) + LENGTH - 1),)),
@@ -140,7 +140,7 @@ def check_first(
         assert len(sample.completion_tokens) == len(sample.logprobs) == len(sample.loss_mask) == cut
         engine.resume_from(sample)
         (resumed,) = drain(engine)
-        assert bits(resumed, cut) == stops["after"][cut], "it goes on under the weights that serve"
+        assert bits(resumed, cut) == stops["after"][cut], "not continued under the live weights"
         assert resumed.kv_versions[-1].token_start == cut
     elif policy in ("wait", "finish_old"):
         assert bits(sample) == bits(stops["old"])
@@ -150,7 +150,7 @@ def check_first(
 # -- finish_old ------------------------------------------------------------------------------------
 
 
-def test_new_request_finishes_first_while_an_old_one_goes_on(
+def test_new_request_finishes_while_an_old_request_continues(
     build: Build, stops: dict[str, Any]
 ) -> None:
     engine = build()
@@ -170,7 +170,7 @@ def test_new_request_finishes_first_while_an_old_one_goes_on(
     )
 
 
-def test_only_what_changes_is_copied_aside(build: Build) -> None:
+def test_finish_old_copies_only_changed_tensors(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(30))
     engine.step()
@@ -178,7 +178,7 @@ def test_only_what_changes_is_copied_aside(build: Build) -> None:
     engine.update_weights({name: NEW[name]}, kv_policy="finish_old")
     old, new = engine.runner.models["previous"].params, engine.model.params
     assert {key for key in new if old[key] is not new[key]} == {"layers.1.gate_up"}
-    # A later update of something else must not reach those who finish on the old weights.
+    # A later update of other tensors must not reach requests that finish on the old weights.
     engine.update_weights({"model.norm.weight": NEW["model.norm.weight"]}, kv_policy="keep")
     assert {key for key in new if engine.runner.models["previous"].params[key] is not new[key]} == {
         "layers.1.gate_up",
@@ -188,7 +188,7 @@ def test_only_what_changes_is_copied_aside(build: Build) -> None:
     assert bits(sample) == bits(alone(build, 0, PROMPT, 30))
 
 
-def test_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
+def test_second_finish_old_waits_for_finishing_requests(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     engine.step()
@@ -210,8 +210,8 @@ def test_second_finish_old_waits_for_those_who_finish(build: Build) -> None:
     )
 
 
-def test_old_and_new_do_not_meet_in_the_cache(build: Build, stops: dict[str, Any]) -> None:
-    """Both lose their blocks and compute the same prompt again, in one step."""
+def test_cache_never_mixes_old_and_new_versions(build: Build, stops: dict[str, Any]) -> None:
+    """Both requests lose their blocks and recompute the same prompt in one step."""
     engine = build()
     engine.add_request(PROMPT, drawn())
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_group_finishes_on_the_old_weights(build: Build) -> None:
     assert {s.weight_version for s in samples} == {0}
 
 
-def test_without_memory_for_the_old_weights_the_update_fails(
+def test_update_fails_without_memory_for_the_old_weights(
     build: Build, monkeypatch: pytest.MonkeyPatch, stops: dict[str, Any]
 ) -> None:
     engine = build()
@@ -260,7 +260,7 @@ def test_without_memory_for_the_old_weights_the_update_fails(
     assert bits(engine.generate(PROMPT, drawn())[0]) == bits(stops["new"])
 
 
-def test_what_builds_on_a_failed_update_fails_with_it(
+def test_dependent_update_fails_with_the_failed_update(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -269,7 +269,7 @@ def test_what_builds_on_a_failed_update_fails_with_it(
     engine.update_weights(NEW, kv_policy="finish_old")
     engine.add_request(PROMPT, drawn(30))
     engine.step()
-    refused = engine.update_weights(NEWER, kv_policy="finish_old")  # it waits for `previous`
+    refused = engine.update_weights(NEWER, kv_policy="finish_old")  # waits for `previous`
     norm = {"model.norm.weight": OLD["model.norm.weight"]}
     follows = engine.update_weights(norm, kv_policy="finish_old")
     follows_too = engine.update_weights(
@@ -296,7 +296,7 @@ def test_what_builds_on_a_failed_update_fails_with_it(
     assert engine.weights_checksum() == checksum
 
 
-# -- versions that a request asks for --------------------------------------------------------------
+# -- requested versions ----------------------------------------------------------------------------
 
 
 def test_request_waits_for_its_version(build: Build, stops: dict[str, Any]) -> None:
@@ -325,7 +325,7 @@ def test_held_request_can_be_aborted(build: Build) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "finish_old"])
-def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: KvPolicy) -> None:
+def test_stale_request_ends_with_its_partial_sample(build: Build, policy: KvPolicy) -> None:
     engine = build()
     strict = engine.add_request(PROMPT, drawn(30), max_staleness=1)
     engine.add_request(PROMPT, drawn(30))
@@ -349,16 +349,16 @@ def test_request_that_is_too_stale_ends_with_what_it_has(build: Build, policy: K
 @pytest.mark.parametrize(
     ("name", "value"), [("min_version", -1), ("min_version", 1.5), ("max_staleness", "2")]
 )
-def test_limits_of_versions_are_whole_numbers(build: Build, name: str, value: Any) -> None:
+def test_version_limits_must_be_integers(build: Build, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         build().add_request(PROMPT, drawn(), **{name: value})
 
 
-# -- blocking, and nonsense ------------------------------------------------------------------------
+# -- blocking and invalid arguments ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "abort", "wait", "finish_old"])
-def test_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) -> None:
+def test_blocking_update_is_live_when_it_returns(build: Build, policy: KvPolicy) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn(20))
     for _ in range(3):
@@ -370,7 +370,7 @@ def test_blocking_update_serves_when_it_returns(build: Build, policy: KvPolicy) 
     assert len(sample.completion_tokens) == 20 or policy == "abort"
 
 
-def test_newcomer_waits_behind_an_update_that_waits(build: Build, stops: dict[str, Any]) -> None:
+def test_new_request_waits_for_a_waiting_update(build: Build, stops: dict[str, Any]) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(15))
     engine.step()
@@ -393,10 +393,10 @@ def test_unknown_policy_is_an_error(build: Build) -> None:
     assert engine.get_weight_version() == 0
 
 
-# -- several updates, and what stands between them -------------------------------------------------
+# -- several updates -------------------------------------------------------------------------------
 
 
-def test_who_is_held_behind_an_update_that_fails_goes_on(
+def test_held_request_continues_after_a_failed_update(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -425,9 +425,9 @@ def test_who_is_held_behind_an_update_that_fails_goes_on(
     )
 
 
-def test_who_is_held_has_not_begun(build: Build) -> None:
-    """Else it would be put on the old weights, for which the next update waits, and it for the one
-    behind that.
+def test_held_request_has_not_started(build: Build) -> None:
+    """If it had started, it would run on the old weights, the next update would wait for it, and it
+    would wait for the update after that: a deadlock.
     """
     engine = build()
     engine.add_request(PROMPT, drawn())
@@ -448,7 +448,7 @@ def test_who_is_held_has_not_begun(build: Build) -> None:
     assert samples[-1].request_id == resumed
 
 
-def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
+def test_resume_from_rejects_a_version_being_replaced(build: Build) -> None:
     engine = build()
     engine.add_request(PROMPT, drawn(20))
     for _ in range(4):
@@ -464,7 +464,7 @@ def test_no_version_is_promised_that_is_about_to_go(build: Build) -> None:
 
 
 @pytest.mark.parametrize("how", ["preempted", "resumed"])
-def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build, how: str) -> None:
+def test_prompt_logprobs_match_the_versions_of_the_sample(build: Build, how: str) -> None:
     engine = build(max_tokens_per_batch=8)
     params = SamplingParams(max_tokens=4, seed=SEED, ignore_eos=True, prompt_logprobs=True)
     expected = build(NEW).generate(PROMPT, params)[0]
@@ -485,8 +485,8 @@ def test_prompt_logprobs_are_of_the_versions_that_the_sample_names(build: Build,
     assert repr(sample.prompt_logprobs) == repr(expected.prompt_logprobs)
 
 
-def test_abort_returns_its_own_samples_alone(build: Build) -> None:
-    """It lets an update be applied, which brings in what was in flight for others."""
+def test_abort_policy_returns_only_its_own_samples(build: Build) -> None:
+    """The abort applies an update, which also retires other requests' steps in flight."""
     engine = build(lookahead=1)
     old = engine.add_request(PROMPT, drawn(40))
     engine.step()
@@ -499,7 +499,7 @@ def test_abort_returns_its_own_samples_alone(build: Build) -> None:
     assert [s.request_id for s in drain(engine)] == [other]
 
 
-def test_update_that_aborts_samples_spares_scores(build: Build) -> None:
+def test_aborting_update_spares_scores(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     expected = score(build(NEW), [PROMPT])[0]
     partial = engine.add_request(PROMPT, drawn())
@@ -520,12 +520,12 @@ def test_update_that_aborts_samples_spares_scores(build: Build) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: int) -> None:
+def test_staleness_counts_only_versions_that_were_used(build: Build, limit: int) -> None:
     engine = build(max_tokens_per_batch=8)
     request = engine.add_request(PROMPT, drawn(20), max_staleness=limit)
-    engine.step()  # a part of its prompt
+    engine.step()  # part of the prompt
     engine.update_weights(NEW, kv_policy="keep")
-    if limit == 2:  # a token attends to what version 0 computed
+    if limit == 2:  # some token attends to keys of version 0
         while not engine.loop.sequences.of_requests(frozenset([request]))[0].num_completion_tokens:
             engine.step()
     engine.update_weights(NEWER, kv_policy="recompute")
@@ -538,10 +538,10 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     assert sample.stop_reason == ("exceeds max_staleness" if limit == 2 else None)
 
 
-def test_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
+def test_resumed_sample_keeps_its_staleness(build: Build) -> None:
     engine = build(max_tokens_per_batch=8)
     engine.add_request(PROMPT, drawn(30))
-    engine.step()  # a part of its prompt
+    engine.step()  # part of the prompt
     engine.update_weights(NEW, kv_policy="keep")
     for _ in range(6):
         engine.step()

@@ -1,4 +1,4 @@
-"""A merged adapter is a model that was loaded from merged weights, and goes without a trace."""
+"""A merged adapter equals a model loaded from merged weights, and unmerging leaves no trace."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -53,16 +53,16 @@ def make(folder: Path, backend: Any = "cpu", **options: Any) -> InferenceEngine:
 
 def sample(engine: InferenceEngine, adapter: str | None = None) -> TrainingSample:
     params = SamplingParams(max_tokens=12, seed=1, adapter=adapter, ignore_eos=True)
-    (found,) = engine.generate([PROMPT], params)
-    return found
+    (result,) = engine.generate([PROMPT], params)
+    return result
 
 
-def bits(found: TrainingSample) -> tuple[Any, ...]:
-    return found.completion_tokens, found.logprobs
+def bits(sample: TrainingSample) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.logprobs
 
 
 def merged_folder(folder: Path, target: Path, seed: int) -> Path:
-    """The checkpoint with the adapter in its weights, by a way of its own."""
+    """Return a checkpoint with the adapter merged by independent code."""
     target.mkdir()
     for path in folder.iterdir():
         if path.suffix != ".safetensors":
@@ -81,7 +81,7 @@ def merged_folder(folder: Path, target: Path, seed: int) -> Path:
 
 
 @pytest.mark.thorough(cases=["cpu"])
-def test_merged_is_the_model_of_merged_weights_and_comes_apart_again(
+def test_merge_equals_merged_weights_and_unmerge_restores(
     engine: InferenceEngine, folder: Path, tmp_path: Path
 ) -> None:
     before, beside, sums = sample(engine), sample(engine, "own"), engine.weights_checksum()
@@ -103,7 +103,7 @@ def test_merged_is_the_model_of_merged_weights_and_comes_apart_again(
     assert bits(sample(engine, "own")) == bits(beside)
 
 
-def test_what_would_see_two_adapters_is_refused(engine: InferenceEngine) -> None:
+def test_merge_rejects_requests_for_a_second_adapter(engine: InferenceEngine) -> None:
     beside = sample(engine, "other")
     with pytest.raises(AdapterNotFound, match="'third' is not loaded"):
         engine.merge_adapter("third")
@@ -134,7 +134,7 @@ def test_what_would_see_two_adapters_is_refused(engine: InferenceEngine) -> None
     assert bits(sample(engine, "other")) == bits(beside)
 
 
-def test_request_that_runs_goes_on_under_the_merged_weights(engine: InferenceEngine) -> None:
+def test_running_request_continues_under_the_merged_weights(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     engine.add_request(PROMPT, params)
     for _ in range(5):
@@ -147,7 +147,7 @@ def test_request_that_runs_goes_on_under_the_merged_weights(engine: InferenceEng
     engine.loop.check()
 
 
-def test_codes_and_open_sessions_are_refused(folder: Path) -> None:
+def test_merge_rejects_quantized_weights_and_open_sessions(folder: Path) -> None:
     with make(folder, quantization="int8") as engine:
         engine.load_adapter("own", adapter_of(folder, 0), SETTINGS)
         with pytest.raises(AdapterError, match="quantization='int8'"):
@@ -175,7 +175,7 @@ def rest(engine: InferenceEngine) -> list[TrainingSample]:
 def amid_a_merge(
     monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine, do: Callable[[], object]
 ) -> None:
-    """Call `do` where the merged weights are computed, once, and let the merge go on."""
+    """Call `do` once while merged weights are computed, then let the merge continue."""
     calls = iter([do])
     inner = adapters.merged
 
@@ -200,12 +200,12 @@ def test_request_for_the_merged_adapter_keeps_it_merged(
     with pytest.raises(AdapterError, match=f"unmerged while request {request} uses adapter"):
         engine.unmerge_adapter()
     assert engine.weights_checksum() == sums
-    (found,) = rest(engine)
-    assert bits(found) == bits(merged)
+    (merged_sample,) = rest(engine)
+    assert bits(merged_sample) == bits(merged)
     assert engine.unmerge_adapter() == 2
 
 
-def test_scores_of_the_merged_adapter_are_those_of_merged_weights(engine: InferenceEngine) -> None:
+def test_scores_of_the_merged_adapter_use_merged_weights(engine: InferenceEngine) -> None:
     beside = score(engine, [PROMPT], adapter="own")[0]
     engine.merge_adapter("own")
     (by_name,), (by_weights,) = score(engine, [PROMPT], adapter="own"), score(engine, [PROMPT])
@@ -215,7 +215,7 @@ def test_scores_of_the_merged_adapter_are_those_of_merged_weights(engine: Infere
 
 
 @pytest.mark.thorough(cases=["cpu"])
-def test_request_is_computed_by_what_holds_its_adapter_when_it_enters(
+def test_request_uses_the_merge_state_at_admission(
     engine: InferenceEngine,
 ) -> None:
     beside, intake = sample(engine, "own"), engine.intake
@@ -226,10 +226,10 @@ def test_request_is_computed_by_what_holds_its_adapter_when_it_enters(
     engine.shared.enqueue(early)
     engine.shared.enqueue(other)
     (late,) = intake.sequences([PROMPT], params(), 1, False)
-    found = {each.request_id: each for each in rest(engine)}
-    assert bits(found[early.request_id]) == bits(merged)
-    assert found[other.request_id].finish_reason == "abort"
-    assert found[other.request_id].stop_reason == "adapter 'own' is merged into the weights"
+    samples = {each.request_id: each for each in rest(engine)}
+    assert bits(samples[early.request_id]) == bits(merged)
+    assert samples[other.request_id].finish_reason == "abort"
+    assert samples[other.request_id].stop_reason == "adapter 'own' is merged into the weights"
     engine.unmerge_adapter()
     engine.shared.enqueue(late)
     (found_late,) = rest(engine)
@@ -237,7 +237,7 @@ def test_request_is_computed_by_what_holds_its_adapter_when_it_enters(
     assert [span.version for span in found_late.adapter_versions] == [1]
 
 
-def test_amid_a_merge_no_adapter_is_computed_and_the_weights_alone_are(
+def test_merged_engine_computes_only_the_weights(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sample(engine)
@@ -269,7 +269,7 @@ def test_amid_a_merge_no_adapter_is_computed_and_the_weights_alone_are(
     assert bits(sample(engine, "own")) == bits(merged)
 
 
-def test_merge_that_fails_leaves_no_trace(
+def test_failed_merge_leaves_no_trace(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside, sums = sample(engine, "own"), engine.weights_checksum()
@@ -284,7 +284,7 @@ def test_merge_that_fails_leaves_no_trace(
     engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
 
 
-def test_merged_adapter_is_neither_updated_nor_unloaded(
+def test_merged_adapter_rejects_update_and_unload(
     engine: InferenceEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infos, copy = engine.adapters(), str(tmp_path / "own.safetensors")
@@ -305,17 +305,17 @@ def test_merged_adapter_is_neither_updated_nor_unloaded(
     amid_a_merge(monkeypatch, engine, look)
     look()
     assert engine.adapters() == infos
-    engine.load_adapter("other", new, SETTINGS)  # of others nothing is in the weights
+    engine.load_adapter("other", new, SETTINGS)  # the weights contain no other adapter
     engine.unload_adapter("other")
     engine.unmerge_adapter()
     assert engine.load_adapter("own", new, SETTINGS).version == 2
 
 
 @pytest.mark.parametrize("when", ["before", "amid", "merged"])
-def test_weights_that_sleep_are_neither_merged_nor_unmerged(
+def test_sleeping_weights_reject_merge_and_unmerge(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # of whole pages alone memory is given back, and those of a tiny model are none
+    # only whole pages are released, and tiny models have none
     monkeypatch.setattr(
         "nano_inference.device.sleep.discard", lambda tensor: tensor.untyped_storage().fill_(0)
     )
@@ -345,7 +345,7 @@ def test_weights_that_sleep_are_neither_merged_nor_unmerged(
     assert bits(sample(engine, "own")) == bits(beside)
 
 
-def test_update_that_began_before_is_refused_where_it_would_be_queued(
+def test_update_begun_before_a_merge_is_rejected_when_queued(
     engine: InferenceEngine,
 ) -> None:
     new = {"model.norm.weight": engine.model.params["norm"] * 1.5}
@@ -379,7 +379,7 @@ def test_update_that_began_before_is_refused_where_it_would_be_queued(
 
 @pytest.mark.parametrize("undo", [False, True], ids=["merge", "unmerge"])
 @pytest.mark.parametrize("written", [False, True], ids=["queued", "written"])
-def test_ctrl_c_leaves_it_whole(
+def test_ctrl_c_leaves_a_merge_complete(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, undo: bool, written: bool
 ) -> None:
     beside, plain = sample(engine, "own"), engine.weights_checksum()
@@ -417,7 +417,7 @@ def test_ctrl_c_leaves_it_whole(
     engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
 
 
-def test_embedding_amid_a_merge_is_refused_by_name(
+def test_embed_during_a_merge_is_rejected_by_name(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look() -> None:

@@ -1,5 +1,5 @@
-"""After a stop token one overrun step is in flight (`lookahead=1`): nobody waits for it, and nobody
-counts it.
+"""After a stop token one overrun step is in flight (`lookahead=1`): it blocks no caller and counts
+as no work.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def engine(tmp_path: Path) -> InferenceEngine:
 
 
 def stopped_early(engine: InferenceEngine) -> int:
-    """Run one sample that ends by a stop id; returns its number of tokens."""
+    """Run one sample that ends by a stop id. Return its number of tokens."""
     free = engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[
         0
     ]
@@ -35,7 +35,7 @@ def stopped_early(engine: InferenceEngine) -> int:
     return len(sample.completion_tokens)
 
 
-def test_weight_update_after_the_last_sample_serves_at_once(engine: InferenceEngine) -> None:
+def test_update_after_the_last_sample_is_live_immediately(engine: InferenceEngine) -> None:
     tokens = stopped_early(engine)
     total = engine.stats().completion_tokens
     update = engine.update_weights({"model.norm.weight": engine.model.params["norm"] * 2})
@@ -46,7 +46,7 @@ def test_weight_update_after_the_last_sample_serves_at_once(engine: InferenceEng
     assert tokens > 1
 
 
-def test_nothing_is_pending_after_shutdown(engine: InferenceEngine) -> None:
+def test_shutdown_leaves_nothing_pending(engine: InferenceEngine) -> None:
     engine.add_request([1, 2], SamplingParams())
     assert engine.has_pending()
     engine.shutdown()

@@ -1,4 +1,4 @@
-"""Who may wait while an engine is paused, and what an interrupted pause leaves behind."""
+"""Callers that may wait while an engine is paused, and the state after an interrupted pause."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until
 
 
 def interrupt_next_step(monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine) -> None:
-    """Let Ctrl-C arrive in the middle of the next step, once."""
+    """Deliver Ctrl-C once, in the middle of the next step."""
     step = engine.loop.step
 
     def interrupted() -> Any:
@@ -40,7 +40,7 @@ def interrupt_next_step(monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine
 
 
 def generates_elsewhere(engine: InferenceEngine) -> bool:
-    """Whether another thread's `generate` ends; it waits while the engine is paused."""
+    """Return True if `generate` finishes on another thread; a paused engine makes it wait."""
     ended: list[Any] = []
     thread = threading.Thread(
         target=lambda: ended.extend(engine.generate(PROMPT, drawn())), daemon=True
@@ -62,7 +62,7 @@ STOPS: dict[str, Callable[[InferenceEngine], object]] = {
 
 
 @pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
-def test_pause_that_is_interrupted_leaves_the_engine_running(
+def test_interrupted_pause_leaves_the_engine_running(
     build: Build, monkeypatch: pytest.MonkeyPatch, stop: Callable[[InferenceEngine], object]
 ) -> None:
     engine = build(lookahead=1)
@@ -80,7 +80,7 @@ def test_pause_that_is_interrupted_leaves_the_engine_running(
     assert same(engine.generate(PROMPT, drawn())[0], expected)
 
 
-def test_pause_that_is_interrupted_leaves_an_earlier_pause(
+def test_interrupted_pause_keeps_an_earlier_pause(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -93,10 +93,10 @@ def test_pause_that_is_interrupted_leaves_an_earlier_pause(
     assert not engine.is_paused()
 
 
-def test_pause_that_is_interrupted_twice_ends_the_engine(
+def test_pause_interrupted_twice_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second Ctrl-C cuts a step in two. The caller still gets `KeyboardInterrupt`."""
+    """The second Ctrl-C interrupts a step halfway. The caller still gets `KeyboardInterrupt`."""
     engine = build()
     engine.add_request(PROMPT, drawn())
 
@@ -109,7 +109,7 @@ def test_pause_that_is_interrupted_twice_ends_the_engine(
         engine.pause("wait")
 
 
-def test_sleep_that_is_interrupted_while_memory_is_given_back_is_whole(
+def test_sleep_interrupted_while_freeing_memory_completes(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -130,10 +130,10 @@ def test_sleep_that_is_interrupted_while_memory_is_given_back_is_whole(
 
 
 @pytest.mark.parametrize("what", ["sleep", "wake"])
-def test_sleep_that_is_cut_in_two_ends_the_engine(
+def test_sleep_interrupted_halfway_ends_the_engine(
     build: Build, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Nobody knows which part of the memory holds numbers after a second Ctrl-C."""
+    """After a second Ctrl-C the state of the memory is unknown."""
     engine = build()
 
     def interrupted(*_: Any) -> None:
@@ -152,7 +152,7 @@ def test_sleep_that_is_cut_in_two_ends_the_engine(
 
 
 class InterruptedGate(Gate):
-    """Other engines that do not let the weights sleep until Ctrl-C."""
+    """Fake peers that hold the weights awake until Ctrl-C."""
 
     alone = False
 
@@ -160,7 +160,7 @@ class InterruptedGate(Gate):
         raise KeyboardInterrupt
 
 
-def test_sleep_that_is_interrupted_while_others_are_busy_leaves_the_engine_running(
+def test_sleep_interrupted_while_busy_leaves_the_engine_running(
     build: Build,
 ) -> None:
     engine = build()
@@ -176,7 +176,7 @@ def test_sleep_that_is_interrupted_while_others_are_busy_leaves_the_engine_runni
 
 
 def run_with_one_worker(main: Callable[[], Any]) -> Any:
-    """Run a coroutine whose `asyncio.to_thread` has one thread for all callers."""
+    """Run a coroutine whose `asyncio.to_thread` has a single worker thread."""
 
     async def inside() -> Any:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -224,7 +224,7 @@ def test_async_blocking_update_waits_while_paused(
 
 
 def test_sync_generate_in_a_pool_waits_while_paused(build: Build) -> None:
-    """A task resumes the engine: the thread of the pool that paused it is nobody's."""
+    """A task resumes the engine, because the pool thread that paused it has no owner."""
     engine = build()
 
     async def main() -> Any:
@@ -237,7 +237,7 @@ def test_sync_generate_in_a_pool_waits_while_paused(build: Build) -> None:
     assert len(run_with_one_worker(main)) == 1
 
 
-def test_pause_on_the_event_loop_rejects_a_generate_that_blocks_it(build: Build) -> None:
+def test_pause_on_the_event_loop_rejects_a_blocking_generate(build: Build) -> None:
     engine = build()
 
     async def other_task() -> None:
@@ -254,8 +254,8 @@ def test_pause_on_the_event_loop_rejects_a_generate_that_blocks_it(build: Build)
 # -- one thread ------------------------------------------------------------------------------------
 
 
-def test_submit_takes_requests_while_paused(build: Build) -> None:
-    """It waits for nothing, so the thread that paused the engine may call it."""
+def test_submit_accepts_requests_while_paused(build: Build) -> None:
+    """`submit` does not wait, so the pausing thread may call it."""
     engine = build()
     deltas: list[Any] = []
     engine.pause()
@@ -287,7 +287,7 @@ def test_generate_rejects_a_pause_by_its_progress_function(build: Build) -> None
     assert len(engine.generate(PROMPT, drawn())) == 1
 
 
-def test_generate_goes_on_after_a_consumer_pauses_and_resumes(build: Build) -> None:
+def test_generate_continues_after_a_consumer_pauses_and_resumes(build: Build) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn())[0]
     for delta in engine.generate(PROMPT, drawn(), stream=True):
@@ -308,7 +308,7 @@ def test_generate_ends_after_its_consumer_pauses_with_wait(build: Build) -> None
     engine.resume()
 
 
-def test_pause_is_remembered_while_another_thread_sleeps_and_wakes(build: Build) -> None:
+def test_pause_survives_a_sleep_of_another_thread(build: Build) -> None:
     engine = build()
     engine.pause()
 
@@ -343,12 +343,12 @@ def test_pauses_of_two_engines_are_both_remembered(build: Build) -> None:
         one.update_weights(NEW, blocking=True, kv_policy="wait")
 
 
-# -- Ctrl-C beside the lock ------------------------------------------------------------------------
+# -- Ctrl-C near the lock --------------------------------------------------------------------------
 
 
 def interrupted_at(event: int, act: Callable[[], object]) -> bool:
-    """Call `act` with Ctrl-C after so many calls of built-in functions, where CPython looks for
-    signals; returns whether it came to that.
+    """Call `act` and deliver Ctrl-C at call number `event` of a built-in function, where CPython
+    checks for signals. Return True if Ctrl-C was delivered.
     """
     seen = 0
 

@@ -1,6 +1,4 @@
-"""The best tokens at every token of a prompt: against a teacher, and to the bit under every
-schedule.
-"""
+"""Top logprobs of prompt tokens: equal to teacher forcing, and bit-identical under every schedule."""
 
 import math
 from dataclasses import replace
@@ -62,11 +60,9 @@ def best_of(sample: TrainingSample) -> tuple[TopLogprobs, ...]:
 
 
 def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[TrainingSample]:
-    """Three samples of every prompt; every third step takes the blocks of some sequence, eight
-    times.
-    """
-    for prompt, each in zip(PROMPTS, params, strict=True):
-        engine.add_request(prompt, each, 3)
+    """Sample every prompt three times. Every third step preempts some sequence, eight times in all."""
+    for prompt, prompt_params in zip(PROMPTS, params, strict=True):
+        engine.add_request(prompt, prompt_params, 3)
     samples: list[TrainingSample] = []
     step = forced = 0
     while engine.has_pending():
@@ -83,7 +79,7 @@ def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[Trai
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
+def test_prompt_top_logprobs_equal_teacher_forcing(model: Path, backend: str) -> None:
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(model)
@@ -104,8 +100,8 @@ def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend: str) -> None:
-    """Beside the prompt's own tokens, and as the raw logprob of a token drawn there."""
+def test_logprob_has_the_same_bits_in_every_field(model: Path, backend: str) -> None:
+    """The same bits appear for the prompt's own tokens and as the raw logprob of a sampled token."""
     greedy = SamplingParams(0, max_tokens=12, raw_logprobs=True, ignore_eos=True)
     with build(model, backend=backend) as engine:
         (drawn,) = engine.generate(PROMPTS[1], greedy)
@@ -113,10 +109,10 @@ def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend:
         (scored,) = engine.generate(whole, replace(PARAMS, prompt_top_logprobs=300))
     assert drawn.raw_logprobs is not None
     assert scored.prompt_logprobs is not None
-    for place, token_id in list(enumerate(whole))[1:]:
-        best = best_of(scored)[place]
+    for position, token_id in list(enumerate(whole))[1:]:
+        best = best_of(scored)[position]
         assert len(best.token_ids) == len(set(best.token_ids)) == 300
-        assert best.logprobs[best.token_ids.index(token_id)] == scored.prompt_logprobs[place]
+        assert best.logprobs[best.token_ids.index(token_id)] == scored.prompt_logprobs[position]
     for i, token_id in enumerate(drawn.completion_tokens):
         best = best_of(scored)[len(drawn.prompt_tokens) + i]
         assert (best.token_ids[0], best.logprobs[0]) == (token_id, drawn.raw_logprobs[i])
@@ -125,8 +121,8 @@ def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend:
 @pytest.mark.thorough(but=["schedule2-cpu"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
-    """Chunks, preemption by force, groups, and neighbours that want more, fewer or none."""
+def test_schedule_changes_no_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
+    """Covers chunks, forced preemption, groups, and neighbors with more, fewer or no top logprobs."""
     wants = [replace(PARAMS, prompt_top_logprobs=num) for num in (4, 9, 2, 0)]
     with build(model, backend=backend) as engine:
         alone = [
@@ -138,18 +134,18 @@ def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str
             samples = complete(engine, mine)
             assert len(samples) == 12
             for sample in samples:
-                place = PROMPTS.index(list(sample.prompt_tokens))
-                num = mine[place].prompt_top_logprobs
+                index = PROMPTS.index(list(sample.prompt_tokens))
+                num = mine[index].prompt_top_logprobs
                 cut = tuple(
                     TopLogprobs(best.token_ids[:num], best.logprobs[:num])
-                    for best in best_of(alone[place])
+                    for best in best_of(alone[index])
                 )
                 assert sample.prompt_top_logprobs == (cut if num else None)
                 assert sample.prompt_logprobs is not None
-                assert sample.prompt_logprobs[1:] == (alone[place].prompt_logprobs or ())[1:]
+                assert sample.prompt_logprobs[1:] == (alone[index].prompt_logprobs or ())[1:]
 
 
-def test_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
+def test_prompt_may_exceed_a_tile_of_rows(model: Path) -> None:
     prompt = [3 + i % 290 for i in range(BEST_TILE + 40)]
     with build(model) as engine:
         (whole,) = engine.generate(prompt, PARAMS)
@@ -161,8 +157,8 @@ def test_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
 
 @pytest.mark.thorough(but=["3"])
 @pytest.mark.parametrize("steps", [1, 3, 14])
-def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
-    """Aborted in the middle of the prompt, where what is known is dropped, and behind it."""
+def test_resume_from_keeps_or_rescores_prompt_logprobs(model: Path, steps: int) -> None:
+    """Abort in the middle of the prompt, which drops partial results, and after it."""
     with build(model, max_chunk_tokens=8) as engine:
         (expected,) = engine.generate(PROMPTS[2], PARAMS)
         engine.add_request(PROMPTS[2], PARAMS)
@@ -180,14 +176,14 @@ def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
     assert samples[0].completion_tokens == expected.completion_tokens
 
 
-def test_reference_model_is_not_asked_for_them(model: Path) -> None:
+def test_reference_model_computes_no_prompt_top_logprobs(model: Path) -> None:
     with build(model, ref_model_path=str(model)) as engine:
         (sample,) = engine.generate(PROMPTS[1], PARAMS)
     assert len(best_of(sample)) == len(PROMPTS[1])
     assert sample.ref_logprobs is not None
 
 
-def test_new_weights_score_anew(model: Path) -> None:
+def test_update_rescores_the_prompt(model: Path) -> None:
     with build(model, max_chunk_tokens=8) as engine:
         engine.add_request(PROMPTS[2], PARAMS)
         engine.step()

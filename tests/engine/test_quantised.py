@@ -1,4 +1,4 @@
-"""Engines on quantised checkpoints: as engines on the numbers that these stand for."""
+"""Engines on quantized checkpoints equal engines on the dequantized values."""
 
 import logging
 from pathlib import Path
@@ -23,19 +23,19 @@ def build(folder: Path, launcher: ThreadLauncher | None = None, **options: Any) 
 
 def samples(engine: InferenceEngine) -> list[tuple[list[int], list[float]]]:
     params = SamplingParams(max_tokens=12, temperature=1.0)
-    found = engine.generate(PROMPTS, params)
-    return [(list(each.completion_tokens), list(each.logprobs)) for each in found]
+    samples = engine.generate(PROMPTS, params)
+    return [(list(each.completion_tokens), list(each.logprobs)) for each in samples]
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A quantised model, and the same in plain numbers."""
+    """Write a quantized model and its dequantized copy."""
     config = llama_config()
     reference = write_quantised(tmp_path / "coded", "fp8-blocks", config, llama_weights(config))
     return tmp_path / "coded", write_model(tmp_path / "plain", config, reference)
 
 
-def test_start_up_line_says_what_becomes_of_it(
+def test_startup_log_names_the_quantization(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"), build(folders[0], dtype="auto"):
@@ -51,42 +51,42 @@ def test_start_up_line_says_what_becomes_of_it(
 
 @pytest.mark.thorough(cases=["2"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_bit_is_that_of_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
-    found = []
+def test_dequantized_engine_equals_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
+    results = []
     for folder in folders:
         launcher = ThreadLauncher() if ranks > 1 else None
         with build(folder, launcher, tensor_parallel=ranks) as engine:
             fingerprint, checksum = engine.numerics.fingerprint, engine.weights_checksum()
-            found.append((fingerprint, checksum, samples(engine)))
-    assert found[0] == found[1]
+            results.append((fingerprint, checksum, samples(engine)))
+    assert results[0] == results[1]
 
 
-def test_update_after_a_quantised_start_is_of_plain_weights(
+def test_update_after_a_quantized_start_uses_plain_weights(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     weights = llama_weights(llama_config(), seed=1)
     with build(folders[0]) as engine, build(folders[1]) as plain:
-        for each in (engine, plain):
-            each.update_weights(weights)
+        for target in (engine, plain):
+            target.update_weights(weights)
         assert engine.weights_checksum() == plain.weights_checksum()
         assert samples(engine) == samples(plain)
         engine.update_weights(folders[1])
         assert engine.get_weight_version() == 2
 
 
-def test_quantised_reference_of_a_plain_policy(folders: tuple[Path, Path]) -> None:
-    found: list[list[float]] = []
+def test_quantized_reference_scores_a_plain_policy(folders: tuple[Path, Path]) -> None:
+    logprobs: list[list[float]] = []
     for reference in folders:
         with build(folders[1], ref_model_path=str(reference)) as engine:
             params = SamplingParams(max_tokens=5, temperature=1.0)
-            found += [
+            logprobs += [
                 list(each.ref_logprobs or ()) for each in engine.generate([PROMPTS[0]], params)
             ]
-    assert found[0] == found[1]
-    assert len(found[0]) == 5
+    assert logprobs[0] == logprobs[1]
+    assert len(logprobs[0]) == 5
 
 
-def test_trainers_parameters_begin_with_all_digits_and_are_saved_as_numbers(
+def test_trainer_parameters_start_exact_and_are_saved_as_floats(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"

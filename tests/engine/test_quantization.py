@@ -1,6 +1,4 @@
-"""Engines whose weights are codes of 8 and 4 bits: updates, sleeping, copies, memory, and what is
-refused.
-"""
+"""Engines with 8-bit and 4-bit weights: updates, sleep, copies, memory and rejected options."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +47,7 @@ DTYPES = ("float32", "bfloat16")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
+def test_updated_engine_equals_a_fresh_engine(
     build: Build, backend: str, dtype: str, quantization: str
 ) -> None:
     options: dict[str, Any] = {"backend": backend, "dtype": dtype, "quantization": quantization}
@@ -60,8 +58,8 @@ def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
         engine = build(**options)
         before = bits(engine.generate(PROMPT, drawn())[0])
         engine.update_weights(weights, blocking=blocking, check_finite=True)
-        found = bits(engine.generate(PROMPT, drawn())[0])
-        assert before != found == expected
+        actual = bits(engine.generate(PROMPT, drawn())[0])
+        assert before != actual == expected
         assert engine.weights_checksum() == fresh.weights_checksum()
         assert engine.numerics.fingerprint.endswith(f"/{quantization}")
     forms = {name: form_of(param) for name, param in fresh.model.params.items()}
@@ -75,7 +73,7 @@ def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_weights_that_are_read_are_the_same_weights_elsewhere(
+def test_exported_weights_load_identically_elsewhere(
     build: Build, backend: str, quantization: str
 ) -> None:
     options: dict[str, Any] = {"backend": backend, "quantization": quantization}
@@ -87,7 +85,7 @@ def test_weights_that_are_read_are_the_same_weights_elsewhere(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) -> None:
+def test_patch_rejects_codes_and_accepts_plain_tensors(build: Build, backend: str) -> None:
     engine = build(backend=backend, quantization="int8-32")
     before = engine.weights_checksum()
     places = torch.tensor([3])
@@ -102,9 +100,7 @@ def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) 
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_numbers_that_have_no_codes_are_refused_where_asked(
-    build: Build, quantization: str
-) -> None:
+def test_non_finite_weights_are_rejected_if_checked(build: Build, quantization: str) -> None:
     engine = build(backend="reference", quantization=quantization)
     before = engine.weights_checksum()
     for bad in (torch.nan, -torch.inf, *((2e7,) if quantization != "int8" else ())):
@@ -131,7 +127,7 @@ def test_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str) 
 
 
 @pytest.mark.parametrize("same_head", [True, False])
-def test_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head: bool) -> None:
+def test_tied_head_of_a_checkpoint_is_compared(tmp_path: Path, same_head: bool) -> None:
     config = llama_config(tie=True)
     weights: Weights = llama_weights(config)
     weights[HEAD] = weights[EMBEDDING].clone()
@@ -172,8 +168,8 @@ def test_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backend:
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: bool) -> None:
     folder = tiny_llama(tmp_path / "m", tie=tie)
-    given: Any = {"dtype": "float32", "quantization": quantization}
-    config = EngineConfig(str(folder), backend="reference", **given)
+    options: Any = {"dtype": "float32", "quantization": quantization}
+    config = EngineConfig(str(folder), backend="reference", **options)
     plain = plan_engine(replace(config, quantization=None)).memory_budget.weights
     with InferenceEngine(config) as engine:
         params = engine.model.params.values()
@@ -181,7 +177,7 @@ def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: boo
             param.nbytes if isinstance(param, Tensor) else param.data.nbytes for param in params
         )
         counted = engine.memory_budget.weights
-    assert counted <= held <= counted * 1.02  # rows end at whole numbers of 4 bytes
+    assert counted <= held <= counted * 1.02  # rows are padded to multiples of 4 bytes
     assert counted == num_bytes(param_table(load_spec(folder)), torch.float32, quantization)
     assert counted < plain / 1.8
 
@@ -195,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
+def test_impossible_options_are_rejected_before_loading(
     tmp_path: Path, options: Any, reason: str
 ) -> None:
     folder = tiny_llama(tmp_path / "m", num_heads=16, num_kv_heads=16)
@@ -204,7 +200,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
         plan_engine(EngineConfig(str(folder), quantization="int4", device="cpu", **options))
 
 
-def test_card_has_no_kernels_for_codes(model: Path) -> None:
+def test_cuda_rejects_codes_without_kernels(model: Path) -> None:
     config = EngineConfig(str(model), quantization="int8")
     specs = {"policy": load_spec(model)}
     with pytest.raises(
@@ -213,7 +209,7 @@ def test_card_has_no_kernels_for_codes(model: Path) -> None:
         choose_ops(config, specs, torch.bfloat16, torch.device("cuda"))
 
 
-def test_other_names_are_refused(model: Path) -> None:
+def test_unknown_quantization_names_are_rejected(model: Path) -> None:
     for wrong in ("fp8", "int8-64", True, 8):
         with pytest.raises(
             ConfigError, match=r"one of None, 'auto', 'none', 'int8', 'int8-32', 'int4'"
@@ -221,7 +217,7 @@ def test_other_names_are_refused(model: Path) -> None:
             EngineConfig(str(model), quantization=wrong)  # pyright: ignore
 
 
-def test_numerics_name_the_quantisation_only_where_there_is_one(build: Build) -> None:
+def test_numerics_name_the_quantization_only_if_quantized(build: Build) -> None:
     assert build(backend="reference").numerics.fingerprint.count("/") == 3
-    found = build(backend="reference", quantization="int8").numerics
-    assert (found.quantization, found.fingerprint.split("/")[-1]) == ("int8", "int8")
+    numerics = build(backend="reference", quantization="int8").numerics
+    assert (numerics.quantization, numerics.fingerprint.split("/")[-1]) == ("int8", "int8")

@@ -1,5 +1,5 @@
-"""The budget of a request within an engine: refused before it begins, and its masks while they
-grow.
+"""The request budget in an engine: rejection before a request starts, and masks that grow while it
+runs.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from nano_inference import RequestTooLarge, SamplingParams, TrainingSample
 from nano_inference.types import Delta
 from tests.weights.weight_cases import Build
 
-VOCAB = 300  # of the tiny model
+VOCAB = 300  # vocabulary of the tiny model
 
 
 def whole_vocabulary(max_tokens: int = 40, seed: int = 3) -> SamplingParams:
@@ -33,9 +33,7 @@ def bits(sample: TrainingSample) -> object:
 
 
 @pytest.mark.parametrize("call", ["generate", "add_request", "submit"])
-def test_more_than_the_budget_is_refused_and_what_is_suggested_is_taken(
-    build: Build, call: str
-) -> None:
+def test_request_over_budget_is_rejected_and_the_suggestion_fits(build: Build, call: str) -> None:
     engine = build(max_request_entries=1000)
 
     def ask(num_samples: int) -> object:
@@ -53,7 +51,7 @@ def test_more_than_the_budget_is_refused_and_what_is_suggested_is_taken(
     assert ask(3) is not None
 
 
-def test_mask_that_grows_too_large_ends_its_sample_alone(build: Build) -> None:
+def test_oversized_mask_ends_only_its_sample(build: Build) -> None:
     free, bounded = build(), build(max_request_entries=6000)
     narrow = SamplingParams(max_tokens=30, seed=4, top_k=5, sampling_mask=True, ignore_eos=True)
     wide = whole_vocabulary()
@@ -66,7 +64,7 @@ def test_mask_that_grows_too_large_ends_its_sample_alone(build: Build) -> None:
         assert "max_request_entries" in str(sample.stop_reason)
         assert sample.sampling_mask is not None
         assert len(sample.sampling_mask.token_ids) <= 3000
-        # rows of 300, of 2,960 ids
+        # rows of 300 and of 2,960 ids
         assert len(sample.sampling_mask.rows()) == len(sample.completion_tokens) == 9
     first, count = engine_samples[0], 9
     assert first.completion_tokens == whole.completion_tokens[:count]
@@ -77,7 +75,7 @@ def test_mask_that_grows_too_large_ends_its_sample_alone(build: Build) -> None:
     assert whole.finish_reason == "length"
 
 
-def test_streams_get_each_token_of_such_a_sample(build: Build) -> None:
+def test_stream_gets_each_token_before_the_mask_overflows(build: Build) -> None:
     engine = build(max_request_entries=3000)
     deltas: list[Delta] = list(engine.generate([1, 7], whole_vocabulary(), stream=True))
     (sample,) = (delta.finished for delta in deltas if delta.finished is not None)
@@ -85,7 +83,7 @@ def test_streams_get_each_token_of_such_a_sample(build: Build) -> None:
     assert sum((delta.token_ids for delta in deltas), ()) == sample.completion_tokens
 
 
-def test_request_gets_no_more_than_it_is_given(build: Build) -> None:
+def test_request_budget_is_a_hard_limit(build: Build) -> None:
     engine = build()
     with pytest.raises(RequestTooLarge, match="max_request_entries=100"):
         engine.submit(
@@ -93,7 +91,7 @@ def test_request_gets_no_more_than_it_is_given(build: Build) -> None:
         )
 
 
-def test_mask_goes_on_where_its_sample_does(build: Build) -> None:
+def test_mask_resumes_with_its_sample(build: Build) -> None:
     engine = build(max_request_entries=6000)
     (part,) = engine.generate([1, 7], whole_vocabulary(max_tokens=5))
     (whole,) = build().generate([1, 7], whole_vocabulary(max_tokens=15))

@@ -1,6 +1,4 @@
-"""Reference and prompt logprobs: scored rows against an engine that samples, whatever the
-schedule.
-"""
+"""Reference and prompt logprobs: scored rows in an engine that also samples, under any schedule."""
 
 import math
 from pathlib import Path
@@ -44,7 +42,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another shape, the same vocabulary."""
+    """Reference model of another shape with the same vocabulary."""
     return tiny_model(tmp_path_factory.mktemp("reference"), "qwen3", seed=2, num_hidden_layers=3)
 
 
@@ -54,7 +52,7 @@ def build(model: Path, **options: Any) -> InferenceEngine:
 
 
 def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
-    """What a model itself gives each token of a sample, found by handing it all as a prompt."""
+    """Return a model's logprobs of a sample's tokens, computed by passing them all as a prompt."""
     with build(model) as engine:
         known = [*sample.prompt_tokens, *sample.completion_tokens]
         (whole,) = engine.generate(known, SamplingParams(max_tokens=1, prompt_logprobs=True))
@@ -64,7 +62,7 @@ def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
 
 @pytest.mark.thorough(cases=["schedule1", "schedule2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
+def test_frozen_copy_scores_policy_samples_bit_identically(
     policy: Path, schedule: dict[str, Any]
 ) -> None:
     with build(policy, ref_model_path=str(policy), **schedule) as engine:
@@ -77,7 +75,7 @@ def test_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
 
 @pytest.mark.thorough(cases=["schedule2", "schedule3"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_another_model_scores_as_it_would_a_prompt(
+def test_reference_model_scores_samples_like_prompts(
     policy: Path, reference: Path, schedule: dict[str, Any]
 ) -> None:
     with build(policy, ref_model_path=str(reference), **schedule) as engine:
@@ -89,7 +87,7 @@ def test_another_model_scores_as_it_would_a_prompt(
 
 
 @pytest.mark.thorough
-def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
+def test_prompt_logprobs_equal_teacher_forcing(policy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(policy)
@@ -109,7 +107,7 @@ def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
             )
 
 
-def test_prompt_logprobs_read_no_cached_prefix_and_are_the_same_again(policy: Path) -> None:
+def test_prompt_logprobs_bypass_the_cache_and_repeat(policy: Path) -> None:
     with build(policy) as engine:
         first = engine.generate([PROMPTS[3]], PARAMS)[0]
         again = engine.generate([PROMPTS[3]], PARAMS)[0]
@@ -127,14 +125,14 @@ def test_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
     assert stats.prompt_tokens_computed == len(PROMPTS[3])
     completions = sum(len(sample.completion_tokens) for sample in samples)
     assert len({sample.prompt_logprobs[1:] for sample in samples if sample.prompt_logprobs}) == 1
-    # Prompt and completions by the policy; by the reference the prompt once and each completion,
-    # but for last tokens, and the rows that end a block short of where the prompts part.
+    # The policy computes the prompt and completions. The reference computes the prompt once and
+    # each completion, except last tokens and rows that end a block before the prompts diverge.
     reference = stats.tokens_computed - len(PROMPTS[3]) - (completions - 8)
     assert reference <= len(PROMPTS[3]) + completions - 8 + 8 * 4
 
 
 @pytest.mark.thorough
-def test_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference: Path) -> None:
+def test_policy_update_does_not_change_the_reference(policy: Path, reference: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
         (before,) = engine.generate(PROMPTS[2], PARAMS)
         engine.update_weights({"model.norm.weight": torch.full((64,), 0.5)}, blocking=True)
@@ -144,7 +142,7 @@ def test_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference
     assert after.ref_logprobs == scores_by_prompt(policy, after)[len(after.prompt_tokens) :]
 
 
-def test_aborting_a_sample_that_waits_for_its_scores_returns_it_whole(policy: Path) -> None:
+def test_abort_returns_a_sample_awaiting_scores_complete(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy), max_tokens_per_batch=4) as engine:
         request_id = engine.add_request(PROMPTS[3], SamplingParams(max_tokens=3, seed=1))
         while not any(seq.request.scored_sample for seq in engine.loop.sequences.by_id.values()):
@@ -169,7 +167,7 @@ def test_aborted_sample_is_not_scored(policy: Path) -> None:
 
 
 def test_longest_possible_sample_is_scored(policy: Path) -> None:
-    """Prompt and completion fill the whole cache; nothing is left over for a token that is never
+    """Prompt and completion fill the whole cache. No space remains for a token that is never
     computed.
     """
     with build(
@@ -183,13 +181,13 @@ def test_longest_possible_sample_is_scored(policy: Path) -> None:
     assert len(sample.completion_tokens) == room - 1
 
 
-def test_reference_of_another_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_reference_of_another_vocabulary_is_rejected(policy: Path, tmp_path: Path) -> None:
     other = tiny_llama(tmp_path, vocab_size=301)
     with pytest.raises(ConfigError, match=r"301.*300.*a model with the policy's vocabulary"):
         build(policy, ref_model_path=str(other))
 
 
-def test_rows_that_were_scored_twice_count_once(policy: Path) -> None:
+def test_rows_scored_twice_count_once(policy: Path) -> None:
     with build(policy) as engine:
         seq: Sequence = engine.intake.sequence([1, 2, 3, 4, 5], PARAMS, 1, stream=False)
     assert seq.rows_to_score(0, 3) == range(3)

@@ -1,6 +1,4 @@
-"""What a server needs of the engine: counters, leaks that show, cancelled requests, ids that are
-known in time.
-"""
+"""Engine features for servers: counters, leak detection, cancellation, and ids known in advance."""
 
 import threading
 from collections.abc import Callable
@@ -20,7 +18,7 @@ LONG = [3 + i % 200 for i in range(100)]
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_nothing_leaks_however_requests_end(build: Build, cache_type: str) -> None:
+def test_blocks_do_not_leak_however_requests_end(build: Build, cache_type: str) -> None:
     engine = build(cache_type=cache_type, max_chunk_tokens=8)
     for steps in range(8):
         engine.add_request(LONG, PARAMS, 2)
@@ -35,14 +33,14 @@ def test_nothing_leaks_however_requests_end(build: Build, cache_type: str) -> No
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_leak_is_seen_counted_and_told_once(
+def test_leak_is_counted_and_logged_once(
     build: Build, cache_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(cache_type=cache_type)
     engine.generate(LONG, PARAMS)
-    engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever gives back
+    engine.cache.allocate(LONG[:10])  # three blocks that no sequence ever frees
     assert engine.loop.leaked_blocks() == 3
-    assert engine.stats().kv_leaked_blocks == 0, "nobody has looked"
+    assert engine.stats().kv_leaked_blocks == 0, "not checked yet"
     engine.add_request(LONG[50:], PARAMS, 2)
     engine.step()
     assert engine.loop.leaked_blocks() == 3, "blocks of live sequences are none"
@@ -55,7 +53,7 @@ def test_leak_is_seen_counted_and_told_once(
     ]
 
 
-def test_sequence_whose_blocks_are_not_given_back_leaks(
+def test_leak_is_detected_if_blocks_are_not_freed(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
@@ -71,11 +69,11 @@ def test_sequence_whose_blocks_are_not_given_back_leaks(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("steps", [1, 3, 12, 15])
-def test_memory_of_a_cancelled_request_is_free_after_one_step(
+def test_cancelled_request_frees_memory_within_one_step(
     build: Build, steps: int, lookahead: int, stream: bool
 ) -> None:
-    """In the middle of a long prompt, in the step that ends it, and behind it; beside another that
-    goes on.
+    """Cancel in the middle of a long prompt, in its last step, and after it, next to a running
+    request.
     """
     engine, arrived = build(lookahead=lookahead, max_chunk_tokens=8), list[Delta]()
     other = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
@@ -99,8 +97,8 @@ def test_memory_of_a_cancelled_request_is_free_after_one_step(
 # -- ids -------------------------------------------------------------------------------------------
 
 
-def test_id_can_be_known_before_the_first_delta(build: Build) -> None:
-    """A thread steps all the time; no delta may come under an id that nobody knows yet."""
+def test_request_id_is_known_before_the_first_delta(build: Build) -> None:
+    """Another thread steps constantly. No delta may arrive under an unknown id."""
     engine = build()
     known, strange = set[int](), list[int]()
     ended = threading.Semaphore(0)
@@ -129,10 +127,10 @@ def test_id_can_be_known_before_the_first_delta(build: Build) -> None:
     assert len(known) == 40
 
 
-def test_all_of_a_request_may_come_before_its_id_does(
+def test_deltas_may_arrive_before_the_request_id(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ids are for: an engine that is faster than the call."""
+    """The engine may be faster than the call that added the request."""
     engine, arrived = build(), list[Delta]()
     post = engine.shared.post
 
@@ -146,7 +144,7 @@ def test_all_of_a_request_may_come_before_its_id_does(
     assert {delta.request_id for delta in arrived} == {request_id}
 
 
-def test_id_that_was_not_given_out_or_is_in_use_is_refused(build: Build) -> None:
+def test_request_id_must_be_reserved_and_unused(build: Build) -> None:
     engine = build()
     request_id = engine.submit([1], PARAMS, 1, lambda _: None, stream=False)
     for wrong, why in ((99, "request id 99 does not exist"), (request_id, "is in use")):
@@ -179,7 +177,7 @@ def test_prompts_and_look_ups_are_counted(build: Build) -> None:
     assert stats.completion_tokens == 4 * 6
 
 
-def test_preempted_prompt_counts_once_and_is_looked_up_again(build: Build) -> None:
+def test_preempted_prompt_counts_once_but_is_looked_up_twice(build: Build) -> None:
     engine = build(kv_cache_memory=2**15, max_model_len=64)
     requests: list[Callable[[InferenceEngine], int]] = [
         lambda e, i=i: e.add_request(
@@ -197,7 +195,7 @@ def test_preempted_prompt_counts_once_and_is_looked_up_again(build: Build) -> No
     assert stats.kv_leaked_blocks == 0
 
 
-def test_without_a_cache_nothing_is_looked_up(build: Build) -> None:
+def test_disabled_prefix_cache_counts_no_lookups(build: Build) -> None:
     engine = build(enable_prefix_caching=False)
     engine.generate(LONG, PARAMS)
     assert (engine.stats().prompt_tokens, engine.stats().prompt_tokens_queried) == (100, 0)

@@ -1,4 +1,4 @@
-"""Strings and chats in, text out; stop strings; streams."""
+"""String and chat prompts, text output, stop strings and streams."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ def engine() -> Iterator[InferenceEngine]:
 
 
 @pytest.mark.thorough
-def test_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEngine) -> None:
+def test_string_prompt_is_tokenized_and_samples_decoded(engine: InferenceEngine) -> None:
     (sample,) = engine.generate(PROMPT, GREEDY)
     assert list(sample.prompt_tokens) == engine.tokenizer.encode(PROMPT)
     assert sample.text == engine.tokenizer.decode(sample.completion_tokens)
@@ -30,14 +30,14 @@ def test_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEngin
     assert by_ids.text is None, "token ids ask for no text"
 
 
-def test_string_that_is_no_unicode_is_refused(engine: InferenceEngine) -> None:
+def test_invalid_unicode_prompt_is_rejected(engine: InferenceEngine) -> None:
     for prompts in ("a\ud800", ["a", "\ud800"]):
         with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
             engine.generate(prompts, GREEDY)
 
 
 @pytest.mark.thorough
-def test_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
+def test_chat_uses_the_template_of_the_model(engine: InferenceEngine) -> None:
     chat = [{"role": "user", "content": "Say hi."}]
     (sample,) = engine.generate(chat, GREEDY)
     rendered = engine.tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
@@ -48,7 +48,7 @@ def test_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.thorough
-def test_text_ends_before_the_end_of_sequence(engine: InferenceEngine) -> None:
+def test_text_excludes_the_end_of_sequence(engine: InferenceEngine) -> None:
     (sample,) = engine.generate(
         [{"role": "user", "content": "Say hi."}], SamplingParams(0, max_tokens=100)
     )
@@ -65,7 +65,7 @@ def plain(engine: InferenceEngine) -> str:
 
 
 @pytest.mark.thorough
-def test_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(
+def test_stop_string_over_several_tokens_cuts_only_the_text(
     engine: InferenceEngine,
 ) -> None:
     whole = plain(engine)
@@ -117,7 +117,7 @@ def test_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.thorough
-def test_stop_strings_work_on_token_prompts_too(engine: InferenceEngine) -> None:
+def test_stop_strings_work_on_token_prompts(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
     ids = engine.tokenizer.encode(PROMPT)
     assert engine.generate(ids, SamplingParams(0, max_tokens=24, stop=stop))[0].stop_reason == stop
@@ -159,13 +159,13 @@ def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
     assert not engine.shared.delivery.open_requests()
 
 
-def test_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:
+def test_stream_rejects_bad_requests_before_it_is_read(engine: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest):
         engine.generate([[]], GREEDY, stream=True)
 
 
 @pytest.mark.thorough
-def test_generate_text_gives_back_the_shape_that_it_was_given(engine: InferenceEngine) -> None:
+def test_generate_text_returns_the_shape_of_its_input(engine: InferenceEngine) -> None:
     one = engine.generate_text(PROMPT, GREEDY)
     assert one == plain(engine)
     assert engine.generate_text([PROMPT, PROMPT], GREEDY) == [one, one]
@@ -189,7 +189,9 @@ def test_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.thorough
-def test_progress_may_be_a_bar(engine: InferenceEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_accepts_a_bar(
+    engine: InferenceEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine.generate([PROMPT] * 3, GREEDY, progress=True)
     shown = capsys.readouterr().err
     assert "3/3" in shown
@@ -198,7 +200,7 @@ def test_progress_may_be_a_bar(engine: InferenceEngine, capsys: pytest.CaptureFi
     assert not capsys.readouterr().err
 
 
-def test_what_is_no_text_and_no_chat_is_refused(engine: InferenceEngine) -> None:
+def test_generate_text_rejects_other_types(engine: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest, match="a list of messages"):
         engine.generate({"role": "user", "content": "Say hi."}, GREEDY)
     with pytest.raises(InvalidRequest, match="not dict"):
@@ -210,8 +212,8 @@ def test_what_is_no_text_and_no_chat_is_refused(engine: InferenceEngine) -> None
 
 
 @pytest.mark.thorough
-def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine) -> None:
-    """Most of the first prompt's text is held back, so the second one's comes before it."""
+def test_pieces_carry_the_index_of_their_prompt(engine: InferenceEngine) -> None:
+    """Most of the first prompt's text is held back, so text of the second prompt arrives first."""
     whole = plain(engine)
     held = SamplingParams(0, max_tokens=24, stop=whole[:20] + "never")
     parts = list(engine.generate_text([PROMPT, "Two and two"], held, stream=True))
@@ -219,7 +221,7 @@ def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine)
     assert "".join(text for place, text in parts if place == 0) == whole
 
 
-def test_stream_that_breaks_repeats_no_token(
+def test_broken_stream_repeats_no_token(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = engine.generate(PROMPT, GREEDY, stream=True)

@@ -1,4 +1,6 @@
-"""Several threads at one engine: nobody waits for ever, for long, or for what has ended already."""
+"""Several threads on one engine: no unbounded waits, no starvation, no wait for an event that has
+passed.
+"""
 
 import asyncio
 import signal
@@ -36,7 +38,7 @@ from tests.weights.weight_cases import (
     until,
 )
 
-PATIENCE = 20.0  # seconds; a hang fails instead of hanging
+PATIENCE = 20.0  # seconds; a hanging test fails
 
 
 @pytest.fixture
@@ -48,16 +50,16 @@ def engine(build: Build) -> InferenceEngine:
 
 
 def wait_until_waited_for(lock: FairLock) -> None:
-    """Return when another thread stands in line for the lock."""
+    """Return once another thread is queued for the lock."""
     deadline = time.monotonic() + PATIENCE
-    while lock._turn.acquire(blocking=False):  # else the thread in line has it
+    while lock._turn.acquire(blocking=False):  # otherwise the queued thread holds it
         lock._turn.release()
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
-    """A plain lock is taken again before the waiting thread has woken up: hundreds of times."""
+def test_fair_lock_lets_waiters_in_between_reacquisitions() -> None:
+    """With a plain lock the loop reacquires hundreds of times before the waiting thread wakes up."""
     lock, turns = FairLock(), list[str]()
 
     def wait() -> None:
@@ -75,22 +77,22 @@ def test_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
     assert turns == ["the one that waits", "the one that had it"] * 20
 
 
-def test_lock_is_taken_again_by_its_owner_alone() -> None:
-    lock, found = FairLock(), list[bool]()
+def test_fair_lock_is_reentrant_only_for_its_owner() -> None:
+    lock, acquired = FairLock(), list[bool]()
     with lock, lock:
         assert lock.acquire(blocking=False)
         lock.release()
-        other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+        other = threading.Thread(target=lambda: acquired.append(lock.acquire(blocking=False)))
         other.start()
         other.join(PATIENCE)
-    assert found == [False]
+    assert acquired == [False]
     with pytest.raises(RuntimeError, match="does not hold the lock"):
         lock.release()
     assert lock.acquire(blocking=False)
     lock.release()
 
 
-def test_pause_comes_after_a_step_and_not_after_hundreds(
+def test_pause_takes_effect_within_a_few_steps(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request(PROMPT, drawn(40))
@@ -115,12 +117,10 @@ def test_pause_comes_after_a_step_and_not_after_hundreds(
 # -- in the middle of another thread's step --------------------------------------------------------
 
 
-def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
+def test_sample_delivered_by_another_thread_is_not_lost(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has left the loop and has not arrived: there is nothing to do, and something to wait
-    for.
-    """
+    """The sample has left the loop and has not arrived: no work remains, but a result is pending."""
     ended, step = threading.Event(), engine.loop.step
 
     def slow_step() -> list[TrainingSample]:
@@ -132,7 +132,7 @@ def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
 
     monkeypatch.setattr(engine.loop, "step", slow_step)
     deltas = engine.generate(PROMPT, drawn(4), stream=True)
-    found: list[Delta] = [next(deltas)]
+    received: list[Delta] = [next(deltas)]
 
     def step_on() -> None:
         while not ended.is_set():
@@ -142,12 +142,12 @@ def test_sample_that_another_threads_step_is_about_to_hand_out_is_not_lost(
     other.start()
     assert ended.wait(PATIENCE)
     assert engine.loop.sequences.by_id == {}
-    found += deltas
+    received += deltas
     other.join(PATIENCE)
-    assert found[-1].finished is not None
+    assert received[-1].finished is not None
 
 
-def test_request_on_its_way_into_the_loop_is_something_to_do(
+def test_queued_request_counts_as_work(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, enter = threading.Event(), engine.loop._enter
@@ -171,7 +171,7 @@ def test_request_on_its_way_into_the_loop_is_something_to_do(
 
 
 @pytest.mark.parametrize("how", ["shutdown", "failure"])
-def test_no_update_is_waited_for_when_the_engine_has_ended(
+def test_update_wait_ends_if_the_engine_ended(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     engine.add_request(PROMPT, drawn(40))
@@ -192,10 +192,10 @@ def test_no_update_is_waited_for_when_the_engine_has_ended(
     with pytest.raises(WeightUpdateError):
         engine.weight_sync.begin()
     engine.shutdown()
-    assert not engine.model.params, "one that failed lets go of its memory too"
+    assert not engine.model.params, "a failed engine releases its memory"
 
 
-def test_shutdown_ends_what_awaits_a_paused_engine(
+def test_shutdown_ends_callers_of_a_paused_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_still(monkeypatch, engine.loop)
@@ -206,7 +206,7 @@ def test_shutdown_ends_what_awaits_a_paused_engine(
         await until(lambda: engine.loop.num_steps == 3)
         await a.pause()
         assert not task.done()
-        await asyncio.sleep(0.05)  # the thread that steps waits for work by now
+        await asyncio.sleep(0.05)  # the stepping thread is waiting for work by now
         engine.shutdown()
         with pytest.raises(EngineDead):
             await asyncio.wait_for(task, PATIENCE)
@@ -218,7 +218,7 @@ def test_shutdown_ends_what_awaits_a_paused_engine(
 def test_interrupted_step_ends_the_engine(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are matchable when their computation is launched; nobody knows how far it came."""
+    """Blocks become matchable when their computation launches, and its progress is unknown here."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -234,7 +234,7 @@ def test_interrupted_step_ends_the_engine(
 # -- weights that are asleep -----------------------------------------------------------------------
 
 
-def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) -> None:
+def test_weight_readers_wait_for_weight_writers(engine: InferenceEngine) -> None:
     model = PolicyModel(engine)
     sample = engine.generate(PROMPT, drawn())[0]
     before = model.logprobs([PROMPT])[0].detach()
@@ -245,7 +245,7 @@ def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) ->
     for param in model.parameters():
         param.data.mul_(0.5)
     with pytest.raises(InvalidRequest, match="asleep"):
-        model.logprobs([PROMPT])  # written now, the waking would overwrite it
+        model.logprobs([PROMPT])  # if written now, waking would overwrite it
     engine.wake()
     after = model.logprobs([PROMPT])[0].detach()
     assert not after[1:].equal(before[1:])
@@ -254,16 +254,14 @@ def test_what_reads_or_writes_weights_waits_for_them(engine: InferenceEngine) ->
     assert replay(engine, engine.generate(PROMPT, drawn())[0]).weight_version == 1
 
 
-# -- an update between others' doings --------------------------------------------------------------
+# -- updates between other calls -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["request", "update"])
-def test_tensors_are_the_callers_again_whatever_comes_in_between(
+def test_tensors_belong_to_the_caller_after_the_update(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """An update that seemed to be applied at once has to wait after all, for what another thread
-    did meanwhile.
-    """
+    """An update that seemed immediate has to wait because of another thread's action."""
     if late == "update":
         engine.add_request(PROMPT, drawn())
         engine.step()
@@ -282,16 +280,16 @@ def test_tensors_are_the_callers_again_whatever_comes_in_between(
         return stage(*args, **options)
 
     monkeypatch.setattr(engine.weight_sync, "stage", stage_and_meet)
-    given = {NORM: NEWER[NORM].clone()}
-    update = engine.update_weights(given, kv_policy="wait" if late == "request" else "keep")
+    tensors = {NORM: NEWER[NORM].clone()}
+    update = engine.update_weights(tensors, kv_policy="wait" if late == "request" else "keep")
     assert not update.done()
-    given[NORM].zero_()
+    tensors[NORM].zero_()
     drain(engine)
     assert_holds(engine, OLD | {NORM: NEWER[NORM]} | ({UP: NEW[UP]} if late == "update" else {}))
 
 
-def test_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> None:
-    """Written past the loop, new weights would go on with the old ones' cache and version."""
+def test_weight_manager_leaves_writes_to_its_engine(engine: InferenceEngine) -> None:
+    """If written without the loop, new weights would be used with the old cache and version."""
     engine.weight_sync.start_sync({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="update_weights"):
         engine.weight_sync.maybe_finish_sync()
@@ -302,7 +300,7 @@ def test_manager_of_an_engine_leaves_writing_to_it(engine: InferenceEngine) -> N
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_ctrl_c_comes_between_two_steps(
+def test_ctrl_c_takes_effect_between_steps(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engine.generate(PROMPT, drawn(12))

@@ -1,4 +1,4 @@
-"""What an engine holds and runs at once where layers have a window."""
+"""Memory and concurrency of an engine whose layers have windows."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.models.tiny import tiny_model
 
 Build = Callable[..., InferenceEngine]
 WINDOWS = {"mistral": 24, "gemma3": 17, "llama": 0}
-UNITS = {"mistral": (0, 1), "gemma3": (1, 3), "llama": (1, 0)}  # units of a block: full, sliding
+UNITS = {"mistral": (0, 1), "gemma3": (1, 3), "llama": (1, 0)}  # units per block: full, sliding
 # keys and values of a token in one unit
 UNIT_TOKEN_BYTES = {"mistral": 512, "gemma3": 128, "llama": 512}
 SIZE = 4
@@ -52,9 +52,7 @@ def endless(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_long_sequence_holds_its_window_and_what_full_layers_need(
-    build: Build, family: str
-) -> None:
+def test_long_sequence_holds_only_its_window_and_full_layers(build: Build, family: str) -> None:
     engine = build(family)
     engine.add_request([5, 6, 7], endless(300))
     full, sliding = UNITS[family]
@@ -63,7 +61,7 @@ def test_long_sequence_holds_its_window_and_what_full_layers_need(
         if step < 299:
             computed = 3 + step
             blocks = -(-computed // SIZE)
-            # first position that the next row sees
+            # first position visible to the next row
             seen = max(0, computed - WINDOWS[family] + 1) if sliding else 0
             assert held(engine) == full * blocks + sliding * (blocks - seen // SIZE)
             assert engine.stats().kv_use == pytest.approx(held(engine) / engine.cache.num_units)
@@ -71,8 +69,8 @@ def test_long_sequence_holds_its_window_and_what_full_layers_need(
 
 
 def most_running(engine: InferenceEngine, count: int, length: int) -> int:
-    for place in range(count):
-        engine.add_request([5 + place, 6, 7], endless(length))
+    for index in range(count):
+        engine.add_request([5 + index, 6, 7], endless(length))
     most = 0
     while engine.has_pending():
         engine.step()
@@ -82,8 +80,8 @@ def most_running(engine: InferenceEngine, count: int, length: int) -> int:
 
 
 @pytest.mark.thorough
-def test_more_sequences_run_at_once_in_the_same_memory(build: Build) -> None:
-    # 128 blocks: what two sequences of 250 tokens take in full
+def test_windows_let_more_sequences_share_the_memory(build: Build) -> None:
+    # 128 blocks: full size of two sequences of 250 tokens
     memory = {"kv_cache_memory": 128 * SIZE * 512}
     full = build("llama", **memory)
     assert most_running(full, 12, 240) == 12
@@ -110,9 +108,9 @@ def test_prefix_is_found_after_the_window_has_moved_on(
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, family: str) -> None:
-    """One chunk would take more; it is cut. One unit less, and the engine is made for shorter
-    sequences.
+def test_request_runs_in_its_minimum_memory(build: Build, family: str) -> None:
+    """One chunk would need more, so it is cut. With one unit less the engine lowers its sequence
+    length.
     """
     full, sliding = UNITS[family]
     blocks = 300 // SIZE
@@ -132,7 +130,7 @@ def test_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, fami
 
 
 @pytest.mark.thorough
-def test_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
+def test_device_copy_of_units_follows_the_pool(build: Build) -> None:
     engine = build("gemma3", num_units=120, backend="reference")
     mirror = engine.runner.storage.unit_map
     assert mirror is not None
@@ -147,23 +145,23 @@ def test_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
     )
 
 
-def test_prompt_that_may_not_be_cut_needs_memory_for_all_of_it(build: Build) -> None:
+def test_unchunked_prompt_needs_memory_for_all_its_tokens(build: Build) -> None:
     engine = build("mistral", num_units=20, enable_chunked_prefill=False, max_tokens_per_batch=512)
     assert engine.max_model_len == 80
     assert len(engine.generate([[3] * 60], endless(20))[0].completion_tokens) == 20
 
 
-def test_memory_table_says_what_a_token_costs_later(build: Build) -> None:
+def test_memory_table_reports_the_later_cost_per_token(build: Build) -> None:
     budget = build("gemma3", num_units=400).memory_budget
     assert budget.num_units == 400
     assert budget.num_tokens == 400 // 4 * SIZE
     assert budget.bytes_per_token == 4 * 128
-    for told in (
+    for line in (
         "512 bytes",
         "128 bytes, once it has left the window of 17",
         "100 blocks of 4 tokens",
     ):
-        assert told in str(budget)
+        assert line in str(budget)
     assert "left the window" not in str(build("llama").memory_budget)
     with pytest.raises(
         ConfigError, match=r"is too small for one block of 4 tokens; give at least 2,048 bytes"
@@ -178,15 +176,13 @@ def test_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
 
 
 @pytest.mark.thorough
-def test_models_whose_layers_do_not_match_keep_everything(
-    build: Build, models: dict[str, Path]
-) -> None:
-    """A reference of another kind: blocks belong to either, so none of them may give up a part."""
+def test_mismatched_layers_keep_every_unit(build: Build, models: dict[str, Path]) -> None:
+    """The reference has another layout. Blocks belong to both models, so none may drop units."""
     engine = build("mistral", ref_model_path=str(models["llama"]))
     assert engine.cache.units is None
     same = build("mistral", ref_model_path=str(models["mistral"]))
     assert same.cache.units is not None
-    for each in (engine, same):
-        (sample,) = each.generate([[5, 6, 7]], endless(60))
+    for target in (engine, same):
+        (sample,) = target.generate([[5, 6, 7]], endless(60))
         assert sample.ref_logprobs is not None
         assert len(sample.ref_logprobs) == 60

@@ -1,4 +1,4 @@
-"""The GRPO loop on a tiny model: it learns, and nothing but recipe, task and model decides its last
+"""The GRPO loop on a tiny model: it learns, and only recipe, task and model determine its last
 checkpoint.
 """
 
@@ -40,7 +40,7 @@ from tests.structured.vocabularies import with_tokenizer
 ROOT = Path(__file__).parents[2]
 JSON_RUN = ROOT / "benchmarks" / "results" / "grpo-json.json"
 
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 2  # a token: 2 layers, keys and values, 2 heads of 16 in bfloat16
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 2  # per token: 2 layers, keys and values, 2 heads of 16 in bfloat16
 RECIPE = Recipe(steps=4, prompts=3, samples=6, learning_rate=2e-3, test_every=2)
 ROOMY: dict[str, Any] = {"lookahead": 0, "num_threads": 2, "kv_cache_memory": 2**22}
 TIGHT: dict[str, Any] = {
@@ -55,8 +55,8 @@ TIGHT: dict[str, Any] = {
 
 
 def low_ids(sample: TrainingSample, _: str) -> float:
-    """Share of tokens in the lower half of the vocabulary: more than half only if the policy has
-    learned.
+    """Return the share of tokens in the lower half of the vocabulary; above half only after
+    learning.
     """
     return sum(token < 150 for token in sample.completion_tokens) / len(sample.completion_tokens)
 
@@ -82,11 +82,11 @@ DIGITS = {
 
 
 def small_number(sample: TrainingSample, _: str) -> float:
-    """All that end by themselves are JSON of the schema; smaller numbers are worth more."""
+    """Reward JSON that matches the schema, smaller numbers more."""
     if sample.finish_reason != "stop":
         return 0.0
-    jsonschema.validate(given := json.loads(sample.text or ""), DIGITS)
-    return 1 - given["n"] / 99
+    jsonschema.validate(answer := json.loads(sample.text or ""), DIGITS)
+    return 1 - answer["n"] / 99
 
 
 def json_task() -> Task:
@@ -112,7 +112,7 @@ def run(
 
 
 @pytest.mark.thorough
-def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str) -> None:
+def test_runs_under_different_options_reach_the_same_checkpoint(model: str) -> None:
     roomy, tight = run(model, RECIPE, **ROOMY), run(model, RECIPE, **TIGHT)
     assert tight.preemptions > 0
     assert tight.engine_steps > roomy.engine_steps
@@ -122,10 +122,10 @@ def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str)
     ]
     assert untimed[0] == untimed[1]
     other = run(model, dataclasses.replace(RECIPE, seed=1), **ROOMY)
-    assert other.sha256 != roomy.sha256  # so the hash sees what was learned
+    assert other.sha256 != roomy.sha256  # so the hash covers trained values
 
 
-def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
+def test_adapter_runs_reach_the_same_checkpoint(model: str) -> None:
     recipe, settings = dataclasses.replace(RECIPE, learning_rate=0.02), LoraSettings(rank=4)
     roomy, tight = (
         run(model, recipe, lora=settings, max_loras=1, **options) for options in (ROOMY, TIGHT)
@@ -133,17 +133,17 @@ def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
     assert tight.preemptions > 0
     assert tight.sha256 == roomy.sha256
     assert [each.reward for each in tight.steps] == [each.reward for each in roomy.steps]
-    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # it learns
+    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # the policy learns
     assert max(step.mismatch for step in roomy.steps) == 0
 
 
 @pytest.mark.thorough
-def test_drafts_from_history_leave_the_checkpoint_as_it_is(
+def test_history_drafts_do_not_change_the_checkpoint(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = StepCosts((1, 64), (1.0, 1.0))  # so that there are as many drafts as may be
+    free = StepCosts((1, 64), (1.0, 1.0))  # for as many drafts as possible
     monkeypatch.setattr(engine, "measure_costs", lambda *_: free)
-    monkeypatch.setattr(drafter, "HOPELESS", 0.0)  # nor are those of a tiny model let be
+    monkeypatch.setattr(drafter, "HOPELESS", 0.0)  # a tiny model has none otherwise
     recipe = dataclasses.replace(RECIPE, steps=8)
     plain = run(model, recipe, **ROOMY)
     drafted = run(model, recipe, **ROOMY, speculation="history")
@@ -154,7 +154,7 @@ def test_drafts_from_history_leave_the_checkpoint_as_it_is(
 
 
 @pytest.mark.slow
-def test_smollm2_with_drafts_from_history_ends_in_the_same_checkpoint() -> None:
+def test_smollm2_with_history_drafts_reaches_the_same_checkpoint() -> None:
     task = largest_number(0, num_held_out=8)
     runs = [
         whole_run(
@@ -186,7 +186,7 @@ def test_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(model: str) -> None:
+def test_grammar_run_is_reproducible_and_its_reward_rises(model: str) -> None:
     with_tokenizer(Path(model))
     recipe = dataclasses.replace(RECIPE, steps=12)
     roomy, tight = (run(model, recipe, json_task(), **options) for options in (ROOMY, TIGHT))
@@ -197,14 +197,14 @@ def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(mod
     assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
-def test_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_bit_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = PolicyModel.logprobs
 
     def off(*args: Any, **options: Any) -> list[torch.Tensor]:
-        found = logprobs(*args, **options)
-        found[3] = found[3].detach().clone()
-        found[3][2] = torch.nextafter(found[3][2], torch.tensor(0.0))
-        return found
+        values = logprobs(*args, **options)
+        values[3] = values[3].detach().clone()
+        values[3][2] = torch.nextafter(values[3][2], torch.tensor(0.0))
+        return values
 
     monkeypatch.setattr(PolicyModel, "logprobs", off)
     with pytest.raises(AssertionError, match=r"step 0, sample 3, position 6, token \d+: engine"):
@@ -218,13 +218,13 @@ def test_signs_of_zero_differ() -> None:
     assert said == "sample 0, position 3, token 8: engine 0.0, trainer -0.0"
 
 
-def test_advantages_of_a_group() -> None:
+def test_group_advantages_are_normalized() -> None:
     assert normalised([1.0, 0.0, 0.0, 1.0]) == [1.0, -1.0, -1.0, 1.0]
     assert normalised([1.0, 1.0]) == [0.0, 0.0]
 
 
 @pytest.mark.thorough
-def test_questions_and_their_answers() -> None:
+def test_questions_match_their_answers() -> None:
     task = largest_number(seed=3)
     numbers = [
         tuple(sorted(prompt.split("\n")[1].rstrip("?").replace(" or", ",").split(", ")))
@@ -252,12 +252,12 @@ def test_questions_and_their_answers() -> None:
         (None, 0.0),
     ],
 )
-def test_only_the_answer_alone_is_worth_something(text: str | None, reward: float) -> None:
+def test_reward_is_only_for_the_bare_answer(text: str | None, reward: float) -> None:
     sample = TrainingSample((1,), (2,), (0.0,), None, 0, "stop", text=text)
     assert exact_match(sample, "52") == reward
 
 
-def test_orders_and_what_their_fields_are_worth() -> None:
+def test_order_fields_are_rewarded() -> None:
     task = order(seed=3)
     pairs = {
         frozenset(re.findall(r"wants (.*?)\.", prompt)) for prompt, _ in task.train + task.held_out
@@ -279,7 +279,7 @@ def test_orders_and_what_their_fields_are_worth() -> None:
         assert right_fields(sample, answer) == pytest.approx(worth)
 
 
-def test_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None:
+def test_documented_run_never_differed_and_learned(tmp_path: Path) -> None:
     report = json.loads(JSON_RUN.read_text())
     steps = [Step(**each) for each in report["steps"]]
     assert len(steps) >= 20
@@ -292,7 +292,7 @@ def test_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_three_steps_of_answers_in_json(tmp_path: Path) -> None:
+def test_json_answers_run_for_three_steps(tmp_path: Path) -> None:
     size = ["--steps", "3", "--task", "order", "--dtype", "float32"]
     command = [sys.executable, "-W", "ignore", "-m", "examples.grpo", *size, "--out", tmp_path]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

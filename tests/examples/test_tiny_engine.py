@@ -1,4 +1,4 @@
-"""`examples/tiny_engine.py` samples what the engine samples, whatever its steps look like."""
+"""`examples/tiny_engine.py` samples the engine's tokens under any step sizes."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def run(engine: tiny_engine.InferenceEngine) -> int:
-    """Step until nothing is left; return the number of rows computed."""
+    """Step until no request is left. Return the number of computed rows."""
     rows = steps = 0
     while engine.waiting or engine.running:
         steps += 1
@@ -46,7 +46,7 @@ def run(engine: tiny_engine.InferenceEngine) -> int:
 
 
 def check(engine: tiny_engine.InferenceEngine, seqs: list[Sequence]) -> None:
-    """Every block is either free or held by as many sequences as the cache counts."""
+    """Check that every block is free or held by as many sequences as the cache counts."""
     cache = engine.cache
     held = [block for seq in engine.running for block in seq.block_ids]
     assert cache.num_holders == [held.count(block) for block in range(len(cache.num_holders))]
@@ -74,7 +74,7 @@ def test_tiny_engine_samples_the_engines_greedy_tokens(folder: Path, config: Eng
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_tiny_engine_updates_weights_as_the_engine_does(folder: Path, config: EngineConfig) -> None:
+def test_tiny_engine_updates_weights_like_the_engine(folder: Path, config: EngineConfig) -> None:
     prompt, update = PROMPTS[3], update_of(folder)
     engine = tiny_engine.InferenceEngine(folder, config)
     seq = engine.add_request(prompt, GREEDY)
@@ -111,7 +111,7 @@ def test_tiny_engine_finds_prefixes_of_its_version_only(folder: Path) -> None:
 def test_tiny_engine_sampling_ignores_the_batch(
     config: EngineConfig, order: list[int], seed: int, folder: Path
 ) -> None:
-    """Tokens at a temperature are functions of seed and prompt, in any order and cache."""
+    """Tokens at a temperature depend only on seed and prompt, in any order and cache."""
     params = SamplingParams(temperature=0.8, max_tokens=6, seed=seed)
     expected = []
     for prompt in PROMPTS:
@@ -138,14 +138,14 @@ def test_schedule_writes_nothing(folder: Path) -> None:
         engine.step()
 
 
-def test_add_request_rejects_what_the_cache_cannot_hold(folder: Path) -> None:
+def test_add_request_rejects_requests_larger_than_the_cache(folder: Path) -> None:
     engine = tiny_engine.InferenceEngine(folder, EngineConfig(block_size=4, num_kv_blocks=4))
     with pytest.raises(ValueError, match="must fit into 16 tokens"):
         engine.add_request([1, 2], SamplingParams(max_tokens=15))
     assert not engine.waiting
 
 
-def test_update_weights_changes_nothing_if_a_tensor_does_not_match(folder: Path) -> None:
+def test_update_weights_changes_nothing_on_a_mismatch(folder: Path) -> None:
     engine = tiny_engine.InferenceEngine(folder)
     good = engine.model.params["model.norm.weight"].clone()
     with pytest.raises(ValueError, match="lm_tail does not match"):

@@ -1,6 +1,4 @@
-"""The example with TRL: its reward, its picture, the run that the documents show; and, where TRL
-is, a short run.
-"""
+"""The TRL example: reward, plot, the documented run, and a short run if TRL is installed."""
 
 import json
 import os
@@ -18,13 +16,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "trl-grpo.json"
 PYTHON = Path(sys.prefix) / "trl" / "bin" / "python"
 
 
-def test_reward_is_for_the_answer_alone() -> None:
-    given = ["52", " 52.\n", "52 52", "31", ""]
-    assert right_answer(given, ["52"] * len(given)) == [1, 1, 0, 0, 0]
+def test_reward_is_only_for_the_bare_answer() -> None:
+    answers = ["52", " 52.\n", "52 52", "31", ""]
+    assert right_answer(answers, ["52"] * len(answers)) == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.thorough
-def test_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) -> None:
+def test_documented_run_holds_the_bound_and_learned(tmp_path: Path) -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     exact, rounded = runs["float32"], runs["bfloat16"]
     for run in (exact, rounded):
@@ -44,7 +42,7 @@ def test_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
     assert max(step["max_difference"] for step in run["steps"]) < 1e-3
     assert max(step["trainer_max_difference"] for step in run["steps"]) < 1e-3
     versions = [step["weight_version"] for step in run["steps"]]
-    # a new one each step, but where all rewards of a batch were equal and nothing was learned
+    # a new version per step, except when all rewards of a batch were equal
     assert all(0 <= after - before <= 1 for before, after in pairwise(versions))
     assert len(set(versions)) >= 15
     assert run["tests"][-1]["reward"] > run["tests"][0]["reward"] + 0.1
@@ -52,7 +50,7 @@ def test_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
-def test_two_steps(tmp_path: Path) -> None:
+def test_example_runs_two_steps(tmp_path: Path) -> None:
     size = ["--steps", "2", "--prompts", "1", "--samples", "4", "--dtype", "float32"]
     command = [PYTHON, "-W", "ignore", "-m", "examples.trl_grpo", *size, "--out", tmp_path]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

@@ -1,6 +1,4 @@
-"""Requests under a schedule, on a real (tiny) model, with everything that nobody may read filled
-with NaN.
-"""
+"""Requests under a schedule on a tiny real model, with NaN in all memory that must not be read."""
 
 import random
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -26,12 +24,12 @@ from nano_inference.kv_cache.block_hash import NO_PREFIX
 from tests.drafts.heads import random_eagle, random_medusa, with_heads
 
 Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa", "eagle"]
-Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
-Samples = Mapping[tuple[int, int], TrainingSample]  # likewise
+Known = Mapping[tuple[int, int], Listed[int]]  # completions by (request index, sample index)
+Samples = Mapping[tuple[int, int], TrainingSample]  # by the same keys
 MOST_STEPS = 5000  # a scenario takes a few hundred
-PLENTY = 6000  # tokens that a cache holds where memory is not short, and at least
-FEW_BLOCKS = 16  # so many blocks
-CHECKED_AT_ONCE = 512  # blocks; where there are more, `check` is called in fewer steps
+PLENTY = 6000  # tokens in a cache without memory shortage, and at least
+FEW_BLOCKS = 16  # this many blocks
+CHECKED_AT_ONCE = 512  # blocks; with more, `check` is called in fewer steps
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that must not matter."""
+    """Settings that must not change any bit."""
 
     block_size: int = 16
     max_batch_size: int = 256
@@ -60,13 +58,13 @@ class Schedule:
     cache_type: CacheType = "paged"
     drafts: Drafts = "none"
     max_drafts: int = 4
-    # the one thing here that does change bits: the same in all runs that are compared
+    # the only setting that changes bits: equal in all compared runs
     backend: Backend = "cpu"
     device: str = "cpu"  # and this
     kv_cache_dtype: KVCacheDType = "auto"  # and this
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
-        """The engine configuration that makes this schedule."""
+        """Return the engine configuration of this schedule."""
         # tiny models, and filling memory takes time
         interpreted = self.backend == "cuda" and self.device == "cpu"
         tokens = max(PLENTY, FEW_BLOCKS * self.block_size)
@@ -82,7 +80,7 @@ class Schedule:
             device=self.device,
             cache_type=self.cache_type,
             backend=self.backend,
-            batch_invariant=True if self.backend == "cuda" else None,  # there it is not free
+            batch_invariant=True if self.backend == "cuda" else None,  # costs time there
             block_size=self.block_size,
             max_batch_size=self.max_batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
@@ -97,8 +95,8 @@ class Schedule:
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """On CUDA: tiles and splits of keys, and segments of products, so small that a tiny model has
-    several of each.
+    """Use tiles, key splits and product segments on CUDA so small that a tiny model has several of
+    each.
     """
     from nano_inference.ops.cuda import matmul
     from nano_inference.ops.cuda.attention import Attention
@@ -111,7 +109,7 @@ def small_tiles() -> Iterator[None]:
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """The number of torch's threads is the process's; put it back."""
+    """Restore torch's process-wide thread count."""
     before = torch.get_num_threads()
     try:
         yield
@@ -120,13 +118,11 @@ def threads_restored() -> Iterator[None]:
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill every block that nobody holds and nobody can match, and all memory behind no block, with
-    NaN.
-    """
+    """Fill every unheld, unmatchable block and all memory outside of blocks with NaN."""
     free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0 and b.hash == NO_PREFIX]
     units = free if engine.cache.units is None else engine.cache.units.free
     storage = engine.runner.storage
-    if storage.states is not None:  # the units are theirs
+    if storage.states is not None:  # units belong to states
         for tensor in storage.states.tensors.values():
             tensor[:, units] = torch.nan
     else:
@@ -135,7 +131,7 @@ def poison(engine: InferenceEngine) -> None:
 
 
 def spoil(storage: KVStorage, units: Listed[int] | slice) -> None:
-    """Fill units with NaN; of codes, with scales that are."""
+    """Fill units with NaN, or for quantized values their scales."""
     number = -1 if storage.format.coded else torch.nan
     for cache in (storage.keys, storage.values):
         by_unit = cache if cache.dim() == 2 else cache.movedim(2, 0)  # layers of several kinds
@@ -143,12 +139,12 @@ def spoil(storage: KVStorage, units: Listed[int] | slice) -> None:
 
 
 class TriedDrafts:
-    """Drafts of a kind.
+    """Drafts of one kind.
 
     Args:
-        kind: of the drafts.
-        known: what they ought to be.
-        places: request id -> place in the scenario.
+        kind: Kind of the drafts.
+        known: Right completions.
+        places: Request id -> index in the scenario.
     """
 
     def __init__(self, kind: Drafts, known: Known, places: Mapping[int, int]) -> None:
@@ -158,15 +154,15 @@ class TriedDrafts:
     def propose(
         self, live: Sequences, pending: Container[int], config: SchedulerConfig
     ) -> dict[int, tuple[int, ...]]:
-        """See `Drafting`."""
-        found: dict[int, tuple[int, ...]] = {}
+        """Propose drafts of the kind."""
+        drafts: dict[int, tuple[int, ...]] = {}
         for seq in live.running:
             if seq.seq_id not in pending and may_draft(seq):
-                found[seq.seq_id] = tuple(allowed(seq, self._drafts(seq)))
-        return found
+                drafts[seq.seq_id] = tuple(allowed(seq, self._drafts(seq)))
+        return drafts
 
     def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
-        """See `Drafting`."""
+        """Ignore the accepted tokens."""
         return 0
 
     def _drafts(self, seq: Sequence) -> list[int]:
@@ -182,7 +178,7 @@ class TriedDrafts:
 def set_drafts(
     engine: InferenceEngine, schedule: Schedule, known: Known, places: dict[int, int]
 ) -> None:
-    """Have the engine compute drafts from now on."""
+    """Make the engine compute drafts from now on."""
     if schedule.drafts == "none":
         return
     engine.loop.config = replace(engine.loop.config, max_drafts=schedule.max_drafts)
@@ -191,7 +187,7 @@ def set_drafts(
 
 
 def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | None:
-    """The drafts that a user gets; None: none of that kind."""
+    """Return a user-visible draft source, or None for another kind."""
     engine.loop.watches, engine.runner.models[POLICY].taps = (), None
     engine.runner.models[POLICY].forget_recorded()
     engine.runner.storages.pop(DRAFT, None)
@@ -201,10 +197,10 @@ def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | N
         return with_heads(engine, random_medusa(engine), most)
     if kind == "real":
         return Drafter([ForcedDrafts(), SuffixDrafts()], most=most)
-    if kind == "self":  # with its first layer alone
+    if kind == "self":  # with only its first layer
         model, storage = engine.runner.models[POLICY], engine.runner.storage
-        own = ModelDrafts("self", model.twin(layers=(0,)), storage, (), has_own_cache=False)
-        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=own)
+        source = ModelDrafts("self", model.twin(layers=(0,)), storage, (), has_own_cache=False)
+        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=source)
     return None
 
 
@@ -218,8 +214,8 @@ def run(
     poison: Callable[[InferenceEngine], None] = poison,
     known: Known = MappingProxyType({}),
 ) -> tuple[dict[tuple[int, int], TrainingSample], int]:
-    """Run requests under a schedule; returns samples by (place in `requests`, sample index), and
-    preemptions. `known`: what drafts that are right guess.
+    """Run requests under a schedule. Return samples by (request index, sample index), and
+    preemptions. `known`: completions that right drafts propose.
     """
     with threads_restored(), make(schedule.config(model, dtype, bytes_per_token)) as engine:
         ids: dict[int, int] = {}
@@ -229,13 +225,13 @@ def run(
         for step in range(MOST_STEPS):
             if step > last and not engine.has_pending():
                 break
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 if request.arrives == step:
                     ids[engine.add_request(request.prompt, request.params, request.num_samples)] = (
-                        place
+                        index
                     )
                 if request.aborted == step:
-                    samples += engine.abort([i for i, p in ids.items() if p == place])
+                    samples += engine.abort([i for i, p in ids.items() if p == index])
             poison(engine)
             samples += engine.step()
             if step % (1 + len(engine.cache.blocks) // CHECKED_AT_ONCE) == 0:
@@ -249,8 +245,8 @@ def run(
 
 
 def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
-    """Tokens and every number of a sample, compared as bits. An aborted sample is compared as far
-    as it got.
+    """Compare tokens and all numbers of a sample bitwise. An aborted sample is compared up to its
+    end.
     """
     length = min(len(one.completion_tokens), len(other.completion_tokens))
     if "abort" not in (one.finish_reason, other.finish_reason) and (
@@ -258,7 +254,7 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
         or one.finish_reason != other.finish_reason
     ):
         return False
-    # the first is nan
+    # the first is NaN
     scored = min(len(one.prompt_logprobs or ()), len(other.prompt_logprobs or ()))
     if (one.prompt_top_logprobs or ())[:scored] != (other.prompt_top_logprobs or ())[:scored]:
         return False
@@ -275,14 +271,12 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
 
 
 def require_same_samples(work: Listed[Request], together: Samples, expected: Samples) -> None:
-    """Every sample has the bits that are expected; one that was aborted, because somebody asked for
-    that, as far as it got.
-    """
-    for (place, index), sample in expected.items():
-        got = together.get((place, index))
+    """Check that every sample has the expected bits. A requested abort may cut a sample short."""
+    for (request, index), sample in expected.items():
+        got = together.get((request, index))
         assert got is not None, "a sample is lost"
         aborted = got.finish_reason == "abort"
-        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
+        assert not aborted or (work[request].aborted is not None and got.stop_reason is None), (
             "it read what it may not"
         )
-        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"
+        assert same_bits(got, sample), f"request {request}, sample {index}: other bits"

@@ -1,5 +1,5 @@
-"""The law holds for adapters: a token's bits depend on the weights, its adapter and the tokens
-before it, never on who shares the step, nor on when an adapter is updated or unloaded.
+"""Invariance with adapters: a token's bits depend on the weights, its adapter and the tokens before
+it. Other requests in the step, adapter updates and unloads do not matter.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ FAMILIES = ("llama", "gemma3", "deepseek-v3", "qwen3_5", "nanochat")
 
 @cache
 def adapter(folder: Path, name: str) -> tuple[dict[str, Tensor], LoraSettings]:
-    """A random adapter: of rank 3 with the head, of rank 20, or of some layers alone."""
+    """Return a random adapter: of rank 3 with the head, of rank 20, or of only some layers."""
     rank = {"small": 3, "large": 20, "layers": 8}[name]
     generator = torch.Generator().manual_seed(rank)
     tensors: dict[str, Tensor] = {}
-    for place, target in targets_of(load_spec(folder)).items():
-        if name == "layers" and not place.startswith("layers.1"):
+    for slot, target in targets_of(load_spec(folder)).items():
+        if name == "layers" and not slot.startswith("layers.1"):
             continue
         out, width = target.slot.shape
         for half, shape in (("A", (rank, width)), ("B", (out, rank))):
@@ -55,13 +55,13 @@ def engine_with_adapters(config: EngineConfig) -> Iterator[InferenceEngine]:
 
 @contextmanager
 def changing(config: EngineConfig) -> Iterator[InferenceEngine]:
-    """Adapters that nobody asks for come and go, and new versions of the others, which those that
-    have begun do not take.
+    """Load and unload unused adapters, and load new versions of the others, which running requests
+    do not use.
     """
     with engine_with_adapters(config) as engine:
         folder, step = Path(config.model_path), engine.step
         tensors, how = adapter(folder, "large")
-        engine.unload_adapter("small")  # later requests of it are all there already
+        engine.unload_adapter("small")  # all its later requests have arrived
 
         def step_and_change() -> list[TrainingSample]:
             samples = step()
@@ -76,7 +76,7 @@ def changing(config: EngineConfig) -> Iterator[InferenceEngine]:
 
 @st.composite
 def requests(draw: Any) -> list[Request]:
-    """Up to five, with a stem in common."""
+    """Return up to five requests with a shared stem."""
     stem = draw(st.lists(st.integers(3, 299), min_size=30, max_size=30)) * 3
     return [
         Request(
@@ -139,12 +139,12 @@ def expected_of(folder: Path, dtype: str, backend: Backend, work: list[Request])
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=at_depth(12), suppress_health_check=[HealthCheck.too_slow])
 @given(work=requests(), schedule=schedules)
-def test_bits_do_not_depend_on_who_shares_the_step(
+def test_adapter_bits_do_not_depend_on_neighbors(
     folders: dict[str, Path], backend: Backend, dtype: str, work: list[Request], schedule: Schedule
 ) -> None:
     folder = folders["llama"]
     expected = expected_of(folder, dtype, backend, work)
-    if schedule.num_blocks is not None:  # preemption and eviction are certain
+    if schedule.num_blocks is not None:  # makes preemption and eviction certain
         longest = max(len(each.prompt) + each.params.max_tokens for each in work)
         schedule = replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
     known = {key: sample.completion_tokens for key, sample in expected.items()}
@@ -164,20 +164,22 @@ def mixed(*names: str | None) -> list[Request]:
 @pytest.mark.thorough(but=["reference-deepseek-v3"])
 @pytest.mark.parametrize("family", FAMILIES[1:-1])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_families(folders: dict[str, Path], backend: Backend, family: str) -> None:
+def test_adapter_bits_hold_in_every_family(
+    folders: dict[str, Path], backend: Backend, family: str
+) -> None:
     folder, work = folders[family], mixed(None, "large", "small", "layers", "large")
     expected = expected_of(folder, "bfloat16", backend, work)
     schedule = Schedule(backend=backend, num_blocks=16, max_tokens_per_batch=17, max_batch_size=3)
     together, _ = run(folder, "bfloat16", work, schedule, BYTES, engine_with_adapters)
     require_same_samples(work, together, expected)
     tokens = {name: [] for name in NAMES}
-    for (place, _), sample in expected.items():
-        tokens[work[place].params.adapter] += sample.prompt_logprobs[1:10]
-    assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # they are no idle adapters
+    for (request, _), sample in expected.items():
+        tokens[work[request].params.adapter] += sample.prompt_logprobs[1:10]
+    assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # the adapters change tokens
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_capped_the_same_way_beside_an_adapter_of_the_head(
+def test_logit_cap_is_unchanged_by_a_head_adapter(
     folders: dict[str, Path], backend: Backend
 ) -> None:
     folder, work = folders["nanochat"], mixed(None, "layers", "small", None, "layers")
@@ -188,7 +190,7 @@ def test_logits_are_capped_the_same_way_beside_an_adapter_of_the_head(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_updates_and_unloads_change_no_bit_of_those_that_have_begun(
+def test_updates_and_unloads_change_no_bit_of_running_requests(
     folders: dict[str, Path], backend: Backend
 ) -> None:
     folder, work = folders["llama"], mixed("large", None, "layers", "large")

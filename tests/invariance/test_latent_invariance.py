@@ -1,5 +1,5 @@
-"""The law where the cache holds latents: chunks, batches, forks, preemption, prefixes found in
-either cache and drafts, right and wrong, change no bit.
+"""Invariance if the cache holds latents: chunks, batches, forks, preemption, prefix hits of either
+cache, and drafts, right and wrong, change no bit.
 """
 
 from dataclasses import replace
@@ -23,12 +23,12 @@ from tests.invariance.test_schedule_invariance import (
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
 
-VALUES_PER_TOKEN = 2 * (32 + 16)  # layers, latent and what turns
+VALUES_PER_TOKEN = 2 * (32 + 16)  # layers, latent and rotary part
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # prompts are longer than the original context
+    # prompts exceed the original context
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     folder = tiny_model(tmp_path_factory.mktemp("latents"), "deepseek-v3", rope_scaling=scaling)
     return with_tokenizer(folder)
@@ -96,8 +96,8 @@ def test_drafts_change_no_bit(model: Path, drafts: Drafts) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
-    """Forks of one prompt too, which copy a block of latents that is half full."""
+def test_tight_cache_causes_preemption(model: Path, cache_type: CacheType) -> None:
+    """Forks of one prompt copy a half-full block of latents."""
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=30, seed=i), 4) for i in range(4)
     ]
@@ -106,8 +106,8 @@ def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
 
 
 @pytest.mark.thorough
-def test_prefixes_are_found(model: Path) -> None:
-    """Those that come later compute none of the stem again, and get the same bits."""
+def test_latent_prefixes_are_reused(model: Path) -> None:
+    """Later requests recompute no part of the stem and get the same bits."""
     stem = tuple(range(3, 70))
     work = [
         Request((*stem, 90 + i), SamplingParams(max_tokens=9, seed=i), arrives=3 * i)

@@ -1,6 +1,4 @@
-"""The law holds for weights in 8 and 4 bits: no bit depends on the schedule, in any kind of
-layer.
-"""
+"""Invariance for 8-bit and 4-bit weights: no bit depends on the schedule, in any kind of layer."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +19,7 @@ from tests.invariance.scenario import Request, Schedule, require_same_samples, r
 from tests.models.tiny import family_weights, llama_config, tiny_model
 from tests.models.tiny_gguf import gguf, write_gguf
 
-BYTES = 2**10  # of a token; at least what the tiny models take
+BYTES = 2**10  # per token; at least the size for the tiny models
 PARAMS = SamplingParams(max_tokens=9, raw_logprobs=True, prompt_logprobs=True, ignore_eos=True)
 WORK = [
     Request(
@@ -65,7 +63,7 @@ def engine(quantization: Any, config: EngineConfig) -> AbstractContextManager[In
 
 
 def model_of(folder: Path, quantization: str, family: str) -> Path:
-    """Of files: a Llama whose matrices are in such blocks, or quantised so."""
+    """Return a Llama with quantized matrices of a kind, loaded from files."""
     if quantization != "file":
         return tiny_model(folder, family)
     config = llama_config(hidden=256, inner=256)
@@ -85,17 +83,17 @@ def model_of(folder: Path, quantization: str, family: str) -> Path:
 
 
 def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:
-    """A matrix in blocks; of Q4_K, which the `gguf` package does not write, any blocks of about
-    these sizes.
+    """Return a matrix in blocks. The `gguf` package cannot write Q4_K, so its blocks are random
+    with about these sizes.
     """
     if kind.name != "Q4_K":
         return gguf.quantize(weight, kind)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     drawn = np.random.default_rng(weight.size)
-    found = drawn.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
+    codes = drawn.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
     for at, number in ((0, 1e-3), (2, 7.5e-3)):  # of a scale and of a minimum
-        found[..., at : at + 2] = np.array([number], np.float16).view(np.uint8)
-    return found.reshape(len(weight), -1)
+        codes[..., at : at + 2] = np.array([number], np.float16).view(np.uint8)
+    return codes.reshape(len(weight), -1)
 
 
 @pytest.mark.thorough(
@@ -115,10 +113,10 @@ def test_same_bits_under_any_schedule(
 ) -> None:
     folder, make = model_of(tmp_path, quantization, family), partial(engine, quantization)
     expected: dict[tuple[int, int], Any] = {}
-    for place, request in enumerate(WORK):
+    for number, request in enumerate(WORK):
         lonely = [replace(request, arrives=0)]
         samples, _ = run(folder, "bfloat16", lonely, replace(ALONE, backend=backend), BYTES, make)
-        expected |= {(place, index): sample for (_, index), sample in samples.items()}
+        expected |= {(number, index): sample for (_, index), sample in samples.items()}
     known = {key: sample.completion_tokens for key, sample in expected.items()}
     for schedule in SCHEDULES.values():
         if schedule.drafts == "none" or family not in STATES:

@@ -1,8 +1,8 @@
-"""The law: a token's bits depend on the weights and the tokens before it, never on the schedule.
+"""Invariance: a token's bits depend on the weights and the tokens before it, never on the schedule.
 
-Each drawn scenario runs its requests together under a drawn schedule, and each request alone under
-the default one; tokens, logprobs and masses must be equal to the bit. Memory that may not be read
-is NaN.
+Each generated scenario runs its requests together under a random schedule, and each request by
+itself under the default one. Tokens, logprobs and masses must be equal bit for bit. Memory that
+must not be read is NaN.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.structured.vocabularies import byte_tokenizer
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
-HEAD_DIM, ROWS = 16, 2 * 2 * 2  # of the tiny model: keys and values, layers, kv heads
+HEAD_DIM, ROWS = 16, 2 * 2 * 2  # tiny model: keys and values, layers, KV heads
 VALUES_PER_TOKEN = ROWS * HEAD_DIM
 
 GRAMMARS = (
@@ -58,13 +58,13 @@ params = st.builds(
 
 @st.composite
 def requests(draw: Any) -> list[Request]:
-    """Up to six requests; many share a stem, some are long enough for several key tiles."""
+    """Generate up to six requests. Many share a stem, and some span several key tiles."""
     stem = draw(st.lists(st.integers(3, 299), min_size=40, max_size=40)) * 4
-    found: list[Request] = []
+    work: list[Request] = []
     for _ in range(draw(st.integers(2, 6))):
         head = stem[: draw(st.sampled_from([0, 1, 16, 33, 64, 70, 130, 160]))]
         tail = draw(st.lists(st.integers(3, 299), min_size=1, max_size=20))
-        found.append(
+        work.append(
             Request(
                 prompt=tuple(head + tail),
                 params=draw(params),
@@ -73,7 +73,7 @@ def requests(draw: Any) -> list[Request]:
                 aborted=draw(st.sampled_from([None, None, None, None, 5])),
             )
         )
-    return found
+    return work
 
 
 schedules = st.builds(
@@ -90,7 +90,7 @@ schedules = st.builds(
     drafts=st.sampled_from(["none", "none", "right", "wrong", "any", "changing", "real", "self"]),
     max_drafts=st.sampled_from([1, 3, 5]),
 )
-# keys and values are codes in half of them: other bits, in all runs that are compared
+# half of them quantize keys and values: other bits, in all compared runs
 schedules_and_codes = st.builds(
     lambda schedule, kept: replace(schedule, kv_cache_dtype=kept),
     schedule=schedules,
@@ -107,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
-    """A tight cache holds the longest request and little more: preemption and eviction are
+    """Shrink the cache to little more than the longest request: preemption and eviction are
     certain.
     """
     if schedule.num_blocks is None:
@@ -117,8 +117,8 @@ def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
 
 
 def bytes_per_token(dtype: str, schedule: Schedule) -> int:
-    """Of the KV cache."""
-    coded = schedule.kv_cache_dtype == "int8"  # with a scale each
+    """Return the bytes per token of the KV cache."""
+    coded = schedule.kv_cache_dtype == "int8"  # each with a scale
     return ROWS * (HEAD_DIM + 4) if coded else VALUES_PER_TOKEN * DTYPES[dtype]
 
 
@@ -174,7 +174,7 @@ def test_same_bits_under_many_schedules(
     check(model, dtype, work, replace(schedule, backend=backend))
 
 
-def test_tight_caches_do_preempt(model: Path) -> None:
+def test_tight_cache_causes_preemption(model: Path) -> None:
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)
     ]

@@ -1,8 +1,8 @@
-"""The law where layers carry a state: chunks, batches, forks, preemption, prefixes found in either
-cache and drafts, right and wrong, change no bit.
+"""Invariance if layers carry a state: chunks, batches, forks, preemption, prefix hits of either
+cache, and drafts, right and wrong, change no bit.
 
-As in `test_window_invariance`: memory is often just enough for the longest request, so states are
-taken from blocks that are held, and prefixes are found whose states are gone.
+As in `test_window_invariance`, memory is often just enough for the longest request. States are then
+taken from held blocks, and prefixes match whose states are gone.
 """
 
 from dataclasses import replace
@@ -38,8 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plan(schedule: Schedule, work: list[Request], spec: ModelSpec) -> tuple[Schedule, int]:
-    """The schedule, and bytes of a token with which either keys or states just suffice for the
-    longest request.
+    """Return the schedule, and bytes per token with which either keys or states just suffice for
+    the longest request.
     """
     size, dtype = schedule.block_size, torch.float32
     layout = state_layout([spec], size)
@@ -71,7 +71,7 @@ def alone(
 
 def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> int:
     spec = load_spec(model)
-    if spec.state is not None and spec.state.by_block:  # which the fingerprint says
+    if spec.state is not None and spec.state.by_block:  # part of the fingerprint
         schedule = replace(schedule, block_size=Schedule.block_size)
     schedule, bytes_per_token = plan(schedule, work, spec)
     expected = {
@@ -122,7 +122,7 @@ def test_same_bits_under_many_schedules(
 @pytest.mark.parametrize("drafts", ["right", "wrong", "changing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_bit(models: dict[str, Path], family: str, drafts: str) -> None:
-    """Steps of several tokens, across the ends of blocks; of wrong ones nothing is left."""
+    """Steps have several tokens across block boundaries. Wrong drafts leave no trace."""
     work = [Request((*range(3, 20 + i),), SamplingParams(max_tokens=30, seed=i)) for i in range(3)]
     schedule = Schedule(drafts=drafts, max_drafts=5)  # pyright: ignore[reportArgumentType]
     check(models[family], "bfloat16", work, schedule)
@@ -131,7 +131,9 @@ def test_drafts_change_no_bit(models: dict[str, Path], family: str, drafts: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
+def test_tight_cache_causes_preemption(
+    models: dict[str, Path], family: str, cache_type: str
+) -> None:
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=30, seed=i), 4) for i in range(4)
     ]

@@ -1,9 +1,9 @@
-"""The law on the CUDA backend, every kernel in Triton's interpreter: tiny models, few steps, each
-row beside others.
+"""Invariance on the CUDA backend, every kernel in Triton's interpreter: tiny models, few steps,
+rows in shared batches.
 
-An interpreted program costs a millisecond, so ordinary runs have a handful of schedules that were
-chosen to reach what can go wrong (chunks that cut tiles, splits of keys and of K, preemption,
-groups, both lookaheads); drawn ones are slow tests here, and run on a card.
+An interpreted program costs a millisecond, so ordinary runs use a few chosen schedules: chunks that
+cut tiles, splits of keys and of K, preemption, groups, both lookaheads. Random schedules are slow
+tests here, and run on a card.
 """
 
 from collections.abc import Iterator
@@ -89,14 +89,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def bytes_per_token(model: Path) -> int:
-    """Of the layers that share a unit."""
+    """Return the bytes per token of the layers that share a unit."""
     spec = load_spec(model)
     layers = layers_of_a_unit(spec, common_layout([spec], spec.max_position))
     return 2 * layers * spec.num_kv_heads * spec.head_dim * torch.float32.itemsize
 
 
 def fitted(model: Path, schedule: Schedule, work: list[Request]) -> Schedule:
-    """A tight cache holds the longest request and little more."""
+    """Shrink the cache to little more than the longest request."""
     if schedule.num_blocks is None:
         return schedule
     spec = load_spec(model)
@@ -118,7 +118,9 @@ def alone(model: Path, request: Request) -> dict[tuple[int, int], TrainingSample
 
 
 def check(model: Path, work: list[Request], schedule: Schedule) -> int:
-    """Each sample's bits are those of its request alone; returns preemptions."""
+    """Check that each sample has the bits of its request by itself. Return the number of
+    preemptions.
+    """
     schedule = replace(fitted(model, schedule, work), backend="cuda")
     together, preemptions = run(model, "float32", work, schedule, bytes_per_token(model))
     expected = {
@@ -140,7 +142,7 @@ def test_same_bits_under_chosen_schedules(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> None:
+def test_same_bits_under_memory_shortage(models: dict[str, Path], name: str) -> None:
     assert check(models[name], list(TIGHT), Schedule(block_size=4, lookahead=1, num_blocks=1)) > 0
 
 
@@ -148,7 +150,7 @@ def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=at_depth(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
-def test_same_bits_under_drawn_schedules(
+def test_same_bits_under_random_schedules(
     models: dict[str, Path], name: str, work: list[Request], schedule: Schedule
 ) -> None:
     check(models[name], work, schedule)
@@ -160,9 +162,9 @@ VERSIONS = {version: llama_weights(CONFIG, seed=version) for version in range(2)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kv_policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
-    """What is sampled across an update is made again; afterwards the engine does what one on the
-    new weights does.
+def test_update_while_decoding_changes_no_other_bit(tmp_path: Path, kv_policy: str) -> None:
+    """Replay reproduces samples that span an update. Afterwards the engine equals one on the new
+    weights.
     """
     folders = [
         write_model(tmp_path / str(version), CONFIG, weights)

@@ -1,9 +1,8 @@
-"""Whatever updates, pauses, aborts and resumptions do to requests: every sample is made again, to
-the bit.
+"""Replay reproduces every sample bit for bit under any updates, pauses, aborts and resumptions.
 
-A replay follows `kv_versions` and knows nothing of caches and schedules. A stale hit, a published
-block of mixed versions, a tensor of the old weights that changed with the new, a version that is
-said wrongly: each changes bits.
+A replay follows `kv_versions` and ignores caches and schedules. A stale hit, a published block of
+mixed versions, an old tensor that changed with the new ones, or a wrongly reported version would
+change bits.
 """
 
 import typing
@@ -33,17 +32,17 @@ from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
 VOCAB = 900
 MODELS = [llama_weights(llama_config(vocab_size=VOCAB), seed=seed) for seed in range(5)]
 NAMES = sorted(MODELS[0])
-STEM = [(7 * i) % 290 + 3 for i in range(80)]  # all prompts begin with it: a stale hit is never far
+STEM = [(7 * i) % 290 + 3 for i in range(80)]  # shared by all prompts, so stale hits are likely
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens before a step."""
+    """An event before a step."""
 
     step: int
     kind: str
     policy: Any = None  # of an update, or the mode of a pause
-    names: int = 0  # of an update: how many tensors change; 0: all
+    names: int = 0  # of an update: number of changed tensors; 0: all
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change(engine: InferenceEngine, held: dict[int, Weights], event: Event) -> None:
-    """A new version; some tensors of the next model, or all."""
+    """Return a new version: some tensors of the next model, or all."""
     newest = max(held)
     names = NAMES if not event.names else NAMES[:: len(NAMES) // event.names][: event.names]
     changed = {name: MODELS[(newest + 1) % len(MODELS)][name] for name in names}
@@ -119,7 +118,7 @@ def happen(engine: InferenceEngine, held: dict[int, Weights], event: Event) -> l
             engine.step()
             engine.resume()
             return ended
-        case "abort":  # and go on with what was there
+        case "abort":  # then resume from the partial sample
             for sample in engine.abort():
                 engine.resume_from(sample)
         case _:
@@ -131,7 +130,7 @@ def happen(engine: InferenceEngine, held: dict[int, Weights], event: Event) -> l
 def live(
     engine: InferenceEngine, work: list[Ask], events: list[Event]
 ) -> tuple[list[TrainingSample], dict[int, Weights]]:
-    """Run it all; returns the samples and the weights of every version."""
+    """Run everything. Return the samples and the weights of every version."""
     held: dict[int, Weights] = {0: MODELS[0]}
     samples: list[TrainingSample] = []
     last = max([ask.arrives for ask in work] + [event.step for event in events])
@@ -200,7 +199,7 @@ def check(
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
     schedule=schedules_and_codes,
 )
-def test_every_sample_is_made_again(
+def test_replay_reproduces_every_sample(
     model: Path, dtype: str, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
     check(model, dtype, work, events, replace(schedule, backend=backend))
@@ -214,7 +213,7 @@ def test_every_sample_is_made_again(
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
     schedule=schedules_and_codes,
 )
-def test_every_sample_is_made_again_in_many_lives(
+def test_replay_reproduces_every_sample_in_many_lives(
     model: Path, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
     check(model, "bfloat16", work, events, replace(schedule, backend=backend))
@@ -223,8 +222,10 @@ def test_every_sample_is_made_again_in_many_lives(
 @pytest.mark.thorough(but=["radix-1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> None:
-    """Old tokens by the old model on its own keys; new ones by the new model on keys of both."""
+def test_keep_policy_works_at_every_token(model: Path, cache_type: Any, lookahead: int) -> None:
+    """Old tokens come from the old model on its keys. New tokens come from the new model on keys of
+    both.
+    """
     cuts: set[int] = set()
     length, prompt = 8, STEM[:21]
     schedule = Schedule(block_size=4, cache_type=cache_type, lookahead=lookahead, num_threads=1)
@@ -257,8 +258,8 @@ def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> No
     assert cuts >= set(range(1, length + 1))
 
 
-def test_fingers_of_the_test_are_on_the_versions(model: Path) -> None:
-    """What is said wrongly of versions is found."""
+def test_scenario_covers_the_version_changes(model: Path) -> None:
+    """Wrong versions in a sample are detected."""
     schedule = Schedule(block_size=4, num_threads=1)
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     with (

@@ -1,8 +1,8 @@
-"""The law where layers have a window: what left it is taken by others, and no bit changes.
+"""Invariance if layers have a window: other sequences reuse blocks outside it, and no bit changes.
 
 As in `test_schedule_invariance`, on a model whose layers all have a window and on one where some
-have; memory is often just enough for the longest request, so blocks are stripped, prefixes are
-found stripped, and chunks are cut.
+have. Memory is often just enough for the longest request, so blocks are stripped, stripped prefixes
+match, and chunks are cut.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def bytes_of_a_unit_token(spec: ModelSpec) -> int:
 
 
 def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule:
-    """Here `num_blocks` counts units: what the longest request needs alone, and little more."""
+    """`num_blocks` counts units here: little more than the longest request needs."""
     if schedule.num_blocks is None:
         return schedule
     layout = common_layout([spec], spec.max_position)
@@ -111,7 +111,9 @@ def test_same_bits_under_many_schedules(
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:
+def test_tight_cache_causes_preemption(
+    models: dict[str, Path], family: str, cache_type: str
+) -> None:
     work = [
         Request(tuple(range(3, 90 + i)), SamplingParams(max_tokens=30, seed=i), 3) for i in range(4)
     ]

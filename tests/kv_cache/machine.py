@@ -1,7 +1,7 @@
-"""Every cache kind against a model that knows what was written to each slot.
+"""Every cache kind against a model of the contents of each slot.
 
-The model's slot holds the whole prefix that ends there and the namespace it was computed in, so a
-stale match, a missed copy and a block that was freed too early all show as wrong contents.
+A slot of the model holds the whole prefix that ends there and its namespace, so a stale match, a
+missed copy or an early free shows up as wrong contents.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 
-# what a slot holds: the prefix that ends there, and where it belongs
+# content of a slot: the prefix that ends there, and its namespace
 Written = tuple[Namespace, tuple[int, ...]]
 
 
@@ -23,7 +23,7 @@ def _stem_and_tail(length: int, tail: list[int]) -> list[int]:
     return [7] * length + tail or [300]
 
 
-# Prefixes meet often: few ids, one stem, and most requests in one namespace.
+# Prefixes collide often: few ids, one stem, and most requests in one namespace.
 TOKENS = st.builds(
     _stem_and_tail, st.integers(0, 12), st.lists(st.sampled_from([7, 300]), max_size=6)
 )
@@ -40,7 +40,7 @@ class CacheFactory(Protocol):
 
 @dataclass(eq=False)
 class Table:
-    """One sequence that holds blocks; all its tokens are computed."""
+    """One sequence that holds blocks. All its tokens are computed."""
 
     tokens: list[int]
     prefix: PrefixKeys
@@ -55,8 +55,8 @@ class Table:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache's own promises on naming and reuse are `_publish`, `_next`, `_forget` and `_release`
-    of the model.
+    """Each cache's rules for naming and reuse are `_publish`, `_next`, `_forget` and `_release` of
+    the model.
     """
 
     factory: ClassVar[CacheFactory]
@@ -70,9 +70,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.slots: dict[int, list[Written | None]] = {
             b: [None] * block_size for b in range(num_blocks)
         }
-        # full prefix -> the block that ends it, while it is matchable
+        # full prefix -> its last block, while matchable
         self.named: dict[Written, int] = {}
-        self.freed_at = dict.fromkeys(range(num_blocks), 0)  # free blocks: when they became free
+        self.freed_at = dict.fromkeys(range(num_blocks), 0)  # free blocks: time of their release
         self.clock = 0
 
     # -- rules -------------------------------------------------------------------------------------
@@ -115,44 +115,44 @@ class CacheMachine(RuleBasedStateMachine):
         chunk: int,
         publish: bool,
     ) -> None:
-        """As the loop does it: match, adopt, then extend by a first chunk."""
+        """Admit a request like the loop: match, adopt, then extend by a first chunk."""
         prefix = self._prefix(tokens, weight_set, salt)
         limit = limit % len(tokens)
-        found = self._match(tokens, prefix, limit)
-        end = min(len(tokens), len(found) * self.size + chunk)
+        matched = self._match(tokens, prefix, limit)
+        end = min(len(tokens), len(matched) * self.size + chunk)
         counts = self._counts()
-        if self._blocks(end) - len(found) > self.cache.num_free_blocks() - sum(
-            counts[b] == 0 for b in found
+        if self._blocks(end) - len(matched) > self.cache.num_free_blocks() - sum(
+            counts[b] == 0 for b in matched
         ):
             return
-        self.cache.adopt(found)
-        block_ids = list(found)
-        assert self.cache.extend(block_ids, len(found) * self.size, end) == ()
-        assert block_ids[: len(found)] == list(found), "a full block was exchanged"
-        self._take(block_ids[len(found) :], held=found)
+        self.cache.adopt(matched)
+        block_ids = list(matched)
+        assert self.cache.extend(block_ids, len(matched) * self.size, end) == ()
+        assert block_ids[: len(matched)] == list(matched), "a full block was exchanged"
+        self._take(block_ids[len(matched) :], held=matched)
         prefix = self._prefix(tokens[:end], weight_set, salt)
-        self._open(tokens[:end], prefix, block_ids, len(found) * self.size, publish)
+        self._open(tokens[:end], prefix, block_ids, len(matched) * self.size, publish)
 
     @rule(tokens=TOKENS, salt=SALTS, weight_set=WEIGHT_SETS, age=st.integers(0, 2), limit=PICK)
     def match(
         self, tokens: list[int], salt: str | None, weight_set: str, age: int, limit: int
     ) -> None:
-        """Ask only, also for versions that are dead."""
+        """Match without taking blocks, also for dead versions."""
         version = max(0, self.versions[weight_set] - age)
         prefix = self._prefix(tokens, weight_set, salt, version)
         before = self._counts()
         self._match(tokens, prefix, limit % (len(tokens) + 3))
-        assert self._counts() == before, "asking changed the cache"
+        assert self._counts() == before, "match changed the cache"
 
     @precondition(lambda self: self.tables)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3), tokens=TOKENS, publish=OFTEN)
     def extend(self, picks: list[int], tokens: list[int], publish: bool) -> None:
-        """One step: several tables grow, then the copies run, then the new tokens are written."""
+        """Run one step: several tables grow, then copies run, then new tokens are written."""
         chosen = list(dict.fromkeys(pick % len(self.tables) for pick in picks))
         steps: list[tuple[Table, int]] = []
         copies: list[tuple[int, int]] = []
-        for place in chosen:
-            table = self.tables[place]
+        for index in chosen:
+            table = self.tables[index]
             start = len(table.tokens)
             end = start + len(tokens)
             shared = (
@@ -235,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
         }
         before = self._counts()
         self.cache.drop_version(weight_set, version)
-        assert self._counts() == before, "a block in use was given up"
+        assert self._counts() == before, "a block in use was evicted"
         self.versions[weight_set] += 1
         for name in dead:
             del self.named[name]
@@ -249,10 +249,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         before = self._counts()
         self.cache.flush()
-        assert self._counts() == before, "a block in use was given up"
+        assert self._counts() == before, "a block in use was evicted"
         self.named.clear()
 
-    # -- what must always hold ---------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def invariants_of_the_cache(self) -> None:
@@ -278,11 +278,11 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_free_and_not_reused_still_matches(self) -> None:
         for (namespace, tokens), block_id in self.named.items():
             expected = self._expected(tokens, namespace, len(tokens))
-            if len(expected) * self.size == len(tokens):  # every block before it is still there too
+            if len(expected) * self.size == len(tokens):  # every earlier block is still there
                 prefix = PrefixKeys(namespace)
                 prefix.extend(tokens, self.size)
-                found = self._match(tokens, prefix, len(tokens))
-                assert found[-1] == block_id
+                matched = self._match(tokens, prefix, len(tokens))
+                assert matched[-1] == block_id
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -309,26 +309,26 @@ class CacheMachine(RuleBasedStateMachine):
         self,
         tokens: list[int] | tuple[int, ...],
         namespace: Namespace,
-        found: tuple[int, ...],
+        matched: tuple[int, ...],
         expected: list[int],
     ) -> None:
-        for position in range(len(found) * self.size):
-            written = self.slots[found[position // self.size]][position % self.size]
+        for position in range(len(matched) * self.size):
+            written = self.slots[matched[position // self.size]][position % self.size]
             assert written == (namespace, tuple(tokens[: position + 1])), (
                 "a block matched that holds something else"
             )
-        assert list(found) == expected
+        assert list(matched) == expected
 
     def _expected(
         self, tokens: list[int] | tuple[int, ...], namespace: Namespace, limit: int
     ) -> list[int]:
-        found: list[int] = []
+        block_ids: list[int] = []
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             block_id = self.named.get((namespace, tuple(tokens[:end])))
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            block_ids.append(block_id)
+        return block_ids
 
     def _open(
         self,
@@ -356,7 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
             )
 
     def _take(self, fresh: list[int] | tuple[int, ...], held: tuple[int, ...] = ()) -> None:
-        """Blocks that were just taken: unnamed ones first. They hold nothing any more."""
+        """Take new blocks, unnamed blocks first. Their contents are gone."""
         for block_id in held:
             self.freed_at.pop(block_id, None)
         for block_id in fresh:
@@ -365,7 +365,7 @@ class CacheMachine(RuleBasedStateMachine):
             if nameless:
                 assert block_id in nameless, "a matchable block was reused before an empty one"
             else:
-                assert block_id in self._next(), "not the block whose turn it was"
+                assert block_id in self._next(), "not the next block in eviction order"
             del self.freed_at[block_id]
             self._forget(block_id)
             self.slots[block_id] = [None] * self.size
@@ -374,18 +374,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.named.setdefault(name, block_id)
 
     def _next(self) -> set[int]:
-        """Which of the free blocks, all of them matchable, may be reused next: the longest
-        unused.
-        """
+        """Return the free matchable blocks that may be reused next: the least recently used."""
         return {min(self.freed_at, key=self.freed_at.__getitem__)}
 
     def _forget(self, block_id: int) -> None:
         self.named = {name: b for name, b in self.named.items() if b != block_id}
 
     def _release(self, block_ids: list[int]) -> None:
-        """Blocks whose holder is gone: free ones are the most recently used now, heads of prefixes
-        last.
-        """
+        """Release blocks. Free blocks become the most recently used, heads of prefixes last."""
         for block_id in reversed(block_ids):
             if self.cache.ref_count(block_id) == 0:
                 self._used(block_id)

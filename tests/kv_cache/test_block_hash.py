@@ -44,7 +44,7 @@ def test_parent_is_part_of_the_name(tokens: list[int], parent: int) -> None:
     assert 0 <= compute_block_hash(tokens, parent) < 2**256
 
 
-def test_parent_zero_is_not_no_parent() -> None:
+def test_parent_zero_differs_from_no_parent() -> None:
     assert compute_block_hash([1], 0) != compute_block_hash([1])
 
 
@@ -127,9 +127,9 @@ def test_collision_is_caught_by_comparing_tokens(
     for tokens in prompts:
         prefix = PrefixKeys(Namespace())
         prefix.extend(tokens, 2)
-        found = cache.match(tokens, prefix, 4)
-        held = [token for block_id in found.block_ids for token in cache.blocks[block_id].token_ids]
-        assert held == tokens[: found.cached_length]
+        match = cache.match(tokens, prefix, 4)
+        held = [token for block_id in match.block_ids for token in cache.blocks[block_id].token_ids]
+        assert held == tokens[: match.cached_length]
         table = list(cache.allocate(tokens, prefix=prefix).block_ids)
         cache.publish(table, tokens, prefix, range(2))
         cache.deallocate(table)

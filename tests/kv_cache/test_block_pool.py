@@ -12,7 +12,9 @@ PICK = st.integers(0, 2**16)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The ring against three plain lists: free blocks without a name, with one, and pinned."""
+    """Compare the ring with three plain lists: unnamed free blocks, named free blocks, and pinned
+    blocks.
+    """
 
     @initialize(num_blocks=st.integers(1, 8))
     def build(self, num_blocks: int) -> None:
@@ -30,8 +32,8 @@ class PoolMachine(RuleBasedStateMachine):
         return any(self.counts[each.block_id] or self.is_pinned(each) for each in self.below(block))
 
     def place(self, block: Block | None) -> None:
-        """A free block comes to where it belongs, as the most recently used; so does what is above,
-        if it changed.
+        """Insert a free block as the most recently used of its kind, together with blocks above it
+        that changed.
         """
         while block is not None and not self.counts[block.block_id]:
             lists = [self.nameless, self.named, self.pinned]
@@ -129,9 +131,7 @@ class CountingList(list[int]):
 
 
 def touches(num_blocks: int) -> int:
-    """Elements of the links that are touched while a block leaves the middle, comes back, and is
-    reused.
-    """
+    """Count the link elements touched when a block leaves the middle, returns, and is reused."""
     pool = BlockPool(num_blocks)
     pool._next, pool._previous = CountingList(pool._next), CountingList(pool._previous)
     block = pool.blocks[num_blocks // 2]
@@ -143,11 +143,11 @@ def touches(num_blocks: int) -> int:
     return pool._next.touched + pool._previous.touched
 
 
-def test_leaving_the_list_costs_the_same_however_long_it_is() -> None:
+def test_free_list_removal_takes_constant_time() -> None:
     assert touches(8) == touches(5000)
 
 
-def test_check_sees_a_torn_list() -> None:
+def test_check_detects_a_broken_list() -> None:
     pool = BlockPool(4)
     pool.check()
     pool._previous[2] = 0
@@ -155,7 +155,7 @@ def test_check_sees_a_torn_list() -> None:
         pool.check()
 
 
-def test_holding_a_path_pins_each_block_once_however_often_it_is_held() -> None:
+def test_held_path_pins_each_block_once() -> None:
     pool = BlockPool(4)
     path = pool.blocks[:3]
     for block in path:
@@ -173,7 +173,7 @@ def test_holding_a_path_pins_each_block_once_however_often_it_is_held() -> None:
     pool.check()
 
 
-def test_forgetting_drops_everything_that_names_a_block() -> None:
+def test_forget_drops_every_name_of_a_block() -> None:
     block = Block(3, ref_count=1, hash=9, parent=8, token_ids=(1, 2), above=Block(4))
     block.forget()
     assert block.above is None

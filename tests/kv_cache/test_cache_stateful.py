@@ -1,4 +1,4 @@
-"""Every cache kind against the model in `machine`, and what a caller may expect of each."""
+"""Every cache kind against the model in `machine`, and the guarantees to callers."""
 
 import random
 
@@ -18,8 +18,8 @@ class PagedMachine(CacheMachine):
 
 
 class RadixMachine(CacheMachine):
-    """A block is matchable while everything above it is; leaves go first, and a path that is in use
-    goes last.
+    """A block is matchable while all its ancestors are. Leaves are evicted first, paths in use
+    last.
     """
 
     factory = RadixKVCache
@@ -43,20 +43,20 @@ class RadixMachine(CacheMachine):
             for n, b in self.named.items()
             if n[0] != name[0] or n[1][: len(name[1])] != name[1]
         }
-        if was_used:  # only where no leaf was free; what is above may be one now
+        if was_used:  # only if no leaf was free; its parent may be a leaf now
             self._use_path(name)
 
     def _release(self, block_ids: list[int]) -> None:
         names = {block_id: name for name, block_id in self.named.items()}
-        for place in reversed(range(len(block_ids))):
-            block_id = block_ids[place]
+        for index in reversed(range(len(block_ids))):
+            block_id = block_ids[index]
             if self.cache.ref_count(block_id) == 0:
                 self._used(block_id)
                 if block_id in names and not self._has_used_below(block_id):
-                    self._use_path(names[block_id], still_held=block_ids[:place])
+                    self._use_path(names[block_id], still_held=block_ids[:index])
 
     def _use_path(self, name: Written, still_held: list[int] | None = None) -> None:
-        """The blocks above, deepest first, as far as this was the last thing in use below them."""
+        """Refresh the ancestors, deepest first, up to the first that has another descendant in use."""
         namespace, tokens = name
         for end in range(len(tokens) - self.size, 0, -self.size):
             block_id = self.named[namespace, tokens[:end]]
@@ -75,7 +75,7 @@ class RadixMachine(CacheMachine):
 
 
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
-def test_every_history_leaves_the_cache_right(machine: type[CacheMachine]) -> None:
+def test_cache_is_consistent_after_any_history(machine: type[CacheMachine]) -> None:
     few = settings(
         max_examples=at_depth(120),
         stateful_step_count=40,
@@ -86,7 +86,7 @@ def test_every_history_leaves_the_cache_right(machine: type[CacheMachine]) -> No
 
 
 def run_history(machine: CacheMachine, seed: int, steps: int) -> None:
-    """A long history full of evictions, on a cache that is nearly full all the time."""
+    """Run a long history with many evictions on a cache that is nearly full all the time."""
     r = random.Random(seed)
     size = r.choice([1, 2, 3])
     machine.build(num_blocks=r.randrange(8, 24), block_size=size)
@@ -123,7 +123,7 @@ def run_history(machine: CacheMachine, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
 @pytest.mark.parametrize("seed", range(6))
-def test_long_histories_leave_the_cache_right(machine: type[CacheMachine], seed: int) -> None:
+def test_cache_is_consistent_after_long_histories(machine: type[CacheMachine], seed: int) -> None:
     for part in range(10):
         run_history(machine(), seed * 10 + part, steps=60)
 
@@ -154,7 +154,7 @@ def test_match_leaves_one_token_to_compute(factory: CacheFactory) -> None:
     assert cache.match(tokens, keys(tokens, 2), 4).cached_length == 4
 
 
-def test_allocate_names_the_tokens_itself_where_no_prefix_is_given(factory: CacheFactory) -> None:
+def test_allocate_hashes_tokens_if_no_prefix_is_passed(factory: CacheFactory) -> None:
     cache = factory(num_blocks=8, block_size=2)
     tokens = [1000, 2, 3]
     publish_all(cache, tokens, keys(tokens, 2))
@@ -179,7 +179,7 @@ def test_dead_version_is_reused_before_a_live_one(factory: CacheFactory) -> None
     dead, live = Namespace(version=0), Namespace(weight_set="reference")
     old = publish_all(cache, [1, 2, 3, 4], keys([1, 2, 3, 4], 2, dead))
     kept = publish_all(cache, [1, 2, 3, 4], keys([1, 2, 3, 4], 2, live))
-    cache.deallocate(kept)  # longer unused than the dead ones
+    cache.deallocate(kept)  # unused for longer than the dead blocks
     cache.deallocate(old)
     cache.drop_version("policy", 0)
     assert set(cache.allocate([9, 9, 9, 9]).block_ids) == set(old)

@@ -1,4 +1,4 @@
-"""Kept blocks: they survive pressure that evicts others, and nothing ever waits for them."""
+"""Kept blocks survive pressure that evicts others, and never delay a request."""
 
 import random
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def keys(tokens: list[int], version: int = 0, adapter: str | None = None) -> Pre
 
 
 class Evicted:
-    """Notes what is handed over."""
+    """Record offloaded blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[EvictedBlock] = []
@@ -47,11 +47,10 @@ class Evicted:
 
 
 class KeptMachine(RuleBasedStateMachine):
-    """Requests that come, end, are kept, and time that passes.
+    """Random requests that start, end and are kept while time passes.
 
-    The model is one list of what was kept and when it ends: names with a mark are exactly those of
-    kept chains that are not over, as long as the bound was not met; and whatever is kept, a request
-    that fits into free blocks gets them.
+    The model is one list of kept chains and their expiry. Below the bound, exactly the chains
+    that have not expired are marked. A request that fits into free blocks always gets them.
     """
 
     cache_type: type[KVCacheManager]
@@ -60,7 +59,7 @@ class KeptMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 24))
     def build(self, num_blocks: int) -> None:
         layout = type(self).layout
-        # so few that blocks outside a window must give theirs
+        # so few units that blocks outside a window must give up theirs
         num_units = max(2 * layout.num_units, num_blocks * layout.num_units * 2 // 3)
         self.evicted = Evicted()
         self.cache = type(self).cache_type(
@@ -99,13 +98,13 @@ class KeptMachine(RuleBasedStateMachine):
         tokens, prefix, table = self.live.pop(pick % len(self.live))
         if keep:
             self.cache.keep(prefix, 0, seconds, priority)
-            found = self.cache.find(prefix.hashes).block_ids
-            marks = [self.cache.kept.marks.get(self.cache.blocks[at].hash) for at in found]
+            block_ids = self.cache.find(prefix.hashes).block_ids
+            marks = [self.cache.kept.marks.get(self.cache.blocks[at].hash) for at in block_ids]
             kept = [mark for mark in marks if mark is not None]
             assert all(mark.until >= self.now + seconds for mark in kept)
             assert all(mark.priority >= priority for mark in kept)
             if len(self.cache.kept.marks) < self.cache.kept.most:
-                assert len(kept) == len(found), "a block was not kept, and there was room"
+                assert len(kept) == len(block_ids), "a block was not kept, and there was room"
         self.cache.deallocate(table, self._num_slid(tokens))
 
     @rule(seconds=st.integers(1, 9))
@@ -137,7 +136,7 @@ class KeptMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_every_history_leaves_the_marks_right(
+def test_marks_are_consistent_after_any_history(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
     machine = type("Machine", (KeptMachine,), {"cache_type": cache_type, "layout": layout})
@@ -148,7 +147,7 @@ def test_every_history_leaves_the_marks_right(
 
 
 class Case:
-    """A cache of 12 blocks in which prefixes are kept, and others press."""
+    """A cache of 12 blocks with kept prefixes and competing requests."""
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ def test_kept_prefix_hits_after_pressure_that_evicts_others(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_lowest_priority_goes_first_and_then_what_ends_first(
+def test_eviction_orders_by_priority_then_expiry(
     cache_type: type[KVCacheManager],
 ) -> None:
     case = Case(cache_type)
@@ -206,7 +205,7 @@ def test_lowest_priority_goes_first_and_then_what_ends_first(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_what_is_over_goes_like_others(cache_type: type[KVCacheManager]) -> None:
+def test_expired_blocks_are_evicted_normally(cache_type: type[KVCacheManager]) -> None:
     case = Case(cache_type)
     kept = case.run(1, 4, keep=(10, 5))
     case.now = 9.9
@@ -223,13 +222,13 @@ def test_what_is_over_goes_like_others(cache_type: type[KVCacheManager]) -> None
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -> None:
+def test_kept_blocks_are_capped_at_half_the_pool(cache_type: type[KVCacheManager]) -> None:
     case = Case(cache_type)
     head = case.run(1, 10, keep=(60, 0))
     assert len(case.cache.kept.marks) == 6
     case.run(2, 6)
     case.run(3, 6)
-    assert case.hits(head) == 6, "the head of a chain is what is kept of it"
+    assert case.hits(head) == 6, "the head of the chain must be kept"
     high = case.run(4, 6, keep=(30, 1))
     case.run(5, 6)
     case.run(6, 6)
@@ -238,16 +237,14 @@ def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -
 
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_no_kept_block_is_lost_where_they_come_back(
+def test_kept_blocks_survive_if_they_can_be_restored(
     cache_type: type[KVCacheManager], layout: BlockLayout
 ) -> None:
-    """Of conversations that are kept one after the other every block is in memory or was handed
-    over.
-    """
+    """Every block of consecutively kept conversations is either in memory or offloaded."""
     case = Case(cache_type, layout, num_blocks=100)
-    told = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
+    hits = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
     handed = {block.name for block in case.evicted.blocks}
-    for tokens in told:
+    for tokens in hits:
         names = keys(tokens).hashes
         here = case.cache.count(names)
         assert handed.issuperset(names[here:])
@@ -257,12 +254,10 @@ def test_no_kept_block_is_lost_where_they_come_back(
 
 @pytest.mark.parametrize("end", ["time", "flush", "flush, held"])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_block_that_is_kept_is_passed_over_once(
+def test_kept_block_is_skipped_once(
     cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """However many are kept, each is looked at once while others come and go; until it is kept no
-    more.
-    """
+    """Each kept block is inspected once, however many there are, until its time is over."""
     now = 0.0
     num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
     evicted, prefix = Evicted(), keys(tokens)
@@ -322,7 +317,7 @@ def test_blocks_of_an_old_adapter_are_not_kept(cache_type: type[KVCacheManager])
     case.cache.check([])
 
 
-def test_marks_stay_bounded_and_in_order_over_a_long_history() -> None:
+def test_marks_stay_bounded_and_ordered() -> None:
     r, case = random.Random(5), Case(PagedKVCache)
     for step in range(2000):
         case.now = step / 7

@@ -1,4 +1,4 @@
-"""What only the radix cache promises: the shape of its tree, and the order in which it lets go."""
+"""Guarantees of the radix cache: the shape of its tree and its eviction order."""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def keys(tokens: list[int], namespace: Namespace | None = None) -> PrefixKeys:
 
 
 def put(cache: RadixKVCache, tokens: list[int], namespace: Namespace | None = None) -> list[int]:
-    """A table of these tokens, published as far as it is full."""
+    """Create a table of these tokens and publish its full blocks."""
     table = list(cache.allocate(tokens, prefix=keys(tokens, namespace)).block_ids)
     cache.publish(table, tokens, keys(tokens, namespace), range(len(tokens) // SIZE))
     return table
@@ -46,7 +46,7 @@ def tree(cache: RadixKVCache) -> Shape:
 # -- shape -----------------------------------------------------------------------------------------
 
 
-def test_sequence_that_grows_stays_one_run() -> None:
+def test_growing_sequence_stays_one_run() -> None:
     cache = RadixKVCache(8, SIZE)
     tokens = [1, 2, 3, 4]
     table = put(cache, tokens)
@@ -56,10 +56,10 @@ def test_sequence_that_grows_stays_one_run() -> None:
     assert tree(cache) == {(1, 2, 3, 4, 5, 6): {}}
 
 
-def test_run_is_split_between_blocks_where_a_newcomer_leaves_it() -> None:
+def test_run_splits_at_the_block_where_sequences_diverge() -> None:
     cache = RadixKVCache(16, SIZE)
     tables = [put(cache, [1, 2, 3, 4, 5, 6])]
-    # leaves it inside the third block: the block is not divided
+    # diverges inside the third block, which is not split
     tables.append(put(cache, [1, 2, 3, 4, 5, 9]))
     assert tree(cache) == {(1, 2, 3, 4): {(5, 6): {}, (5, 9): {}}}
     tables.append(put(cache, [1, 2, 8, 8]))
@@ -68,7 +68,7 @@ def test_run_is_split_between_blocks_where_a_newcomer_leaves_it() -> None:
     cache.check(tables)
 
 
-def test_sequences_without_a_common_first_block_hang_at_the_root() -> None:
+def test_unrelated_sequences_hang_at_the_root() -> None:
     cache = RadixKVCache(8, SIZE)
     put(cache, [1, 2])
     put(cache, [1, 3])
@@ -77,7 +77,7 @@ def test_sequences_without_a_common_first_block_hang_at_the_root() -> None:
     assert set(cache.roots) == {Namespace(), Namespace(salt="other")}
 
 
-def test_tree_that_lost_its_last_block_is_gone() -> None:
+def test_tree_is_removed_with_its_last_block() -> None:
     cache = RadixKVCache(2, SIZE)
     for salt in ("a", "b", "c"):
         cache.deallocate(put(cache, [1, 2, 3, 4], Namespace(salt=salt)))
@@ -90,7 +90,7 @@ def test_tree_that_lost_its_last_block_is_gone() -> None:
     queries=st.lists(st.lists(st.integers(1, 2), max_size=12), min_size=1, max_size=8),
     limit=st.integers(0, 14),
 )
-def test_asking_changes_nothing(queries: list[list[int]], limit: int) -> None:
+def test_match_changes_nothing(queries: list[list[int]], limit: int) -> None:
     cache = RadixKVCache(16, SIZE)
     for tail in ([1, 1, 2, 2], [2, 1, 2, 2], [1, 1, 1, 1]):
         cache.deallocate(put(cache, [1, 2, 1, 2, *tail]))
@@ -100,7 +100,7 @@ def test_asking_changes_nothing(queries: list[list[int]], limit: int) -> None:
     assert (tree(cache), cache._pool.free_ids()) == before
 
 
-def test_only_token_ids_decide_what_matches() -> None:
+def test_match_depends_only_on_token_ids() -> None:
     cache = RadixKVCache(8, SIZE)
     tokens = [1, 2, 3, 4]
     table = list(cache.allocate(tokens).block_ids)
@@ -111,11 +111,11 @@ def test_only_token_ids_decide_what_matches() -> None:
     )
 
 
-def test_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
+def test_tree_may_exceed_the_recursion_limit() -> None:
     depth = 1200
     cache = RadixKVCache(2 * depth, 1)
     tokens = [1] * depth
-    for end in range(depth, 1, -1):  # each newcomer leaves one block before the last one did
+    for end in range(depth, 1, -1):  # each new sequence diverges one block before the previous one
         tokens[end - 1 :] = [2]
         prefix = PrefixKeys(Namespace(), range(depth))
         table = list(cache.allocate(tokens, prefix=prefix).block_ids)
@@ -126,14 +126,14 @@ def test_tree_may_be_deeper_than_the_interpreter_recurses() -> None:
     cache.check([])
 
 
-# -- what goes first -------------------------------------------------------------------------------
+# -- eviction order --------------------------------------------------------------------------------
 
 
 def take_one(cache: RadixKVCache, table: list[int]) -> None:
     cache.extend(table, 0, len(table) * SIZE + 1)
 
 
-def test_path_goes_from_its_tail() -> None:
+def test_eviction_starts_at_the_tail_of_a_path() -> None:
     cache = RadixKVCache(3, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     cache.deallocate(put(cache, tokens))
@@ -143,7 +143,7 @@ def test_path_goes_from_its_tail() -> None:
         assert cached(cache, tokens) == length
 
 
-def test_leaves_go_before_what_they_share_and_the_longest_unused_first() -> None:
+def test_eviction_takes_least_recently_used_leaves_first() -> None:
     cache = RadixKVCache(4, SIZE)
     old, new = [1, 2, 3, 4], [1, 2, 5, 6, 7, 8]
     cache.deallocate(put(cache, old))
@@ -154,7 +154,7 @@ def test_leaves_go_before_what_they_share_and_the_longest_unused_first() -> None
         assert (cached(cache, old), cached(cache, new)) == lengths
 
 
-def test_using_a_leaf_uses_its_whole_path_and_spares_it() -> None:
+def test_use_of_a_leaf_refreshes_its_whole_path() -> None:
     cache = RadixKVCache(4, SIZE)
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     cache.deallocate(put(cache, first))
@@ -168,13 +168,13 @@ def test_using_a_leaf_uses_its_whole_path_and_spares_it() -> None:
         assert (cached(cache, first), cached(cache, second)) == lengths
 
 
-# -- twins: a table whose own block has no name, because its contents hung in the tree already -----
+# -- twins: a table whose block has no name because its contents were already in the tree ----------
 
 
 @pytest.fixture
 def twins() -> tuple[RadixKVCache, list[int], list[int]]:
-    """`mine` holds a private copy of its second block and a third one in the tree, under a block
-    that nobody holds.
+    """`mine` holds a private copy of its second block, and a third block in the tree under an
+    unheld block.
     """
     cache = RadixKVCache(8, SIZE)
     theirs = put(cache, [1, 2, 3, 4])
@@ -192,12 +192,12 @@ def twins() -> tuple[RadixKVCache, list[int], list[int]]:
     return cache, theirs, mine
 
 
-def test_what_lies_above_a_block_in_use_goes_last(
+def test_ancestors_of_blocks_in_use_are_evicted_last(
     twins: tuple[RadixKVCache, list[int], list[int]],
 ) -> None:
     cache, _, mine = twins
     other = put(cache, [9, 9, 9, 9, 9, 9])
-    cache.deallocate(other)  # used later than the path above, and yet it goes first
+    cache.deallocate(other)  # used later than its parents, but evicted first
     assert cache.num_free_blocks() == 5
     table: list[int] = []
     for length in (6, 6, 6, 6, 2):
@@ -208,7 +208,7 @@ def test_what_lies_above_a_block_in_use_goes_last(
     assert cache.num_free_blocks() == 0
 
 
-def test_blocks_below_one_that_is_reused_lose_their_name_and_nothing_else(
+def test_blocks_below_a_reused_block_lose_only_their_names(
     twins: tuple[RadixKVCache, list[int], list[int]],
 ) -> None:
     cache, theirs, mine = twins
@@ -219,7 +219,7 @@ def test_blocks_below_one_that_is_reused_lose_their_name_and_nothing_else(
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     cache.deallocate(table)
     cache.extend(mine, 6, 8)
-    cache.publish(mine, tokens, keys(tokens), range(3, 4))  # nothing to hang under
+    cache.publish(mine, tokens, keys(tokens), range(3, 4))  # no parent to attach to
     assert cached(cache, tokens) == 2
     cache.check([mine])
     again = put(cache, tokens)  # another sequence fills the gap
@@ -227,7 +227,7 @@ def test_blocks_below_one_that_is_reused_lose_their_name_and_nothing_else(
     cache.check([mine, again])
 
 
-def test_path_above_becomes_a_leaf_when_the_block_below_is_let_go(
+def test_parent_becomes_a_leaf_when_its_child_is_freed(
     twins: tuple[RadixKVCache, list[int], list[int]],
 ) -> None:
     cache, theirs, mine = twins
@@ -237,11 +237,11 @@ def test_path_above_becomes_a_leaf_when_the_block_below_is_let_go(
     cache.check([])
 
 
-def test_free_blocks_below_a_reused_one_go_with_it() -> None:
+def test_free_blocks_below_a_reused_block_are_forgotten() -> None:
     cache = RadixKVCache(9, SIZE)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     tables: list[list[int]] = []
-    # each computes all of it and adds one block to the path of the one before
+    # each recomputes the path and adds one block to the previous path
     for num_blocks in (2, 3, 4):
         table: list[int] = []
         cache.extend(table, 0, num_blocks * SIZE)
@@ -253,7 +253,7 @@ def test_free_blocks_below_a_reused_one_go_with_it() -> None:
         cache.deallocate(table)  # only the last block of the path is still held
     taken: list[int] = []
     cache.extend(taken, 0, 2 * SIZE)
-    assert not set(taken) & set(path), "the two that have no name go first"
+    assert not set(taken) & set(path), "the two unnamed blocks go first"
     cache.check([tables[2], taken])
     cache.extend(taken, 2 * SIZE, 3 * SIZE)
     assert taken[2] == path[1]
@@ -262,7 +262,7 @@ def test_free_blocks_below_a_reused_one_go_with_it() -> None:
     assert cache._pool.free_ids() == [path[2], path[0]]
 
 
-def test_flush_forgets_paths_in_use_and_nothing_is_published_below_them() -> None:
+def test_flush_forgets_paths_in_use_and_their_descendants() -> None:
     cache = RadixKVCache(8, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     table = put(cache, tokens[:4])
@@ -305,8 +305,8 @@ def pin_for_nothing(cache: RadixKVCache, top: Node) -> None:
 
 
 def jump_the_queue(cache: RadixKVCache, top: Node) -> None:
-    """The first block of the run comes before those below it: it leaves the ring while all others
-    go round.
+    """Move the first block of the run before its descendants: it leaves the ring while the others
+    rotate.
     """
     pool = cache._pool
     pool._unlink(top.block_ids[0])
@@ -324,7 +324,7 @@ def jump_the_queue(cache: RadixKVCache, top: Node) -> None:
         *(exchange_key, exchange_blocks, pin_for_nothing, jump_the_queue),
     ],
 )
-def test_check_sees_what_is_wrong(damage: Callable[[RadixKVCache, Node], None]) -> None:
+def test_check_detects_inconsistencies(damage: Callable[[RadixKVCache, Node], None]) -> None:
     cache = RadixKVCache(6, SIZE)
     for tail in ([5, 6], [7, 8]):
         cache.deallocate(put(cache, [1, 2, 3, 4, *tail]))
@@ -334,7 +334,7 @@ def test_check_sees_what_is_wrong(damage: Callable[[RadixKVCache, Node], None]) 
         cache.check([])
 
 
-def test_check_sees_a_table_that_is_no_path() -> None:
+def test_check_detects_a_table_that_is_not_a_path() -> None:
     cache = RadixKVCache(8, SIZE)
     table = put(cache, [1, 2, 3, 4, 5, 6])
     cache.check([table])

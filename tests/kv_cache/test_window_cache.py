@@ -1,4 +1,4 @@
-"""Caches of models with sliding-window layers: every history, and what a caller may expect."""
+"""Caches of models with sliding-window layers: random histories and guarantees to callers."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +22,7 @@ class RadixWindowMachine(WindowMachine):
 
 
 @pytest.mark.parametrize("machine", [PagedWindowMachine, RadixWindowMachine])
-def test_every_history_leaves_the_cache_right(machine: type[WindowMachine]) -> None:
+def test_window_cache_is_consistent_after_any_history(machine: type[WindowMachine]) -> None:
     few = settings(
         max_examples=at_depth(200),
         stateful_step_count=30,
@@ -33,7 +33,7 @@ def test_every_history_leaves_the_cache_right(machine: type[WindowMachine]) -> N
 
 
 @given(layout=LAYOUTS, size=st.integers(1, 5), start=st.integers(0, 60), length=st.integers(1, 20))
-def test_no_chunk_needs_more_than_the_layout_says(
+def test_chunk_needs_at_most_the_blocks_of_the_layout(
     layout: BlockLayout, size: int, start: int, length: int
 ) -> None:
     blocks = -(-(start + length) // size)
@@ -55,7 +55,7 @@ def factory(request: pytest.FixtureRequest) -> WindowCacheFactory:
 
 
 def run_alone(cache: KVCacheManager, tokens: list[int]) -> list[int]:
-    """Compute a sequence token by token; returns its table."""
+    """Compute a sequence token by token. Return its table."""
     prefix = PrefixKeys(Namespace())
     prefix.extend(tokens, cache.block_size)
     table: list[int] = []
@@ -73,7 +73,7 @@ def matched(cache: KVCacheManager, tokens: list[int]) -> int:
     return cache.match(tokens, prefix, len(tokens)).cached_length
 
 
-def test_long_sequence_needs_memory_for_its_window_alone(factory: WindowCacheFactory) -> None:
+def test_long_sequence_needs_memory_only_for_its_window(factory: WindowCacheFactory) -> None:
     cache = factory(100, 2, layout=BlockLayout(0, 1, 4), num_units=3)
     table = run_alone(cache, list(range(100)))
     assert len(table) == 50
@@ -83,24 +83,24 @@ def test_long_sequence_needs_memory_for_its_window_alone(factory: WindowCacheFac
     assert hybrid.num_units - hybrid.num_free_units() == 50 + 2 * 5
 
 
-def test_what_left_the_window_is_found_until_it_is_taken(factory: WindowCacheFactory) -> None:
+def test_blocks_outside_the_window_match_until_reused(factory: WindowCacheFactory) -> None:
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=45)
     stem, first = list(range(20)), [100, 101, 102, 103]
     table = run_alone(cache, stem + first * 3)
-    assert matched(cache, [*stem, 7]) == 20, "the window has moved on, and nobody took anything"
+    assert matched(cache, [*stem, 7]) == 20, "no unit was reused after the window moved"
     cache.deallocate(table, cache.layout.num_slid(32, 2))
-    run_alone(cache, list(range(200, 220)))  # takes what was let go first, before any whole block
+    run_alone(cache, list(range(200, 220)))  # takes released units first, before any whole block
     assert matched(cache, stem + first * 3) == 32, "the end of a finished sequence is kept longest"
     assert matched(cache, stem[:6]) == 0
 
 
-def test_stripped_prefix_that_is_computed_again_is_found_again(
+def test_recomputed_prefix_matches_again(
     factory: WindowCacheFactory,
 ) -> None:
     cache = factory(40, 2, layout=BlockLayout(1, 2, 4), num_units=40)
     stem = list(range(12))
     first = run_alone(cache, stem + [50] * 20)
-    second = run_alone(cache, [60] * 8)  # takes the units that the stem let go
+    second = run_alone(cache, [60] * 8)  # takes the units that the stem released
     assert matched(cache, stem) == 0
     cache.deallocate(second, cache.layout.num_slid(8, 2))
     again = run_alone(cache, stem)
@@ -111,7 +111,7 @@ def test_stripped_prefix_that_is_computed_again_is_found_again(
     assert matched(cache, stem) == 12
 
 
-def test_layout_that_makes_no_sense_is_refused() -> None:
+def test_invalid_layout_is_rejected() -> None:
     for counts in [(0, 0, 0), (1, 1, 0), (1, 0, 4), (-1, 2, 4)]:
         with pytest.raises(ValueError, match="is invalid"):
             BlockLayout(*counts)

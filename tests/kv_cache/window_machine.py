@@ -1,9 +1,8 @@
-"""Caches whose blocks are backed by units, against a model that knows what was written to each
-unit.
+"""Caches whose blocks are backed by units, against a model of the contents of each unit.
 
 Every sequence reads all of its tokens in units of full layers, and its window in units of sliding
-layers; a match must offer the same, and no less than what is there. What is taken, and in which
-order, is checked where something is taken.
+layers. A match must return all available tokens and nothing else. The order of eviction is checked
+when units are taken.
 """
 
 from collections.abc import Iterator
@@ -33,9 +32,7 @@ class WindowCacheFactory(Protocol):
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """Tables as the loop keeps them: between two steps all tokens are computed, and the windows
-    have moved.
-    """
+    """Tables as in the loop: between two steps all tokens are computed and the windows have moved."""
 
     factory: ClassVar[WindowCacheFactory]
 
@@ -48,7 +45,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.units, self.layout, self.size = self.cache.units, layout, block_size
         self.tables: list[Table] = []
         self.version = 0
-        # (unit, offset) -> what, and for which layers
+        # (unit, offset) -> content and layer kind
         self.written: dict[tuple[int, int], tuple[Written, int]] = {}
         self.names: dict[int, Written] = {}
 
@@ -57,18 +54,18 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, salt=SALTS, chunk=st.integers(1, 14))
     def admit(self, tokens: list[int], salt: str | None, chunk: int) -> None:
         prefix = self._prefix(tokens, salt)
-        found = self._match(tokens, prefix, len(tokens) - 1)
-        start = len(found) * self.size
+        matched = self._match(tokens, prefix, len(tokens) - 1)
+        start = len(matched) * self.size
         end = min(len(tokens), start + chunk)
-        self.cache.adopt(found, self._slid(start))
+        self.cache.adopt(matched, self._slid(start))
         table = Table(
             tokens[:start],
             self._prefix(tokens[:start], salt),
-            list(found),
-            num_published=len(found),
+            list(matched),
+            num_published=len(matched),
         )
-        if self._room() < self._blocks(end) - len(found):
-            self.cache.deallocate(found, self._slid(start))
+        if self._room() < self._blocks(end) - len(matched):
+            self.cache.deallocate(matched, self._slid(start))
             return
         self.tables.append(table)
         self._step([(table, tokens[start:end])])
@@ -81,13 +78,11 @@ class WindowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3), tokens=TOKENS)
     def extend(self, picks: list[int], tokens: list[int]) -> None:
-        """One step of several tables. Their windows move only when all of them have what they
-        need.
-        """
+        """Run one step of several tables. Windows move only after every table has its units."""
         chosen: list[tuple[Table, list[int]]] = []
         room = self._room()
-        for place in dict.fromkeys(pick % len(self.tables) for pick in picks):
-            table = self.tables[place]
+        for index in dict.fromkeys(pick % len(self.tables) for pick in picks):
+            table = self.tables[index]
             fresh = (
                 self._blocks(len(table.tokens) + len(tokens))
                 - len(table.block_ids)
@@ -129,7 +124,8 @@ class WindowMachine(RuleBasedStateMachine):
         assert all(block.hash == NO_PREFIX for block in self.cache.blocks)
         self.names.clear()
 
-    # -- what must always hold ---------------------------------------------------------------------
+    # -- invariants
+    # ------------------------------------------------------------------------------------
 
     @invariant()
     def the_cache_is_sound_and_counts_right(self) -> None:
@@ -184,7 +180,7 @@ class WindowMachine(RuleBasedStateMachine):
             self._write(table, start)
             self._publish(table)
         for (table, _), start in zip(chosen, starts, strict=True):
-            # Its rows read before anybody's window moves.
+            # Its rows read before any window moves.
             self._check_contents(table.block_ids, table.tokens, table.namespace, start)
         with self._nothing_taken():
             for (table, _), start in zip(chosen, starts, strict=True):
@@ -235,19 +231,19 @@ class WindowMachine(RuleBasedStateMachine):
 
     def _expected(self, tokens: list[int], namespace: Namespace, limit: int) -> list[int]:
         by_name = {name: block_id for block_id, name in self.names.items()}
-        found: list[int] = []
+        block_ids: list[int] = []
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             block_id = by_name.get((namespace, tuple(tokens[:end])))
             if block_id is None:
                 break
-            found.append(block_id)
+            block_ids.append(block_id)
         stripped = self._stripped()
         whole = [
             n
-            for n in range(len(found) + 1)
-            if not stripped & set(found[self._slid(n * self.size) : n])
+            for n in range(len(block_ids) + 1)
+            if not stripped & set(block_ids[self._slid(n * self.size) : n])
         ]
-        return found[: max(whole)]
+        return block_ids[: max(whole)]
 
     def _check_contents(
         self,
@@ -256,15 +252,15 @@ class WindowMachine(RuleBasedStateMachine):
         namespace: Namespace,
         row: int,
     ) -> None:
-        """What a row at this position reads: positions before it, sliding layers those within its
-        window.
+        """Check the units read by a row at this position: all earlier positions, within the window
+        for sliding layers.
         """
         for kind in range(self.layout.num_units):
             sliding = kind >= self.layout.num_full
             for position in range(max(0, row - self.layout.window + 1) if sliding else 0, row):
-                place = self._unit(block_ids[position // self.size], kind), position % self.size
+                slot = self._unit(block_ids[position // self.size], kind), position % self.size
                 expected = (namespace, tuple(tokens[: position + 1])), kind
-                assert self.written.get(place) == expected, "a row reads what is not its own"
+                assert self.written.get(slot) == expected, "a row reads units of another sequence"
 
     def _sync_names(self) -> None:
         self.names = {
@@ -318,7 +314,7 @@ class WindowMachine(RuleBasedStateMachine):
         )
 
     def _slid(self, start: int) -> int:
-        """By the definition: blocks without a position that a row from `start` on sees."""
+        """By definition: blocks without a position visible to a row at or after `start`."""
         seen = start - self.layout.window + 1
         return sum((block + 1) * self.size <= seen for block in range(self._blocks(start)))
 

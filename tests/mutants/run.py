@@ -1,7 +1,7 @@
 """`python -m tests.mutants.run`: apply each seeded fault to a copy of the sources and expect its
-tests to turn red.
+tests to fail.
 
-A test suite that stays green on a broken engine proves nothing. The faults are rows of `table.py`.
+A test suite that passes on a broken engine proves nothing. The faults are rows of `table.py`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.mutants.table import FAULTS, Fault
 
-SECONDS = 400  # for one fault; a run that does not end is red too
+SECONDS = 400  # per fault; a timeout counts as a failure
 RED = 1  # pytest's exit code for failed tests; others mean that the tests did not run
 
 
@@ -52,11 +52,11 @@ def apply(fault: Fault, root: Path) -> None:
 
 
 def commit_number(root: Path) -> int:
-    """A number that another commit seldom has; 0 outside of a git checkout."""
-    found = subprocess.run(
+    """Return a number that rarely repeats between commits, or 0 outside of a git checkout."""
+    process = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
-    return int(found.stdout.strip() or "0", 16)
+    return int(process.stdout.strip() or "0", 16)
 
 
 def turns_red(root: Path, fault: Fault, tier: str = "all") -> bool:
@@ -68,7 +68,7 @@ def turns_red(root: Path, fault: Fault, tier: str = "all") -> bool:
             shutil.copytree(root / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(root / "pyproject.toml", copy)
         apply(fault, copy)
-        # Kernels with a fault are built in the copy; all others are those that the home folder has.
+        # Kernels with a fault are built in the copy. All others come from the home folder.
         in_kernels = any("/kernels/" in edit.file for edit in fault.edits)
         home = copy if in_kernels else Path.home()
         command = [

@@ -1,7 +1,7 @@
-"""The seeded faults: one row each, with the tests that must turn red.
+"""The seeded faults: one row each, with the tests that must fail.
 
-`old` occurs exactly once in its file, so a row follows a move of the file or of the lines; a test
-checks it. A row shows one promise of docs/house.md.
+`old` occurs exactly once in its file, so a row survives a move of the lines; a test checks it. A
+row demonstrates one promise of docs/house.md.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Fault:
     """A fault that the tests must notice.
 
     Attributes:
-        seen_by: pytest's arguments; these tests turn red.
-        more: edits that the fault needs besides its first one.
+        seen_by: Arguments of pytest for the tests that fail.
+        more: Further edits of the fault.
     """
 
     name: str
@@ -220,7 +220,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/sampling/sampling_batch.py",
         old="rows[[place for place, _ in masks]] = np.arange(len(masks))",
         new="rows[[place for place, _ in masks]] = np.arange(len(masks))[::-1]",
-        seen_by="tests/engine/test_grammar.py -k 'two_hundred or follow'",
+        seen_by="tests/engine/test_grammar.py -k 'two_hundred or delay or follow'",
     ),
     Fault(
         "grammar_error_taken_for_an_end",
@@ -276,7 +276,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/drafts/model.py",
         old="right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))",
         new="right = len(list(pairs))",
-        seen_by="tests/drafts/test_model_drafts.py -k computes_anew",
+        seen_by="tests/drafts/test_model_drafts.py -k recomputes",
     ),
     Fault(
         "cpu_state_lacks_the_last_row",
@@ -318,7 +318,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/quantised.py",
         old="groups = slice(start // self.form.group, -(-stop // self.form.group))",
         new="groups = slice(0, -(-stop // self.form.group) - start // self.form.group)",
-        seen_by="tests/parallel/test_tensor_parallel.py -k of_a_file",
+        seen_by="tests/parallel/test_tensor_parallel.py -k sharded_file_codes",
     ),
     Fault(
         "checkpoint_zero_points_unmoved",
@@ -341,7 +341,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/drafts/sources.py",
         old="if version == self._copied:",
         new="if version >= self._copied:",
-        seen_by="tests/drafts/test_model_drafts.py -k codes_of",
+        seen_by="tests/drafts/test_model_drafts.py -k quantized_policy",
     ),
     Fault(
         "gguf_blocks_always_in_bfloat16",
@@ -462,7 +462,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/engine/adapters.py",
         old="return (weight.float() + added * part.scale).to(weight.dtype)",
         new="return weight + (added * part.scale).half().to(weight.dtype)",
-        seen_by="tests/engine/test_merging.py -k apart",
+        seen_by="tests/engine/test_merging.py -k unmerge_restores",
     ),
     Fault(
         "kept_blocks_go_first",
@@ -590,14 +590,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ranks/lockstep.py",
         old="return version is not None and version == self._agreed",
         new="return version is not None and not self.running",
-        seen_by="tests/ranks/test_lockstep.py -k serve_in_the_same",
+        seen_by="tests/ranks/test_lockstep.py -k live_in_the_same",
     ),
     Fault(
         "context_merged_as_it_arrives",
         "src/nano_inference/parallel/context.py",
         old="order=torch.argsort(keys),",
         new="order=torch.argsort(keys // _MOST_SEGMENTS, stable=True),",
-        seen_by="tests/parallel/test_context_parallel.py -k to_the_bit",
+        seen_by="tests/parallel/test_context_parallel.py -k equal_one_rank",
     ),
     Fault(
         "replicas_of_other_numerics",
@@ -718,7 +718,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/rl/policy.py",
         old="if now != self._packed:",
         new="if not self._packed:",
-        seen_by="tests/rl/test_policy_model.py -k every_way",
+        seen_by="tests/rl/test_policy_model.py -k change_of_any_kind",
     ),
     Fault(
         "shared_scores_one_too_far",
@@ -732,7 +732,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/core/batch.py",
         old="masks += enumerate(seq.request.score_masks[start - first : end - first], at)",
         new="masks += enumerate(seq.request.score_masks[max(start - first - 1, 0) : end - first - 1], at)",
-        seen_by="tests/rl/test_grammar.py -k several_grammars",
+        seen_by="tests/rl/test_grammar.py -k different_grammars",
     ),
     Fault(
         "gradients_without_masks",
@@ -757,14 +757,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/rl/scoring_module.py",
         old="_add(totals, running.popleft().result())",
         new="_add(totals, running.pop().result())",
-        seen_by="tests/rl/test_gradients.py -k same_bits",
+        seen_by="tests/rl/test_gradients.py -k do_not_depend",
     ),
     Fault(
         "trl_mask_covers_the_padding",
         "src/nano_inference/rl/trl.py",
         old="mask[row, span] = 1",
         new="mask[row] = 1",
-        seen_by="tests/rl/test_trl.py -k mismatch",
+        seen_by="tests/rl/test_trl.py -k mismatch_metrics",
     ),
     Fault(
         "appended_tokens_are_trained_on",
@@ -774,7 +774,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool
     )""",
         new="    return torch.tensor((True,) * len(sample.completion_tokens), dtype=torch.bool)",
-        seen_by="tests/data/test_data.py -k padded",
+        seen_by="tests/data/test_data.py -k pad_fills",
     ),
     Fault(
         "experts_routed_again_in_the_backward",
@@ -784,7 +784,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         logits = functional.linear(read, params[name + "router"].float(), router_bias)
         order = logits[:, : moe.num_experts].sort(dim=-1, descending=True, stable=True).indices
         ids = order[:, : moe.experts_per_token].sort(dim=-1).values""",
-        seen_by="tests/rl/test_expert_routes.py -k made_to_choose",
+        seen_by="tests/rl/test_expert_routes.py -k with_the_same_experts",
     ),
     Fault(
         "update_counts_before_its_message",
@@ -838,7 +838,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/lora.py",
         old="members = (rows.row_adapters == index).nonzero()[:, 0]",
         new="members = (rows.row_adapters >= 0).nonzero()[:, 0]",
-        seen_by="tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
+        seen_by="tests/invariance/test_adapter_invariance.py -k 'neighbors and reference'",
     ),
     Fault(
         "blocks_of_an_older_adapter_match",

@@ -1,4 +1,4 @@
-"""Every seeded fault can be applied to today's sources, whatever else has moved."""
+"""Every seeded fault applies to the current sources."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tests.mutants.table import FAULTS
 ROOT = Path(__file__).parents[2]
 
 
-def test_faults_apply_to_todays_sources() -> None:
+def test_faults_apply_to_the_current_sources() -> None:
     texts: dict[str, str] = {}
     edits = [(fault.name, edit) for fault in FAULTS for edit in fault.edits]
     counts = {}
@@ -17,7 +17,7 @@ def test_faults_apply_to_todays_sources() -> None:
     assert {place: count for place, count in counts.items() if count != 1} == {}
 
 
-def test_faults_have_names_and_tests_of_their_own() -> None:
+def test_faults_have_unique_names_and_tests() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     files = {
         part for fault in FAULTS for part in fault.seen_by.split() if part.startswith("tests/")

@@ -1,6 +1,4 @@
-"""Context parallel: ranks that share a sequence's keys and values agree with one rank to the
-bit.
-"""
+"""Context parallel: ranks that share a sequence's keys and values equal one rank bit for bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,13 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of four sees everything, the others the last 600 tokens."""
+    """One layer in four has full attention, the others a window of 600 tokens."""
     folder = tmp_path_factory.mktemp("windowed")
     return tiny_model(folder, "gemma3", **TINY, sliding_window=600, max_position_embeddings=4096)
 
 
 def work() -> list[Request]:
-    """Long and short ones, some with a common beginning, groups, scores of prompts, filters."""
+    """Return long and short requests: shared prefixes, groups, prompt scores and filters."""
     return [
         Request(STEM[:1300], SamplingParams(max_tokens=6, seed=1, temperature=0.8), num_samples=2),
         Request(
@@ -88,17 +86,17 @@ def alone(
 
 
 class Shared(NamedTuple):
-    """What became of requests on the ranks of a mesh."""
+    """Results of requests on the ranks of a mesh."""
 
     samples: dict[tuple[int, int], TrainingSample]
     num_preemptions: int
     num_cached_tokens: int
-    rows_computed: list[int]  # of the ranks, falling
+    rows_computed: list[int]  # per rank, descending
     kv_bytes: list[int]  # of each rank
 
 
 class WatchedStorage(KVStorage):
-    """What nobody has written is NaN."""
+    """Storage filled with NaN until written."""
 
     made: ClassVar[list[KVStorage]] = []
 
@@ -118,7 +116,7 @@ class WatchedContext(SharedContext):
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill what nobody holds and nobody can match with NaN, on every rank."""
+    """Fill unheld, unmatchable blocks with NaN on every rank."""
     free = [
         block.block_id
         for block in engine.cache.blocks
@@ -134,7 +132,7 @@ def poison(engine: InferenceEngine) -> None:
 def shared(
     model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
 ) -> Shared:
-    """The requests on the ranks of a mesh, each of them a thread."""
+    """Run the requests on the ranks of a mesh, one thread per rank."""
     made: list[InferenceEngine] = []
     kv_bytes: list[int] = []
 
@@ -173,12 +171,12 @@ def shared(
 def check(
     model: Path, requests: list[Request], schedule: Schedule, mesh: Mesh, dtype: str = "float32"
 ) -> Shared:
-    """On so many ranks each request has the bits that it has alone on one."""
+    """Check that each request has the same bits on several ranks as by itself on one."""
     together = shared(model, requests, schedule, mesh, dtype)
-    for place, request in enumerate(requests):
+    for number, request in enumerate(requests):
         for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
-            assert same_bits(together.samples[place, index], expected), (
-                f"request {place}, sample {index}: other bits"
+            assert same_bits(together.samples[number, index], expected), (
+                f"request {number}, sample {index}: other bits"
             )
     return together
 
@@ -193,8 +191,8 @@ def check(
         pytest.param("cpu", 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: int) -> None:
-    """Chunks that end anywhere, prefixes that are found, lookahead, both caches."""
+def test_context_ranks_equal_one_rank_bit_for_bit(model: Path, backend: Backend, size: int) -> None:
+    """Cover chunks of any length, prefix hits, lookahead, and both caches."""
     schedule = Schedule(
         block_size=512 * size,
         max_chunk_tokens=391,
@@ -206,7 +204,7 @@ def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: in
     )
     dtype = "bfloat16" if backend == "cpu" and size == 4 else "float32"
     together = check(model, work(), schedule, Mesh(context=size), dtype)
-    # a block of 1,024 is found, one of 2,048 is not
+    # a block of 1,024 matches, one of 2,048 does not
     assert (together.num_cached_tokens > 0) == (size == 2)
 
 
@@ -215,14 +213,14 @@ def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: in
 def test_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> None:
     request = Request(STEM[:2500], SamplingParams(max_tokens=2, seed=4))
     together = check(model, [request], Schedule(block_size=2048, backend=backend), Mesh(context=4))
-    # 2,048 positions evenly, the rest of the prompt and what is drawn by the first
+    # 2,048 positions evenly; the first rank has the rest of the prompt and the completion
     assert together.rows_computed == [512 + 453, 512, 512, 512]
     blocks = together.kv_bytes[0] * 4 // (2048 * TOKEN * DTYPES["float32"])
     assert together.kv_bytes == [blocks * 512 * TOKEN * DTYPES["float32"]] * 4
 
 
 @pytest.mark.thorough
-def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
+def test_preempted_sequences_resume_bit_for_bit(model: Path) -> None:
     requests = [
         Request((i + 3, *STEM[: 1020 + i]), SamplingParams(max_tokens=6, seed=i), num_samples=1)
         for i in range(3)
@@ -232,8 +230,8 @@ def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
-    """Rows go piece by piece where their states would become too many, and no bit changes."""
+def test_traffic_between_ranks_is_bounded(model: Path) -> None:
+    """Rows are sent in pieces if their states would be too large, and no bit changes."""
     with patch.object(shared_context, "MOST_NUMBERS", 100 * 2 * (16 + 2)):
         check(
             model,
@@ -245,7 +243,7 @@ def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backend) -> None:
+def test_window_layers_share_their_keys(windowed: Path, backend: Backend) -> None:
     schedule = Schedule(block_size=1024, max_chunk_tokens=433, backend=backend)
     requests = [
         Request(STEM[:1500], SamplingParams(max_tokens=3, seed=1)),
@@ -269,7 +267,7 @@ def test_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, context=2), Mesh(pipeline=2, context=2)])
-def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
+def test_context_parallel_combines_with_other_options(model: Path, mesh: Mesh) -> None:
     check(
         model,
         [work()[0], work()[2]],
@@ -280,7 +278,7 @@ def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
 
 @pytest.mark.thorough
 def test_processes_share_a_sequence(model: Path) -> None:
-    """Through the option: the engine starts its other rank."""
+    """Use the option: the engine starts its second rank."""
     prompts = [list(STEM[:1600]), [5, 6, 7]]
     params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=True)
     options: dict[str, Any] = {
@@ -289,15 +287,15 @@ def test_processes_share_a_sequence(model: Path) -> None:
         "num_threads": 1,
         "device": "cpu",
     }
-    found: list[list[TrainingSample]] = []
+    runs: list[list[TrainingSample]] = []
     for size in (1, 2):
         config = EngineConfig(
             model_path=str(model), context_parallel=size, kv_cache_memory=2**21, **options
         )
         with threads_restored(), InferenceEngine(config) as engine:
-            found.append(engine.generate(prompts, params, 2))
+            runs.append(engine.generate(prompts, params, 2))
             assert engine.memory_budget.bytes_per_token == TOKEN * DTYPES["float32"] // size
-    alone, together = found
+    alone, together = runs
     assert all(map(same_bits, alone, together))
     assert [each.prompt_logprobs[1:] for each in alone if each.prompt_logprobs] == [
         each.prompt_logprobs[1:] for each in together if each.prompt_logprobs

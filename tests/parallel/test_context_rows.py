@@ -1,5 +1,5 @@
-"""Which rank stores, computes and asks what: pure functions of a batch, against the plainest way to
-say it.
+"""Rows stored, computed and requested by each rank: pure functions of a batch, against a plain
+definition.
 """
 
 from itertools import pairwise
@@ -43,7 +43,7 @@ def brought_together(parts: list[torch.Tensor], order: torch.Tensor) -> list[int
 
 @settings(max_examples=at_depth(60), deadline=None)
 @given(data=st.data())
-def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
+def test_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     split = data.draw(splits())
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank) for rank in range(split.size)]
@@ -72,10 +72,10 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
         ("score_rows", "scores"),
         ("best_rows", "best"),
     ):
-        own = [step.rows[getattr(step, rejoining).own_rows] for step in steps]
+        rank_rows = [step.rows[getattr(step, rejoining).own_rows] for step in steps]
         for step in steps:
             assert (
-                brought_together(own, getattr(step, rejoining).order)
+                brought_together(rank_rows, getattr(step, rejoining).order)
                 == getattr(batch, wanted).tolist()
             )
         assert [getattr(part, wanted).tolist() for part in parts] == [
@@ -91,9 +91,7 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     window=st.sampled_from([0, 0, 1, 100, 512, 1700]),
     most=st.sampled_from([20, 400, 10**6]),
 )
-def test_every_row_merges_all_of_its_segments_in_order(
-    data: st.DataObject, window: int, most: int
-) -> None:
+def test_row_merges_all_its_segments_in_order(data: st.DataObject, window: int, most: int) -> None:
     split = data.draw(splits())
     batch = data.draw(batches(split))
     parts = [own_rows(batch, split, rank, [window], most) for rank in range(split.size)]
@@ -101,13 +99,13 @@ def test_every_row_merges_all_of_its_segments_in_order(
     merged: dict[int, list[int]] = {}  # row -> segments
     for pieces in zip(*(step.pieces[window] for step in steps), strict=True):
         rows = [step.rows for step in steps]
-        states: list[list[torch.Tensor]] = []  # by rank: what it answers each
+        states: list[list[torch.Tensor]] = []  # per rank: its answers to each peer
         for rank, piece in enumerate(pieces):
             asked = torch.cat(
                 [own[each.queries[rank]] for own, each in zip(rows, pieces, strict=True)]
             )[piece.arrived]
-            assert asked.tolist() == sorted(asked.tolist())  # in the order of the batch
-            found: list[tuple[int, int]] = []
+            assert asked.tolist() == sorted(asked.tolist())  # in batch order
+            pairs: list[tuple[int, int]] = []
             for row, begin, last in zip(
                 asked.tolist(),
                 piece.rows.begins.tolist(),
@@ -115,15 +113,15 @@ def test_every_row_merges_all_of_its_segments_in_order(
                 strict=True,
             ):
                 for local in range(begin // SEGMENT, last // SEGMENT + 1):
-                    found.append((row, int(split.segments(torch.tensor(local), rank))))
-            assert len(found) == int(piece.rows.counts.sum())
-            together = torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
+                    pairs.append((row, int(split.segments(torch.tensor(local), rank))))
+            assert len(pairs) == int(piece.rows.counts.sum())
+            together = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
             states.append([together[each] for each in piece.answers])
         total = 0
         for rank, piece in enumerate(pieces):
             answers = torch.cat([each[rank] for each in states])[piece.order]
-            own = rows[rank][piece.own_rows].repeat_interleave(piece.counts)
-            assert answers[:, 0].tolist() == own.tolist()
+            rank_rows = rows[rank][piece.own_rows].repeat_interleave(piece.counts)
+            assert answers[:, 0].tolist() == rank_rows.tolist()
             for row, segment in answers.tolist():
                 merged.setdefault(row, []).append(segment)
             total += len(answers)
@@ -135,14 +133,14 @@ def test_every_row_merges_all_of_its_segments_in_order(
 
 @settings(max_examples=at_depth(30), deadline=None)
 @given(split=splits(), positions=st.lists(st.integers(0, 9000), min_size=1))
-def test_what_a_rank_stores_is_counted(split: ContextSplit, positions: list[int]) -> None:
+def test_stored_rows_of_a_rank_are_counted(split: ContextSplit, positions: list[int]) -> None:
     owners = split.owners(torch.arange(9001))
     for rank in range(split.size):
         counted = split.stored(torch.tensor(positions), rank).tolist()
         assert counted == [int((owners[:position] == rank).sum()) for position in positions]
 
 
-def test_blocks_that_cannot_be_shared_out_are_refused_with_a_size_that_can() -> None:
+def test_indivisible_blocks_are_rejected_with_a_valid_size() -> None:
     with pytest.raises(
         ConfigError, match=r"block_size=16 must be a multiple of 1024 .*; use block_size=1024"
     ):

@@ -1,6 +1,4 @@
-"""The end of a step over ranks with a part of the vocabulary each: the bits of one rank, whatever
-is asked for.
-"""
+"""The sampling head over ranks with vocabulary shards: the bits of one rank for all options."""
 
 import math
 import random
@@ -39,19 +37,19 @@ def backend(name: str) -> Ops:
 
 
 class Ranks:
-    """A head on one rank, and on several with a part each."""
+    """A head on one rank, and a sharded head on several."""
 
     def __init__(self, ops: Ops, weight: Tensor, bounds: tuple[int, ...]) -> None:
         self.ops, self.size = ops, len(bounds) - 1
         self.whole = self._stored(weight)
         self.own = [self._stored(weight[first:end]) for first, end in pairwise(bounds)]
-        self.told: list[int] = []  # bytes that rank 0 tells the others, by exchange
+        self.told: list[int] = []  # bytes sent by rank 0, per exchange
         groups = ThreadGroup.make(self.size, patience=20)
         setattr(groups[0], "all_gather", self._noted(groups[0].all_gather))  # noqa: B010
         self.heads = [ShardedHead(ops, group, bounds) for group in groups]
 
     def check(self, call: Callable[[Any, Any], Any]) -> Any:
-        """What `call(head, weight)` gives is the same on all ranks and on one."""
+        """Check that `call(head, weight)` returns the same on all ranks and on one."""
         expected = call(self.ops, self.whole)
         for got in on_ranks(self.size, lambda rank: call(self.heads[rank], self.own[rank])):
             require_same(got, expected)
@@ -101,7 +99,7 @@ def draw(
     masks=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_ranks_draw_and_score_as_one(
+def test_head_on_ranks_samples_and_scores_like_one(
     name: str, ranks: int, kind: str, dtype: torch.dtype, more: int, masks: bool, seed: int
 ) -> None:
     vocab = ranks * UNIT + more
@@ -123,7 +121,7 @@ def test_ranks_draw_and_score_as_one(
 @pytest.mark.parametrize(
     "bounds", [(0, 100, 200, 300, 301), (0, 0, 512, 513), (0, 384, 700), (0, 512, 700)], ids=str
 )
-def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> None:
+def test_head_shards_need_not_align_to_blocks(name: str, bounds: tuple[int, ...]) -> None:
     hidden, weight = random_head(bounds[-1], torch.float32, 3)
     ranked = Ranks(backend(name), weight, bounds)
     for kind in KINDS.values():
@@ -144,10 +142,8 @@ def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
-    """The two halves of the vocabulary are the same, so that every token has a twin on the other
-    rank.
-    """
+def test_equal_logits_favor_the_lower_id(name: str) -> None:
+    """The two halves of the vocabulary are equal, so every token has a twin on the other rank."""
     hidden, half = random_head(UNIT, torch.float32, 1)
     ranked = Ranks(backend(name), torch.cat([half, half]), (0, UNIT, 2 * UNIT))
     batch = sampling_batch([DrawRequest(SamplingParams(temperature=0), row) for row in range(ROWS)])
@@ -157,7 +153,7 @@ def test_of_equal_logits_the_lower_id_wins(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_row_that_is_not_finite(name: str, value: float) -> None:
+def test_non_finite_row_is_reported(name: str, value: float) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 2)
     hidden[1] = 0
     hidden[1, 0], hidden[3, 0] = 1.0, value
@@ -174,10 +170,8 @@ def test_row_that_is_not_finite(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_travels(name: str) -> None:
-    """Of a plain draw maxima, sums and the best tokens; the logits only of rows that must be looked
-    at as a whole.
-    """
+def test_head_traffic_is_bounded(name: str) -> None:
+    """A plain draw sends maxima, sums and best tokens. Only rows that need all logits send them."""
     vocab, hidden = 8 * UNIT, random_head(8, torch.float32, 0)[0]
     ranked = Ranks(backend(name), random_head(vocab, torch.float32, 0)[1], bounds_of(vocab, 8))
     plain = [DrawRequest(SamplingParams(), row, (1, row, 2)) for row in range(ROWS)]
@@ -191,11 +185,11 @@ def test_what_travels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_is_not_there_is_refused_before_anything_travels(name: str) -> None:
+def test_unsupported_params_are_rejected_before_any_traffic(name: str) -> None:
     hidden, weight = random_head(2 * UNIT, torch.float32, 0)
     ranked = Ranks(backend(name), weight, (0, UNIT, 2 * UNIT))
     bad = sampling_batch([DrawRequest(SamplingParams(), ROWS)])
-    for head, own in zip(ranked.heads, ranked.own, strict=True):
+    for head, shard in zip(ranked.heads, ranked.own, strict=True):
         with pytest.raises(IndexError):
-            head.sample(hidden, own, UNSCALED, bad)
+            head.sample(hidden, shard, UNSCALED, bad)
     assert not ranked.told

@@ -1,5 +1,5 @@
-"""Whole engines over processes, in every mesh, against one rank: the same tokens and logprobs, to
-the bit.
+"""Whole engines over processes, in every mesh, against one rank: the same tokens and logprobs, bit
+for bit.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ SHARED = [7, 3, 11, 5] * 12
 
 
 def prompts(long: bool) -> list[list[int]]:
-    """Some share a beginning; with `long`, one is longer than the segments of attention."""
+    """Return prompts, some with a shared prefix; with `long`, one exceeds the segments."""
     mixed = [[*SHARED, 20 + i, 40, i + 1] for i in range(4)] + [[9], [12, 13, 14], [5] * 33]
     return [*mixed, [(i * 7) % 200 + 3 for i in range(1300)]] if long else mixed
 
 
 def outcome(sample: TrainingSample) -> tuple[Any, ...]:
-    """What must not depend on the mesh."""
+    """Return the fields that must not depend on the mesh."""
     return (
         sample.prompt_tokens,
         sample.completion_tokens,
@@ -53,10 +53,10 @@ def outcome(sample: TrainingSample) -> tuple[Any, ...]:
 def life(
     engine: InferenceEngine, new: dict[str, torch.Tensor], policy: KvPolicy, long: bool
 ) -> Sequence[Any]:
-    """Requests, an update of the weights while they run, and more requests. By request and
-    sample.
+    """Run requests, update the weights during them, and run more. Return samples by (request,
+    sample).
     """
-    found: list[TrainingSample] = []
+    samples: list[TrainingSample] = []
 
     def params(i: int) -> SamplingParams:
         return SamplingParams(
@@ -72,23 +72,23 @@ def life(
     for i, prompt in enumerate(prompts(long)):
         engine.add_request(prompt, params(i), num_samples=3 if i % 3 == 0 else 1)
     for _ in range(4):
-        found += engine.step()
+        samples += engine.step()
     update = engine.update_weights(new, blocking=False, kv_policy=policy)
     for i, prompt in enumerate(prompts(False)):
         engine.add_request([3, *prompt], params(i + 50), num_samples=2 if i == 0 else 1)
     for _ in range(MOST_STEPS):
         if not engine.has_pending():
             break
-        found += engine.step()
+        samples += engine.step()
     assert not engine.has_pending()
     assert update.result(0) == 1
     engine.loop.check()
-    return [outcome(each) for each in sorted(found, key=lambda s: (s.request_id, s.sample_index))]
+    return [outcome(each) for each in sorted(samples, key=lambda s: (s.request_id, s.sample_index))]
 
 
 def config(model: str, **options: Any) -> EngineConfig:
-    """Chunks, several steps, and a cache so small that sequences are preempted where `blocks` says
-    so.
+    """Return a config with chunks and several steps. `blocks` makes the cache so small that
+    sequences are preempted.
     """
     defaults = {
         "max_chunk_tokens": 23,
@@ -101,7 +101,7 @@ def config(model: str, **options: Any) -> EngineConfig:
 
 
 def changed(model: str) -> dict[str, torch.Tensor]:
-    """Other weights for it."""
+    """Return other weights for the folder."""
     generator = torch.Generator().manual_seed(8)
     return {
         name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(
@@ -120,8 +120,8 @@ def both(
     preempted: bool = False,
     **options: Any,
 ) -> None:
-    """One rank and a mesh of them live the same life, with `preempted` in a cache that is too small
-    for all.
+    """Run the same life on one rank and on a mesh; with `preempted`, in a cache too small for all
+    sequences.
     """
     new, long = changed(model), "context_parallel" in mesh
     if long:
@@ -129,7 +129,7 @@ def both(
     with InferenceEngine(config(model, **options)) as engine:
         alone = life(engine, new, policy, long)
         assert not engine.loop.num_preemptions
-    # Of what a rank holds; more tensor ranks than KV heads hold copies.
+    # Memory of a rank. More tensor ranks than KV heads hold copies.
     ranks = prod(
         min(count, KV_HEADS) if name == "tensor_parallel" else count
         for name, count in mesh.items()

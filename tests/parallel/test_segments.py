@@ -1,5 +1,5 @@
-"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a part of
-the vocabulary.
+"""Sums in eight segments: bounds, the tree, products by both backends, and embeddings of a
+vocabulary shard.
 """
 
 import math
@@ -35,7 +35,7 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 @st.composite
 def bounds(draw: st.DrawFn) -> tuple[int, ...]:
-    """Of 1, 2, 4 or 8 segments, some of them empty; they begin at even columns."""
+    """Generate bounds of 1, 2, 4 or 8 segments, some of them empty, at even columns."""
     columns, count = (
         draw(st.sampled_from([1, 7, 16, 48, 100, 257, 576])),
         draw(st.sampled_from([1, 2, 4, 8])),
@@ -46,10 +46,10 @@ def bounds(draw: st.DrawFn) -> tuple[int, ...]:
 
 @given(st.integers(1, 5000), st.sampled_from([2, 16, 32, 64, 128]))
 def test_segments_cover_all_columns(columns: int, unit: int) -> None:
-    for own in (row_segments(columns, unit), row_segments(columns, segment_unit(columns))):
-        check_segments(own, columns)
-        assert len(own) == SEGMENTS + 1
-        assert all(bound % 2 == 0 for bound in own[:-1])
+    for segments in (row_segments(columns, unit), row_segments(columns, segment_unit(columns))):
+        check_segments(segments, columns)
+        assert len(segments) == SEGMENTS + 1
+        assert all(bound % 2 == 0 for bound in segments[:-1])
     units = -(-columns // unit)
     sizes = [-(-(end - first) // unit) for first, end in pairwise(row_segments(columns, unit))]
     assert max(sizes) - min(sizes) <= 1
@@ -59,14 +59,14 @@ def test_segments_cover_all_columns(columns: int, unit: int) -> None:
 @pytest.mark.parametrize(
     "wrong", [(0, 4), (1, 8), (0, 5, 4, 6, 8), (0, 2, 4, 8), (0,), (), tuple(range(17))]
 )
-def test_bounds_that_are_none_are_refused(wrong: tuple[int, ...]) -> None:
+def test_invalid_bounds_are_rejected(wrong: tuple[int, ...]) -> None:
     x = numbers(1, 2, 8)
     with pytest.raises(ValueError, match="not the bounds"):
         reference.linear(x, x, None, wrong)
 
 
-def test_tree() -> None:
-    """Numbers whose sum depends on the order: neighbours first, then pairs of pairs."""
+def test_tree_sum_matches_its_definition() -> None:
+    """The numbers make the sum depend on its order: neighbors first, then pairs of pairs."""
     parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 1e8, 1.0, 3.0, -1e8, 2.0)]
     p = [float(part) for part in parts]
     f = lambda value: torch.tensor(value, dtype=torch.float32).item()  # noqa: E731
@@ -79,16 +79,16 @@ def test_tree() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (64, 576)])
-def test_ranks_add_up_as_the_tree_does(ranks: int, shape: tuple[int, ...]) -> None:
+def test_ranks_sum_like_the_tree(ranks: int, shape: tuple[int, ...]) -> None:
     parts = numbers(ranks, SEGMENTS, *shape) * 10.0 ** torch.arange(SEGMENTS).view(-1, 1, 1)
-    groups, own = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
-    for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(own[rank]))):
+    groups, shards = ThreadGroup.make(ranks, patience=20), parts.chunk(ranks)
+    for total in on_ranks(ranks, lambda rank: groups[rank].tree_sum(tree_sum(shards[rank]))):
         assert torch.equal(total, tree_sum(parts))
 
 
 @FEW
 @given(heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_reference(
+def test_reference_sums_segments(
     m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
     x, weight = (
@@ -99,7 +99,7 @@ def test_reference(
     got = reference.linear(x, weight, bias, segments)
     require_near(got, x, weight, bias)
     assert torch.equal(reference.linear(x[m // 2 :], weight, bias, segments), got[m // 2 :])
-    half = len(segments) // 2  # what two ranks have, each in memory of its own
+    half = len(segments) // 2  # tensors of two ranks, each in separate memory
     if len(segments) > 2:
         cut = segments[half]
         parts = [
@@ -115,12 +115,10 @@ def test_reference(
 @NEEDS_COMPILER
 @FEW
 @given(st.sampled_from(LAWS), heights, widths, bounds(), dtypes, st.booleans(), st.integers(0, 9))
-def test_kernels(
+def test_kernels_sum_segments(
     law: Law, m: int, n: int, segments: tuple[int, ...], dtype: Any, with_bias: bool, seed: int
 ) -> None:
-    """Each segment has the bits of a product of its own; all instruction sets and numbers of
-    threads agree.
-    """
+    """Each segment has the bits of a separate product on any instruction set and thread count."""
     x, weight = (
         numbers(seed, m, segments[-1], dtype=dtype),
         numbers(seed + 1, n, segments[-1], dtype=dtype),
@@ -152,8 +150,8 @@ def test_kernels_read_pairs() -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_embeddings_of_parts_add_up(dtype: torch.dtype) -> None:
-    """Also zeros keep their sign, so that ranks have the bits of one."""
+def test_embedding_shards_add_up(dtype: torch.dtype) -> None:
+    """Zeros keep their sign, so ranks have the bits of one."""
     weight = numbers(1, 50, 20, dtype=dtype)
     weight[7, 3], weight[40, 5] = -0.0, 0.0
     ids = torch.tensor([7, 0, 40, 49, 16, 15])

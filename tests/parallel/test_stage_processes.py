@@ -1,4 +1,4 @@
-"""Stages that are processes: as one rank, and what is left when one of them is killed."""
+"""Stages as processes: equal to one rank, and clean after one is killed."""
 
 import time
 from contextlib import suppress
@@ -26,7 +26,7 @@ TIMEOUT = 20.0
 
 
 def settled(model: Path, **options: Any) -> EngineConfig:
-    """Small chunks, and a cache in which not all of the sequences fit at once."""
+    """Return a config with small chunks and a cache too small for all sequences."""
     return EngineConfig(
         str(model),
         **{
@@ -41,7 +41,7 @@ def settled(model: Path, **options: Any) -> EngineConfig:
 
 
 def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
-    """Requests, new weights while they run, a sleep, and more requests: what must not depend on the
+    """Run requests, an update during them, a sleep, and more requests. Return fields independent of
     stages.
     """
     params = [
@@ -52,8 +52,8 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
         SamplingParams(max_tokens=12, seed=3, top_p=0.8, sampling_mask=True, presence_penalty=0.5),
     ]
     prompts = [[5, 6, 7, 8] * 9, [1, 2, 3], [5, 6, 7, 8] * 8 + [9, 9], [11] * 40, [4]]
-    for place, prompt in enumerate(prompts):
-        engine.add_request(prompt, params[place % 3], num_samples=1 + place % 3)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt, params[index % 3], num_samples=1 + index % 3)
     samples: list[TrainingSample] = [sample for _ in range(8) for sample in engine.step()]
     update = engine.update_weights(new, kv_policy="wait")
     for prompt in prompts:
@@ -74,29 +74,29 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
         "prompt_top_logprobs",
     )
     samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
-    found = [[getattr(sample, name) for name in names] for sample in samples]
-    return [found, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
+    fields = [[getattr(sample, name) for name in names] for sample in samples]
+    return [fields, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
 
 
 def stages() -> list[psutil.Process]:
-    """The workers of this process. Children of other tests may have ended without being waited for."""
-    found: list[psutil.Process] = []
+    """Return the workers of this process. Children of other tests may be unreaped."""
+    processes: list[psutil.Process] = []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # a zombie too
+        with suppress(psutil.NoSuchProcess):  # also true of a zombie
             if "nano_inference.ranks.worker" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 @pytest.mark.thorough
-def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None:
+def test_stages_match_one_rank_until_one_is_killed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "gemma3", num_hidden_layers=4)
     new = {name: tensor * 1.1 for name, tensor in read_tensors(model)}
     threads = torch.get_num_threads()
     with InferenceEngine(settled(model, backend="cpu", kv_cache_memory=2**18)) as engine:
         alone = life(engine, new)
-    # A stage has half of the layers, so the same bytes hold more blocks: fewer bytes, so that
-    # memory is short here too.
+    # A stage has half of the layers, so the same bytes hold more blocks. Fewer bytes keep memory
+    # short.
     config = settled(
         model, backend="cpu", kv_cache_memory=2**15, pipeline_parallel=2, cache_type="radix"
     )
@@ -122,7 +122,7 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -> None:
+def test_hanging_stage_is_named_even_if_others_end_first(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", num_hidden_layers=4)
     options: dict[str, Any] = {
         "tensor_parallel": 2,
@@ -134,12 +134,12 @@ def test_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path) -
         for _ in range(20):
             engine.step()
         workers = stages()
-        workers[-1].suspend()  # its neighbour waits for it too, and gives up
+        workers[-1].suspend()  # its neighbor waits for it too, and times out
         with pytest.raises(EngineDead, match=r"rank 3 .*makes no progress"):
             engine.generate([[1]], SamplingParams(max_tokens=2))
 
 
-def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+def test_stages_beyond_the_layer_count_are_rejected(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama")
     with pytest.raises(ConfigError, match="pipeline_parallel=3 exceeds the model's 2 layers"):
         InferenceEngine(settled(model, pipeline_parallel=3))

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each a thread: whatever they do, the bits are those of one rank."""
+"""Pipeline stages on threads give the bits of one rank."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def work() -> list[Request]:
-    """Prompts that share a stem, long ones, groups, penalties, scores, an abort."""
+    """Return prompts with a shared stem, long prompts, groups, penalties, scores and an abort."""
     stem = tuple(3 + i * 7 % 200 for i in range(50))
     penalties = {"presence_penalty": 0.6, "repetition_penalty": 1.2}
     return [
@@ -77,7 +77,7 @@ def through(mesh: Mesh, config: EngineConfig) -> AbstractContextManager[Inferenc
 
 
 def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
-    """Run the work on one rank and on many; returns how often a sequence was preempted."""
+    """Run the work on one rank and on many. Return the number of preemptions."""
     alone, _ = run(
         model, dtype, work(), Schedule(backend=schedule.backend, num_threads=1), TOKEN_BYTES[dtype]
     )
@@ -107,7 +107,7 @@ def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
 def test_stages_change_no_bit(
     models: Any, stages: int, backend: Backend, dtype: str, cache_type: CacheType
 ) -> None:
-    """With a cache so small that sequences are preempted, and prompts in chunks."""
+    """The cache is so small that sequences are preempted, and prompts run in chunks."""
     tight = Schedule(
         block_size=4,
         max_chunk_tokens=11,
@@ -123,9 +123,7 @@ def test_stages_change_no_bit(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "bfloat16")])
-def test_two_tensor_ranks_in_two_stages_change_no_bit(
-    models: Any, backend: Backend, dtype: str
-) -> None:
+def test_tensor_ranks_in_stages_change_no_bit(models: Any, backend: Backend, dtype: str) -> None:
     schedule = Schedule(
         block_size=4,
         max_chunk_tokens=19,
@@ -141,15 +139,15 @@ def test_two_tensor_ranks_in_two_stages_change_no_bit(
 
 @pytest.mark.thorough(cases=["gemma3", "qwen3-moe"])
 @pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
-def test_families_change_no_bit(models: Any, family: str) -> None:
-    """Windows, scaled additions, norms after the blocks, experts."""
+def test_stages_change_no_bit_of_any_family(models: Any, family: str) -> None:
+    """Cover windows, scaled additions, norms after the blocks, and experts."""
     schedule = Schedule(
         block_size=8, num_blocks=60, max_chunk_tokens=17, max_tokens_per_batch=40, num_threads=1
     )
     check(models(family), "bfloat16", schedule, Mesh(pipeline=2))
 
 
-def test_more_groups_than_stages_change_no_bit(models: Any) -> None:
+def test_groups_beyond_the_stage_count_change_no_bit(models: Any) -> None:
     schedule = Schedule(block_size=8, num_blocks=60, max_chunk_tokens=17, num_threads=1)
     alone, _ = run(models("llama"), "float32", work(), schedule, TOKEN_BYTES["float32"])
 
@@ -187,7 +185,7 @@ def drained(engine: InferenceEngine) -> list[TrainingSample]:
 def life(
     engine: InferenceEngine, model: Path, policy: KvPolicy
 ) -> dict[tuple[int, int], TrainingSample]:
-    """Requests, a weight update while they run, and more requests."""
+    """Run requests, a weight update during them, and more requests."""
     params = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(8)]
     for i in range(4):
         engine.add_request([3 + i] * (4 + 9 * i), params[i], num_samples=1 + i % 2)
@@ -207,10 +205,8 @@ def life(
 
 
 @pytest.mark.parametrize("policy", ["wait", "finish_old"])
-def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> None:
-    """With `finish_old` two batches, of the old and the new weights, go through the stages in one
-    step.
-    """
+def test_running_request_finishes_on_the_old_weights(models: Any, policy: KvPolicy) -> None:
+    """With `finish_old`, batches of old and new weights go through the stages in one step."""
     model = models("llama")
     with InferenceEngine(config_of(model)) as engine:
         alone = life(engine, model, policy)
@@ -224,9 +220,7 @@ def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> Non
 
 @pytest.mark.thorough
 def test_update_in_the_middle_is_exact(models: Any) -> None:
-    """Each sample is the old weights' up to some token, and from there on what the new weights make
-    of it alone.
-    """
+    """Each sample follows the old weights up to some token, then the new weights."""
     model = models("llama")
     with mesh_engine(config_of(model), Mesh(pipeline=4)) as engine:
         samples = life(engine, model, "recompute")
@@ -237,7 +231,7 @@ def test_update_in_the_middle_is_exact(models: Any) -> None:
             assert params is not None
             switch = spans[-1].start if spans[-1].version == 1 else len(sample.completion_tokens)
             if sample.sample_index:
-                continue  # another sample's noise cannot be asked for
+                continue  # another sample's noise cannot be requested
             first = old.generate([list(sample.prompt_tokens)], params)[0]
             assert first.completion_tokens[:switch] == sample.completion_tokens[:switch]
             assert first.logprobs[:switch] == sample.logprobs[:switch]
@@ -262,8 +256,8 @@ def test_reference_model_scores_through_the_stages(models: Any) -> None:
     assert all(len(s.ref_logprobs or ()) == 6 for s in together)
 
 
-def test_waiting_is_told_from_work(models: Any) -> None:
-    """One sequence alone is in one stage at a time: the other one waits."""
+def test_wait_time_is_separated_from_work(models: Any) -> None:
+    """A single sequence is in one stage at a time, so the other stage waits."""
     with mesh_engine(config_of(models("llama")), Mesh(pipeline=2)) as engine:
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, ignore_eos=True))
         stats = engine.stats()
@@ -275,7 +269,7 @@ def test_waiting_is_told_from_work(models: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -> None:
+def test_stage_holds_only_its_layers(models: Any, family: str, stages: int) -> None:
     spec = load_spec(models(family))
     places = [Place(Mesh(pipeline=stages), rank) for rank in range(stages)]
     parts = [shard_of(spec, place) for place in places]

@@ -1,4 +1,4 @@
-"""1, 2, 4 and 8 ranks that share the layers of a model: the same bits, in hidden rows, draws and
+"""1, 2, 4 and 8 ranks that shard a model's layers: the same bits in hidden rows, samples and
 scores.
 """
 
@@ -40,7 +40,7 @@ from tests.parallel.thread_group import ThreadGroup
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS = 8, 12
 CPU = torch.device("cpu")
-# (sequence, start, end) of each step: chunks of prompts, then a decode beside a chunk
+# (sequence, start, end) of each step: prompt chunks, then a decode next to a chunk
 STEPS = [[(0, 0, 19), (1, 0, 5)], [(0, 19, 20), (1, 5, 40)]]
 WIDE = {
     "vocab_size": 3100,
@@ -54,7 +54,7 @@ FEW_KV = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16}
 
 
 class Found(NamedTuple):
-    """What a rank has of all steps."""
+    """Results of all steps on one rank."""
 
     hidden: Tensor
     scores: Tensor
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 def on_ranks(size: int, run: Callable[[int], T]) -> list[T]:
-    """What each rank's thread gives. An exception of one is raised; the others end at their group's
+    """Return each rank's result. An exception of one rank is raised; the others end at the group's
     deadline.
     """
     with ThreadPoolExecutor(size) as pool:
@@ -73,13 +73,13 @@ def decoders(
     folder: Path, ops: Ops, dtype: torch.dtype, ranks: int, quantization: str | None = None
 ) -> list[Decoder]:
     spec, groups = load_spec(folder), ThreadGroup.make(ranks, patience=20)
-    found: list[Decoder] = []
+    made: list[Decoder] = []
     for rank in range(ranks):
         part = shard_of(spec, Place(Mesh(tensor=ranks), rank))
         rank_exchange = RankExchange(part, tensor=groups[rank] if ranks > 1 else None)
         params = load_params(folder, spec, dtype, CPU, ops.allocate, part, quantization)
-        found.append(Decoder(part.spec, params, ops, 64, rank_exchange))
-    return found
+        made.append(Decoder(part.spec, params, ops, 64, rank_exchange))
+    return made
 
 
 def batches(vocab: int) -> list[ForwardBatch]:
@@ -150,7 +150,7 @@ def run(model: Decoder, kept: KVCacheDType = "auto") -> Found:
 
 
 def require_same(one: Any, other: Any) -> None:
-    """To the bit, signs of zeros as well; NaN is NaN."""
+    """Check bitwise equality, including signs of zeros. NaN equals NaN."""
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype
         plain = [
@@ -180,8 +180,8 @@ def check(
     assert not alone.hidden.isnan().any()
     for ranks in sizes:
         models = decoders(folder, ops, dtype, ranks, quantization)
-        for found in on_ranks(ranks, lambda rank: run(models[rank], kept)):  # noqa: B023 (called at once)
-            require_same(found, alone)
+        for outputs in on_ranks(ranks, lambda rank: run(models[rank], kept)):  # noqa: B023 (called at once)
+            require_same(outputs, alone)
 
 
 @pytest.mark.thorough(cases=["wide"])
@@ -197,14 +197,14 @@ def check(
     ],
     ids=["wide", "nine-heads", "one-kv-head", "gemma3", "experts", "fused"],
 )
-def test_ranks_agree_to_the_bit(
+def test_tensor_ranks_agree_bit_for_bit(
     tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...]
 ) -> None:
     check(tiny_model(tmp_path, family, **changes), reference_ops(), torch.float32, sizes)
 
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
-def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) -> None:
+def test_expert_sinks_and_biases_are_sharded(tmp_path: Path, ops: Any) -> None:
     case = CASES["gpt-oss"]
     strong_model(tmp_path, case.class_name, **case.config)
     check(tmp_path, ops(), torch.float32, (2, 4))
@@ -222,7 +222,7 @@ def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) ->
     ],
     ids=["int8", "int8-32", "int4", "experts"],
 )
-def test_ranks_that_share_codes_agree_to_the_bit(
+def test_ranks_with_sharded_codes_agree_bit_for_bit(
     tmp_path: Path, quantization: str, family: str, changes: Any, ops: Any
 ) -> None:
     folder = tiny_model(tmp_path, family, **changes)
@@ -231,7 +231,7 @@ def test_ranks_that_share_codes_agree_to_the_bit(
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
 @pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4", "awq"])
-def test_ranks_that_share_the_codes_of_a_file_agree_to_the_bit(
+def test_ranks_with_sharded_file_codes_agree_bit_for_bit(
     tmp_path: Path, name: str, ops: Any
 ) -> None:
     config = llama_config() | {**WIDE, "head_dim": 32, "intermediate_size": 256}
@@ -240,7 +240,7 @@ def test_ranks_that_share_the_codes_of_a_file_agree_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
-def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
+def test_ranks_shard_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[name]
     sizes = {**WIDE, "head_dim": 32, "intermediate_size": 256}
@@ -251,8 +251,8 @@ def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
-def test_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
-    """Keys and values in codes: ranks have some of the heads."""
+def test_head_is_rounded_separately(tmp_path: Path, ops: Any) -> None:
+    """Keys and values are quantized, and each rank has some of the heads."""
     folder = tiny_model(tmp_path, "llama", **WIDE)
     check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")
 
@@ -275,7 +275,7 @@ def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:
     ],
     ids=["wide", "nine-heads", "one-kv-head", "granite", "experts"],
 )
-def test_kernels_agree_to_the_bit(
+def test_kernels_agree_bit_for_bit(
     tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     check(tiny_model(tmp_path, family, **changes), cpu_ops(1), dtype, sizes)

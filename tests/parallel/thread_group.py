@@ -13,7 +13,7 @@ from nano_inference.parallel.segments import tree_sum
 
 
 class ThreadGroup(ProcessGroup):
-    """Ranks that are threads of one process."""
+    """A process group whose ranks are threads."""
 
     def __init__(self, meeting: "_Meeting", rank: int) -> None:
         self.size, self.rank = meeting.size, rank
@@ -21,7 +21,7 @@ class ThreadGroup(ProcessGroup):
 
     @classmethod
     def make(cls, size: int, patience: float = PATIENCE) -> "list[ThreadGroup]":
-        """A group, by rank: one for each thread."""
+        """Return one group per thread, in rank order."""
         meeting = _Meeting(size, patience)
         return [cls(meeting, rank) for rank in range(size)]
 
@@ -34,25 +34,25 @@ class ThreadGroup(ProcessGroup):
     def all_to_all(
         self, parts: Sequence[Tensor], counts: Sequence[int] | None = None
     ) -> list[Tensor]:
-        given = self._meeting.exchange(self.rank, [part.clone() for part in parts])
-        found = [each[self.rank] for each in given]
-        if counts is not None and [len(each) for each in found] != list(counts):
+        sent = self._meeting.exchange(self.rank, [part.clone() for part in parts])
+        parts_received = [each[self.rank] for each in sent]
+        if counts is not None and [len(each) for each in parts_received] != list(counts):
             raise ValueError(
-                f"ranks gave {[len(each) for each in found]}, expected {list(counts)}."
+                f"ranks gave {[len(each) for each in parts_received]}, expected {list(counts)}."
             )
-        return found
+        return parts_received
 
     def send(self, x: Tensor, peer: int) -> None:
         self._meeting.put(self.rank, peer, x.clone())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Tensor:
-        found = self._meeting.take(peer, self.rank)
-        if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+        tensor = self._meeting.take(peer, self.rank)
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             raise ValueError(
-                f"rank {peer} sent {found.dtype} {list(found.shape)}, expected {dtype} "
+                f"rank {peer} sent {tensor.dtype} {list(tensor.shape)}, expected {dtype} "
                 f"{list(shape)}."
             )
-        return found
+        return tensor
 
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, None)
@@ -62,15 +62,15 @@ class ThreadGroup(ProcessGroup):
 
 
 class _Meeting:
-    """What the threads of a group share."""
+    """State shared by the threads of a group."""
 
     def __init__(self, size: int, patience: float) -> None:
         self.size = size
         self._patience = patience
         self._changed = threading.Condition()
         self._gone: int | None = None
-        self._brought: dict[int, object] = {}  # of the exchange that goes on, by rank
-        self._done: list = []  # of the last one
+        self._brought: dict[int, object] = {}  # tensors of the current exchange, by rank
+        self._done: list = []  # tensors of the last exchange
         self._round = 0
         self._sent: dict[tuple[int, int], deque[Tensor]] = {}
 
@@ -102,7 +102,7 @@ class _Meeting:
             self._changed.notify_all()
 
     def _require(self, holds, rank: int) -> None:
-        """Wait until it does."""
+        """Wait until the condition holds."""
         there = self._changed.wait_for(lambda: holds() or self._gone is not None, self._patience)
         if not holds():
             who = f"rank {self._gone} has left" if self._gone is not None else "a rank did not come"

@@ -1,9 +1,9 @@
-"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, each of
-which replays the steps.
+"""Engines over ranks that are threads of this process: the real loop, and a `ModelRunner` per rank
+that replays the steps.
 
-`mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of
-the weights, its own KV tensors (filled with NaN) and a thread that runs steps in the order in which
-they come, so stages do overlap.
+`mesh_engine` returns an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its shard
+of the weights, KV tensors filled with NaN, and a thread that runs steps in order, so stages really
+overlap.
 """
 
 import queue
@@ -52,7 +52,7 @@ decode = msgspec.msgpack.Decoder(Forward | Draw).decode
 
 
 class OnTheirWay:
-    """Samples of a step that a rank is still drawing."""
+    """Samples of a step that a rank has not finished."""
 
     def __init__(self) -> None:
         self.future: Future[SampledTokens] = Future()
@@ -62,7 +62,7 @@ class OnTheirWay:
 
 
 class Rank:
-    """One rank: its thread, and what it mirrors."""
+    """One rank: its thread and its mirror of the loop's state."""
 
     def __init__(
         self, part: ModelShard, runner: ModelRunner, block_size: int, units: UnitPool | None
@@ -84,15 +84,15 @@ class Rank:
         batches, copies = self.steps.forward(message)
         self._result = self.runner.forward(batches, copies, self._newest)
 
-    def sample(self, frame: bytes, told: Future[SampledTokens] | None) -> None:
+    def sample(self, frame: bytes, future: Future[SampledTokens] | None) -> None:
         message = decode(frame)
         assert isinstance(message, Draw)
         batch = self.steps.draw(message)
         if self.part.position.is_last_stage:
             self._newest = self.runner.sample(self._result, batch)
             tokens = self._newest.wait()
-            if told is not None:
-                told.set_result(tokens)
+            if future is not None:
+                future.set_result(tokens)
 
     def stop(self) -> None:
         self.commands.put(None)
@@ -109,13 +109,13 @@ class Rank:
 
 
 class ThreadRanks(ModelRunner):
-    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there, and
-    spread before a step.
+    """The loop's `Runner` over ranks. `whole` has all weights: updates are written there and
+    distributed before a step.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh, parts: Parts) -> None:
         self.whole, self.mesh = parts.runner, mesh
-        # of the whole model; they run nothing
+        # of the whole model; run nothing
         self.models, self.storages = self.whole.models, self.whole.storages
         self.device = self.whole.device
         self.version_of: Callable[[], int] = lambda: 0
@@ -123,14 +123,14 @@ class ThreadRanks(ModelRunner):
         self._pool = parts.cache.units
         self._steps = StepSender(config.block_size, self._pool)
         self._frame = b""
-        # stages or tensor ranks with the same other places
+        # stages or tensor ranks at the same other coordinates
         self._groups: list[ThreadGroup] = []
         groups = {axis: self._meet(mesh, axis) for axis in AXES}
         self.rank_exchange: dict[tuple[int, str], RankExchange] = {}
         self.ranks: list[Rank] = []
         for index in range(mesh.world_size):
-            own = {axis: each.get(index) for axis, each in groups.items()}
-            self.ranks.append(self._rank(config, Place(mesh, index), parts, own))
+            rank_groups = {axis: each.get(index) for axis, each in groups.items()}
+            self.ranks.append(self._rank(config, Place(mesh, index), parts, rank_groups))
         self._teller = mesh.rank(mesh.pipeline - 1, 0, 0)
 
     @property
@@ -172,11 +172,11 @@ class ThreadRanks(ModelRunner):
     def sample(self, result: Any, batch: SamplingBatch) -> OnTheirWay:
         self._raise_what_failed()
         frame = self._frame
-        told = OnTheirWay()
+        arriving = OnTheirWay()
         for index, rank in enumerate(self.ranks):
-            future = told.future if index == self._teller else None
+            future = arriving.future if index == self._teller else None
             rank.commands.put(lambda rank=rank, future=future: self._answer(rank, frame, future))
-        return told
+        return arriving
 
     def set_aside(self, weight_set: str, name: str, changing: Any) -> None:
         self.whole.set_aside(weight_set, name, changing)
@@ -189,9 +189,7 @@ class ThreadRanks(ModelRunner):
             rank.commands.put(lambda rank=rank: rank.runner.drop(weight_set))
 
     def poison(self, free: list[int]) -> None:
-        """Fill units (blocks, where there are none) that nobody may read any more with NaN, once
-        the steps before are done.
-        """
+        """Fill dead units (or blocks) with NaN after the earlier steps are done."""
         for rank in self.ranks:
             rank.commands.put(lambda rank=rank: _poison(rank.runner, free))
 
@@ -203,19 +201,19 @@ class ThreadRanks(ModelRunner):
         self.whole.close()
 
     def _meet(self, mesh: Mesh, axis: Axis) -> dict[int, ThreadGroup]:
-        """For each rank its group of one kind; none where it would be alone."""
-        found: dict[int, ThreadGroup] = {}
+        """Return each rank's group of one kind, without groups of a single rank."""
+        groups: dict[int, ThreadGroup] = {}
         for every in {Place(mesh, index).peers(axis) for index in range(mesh.world_size)}:
             if len(every) > 1:
                 members = ThreadGroup.make(len(every), PATIENCE)
                 self._groups += members
-                found |= dict(zip(every, members, strict=True))
-        return found
+                groups |= dict(zip(every, members, strict=True))
+        return groups
 
     def _rank(
         self,
         config: EngineConfig,
-        place: Place,
+        index: Place,
         parts: Parts,
         groups: dict[str, ThreadGroup | None],
     ) -> Rank:
@@ -230,7 +228,7 @@ class ThreadRanks(ModelRunner):
         for name, model in self.whole.models.items():
             if name == PREVIOUS:
                 continue
-            part = shard_of(model.spec, place)
+            part = shard_of(model.spec, index)
             ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(
                 budget.num_blocks
             )
@@ -248,7 +246,7 @@ class ThreadRanks(ModelRunner):
             )
             key = storage_key(part.spec, budget.layout)
             if key not in by_key:
-                size = config.block_size // place.mesh.context
+                size = config.block_size // index.mesh.context
                 by_key[key] = KVStorage(
                     part.spec,
                     budget.num_blocks,
@@ -263,7 +261,7 @@ class ThreadRanks(ModelRunner):
         return Rank(models[POLICY].part, ModelRunner(models, storages), config.block_size, units)
 
     def _spread(self) -> None:
-        """Bring an update of the whole model to every rank. Nothing is in flight."""
+        """Send an update of the whole model to every rank. No step may be in flight."""
         for rank in self.ranks:
             model = rank.runner.models[POLICY]
             rank.commands.put(
@@ -297,27 +295,29 @@ class ThreadRanks(ModelRunner):
 def mesh_engine(
     config: EngineConfig, mesh: Mesh, groups: int | None = None
 ) -> Iterator[InferenceEngine]:
-    """An engine whose ranks are threads. `config` is that of one rank; its memory is given as
-    blocks of one rank.
+    """Build an engine whose ranks are threads. `config` describes one rank, and its memory is the
+    number of blocks per rank.
 
-    Args:
-        config: of the engine, without parallel options.
-        mesh: of the ranks.
-        groups: of sequences in flight; None: as many as stages.
+        Args:
+            config: Engine config without parallel options.
+            mesh: Mesh of the ranks.
+            groups: Number of sequence groups in flight. None: the number of stages.
     """
 
-    def assemble_ranks(own: EngineConfig, *_: Any) -> Parts:
-        parts = assemble(own)
+    def assemble_ranks(rank_config: EngineConfig, *_: Any) -> Parts:
+        parts = assemble(rank_config)
         specs: list[ModelSpec] = [model.spec for model in parts.runner.models.values()]
         budget = parts.memory_budget
         layout = common_layout(specs, budget.max_model_len, mesh.pipeline)
-        if layout != budget.layout:  # the stages share blocks in another way: as many blocks of it
+        if layout != budget.layout:  # stages share blocks differently: use the same number
             num_units = budget.num_units // budget.layout.num_units * layout.num_units
             budget = replace(budget, layout=layout, num_units=num_units)
             kind = type(parts.cache)
-            cache = kind(budget.num_blocks, own.block_size, layout=layout, num_units=num_units)
+            cache = kind(
+                budget.num_blocks, rank_config.block_size, layout=layout, num_units=num_units
+            )
             parts = replace(parts, cache=cache, memory_budget=budget)
-        return replace(parts, runner=ThreadRanks(own, mesh, parts))
+        return replace(parts, runner=ThreadRanks(rank_config, mesh, parts))
 
     original, before = engine_module.assemble_all, torch.get_num_threads()
     engine_module.assemble_all = assemble_ranks  # pyright: ignore[reportAttributeAccessIssue]
@@ -339,7 +339,7 @@ def mesh_engine(
 
 
 def poison(engine: InferenceEngine) -> None:
-    """Fill what nobody holds and nobody can match with NaN, on every rank."""
+    """Fill unheld, unmatchable blocks with NaN on every rank."""
     cache: PagedKVCache | Any = engine.cache
     free = [block.block_id for block in cache.blocks if block.ref_count == 0 and not block.hash]
     if cache.units is not None:
@@ -349,7 +349,7 @@ def poison(engine: InferenceEngine) -> None:
 
 
 def _load(params: dict[str, Any], part: ModelShard, model: Decoder) -> None:
-    """A part of what a whole model holds now."""
+    """Load a shard of the whole model's current weights."""
     whole = slots(param_table(part.whole))
     for name, slot in slots(param_table(part.whole, part)).items():
         write(params, slot, slot.take(read(model.params, whole[name])))

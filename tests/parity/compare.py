@@ -1,4 +1,4 @@
-"""What parity means: a teacher-forced oracle, and configurations that must not change a bit."""
+"""Parity: a teacher-forced oracle, and configurations that must not change a bit."""
 
 import json
 import tempfile
@@ -14,9 +14,9 @@ from nano_inference.core.apply import preempt
 from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.text.chat import encode_chat
 
-TOLERANCE = 1e-4  # on a logprob, in float32
+TOLERANCE = 1e-4  # for a logprob, in float32
 MODEL = "smollm2-135m"
-# preemptions: without an end to them a sequence that computes token by token would never end
+# preemptions: without a limit a sequence that computes token by token would never end
 MOST_FORCED = 12
 
 
@@ -28,13 +28,13 @@ class Row:
     max_chunk_tokens: int
     max_batch_size: int
     block_size: int
-    preempted: bool  # by force, in every third step at first
+    preempted: bool  # forced, in every third step at first
     lookahead: int
     num_threads: int
     num_samples: int
 
     def config(self, model: str, dtype: str, **common: Any) -> EngineConfig:
-        """The engine configuration of this row."""
+        """Return the engine configuration of this row."""
         return EngineConfig(
             model_path=model,
             dtype=dtype,  # pyright: ignore[reportArgumentType]
@@ -48,7 +48,7 @@ class Row:
         )
 
 
-# Every pair of values of any two columns stands in some row; test_parity checks that.
+# Every pair of values of any two columns occurs in some row; test_parity checks it.
 ROWS = (
     Row(False, 7, 1, 8, True, 0, 1, 1),
     Row(True, 7, 8, 32, False, 1, 2, 4),
@@ -63,7 +63,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the engine's samples compare with the oracle."""
+    """Comparison of the engine's samples with the oracle."""
 
     samples: int
     tokens: int
@@ -73,9 +73,10 @@ class Agreement:
 
 
 def prompts(engine: InferenceEngine) -> list[list[int]]:
-    """The committed prompts as token ids: as chats where the model has a template, else as text.
+    """Return the committed prompts as token ids: as chats if the model has a template, else as
+    text.
 
-    The last two of a model with windows are longer than these.
+    The last two prompts exceed the model's windows, if any.
     """
     texts: list[str] = json.loads((Path(__file__).parent / "prompts.json").read_text())
     if engine.tokenizer.chat_template is None:
@@ -93,7 +94,7 @@ def complete(
     num_samples: int,
     preempted: bool,
 ) -> tuple[list[TrainingSample], int]:
-    """Samples of all prompts in order, and how often a sequence was preempted by force."""
+    """Return samples of all prompts in order, and the number of forced preemptions."""
     ids = [engine.add_request(prompt, params, num_samples) for prompt in token_ids]
     samples: list[TrainingSample] = []
     forced = step = 0
@@ -105,8 +106,8 @@ def complete(
             preempt(running[-1], engine.loop.sequences, engine.cache)
             forced += 1
         engine.loop.check()
-    place = {request_id: index for index, request_id in enumerate(ids)}
-    return sorted(samples, key=lambda s: (place[s.request_id], s.sample_index)), forced
+    index_of = {request_id: index for index, request_id in enumerate(ids)}
+    return sorted(samples, key=lambda s: (index_of[s.request_id], s.sample_index)), forced
 
 
 def compare_rows(
@@ -118,7 +119,7 @@ def compare_rows(
     report: Callable[[str], None] = lambda line: None,
     **common: Any,
 ) -> list[dict[str, Any]]:
-    """Run rows against the default configuration; each result says whether every bit is equal."""
+    """Run rows against the default configuration. Each result is True if every bit is equal."""
     params = SamplingParams(temperature=0.8, max_tokens=max_tokens, seed=7, raw_logprobs=True)
     with InferenceEngine(EngineConfig(model_path=model, dtype=dtype, **common)) as engine:  # pyright: ignore[reportArgumentType]
         default, _ = complete(engine, token_ids, params, 4, preempted=False)
@@ -142,7 +143,7 @@ def compare_rows(
 
 
 def agreement(oracle: Any, samples: list[TrainingSample]) -> Agreement:
-    """One forward of the oracle over each prompt and our tokens; argmax and logprob at each
+    """Run the oracle once over each prompt and our tokens. Compare argmax and logprob at each
     position.
     """
     differences: list[float] = []
@@ -165,7 +166,7 @@ def agreement(oracle: Any, samples: list[TrainingSample]) -> Agreement:
 
 
 def oracle_of(model: str) -> Any:
-    """The same model in float32 by transformers."""
+    """Return the same model in transformers, in float32."""
     if model == MODEL:
         return smollm2_oracle()
     from transformers import AutoModelForCausalLM
@@ -176,7 +177,7 @@ def oracle_of(model: str) -> Any:
 
 
 def smollm2_oracle() -> Any:
-    """SmolLM2 in float32 by transformers' own GGUF loader."""
+    """Return SmolLM2 in float32 from transformers' GGUF loader."""
     from transformers import AutoModelForCausalLM
 
     from nano_inference.checkpoints.embedded import find_embedded

@@ -1,4 +1,4 @@
-"""`python -m tests.parity.run`: the whole parity check, summed up as JSON."""
+"""`python -m tests.parity.run`: run the whole parity check and print a JSON summary."""
 
 import argparse
 import json
@@ -36,8 +36,8 @@ def main() -> None:
         token_ids = prompts(engine)
         params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
         greedy, _ = complete(engine, token_ids, params, 1, preempted=False)
-    found = agreement(oracle_of(model), greedy)
-    print(found, flush=True)
+    result = agreement(oracle_of(model), greedy)
+    print(result, flush=True)
     rows = [
         row
         for dtype in ("float32", "bfloat16")
@@ -51,15 +51,17 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - began, 1),
-        "agreement": asdict(found),
+        "agreement": asdict(result),
         "rows": rows,
     }
     if arguments.log is not None:
         arguments.log.write_text(json.dumps(summary, indent=2) + "\n")
-    good = found.tokens_equal == found.tokens and found.largest_difference <= TOLERANCE
+    good = result.tokens_equal == result.tokens and result.largest_difference <= TOLERANCE
     if not good or any(row["equal"] != row["samples"] for row in rows):
         raise SystemExit("parity is broken")
-    print(f"parity holds: {found.tokens} tokens, largest difference {found.largest_difference:.1e}")
+    print(
+        f"parity holds: {result.tokens} tokens, largest difference {result.largest_difference:.1e}"
+    )
 
 
 if __name__ == "__main__":

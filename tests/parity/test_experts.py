@@ -1,5 +1,5 @@
-"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and weights by either of their
-names.
+"""Qwen3-MoE, whose layers may or may not have experts: parity, bits, and updates under both naming
+schemes.
 """
 
 from pathlib import Path
@@ -41,9 +41,9 @@ def test_qwen3_moe_agrees_with_transformers(
         assert engine.spec.moe is not None
         assert engine.spec.moe.layers == (True, False, True)
         samples, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
-    found = agreement(oracle.eval(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle.eval(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 def test_qwen3_moe_has_the_same_bits_in_other_configurations(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_qwen3_moe_has_the_same_bits_in_other_configurations(tmp_path: Path) -> 
 
 @pytest.mark.thorough(cases=["mixtral"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
-def test_update_may_name_experts_as_transformers_holds_them(tmp_path: Path, family: str) -> None:
-    """A model in memory has one tensor for all experts of a layer, a checkpoint one for each."""
+def test_update_accepts_expert_names_of_transformers(tmp_path: Path, family: str) -> None:
+    """transformers has one tensor for all experts of a layer, a checkpoint one per expert."""
     from transformers import AutoModelForCausalLM
 
     old, new = tiny_model(tmp_path / "old", family), tiny_model(tmp_path / "new", family, seed=1)
@@ -70,8 +70,8 @@ def test_update_may_name_experts_as_transformers_holds_them(tmp_path: Path, fami
         assert engine.weights_checksum() != checksum
         engine.update_weights(fused, blocking=True, complete=True)
         assert engine.weights_checksum() == checksum
-        found, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
-        assert [sample.logprobs for sample in found] == [sample.logprobs for sample in expected]
+        samples, _ = complete(engine, PROMPTS, GREEDY, 1, preempted=False)
+        assert [sample.logprobs for sample in samples] == [sample.logprobs for sample in expected]
         one = "model.layers.0.mlp.experts.gate_up_proj"
         with pytest.raises(WeightUpdateError, match=r"has shape \(\d, \d+, \d+\), expected"):
             engine.update_weights({one: fused[one][1:]}, blocking=True)

@@ -39,9 +39,9 @@ def test_gemma_agrees_with_transformers(cache_type: str) -> None:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         samples, _ = complete(engine, token_ids, params, 1, preempted=False)
         assert len(samples[-1].prompt_tokens) > 2 * max(engine.spec.windows)
-    found = agreement(oracle_of(MODEL), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle_of(MODEL), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,5 @@
-"""What masks cut, by transformers: `logprobs` under its processors; with `log_kept_mass`, of the
-whole vocabulary.
+"""Logprobs under masks against transformers: `logprobs` under its processors; with `log_kept_mass`,
+over the whole vocabulary.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_transformers(
     folder: Path, sample: TrainingSample, params: SamplingParams
 ) -> tuple[list[float], list[float]]:
-    """Logprobs of a sample's tokens at its temperature: under the masks, and of the whole
+    """Return logprobs of a sample's tokens at its temperature, both masked and over the whole
     vocabulary.
     """
     from transformers import (
@@ -67,17 +67,17 @@ def by_transformers(
     with torch.no_grad():
         logits = model(ids).logits[0].double()
     masked, whole = list[float](), list[float]()
-    for place, token in enumerate(sample.completion_tokens, start=known):
-        row = cut = logits[place - 1 : place]
+    for position, token in enumerate(sample.completion_tokens, start=known):
+        row = cut = logits[position - 1 : position]
         for processor in processors:
-            cut = processor(ids[:, :place], cut)
+            cut = processor(ids[:, :position], cut)
         whole.append(float((row / params.temperature).log_softmax(dim=-1)[0, token]))
         masked.append(float((cut / params.temperature).log_softmax(dim=-1)[0, token]))
     return masked, whole
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(
+def test_masked_logprobs_and_kept_mass_match_the_full_vocabulary(
     folder: Path, backend: Backend
 ) -> None:
     config = EngineConfig(
@@ -98,8 +98,10 @@ def test_logprobs_and_kept_mass_are_those_of_the_whole_vocabulary(
             assert min(mass) < -1e-4, name
             if not params.filters:
                 assert list(sample.logprobs) == pytest.approx(masked, abs=2e-4), name
-            told = [delta.log_kept_mass for delta in engine.generate(PROMPT, params, stream=True)]
-            assert sum((each or () for each in told), ()) == mass, name
+            streamed = [
+                delta.log_kept_mass for delta in engine.generate(PROMPT, params, stream=True)
+            ]
+            assert sum((each or () for each in streamed), ()) == mass, name
             assert replay(engine, sample).log_kept_mass == mass, name
         greedy = SamplingParams(
             max_tokens=3, temperature=0, raw_logprobs=True, allowed_token_ids=ALLOWED

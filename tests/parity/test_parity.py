@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.parity.run`, and the same for tiny models of every rope
+"""The short form of `python -m tests.parity.run`, and the same for tiny models with every rope
 scaling.
 """
 
@@ -40,9 +40,9 @@ def test_smollm2_agrees_with_transformers() -> None:
         samples, _ = complete(
             engine, token_ids, SamplingParams(temperature=0, max_tokens=16), 1, preempted=False
         )
-    found = agreement(smollm2_oracle(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(smollm2_oracle(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough
@@ -72,9 +72,9 @@ def test_tiny_models_agree_with_transformers(
         samples, _ = complete(
             engine, token_ids, SamplingParams(temperature=0, max_tokens=64), 1, preempted=False
         )
-    found = agreement(oracle, samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle, samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough(
@@ -99,12 +99,10 @@ def test_tiny_models_agree_with_transformers(
     [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_agrees_with_transformers(
+def test_model_families_agree_with_transformers(
     tmp_path: Path, family: str, cache_type: CacheType, backend: Backend
 ) -> None:
-    """Windows are shorter than the prompts, and the last prompt finds the one before it in the
-    cache.
-    """
+    """Prompts exceed the windows, and the last prompt hits the previous one in the cache."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, family)
@@ -119,9 +117,9 @@ def test_every_family_agrees_with_transformers(
         params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
         samples, _ = complete(engine, token_ids, params, 1, preempted=False)
         assert samples[-1].cached_tokens > 0
-    found = agreement(oracle.eval(), samples)
-    assert found.tokens_equal == found.tokens
-    assert found.largest_difference <= TOLERANCE
+    actual = agreement(oracle.eval(), samples)
+    assert actual.tokens_equal == actual.tokens
+    assert actual.largest_difference <= TOLERANCE
 
 
 @pytest.mark.thorough(but=["llama-float32-cpu", "qwen3-float32-cpu", "olmo2-float32-cpu"])
@@ -130,7 +128,7 @@ def test_every_family_agrees_with_transformers(
     [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_same_bits_in_other_configurations(
+def test_model_families_keep_their_bits_in_other_configurations(
     tmp_path: Path, family: str, dtype: str, backend: Backend
 ) -> None:
     folder = tiny_model(tmp_path, family)
@@ -150,7 +148,7 @@ def test_every_family_has_the_same_bits_in_other_configurations(
         ("default", "float32", "reference"),
     ],
 )
-def test_tiny_models_have_the_same_bits_in_every_configuration(
+def test_tiny_models_keep_their_bits_in_every_configuration(
     tmp_path: Path, rope: Rope, dtype: str, backend: Backend
 ) -> None:
     folder = tiny_llama(tmp_path, rope=rope)

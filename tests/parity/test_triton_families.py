@@ -1,6 +1,4 @@
-"""Every family on the CUDA backend, its kernels in Triton's interpreter, beside the reference
-backend in float32.
-"""
+"""Every family on the CUDA backend in Triton's interpreter, against the float32 reference."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ pytest.importorskip("triton")
 # Windows (17 to 33 tokens) are shorter than the second prompt.
 PROMPTS = [[5, 9], [(11 * i) % 290 + 3 for i in range(34)]]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 300}
-# what no other has: norms of three kinds, GELU, windows, factors
+# unique features: norms of three kinds, GELU, windows, factors
 OFTEN = ("qwen3", "gemma3", "olmo2", "granite")
 GEMMA = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=True, ignore_eos=True)
@@ -36,15 +34,15 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
     "family",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_every_family_agrees_with_the_reference(tmp_path: Path, family: str) -> None:
-    kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # several query heads a key head, and one
-    own = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
-    folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **own)
+def test_triton_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
+    kv_heads = 1 if family in ("gemma3", "qwen3") else 2  # grouped query heads, and not
+    options = GEMMA if family == "gemma3" else {"num_hidden_layers": 2 if family == "qwen2" else 1}
+    folder = tiny_model(tmp_path, family, **SIZES, num_key_value_heads=kv_heads, **options)
     expected = complete(folder, backend="reference")
     for batch_invariant in (False, True):
         with small_tiles():
-            found = complete(folder, backend="cuda", batch_invariant=batch_invariant)
-        for sample, other in zip(found, expected, strict=True):
+            actual = complete(folder, backend="cuda", batch_invariant=batch_invariant)
+        for sample, other in zip(actual, expected, strict=True):
             assert sample.completion_tokens == other.completion_tokens
             assert sample.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
             assert sample.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests."""
+"""Fixtures shared with the engine tests."""
 
 from tests.engine.conftest import (
     build as build,

@@ -1,4 +1,4 @@
-"""Ranks that are threads of the test's process: everything but the processes is real."""
+"""Ranks as threads of the test's process. Everything except the processes is real."""
 
 import threading
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from nano_inference.ranks.worker import run_worker
 
 
 class ThreadLauncher:
-    """Runs each rank on a thread."""
+    """Run each rank on a thread."""
 
     host: str | None = None
     port = 0
@@ -18,17 +18,17 @@ class ThreadLauncher:
         self.handles: list[ThreadHandle] = []
 
     def ranks_here(self, world_size: int) -> int:
-        """All."""
+        """Return all ranks."""
         return world_size
 
     def start(self, begins: Sequence[Begin]) -> "list[ThreadHandle]":
-        """See `Launcher`."""
+        """Start a thread per rank."""
         self.handles = [ThreadHandle(begin) for begin in begins]
         return self.handles
 
 
 class ThreadHandle:
-    """A rank on a thread. It cannot be killed: it ends when its link does."""
+    """A rank on a thread. It cannot be killed and ends when its link does."""
 
     def __init__(self, begin: Begin) -> None:
         self.problem: Exception | None = None
@@ -36,15 +36,13 @@ class ThreadHandle:
         self._thread.start()
 
     def alive(self) -> bool:
-        """See `Handle`."""
+        """Return True while the thread runs."""
         return self._thread.is_alive()
 
     def ended(self) -> str:
-        """See `Handle`."""
         return f"ended: {self.problem}"
 
     def kill(self) -> None:
-        """See `Handle`."""
         self._thread.join(1.0)
 
     def _run(self, begin: Begin) -> None:

@@ -1,4 +1,4 @@
-"""Grammars in engines of several ranks and in lockstep: the bits of one engine."""
+"""Grammars in engines of several ranks and in lockstep give the bits of one engine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,13 +40,13 @@ GRAMMARS = [
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 20, 7, 40, 33, 2, 9)]
 
 
-def params_of(place: int) -> SamplingParams:
+def params_of(index: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=40,
-        seed=place,
-        temperature=(1.0, 0.7, 0.0)[place % 3],
-        top_p=0.9 if place % 2 else 1.0,
-        grammar=GRAMMARS[place % len(GRAMMARS)],
+        seed=index,
+        temperature=(1.0, 0.7, 0.0)[index % 3],
+        top_p=0.9 if index % 2 else 1.0,
+        grammar=GRAMMARS[index % len(GRAMMARS)],
     )
 
 
@@ -68,7 +68,7 @@ def outcome(sample: TrainingSample) -> tuple[Any, ...]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     threads = torch.get_num_threads()
     model = tmp_path_factory.mktemp("ranks") / "model"
-    # ids that the tokenizer does not have, and of which ranks hold 101 and 100, or fewer
+    # ids beyond the tokenizer, of which ranks hold 101 and 100, or fewer
     tiny_model(model, "llama", num_hidden_layers=2, max_position_embeddings=512, vocab_size=301)
     yield with_tokenizer(model)
     torch.set_num_threads(threads)
@@ -101,13 +101,13 @@ def lived(folder: Path, launcher: ThreadLauncher | None, **options: Any) -> list
     ],
     ids=str,
 )
-def test_ranks_follow_grammars_with_the_bits_of_one(folder: Path, mesh: dict[str, int]) -> None:
+def test_ranks_follow_grammars_like_one_rank(folder: Path, mesh: dict[str, int]) -> None:
     alone = lived(folder, None)
     assert {each[4] for each in alone} >= {"stop"}
     assert lived(folder, ThreadLauncher(), **mesh) == alone
 
 
-def test_score_under_a_grammar_is_refused_by_several_ranks(folder: Path) -> None:
+def test_score_under_a_grammar_is_rejected_on_several_ranks(folder: Path) -> None:
     config = EngineConfig(
         str(folder), device="cpu", num_threads=1, tensor_parallel=2, kv_cache_memory=2**20
     )
@@ -125,15 +125,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough(cases=["1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_engines_in_lockstep_follow_grammars_with_the_bits_of_one(
-    experts: Path, lookahead: int
-) -> None:
-    """Also while the other engine's grammars are compiled: rounds go on without them."""
+def test_lockstep_engines_follow_grammars_like_one_engine(experts: Path, lookahead: int) -> None:
+    """Rounds continue while the other engine's grammars are compiled."""
     with InferenceEngine(config_of(experts, lookahead=lookahead)) as engine:
         expected = [outcome(sample) for sample in engine.generate(PROMPTS, PARAMS)]
     with lockstep(experts, lookahead=lookahead) as engines:
-        for place, prompt in enumerate(PROMPTS):
-            engines.each[place % 2].add_request(prompt, PARAMS[place])
+        for index, prompt in enumerate(PROMPTS):
+            engines.each[index % 2].add_request(prompt, PARAMS[index])
         engines.wait_until(lambda: sum(map(len, engines.samples)) == len(PROMPTS))
         engines.rest()
         for which, samples in enumerate(engines.samples):

@@ -1,4 +1,4 @@
-"""Engines with requests of their own and experts in common, as threads of one process."""
+"""Engines with separate requests and shared experts, as threads of one process."""
 
 import math
 import threading
@@ -61,7 +61,7 @@ def _long_requests_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engines:
-    """Engines in lockstep, each stepped by a thread of its own while it has work."""
+    """Engines in lockstep. A thread steps each engine while it has work."""
 
     def __init__(self, folder: Path, members: list[Lockstep], **options: Any) -> None:
         count = len(members)
@@ -76,17 +76,17 @@ class Engines:
         for thread in self._threads:
             thread.start()
 
-    def _step_on(self, place: int) -> None:
-        engine = self.each[place]
+    def _step_on(self, index: int) -> None:
+        engine = self.each[index]
         try:
             while not self._stop:
                 engine.shared.work_arrived.wait(0.05)
                 engine.shared.work_arrived.clear()
                 engine.shared.require_alive()
                 while engine.has_pending() and not self._stop:
-                    self.samples[place] += engine.step()
+                    self.samples[index] += engine.step()
         except EngineDead as problem:
-            self.dead[place] = problem
+            self.dead[index] = problem
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
@@ -95,7 +95,7 @@ class Engines:
             time.sleep(0.002)
 
     def rest(self) -> None:
-        """Wait until no engine has anything to do, and all say that the wave has ended."""
+        """Wait until every engine is idle and reports the end of the wave."""
         self.wait_until(lambda: not any(engine.has_pending() for engine in self.each))
         waves = {(engine.loop.gate.running, engine.loop.gate.wave) for engine in self.each}  # pyright: ignore
         assert len(waves) == 1
@@ -138,8 +138,8 @@ def of_threads(count: int) -> list[Lockstep]:
 
 
 def of_processes(count: int) -> list[Lockstep]:
-    """As processes have it: groups of gloo, and a bell in a store that each reaches by a connection
-    of its own.
+    """Build links as between processes: gloo groups, and a bell in a store with one connection per
+    engine.
     """
     dist: Any = torch.distributed
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -197,7 +197,7 @@ CHUNKS = {"backend": "cpu", "dtype": "bfloat16", "max_chunk_tokens": 7, "lookahe
     ("count", "make", "options"),
     [(2, of_threads, {}), (3, of_threads, CHUNKS), (2, of_processes, {})],
 )
-def test_requests_at_one_then_at_both_then_at_none(
+def test_lockstep_serves_one_engine_then_both_then_none(
     folder: Path, count: int, make: Callable[[int], list[Lockstep]], options: dict[str, Any]
 ) -> None:
     expected = alone(folder, PROMPTS, **options)
@@ -232,9 +232,9 @@ def test_requests_at_one_then_at_both_then_at_none(
         assert busy[0] > quiet[0]
 
 
-def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
-    """One engine has the update long before the other; both go on with the old weights until both
-    have it.
+def test_updates_are_live_in_the_same_round_everywhere(folder: Path) -> None:
+    """One engine receives the update long before the other. Both continue on the old weights until
+    both have it.
     """
     weights = family_weights(CONFIG, seed=3)
     before, after = alone(folder, PROMPTS), alone(folder, PROMPTS, weights)
@@ -267,10 +267,8 @@ def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_pa
 
 
 @pytest.mark.thorough
-def test_update_that_all_have_agreed_on_is_not_withdrawn(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody gives it up here while the others are about to write it."""
+def test_agreed_update_is_not_withdrawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One caller cancels the update while the engines are about to write it."""
     weights = family_weights(CONFIG, seed=3)
     in_time: list[bool] = []
     with lockstep(folder) as engines:
@@ -284,12 +282,12 @@ def test_update_that_all_have_agreed_on_is_not_withdrawn(
             in_time.append(one.weight_sync.withdraw(early, WeightUpdateError("it takes too long.")))
 
         def take_in_and_withdraw(*arguments: Any) -> list[str]:
-            found = take_in(*arguments)
+            taken = take_in(*arguments)
             if member.allows(early.version) and not threads:
                 threads.append(threading.Thread(target=withdraw))
                 threads[0].start()
                 threads[0].join(0.3)
-            return found
+            return taken
 
         monkeypatch.setattr(member, "_take_in", take_in_and_withdraw)
         assert other.update_weights(weights).result(10) == 1
@@ -307,7 +305,7 @@ def test_update_that_all_have_agreed_on_is_not_withdrawn(
 
 
 @pytest.mark.thorough
-def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
+def test_update_is_simultaneous_on_all_engines(folder: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
         for engine in engines.each:
@@ -337,7 +335,7 @@ def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
             assert differences(samples[0], replay(engine, samples[0], weights=versions)) == ()
 
 
-def test_paused_engine_serves_the_others(folder: Path) -> None:
+def test_paused_engine_still_serves_its_peers(folder: Path) -> None:
     with lockstep(folder) as engines:
         one, other = engines.each
         one.pause()
@@ -352,7 +350,7 @@ def test_paused_engine_serves_the_others(folder: Path) -> None:
 
 
 def on_all(engines: Engines, call: Callable[[InferenceEngine], Any]) -> list[Any]:
-    """What a call gives, made of all engines at once."""
+    """Return the results of a call made on all engines simultaneously."""
     with ThreadPoolExecutor(len(engines.each)) as pool:
         return list(pool.map(call, engines.each))
 
@@ -367,10 +365,12 @@ def sleep_with_weights(engine: InferenceEngine) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [of_threads, of_processes])
-def test_weights_sleep_together_amid_requests(
+def test_weights_sleep_together_during_requests(
     folder: Path, make: Callable[[int], list[Lockstep]]
 ) -> None:
-    """Put aside while both compute, updated while the KV cache sleeps, and gone on with."""
+    """Offload weights while both engines compute, update them while the KV cache sleeps, then
+    continue.
+    """
     weights = family_weights(CONFIG, seed=3)
     long = replace(PARAMS, max_tokens=60)
     with InferenceEngine(config_of(folder)) as engine:
@@ -406,9 +406,9 @@ def test_weights_sleep_together_amid_requests(
 
 
 @pytest.mark.thorough
-def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
-    ever.
+def test_weights_stay_if_a_peer_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine is asked to sleep, then to wake, without its peer. Each waits for the peer with a
+    timeout.
     """
 
     def limit(seconds: float) -> None:
@@ -435,17 +435,17 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
             one.wake()
         assert (one.sleeping(), one.is_paused()) == ((), True)
         limit(20.0)
-        assert "not all" not in sleep_with_weights(one)  # again: the other one sleeps on
+        assert "not all" not in sleep_with_weights(one)  # again: the peer is still asleep
         on_all(engines, lambda engine: engine.wake())
         engines.wait_until(lambda: len(engines.samples[0]) == 2)
         assert bits(engines.samples[0][1:]) == alone(folder, PROMPTS[:1])
         assert not any(engine.is_paused() for engine in engines.each)
 
 
-def test_weights_that_cannot_be_put_aside_on_one_engine(
+def test_failed_offload_on_one_engine_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others sleep, and it waits for them; waking all undoes it."""
+    """The others sleep and wait for it. Waking all undoes the sleep."""
     with lockstep(folder) as engines:
         one, _ = engines.each
 
@@ -458,13 +458,13 @@ def test_weights_that_cannot_be_put_aside_on_one_engine(
         assert ("no space left" in first, second) == (True, "")
         assert (one.sleeping(), one.is_paused()) == ((), True)
         one.add_request(PROMPTS[0], PARAMS)
-        one.resume()  # in vain: the other one's experts sleep
+        one.resume()  # fails: the peer's experts are asleep
         on_all(engines, lambda engine: engine.wake())
         engines.wait_until(lambda: len(engines.samples[0]) == 1)
         assert bits(engines.samples[0]) == alone(folder, PROMPTS[:1])
 
 
-def test_one_that_is_gone_while_weights_sleep_ends_all(folder: Path) -> None:
+def test_lost_engine_during_a_sleep_ends_all(folder: Path) -> None:
     with lockstep(folder) as engines:
         assert on_all(engines, sleep_with_weights) == ["", ""]
         engines.each[1].shutdown()
@@ -474,22 +474,22 @@ def test_one_that_is_gone_while_weights_sleep_ends_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [of_threads, of_processes])
-def test_one_that_is_gone_ends_all(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
+def test_lost_engine_ends_all(folder: Path, make: Callable[[int], list[Lockstep]]) -> None:
     with lockstep(folder, make=make) as engines:
         engines.each[0].add_request(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True))
         engines.wait_until(lambda: engines.rounds()[0] > 3)
         engines.each[1].shutdown()
         engines.wait_until(lambda: engines.dead[0] is not None)
-        told = (
+        message = (
             "rank 1 has left" if make is of_threads else "rank 0 of a group of 2 waited for another"
         )
-        assert told in str(engines.dead[0])
-        with pytest.raises(EngineDead, match=told):
+        assert message in str(engines.dead[0])
+        with pytest.raises(EngineDead, match=message):
             engines.each[0].add_request(PROMPTS[0], PARAMS)
 
 
-def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before the thread that listens to it has found out, or while it does."""
+def test_lost_store_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cover a loss before and during its detection by the listening thread."""
     dist: Any = torch.distributed
     bell = StoreBell(dist.HashStore())
 
@@ -503,7 +503,7 @@ def test_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.Monkey
     bell.close()
 
 
-def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_lockstep_rejects_unsupported_options(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 engines in lockstep, which are started together"):
         InferenceEngine(config_of(folder, expert_parallel=2))
     with pytest.raises(ConfigError, match="which has no experts"):

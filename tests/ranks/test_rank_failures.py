@@ -1,6 +1,4 @@
-"""What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is
-left behind.
-"""
+"""Failures outside the steps of an engine with several ranks: bounded waits, full cleanup."""
 
 import threading
 import time
@@ -43,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
-    """The other ranks of the engines that are built."""
+    """Return the other ranks of the engines that are built."""
     made: list[Shard] = []
     born = Shard.__init__
 
@@ -73,12 +71,10 @@ def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
 
 @pytest.mark.thorough(cases=["shut down"])
 @pytest.mark.parametrize("how", ["shut down", "failed"])
-def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
+def test_engine_end_reaches_callers_waiting_for_a_rank(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """An update waits on one thread until every rank can write it; the engine ends on another
-    one.
-    """
+    """One thread waits for all ranks to accept an update while another ends the engine."""
     asked, let_go = threading.Event(), threading.Event()
 
     def never(*_: Any, **__: Any) -> None:
@@ -107,20 +103,18 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
             let_go.set()
 
 
-def test_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
+def test_update_cancelled_mid_bucket_leaves_no_state(
     pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled by another thread, which the one that hands the bucket on sees when it has done
-    so.
-    """
+    """Another thread cancels. The thread that forwards the bucket notices afterwards."""
     manager, sent = pair.weight_sync, pair.runner.shares
     assert isinstance(sent, SentUpdates)
-    given: list[str] = []
+    names: list[str] = []
     give = SentUpdates.give
 
     def give_and_cancel(self: SentUpdates, update: WeightUpdate, name: str, *rest: Any) -> None:
-        given.append(name)
-        if len(given) == 3:
+        names.append(name)
+        if len(names) == 3:
             canceller = threading.Thread(target=manager.cancel)
             canceller.start()
             canceller.join(10)
@@ -131,16 +125,16 @@ def test_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
     manager.begin()
     with pytest.raises(WeightUpdateError, match="cancelled"):
         manager.receive(changed(str(folder)))
-    assert len(given) >= 3
-    assert pair.weights_checksum() == before  # and all that was told before has been done
+    assert len(names) >= 3
+    assert pair.weights_checksum() == before  # and all earlier commands have run
     assert not shards[0].updates._staged
     assert not sent._numbers
 
 
-def test_rank_without_memory_to_wake_in_sleeps_on(
+def test_rank_without_memory_to_wake_stays_asleep(
     pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine of one rank does: the card may be free again in a moment."""
+    """Like an engine of one rank: the card may have free memory again shortly."""
     quiet = pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0]
     pair.sleep(weights=True)
 
@@ -161,10 +155,10 @@ def test_rank_without_memory_to_wake_in_sleeps_on(
     )
 
 
-def test_rank_that_is_lost_before_anybody_watches_ends_the_engine(
+def test_rank_lost_before_monitoring_ends_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lost as soon as it was built: known without a step."""
+    """A rank lost right after construction is detected without a step."""
     watch = RankedRunner.watch
 
     def late(self: RankedRunner, *arguments: Any) -> None:
@@ -184,10 +178,10 @@ def test_rank_that_is_lost_before_anybody_watches_ends_the_engine(
         engine.shared.require_alive()
 
 
-def test_session_that_one_rank_cannot_take_is_closed(
+def test_session_is_closed_if_one_rank_rejects_it(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is that keeps it from that."""
+    """Cover every reason for the rejection."""
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("unforeseen")
@@ -205,10 +199,10 @@ def test_session_that_one_rank_cannot_take_is_closed(
     assert pair.update_weights(new, blocking=True).version == 1
 
 
-def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(
+def test_unreachable_ranks_do_not_delay_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of torchrun: that they have hung up must do."""
+    """Ranks of torchrun cannot be checked: a closed link must be enough."""
     monkeypatch.setattr(worker_group, "STOP_PATIENCE", 30.0)
     monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)
     engine = InferenceEngine(config_of(folder), ThreadLauncher())

@@ -1,4 +1,6 @@
-"""Who may join an engine: a rank of it that proves to be one, once. Nobody else holds it up."""
+"""Only ranks that prove their identity join an engine, once each. Other connections do not delay
+it.
+"""
 
 import contextlib
 import socket
@@ -26,7 +28,7 @@ from nano_inference.ranks.rendezvous import (  # noqa: E402
 
 
 class Nobody:
-    """Starts nothing."""
+    """Launcher that starts nothing."""
 
     host: str | None = None
     port = 0
@@ -38,7 +40,7 @@ class Nobody:
         return []
 
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 
 
 class Gone:
@@ -80,10 +82,10 @@ def join(rendezvous: Rendezvous, me: Identity) -> Link:
     return link
 
 
-def test_ranks_that_are_there_before_rank_0_waits_for_them(
+def test_ranks_may_connect_before_rank_0_listens(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread accepts and greets them before `collect` goes on."""
+    """A thread accepts and greets them before `collect` continues."""
     start = threading.Thread.start
 
     def start_and_lose_the_core(self: threading.Thread) -> None:
@@ -105,11 +107,11 @@ def test_ranks_that_are_there_before_rank_0_waits_for_them(
         link.close()
 
 
-def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+def test_ranks_join_despite_foreign_connections(rendezvous: Rendezvous) -> None:
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
-    silent = connect(rendezvous.begins()[0].address, PATIENCE)  # says nothing, and holds up nobody
+    silent = connect(rendezvous.begins()[0].address, PATIENCE)  # sends nothing and delays no rank
     loud = connect(rendezvous.begins()[0].address, PATIENCE)
     loud.send(b"GET / HTTP/1.1\r\n\r\n")
     huge = connect(rendezvous.begins()[0].address, PATIENCE)
@@ -131,10 +133,10 @@ def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
         join(rendezvous, identity(rendezvous, 3))
     second = join(rendezvous, identity(rendezvous, 1))
     collecting.join(PATIENCE)
-    assert sorted(found) == [1, 2]
-    for there, here in ((first, found[2]), (second, found[1])):
-        for each in (there, here):
-            each.settle(PATIENCE)
+    assert sorted(joined) == [1, 2]
+    for there, here in ((first, joined[2]), (second, joined[1])):
+        for peer in (there, here):
+            peer.settle(PATIENCE)
         frames = [b"", b"x", bytes(1000), bytes(range(256)) * 2**13]
         sending = threading.Thread(
             target=lambda end=there, all_of=frames: [end.send(frame) for frame in all_of]
@@ -146,31 +148,31 @@ def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
         with pytest.raises(LinkLost, match="hung up"):
             here.receive()
         here.close()
-    for each in (silent, loud, huge):
-        each.close()
+    for peer in (silent, loud, huge):
+        peer.close()
 
 
 @pytest.mark.thorough(cases=["tcp"])
-def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> None:
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+def test_ranks_join_after_a_hundred_silent_connections(rendezvous: Rendezvous) -> None:
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
     silent = [connect(rendezvous.begins()[0].address, PATIENCE) for _ in range(100)]
     links = [join(rendezvous, identity(rendezvous, rank)) for rank in (1, 2)]
     collecting.join(PATIENCE)
-    assert sorted(found) == [1, 2]
-    for each in (*silent, *links, *found.values()):
-        each.close()
+    assert sorted(joined) == [1, 2]
+    for peer in (*silent, *links, *joined.values()):
+        peer.close()
 
 
-def test_greeting_has_one_deadline_however_slowly_it_comes() -> None:
+def test_greeting_has_one_deadline_for_all_its_bytes() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     there.set_deadline(0.3)
     began = time.monotonic()
     ended = threading.Event()
 
     def drip() -> None:
-        with contextlib.suppress(BrokenPipeError):  # the other end may close between two bytes
+        with contextlib.suppress(BrokenPipeError):  # the peer may close between two bytes
             here._socket.sendall(struct.pack(">I", 4096))
             while not ended.wait(0.05) and time.monotonic() < began + 30:
                 here._socket.sendall(b"x")
@@ -182,42 +184,40 @@ def test_greeting_has_one_deadline_however_slowly_it_comes() -> None:
     assert time.monotonic() - began < 20
     ended.set()
     dripping.join()
-    for each in (here, there):
-        each.close()
+    for peer in (here, there):
+        peer.close()
 
 
 @pytest.mark.thorough
-def test_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
+def test_joined_rank_waits_longer_than_the_greeting_deadline(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greet = rendezvous_module.greet_worker
     monkeypatch.setattr(
         rendezvous_module, "greet_worker", lambda link, me, claim: greet(link, me, claim, 2.0)
     )
-    found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
+    joined: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: joined.update(rendezvous.collect([], PATIENCE)))
     collecting.start()
     first = join(rendezvous, identity(rendezvous, 1))
     time.sleep(2.3)
     second = join(rendezvous, identity(rendezvous, 2))
     collecting.join(PATIENCE)
-    found[1].send(b"here")
+    joined[1].send(b"here")
     assert bytes(first.receive()) == b"here"
-    for each in (first, second, *found.values()):
-        each.close()
+    for peer in (first, second, *joined.values()):
+        peer.close()
 
 
-def test_who_does_not_come_is_named(rendezvous: Rendezvous) -> None:
+def test_missing_ranks_are_named(rendezvous: Rendezvous) -> None:
     with pytest.raises(ConfigError, match=r"rank 1, 2 of 3 did not connect within 0\.2 s"):
         rendezvous.collect([], 0.2)
     with pytest.raises(ConfigError, match="rank 1 of 3 ended with exit code 3 before it connected"):
         rendezvous.collect([Gone(), Gone()], PATIENCE)
 
 
-def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would wait for an engine that will not be: some launchers cannot kill."""
+def test_late_rank_is_disconnected(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would wait for an engine that never starts: some launchers cannot kill."""
     greeted, given_up = threading.Event(), threading.Event()
     greet = rendezvous_module.greet_worker
 
@@ -245,7 +245,7 @@ def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
     links[0].close()
 
 
-def test_port_that_is_taken_is_named() -> None:
+def test_occupied_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -273,7 +273,7 @@ def send_for_ever(link: Link) -> None:
 
 
 @pytest.mark.thorough
-def test_link_that_nobody_reads_ends_at_its_deadline() -> None:
+def test_unread_link_ends_at_its_deadline() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     here.settle(0.3)
     began = time.monotonic()

@@ -1,6 +1,4 @@
-"""Engines of several ranks, each on a thread, against one rank: the same tokens and logprobs, to
-the bit.
-"""
+"""Engines of several ranks on threads give the tokens and logprobs of one rank, bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +35,7 @@ from tests.ranks.rank_threads import ThreadLauncher
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     threads = torch.get_num_threads()
     model = tmp_path_factory.mktemp("lives") / "model"
-    # Odd heads: two ranks have 2 and 3 query heads, and hold some KV heads both.
+    # Odd head counts: two ranks have 2 and 3 query heads, and both hold some of the KV heads.
     sizes: dict[str, Any] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
@@ -78,8 +76,8 @@ def test_ranks_change_no_bit(
     folder: Path, ranks: int, cache_type: str, lookahead: int, policy: KvPolicy, blocks: int
 ) -> None:
     options = {"cache_type": cache_type, "lookahead": lookahead, "ref_model_path": str(folder)}
-    # A token takes 2 (K, V) * 2 layers * 3 heads * 16 numbers of 4 bytes, for the policy and the
-    # reference alike.
+    # A token takes 2 (K, V) * 2 layers * 3 heads * 16 numbers of 4 bytes, both for the policy and
+    # the reference.
     alone = lived(folder, policy, None, kv_cache_memory=blocks * 16 * 768, **options)
     heads = 3 // ranks + (1 if 3 % ranks else 0)
     together = lived(
@@ -110,12 +108,10 @@ def pair(folder: Path) -> Iterator[InferenceEngine]:
 
 
 @pytest.mark.thorough
-def test_update_that_one_rank_cannot_take_changes_none(
+def test_update_rejected_by_one_rank_changes_no_rank(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is out while a slice is put aside, then while old weights are: no rank has
-    changed.
-    """
+    """Run out of memory while staging a slice, then while keeping old weights. No rank changes."""
     new, before = changed(str(folder)), pair.weights_checksum()
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     quiet = pair.generate([[5, 6, 7]], params)[0]
@@ -146,7 +142,7 @@ def test_update_that_one_rank_cannot_take_changes_none(
     assert pair.generate([[5, 6, 7]], params)[0].logprobs != quiet.logprobs
 
 
-def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
+def test_operations_on_the_whole_model_are_rejected(pair: InferenceEngine) -> None:
     with pytest.raises(InvalidRequest, match="PolicyModel is not possible with several ranks"):
         PolicyModel(pair)
     with pytest.raises(InvalidRequest, match="replay is not possible with several ranks"):
@@ -157,7 +153,7 @@ def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
 @pytest.mark.parametrize(
     "problem", [ModelLoadError("/models/m is missing"), ValueError("unforeseen")]
 )
-def test_rank_that_cannot_be_built_is_told_of(
+def test_failed_rank_construction_is_reported(
     folder: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: EngineConfig) -> None:
@@ -169,14 +165,14 @@ def test_rank_that_cannot_be_built_is_told_of(
     )
     with pytest.raises(
         type(problem) if isinstance(problem, ModelLoadError) else NanoInferenceError
-    ) as found:
+    ) as raised:
         InferenceEngine(config, ThreadLauncher())
-    assert str(found.value).startswith("rank 1 (process ")
-    assert str(problem) in str(found.value)
+    assert str(raised.value).startswith("rank 1 (process ")
+    assert str(problem) in str(raised.value)
 
 
 @pytest.mark.thorough
-def test_numerics_of_all_ranks_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numerics_agree_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = shard.plan_engine
 
     def differs(config: EngineConfig) -> Any:

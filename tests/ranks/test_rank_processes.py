@@ -1,6 +1,4 @@
-"""Ranks that are processes: what they compute, what a lost one leaves, and that none is left
-behind.
-"""
+"""Ranks as processes: their results, a lost rank, and no leaked processes."""
 
 import gc
 import os
@@ -77,17 +75,17 @@ def engines(folder: str) -> Iterator[Any]:
 
 
 def workers() -> list[psutil.Process]:
-    found = []
+    processes = []
     for child in psutil.Process().children(recursive=True):
         try:
             if (
                 "nano_inference.ranks.worker" in child.cmdline()
                 and child.status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(child)
+                processes.append(child)
         except psutil.NoSuchProcess:
             pass
-    return found
+    return processes
 
 
 def run_to_the_end(engine: InferenceEngine) -> None:
@@ -105,19 +103,17 @@ def new_weights(folder: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.thorough
-def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
-    """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep:
-    as one rank does.
-    """
+def test_ranks_in_processes_match_one_rank(engines: Any, folder: str) -> None:
+    """Cover samples, an update in flight with `finish_old`, patches, checksums and sleep."""
 
     def life(engine: InferenceEngine) -> list[Any]:
-        found: list[Any] = [engine.weights_checksum()]
+        results: list[Any] = [engine.weights_checksum()]
         params = [
             SamplingParams(max_tokens=30, seed=s, temperature=0.8, top_p=0.9, ignore_eos=True)
             for s in range(3)
         ]
-        for prompt, each in zip(([1, 2, 3], [4] * 40, [5, 6]), params, strict=True):
-            engine.add_request(prompt, each, num_samples=2)
+        for prompt, prompt_params in zip(([1, 2, 3], [4] * 40, [5, 6]), params, strict=True):
+            engine.add_request(prompt, prompt_params, num_samples=2)
         samples = [sample for _ in range(6) for sample in engine.step()]
         update = engine.update_weights(new_weights(folder, 1), kv_policy="finish_old")
         engine.add_request([7, 8, 9], params[0])
@@ -127,7 +123,7 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
         name = "model.layers.1.mlp.down_proj.weight"
         places = torch.tensor([0, 95, 96, 3000, 6143])
         engine.update_weights([WeightPatch(name, places, torch.linspace(-1, 1, 5))], blocking=True)
-        found.append(engine.weights_checksum())
+        results.append(engine.weights_checksum())
         with pytest.raises(WeightUpdateError, match="NaN"):
             engine.update_weights(
                 {name: torch.full((64, 96), torch.nan)}, check_finite=True, blocking=True
@@ -135,9 +131,9 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
         engine.sleep(weights=True)
         engine.wake()
         samples += engine.generate([[3, 1, 4]], params[1])
-        found.append([(s.completion_tokens, s.logprobs, s.weight_version) for s in samples])
-        found.append(engine.stats().tokens_computed)
-        return found
+        results.append([(s.completion_tokens, s.logprobs, s.weight_version) for s in samples])
+        results.append(engine.stats().tokens_computed)
+        return results
 
     alone = life(engines(backend="cpu"))
     together = life(engines(backend="cpu", tensor_parallel=2, lookahead=1))
@@ -166,10 +162,10 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
         os.kill(worker.pid, signal.SIGKILL)
     while when == "idle" and worker.is_running() and time.monotonic() < began + 30:
         time.sleep(0.01)
-    with pytest.raises(EngineDead) as found:
+    with pytest.raises(EngineDead) as raised:
         run_to_the_end(engine)
     assert time.monotonic() - began < TIMEOUT + 20
-    text = str(found.value)
+    text = str(raised.value)
     assert "rank 1" in text
     assert f"process {worker.pid}" in text
     assert ("makes no progress" if when == "hung" else "killed by signal 9") in text
@@ -180,15 +176,15 @@ def test_lost_rank_ends_the_engine_and_names_the_requests(engines: Any, when: st
 
 
 @pytest.mark.slow
-def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
+def test_rank_death_during_an_update_ends_the_engine(engines: Any, folder: str) -> None:
     engine: InferenceEngine = engines(backend="reference", tensor_parallel=2)
     (worker,) = workers()
     engine.add_request([2] * 5, LONG)
     engine.step()
 
     def buckets() -> Iterator[dict[str, torch.Tensor]]:
-        for place, (name, tensor) in enumerate(new_weights(folder, 2).items()):
-            if place == 5:
+        for index, (name, tensor) in enumerate(new_weights(folder, 2).items()):
+            if index == 5:
                 worker.kill()
             yield {name: tensor}
 
@@ -198,7 +194,7 @@ def test_rank_that_dies_while_weights_arrive(engines: Any, folder: str) -> None:
         run_to_the_end(engine)
 
 
-def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
+def test_rank_construction_error_reaches_the_caller(folder: str) -> None:
     with pytest.raises(
         ConfigError,
         match="tensor_parallel=8 exceeds the model's 4 attention heads; use at most 4",
@@ -210,7 +206,7 @@ def test_what_keeps_a_rank_from_being_built_is_told(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_workers_end_with_an_engine_that_nobody_shut_down(folder: str) -> None:
+def test_workers_end_with_an_abandoned_engine(folder: str) -> None:
     engine = InferenceEngine(EngineConfig(folder, device="cpu", tensor_parallel=2, num_threads=1))
     assert len(workers()) == 1
     del engine
@@ -224,7 +220,7 @@ def test_workers_end_with_an_engine_that_nobody_shut_down(folder: str) -> None:
 
 @pytest.mark.slow
 def test_workers_end_with_rank_0(folder: str) -> None:
-    """Killed amid a step, so that nothing of it could tell them."""
+    """Rank 0 is killed in mid-step without a message to the workers."""
     script = (
         "import sys; from nano_inference import *\n"
         f"engine = InferenceEngine(EngineConfig({folder!r}, device='cpu', tensor_parallel=2, "
@@ -242,14 +238,14 @@ def test_workers_end_with_rank_0(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_they_meet(
+def test_worker_removes_the_rendezvous_if_rank_0_is_killed(
     tmp_path: Path,
 ) -> None:
-    place = tmp_path / "meeting"
-    place.mkdir()
-    begin = Begin(1, 2, f"unix:{place}/rank0", b"x" * 32, parent=os.getpid())
+    socket_path = tmp_path / "meeting"
+    socket_path.mkdir()
+    begin = Begin(1, 2, f"unix:{socket_path}/rank0", b"x" * 32, parent=os.getpid())
     command = [sys.executable, "-P", "-m", "nano_inference.ranks.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
         worker.communicate(msgspec.json.encode(begin) + b"\n", timeout=60)
     assert worker.returncode == 1
-    assert not place.exists()
+    assert not socket_path.exists()

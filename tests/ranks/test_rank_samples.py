@@ -1,4 +1,4 @@
-"""Samples on their way from the last stage to rank 0."""
+"""Samples sent from the last stage to rank 0."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ def tokens(first: int, **more: object) -> SampledTokens:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_every_bit_comes_back(full: bool) -> None:
+def test_samples_round_trip_bit_for_bit(full: bool) -> None:
     more = {
         "masks": [(1, 2), ()],
         "top": [([7, 8], [-0.25, -math.inf]), ([9, 1], [-0.5, -1 / 3])],
@@ -30,24 +30,24 @@ def test_every_bit_comes_back(full: bool) -> None:
     }
     sent = tokens(4, **(more if full else {}))
     data = msgspec.msgpack.encode(to_message(sent))
-    found = from_message(msgspec.msgpack.decode(data, type=Samples))
-    assert (list(found.token_ids), found.logprobs, found.raw_logprobs) == (
+    actual = from_message(msgspec.msgpack.decode(data, type=Samples))
+    assert (list(actual.token_ids), actual.logprobs, actual.raw_logprobs) == (
         [4, 2**40],
         sent.logprobs,
         sent.raw_logprobs,
     )
-    assert [math.copysign(1, x) for x in found.log_kept_mass] == [1, -1]
-    assert (None if found.masks is None else list(map(tuple, found.masks))) == sent.masks
-    assert list(found.scores) == list(sent.scores)
-    assert [list(map(tuple, row)) for row in found.top or ()] == [
+    assert [math.copysign(1, x) for x in actual.log_kept_mass] == [1, -1]
+    assert (None if actual.masks is None else list(map(tuple, actual.masks))) == sent.masks
+    assert list(actual.scores) == list(sent.scores)
+    assert [list(map(tuple, row)) for row in actual.top or ()] == [
         list(map(tuple, row)) for row in sent.top or ()
     ]
-    assert [list(map(tuple, row)) for row in found.score_best] == [
+    assert [list(map(tuple, row)) for row in actual.score_best] == [
         list(map(tuple, row)) for row in sent.score_best
     ]
 
 
-def test_nan_stays_one() -> None:
+def test_nan_payload_survives() -> None:
     sent = SampledTokens([1], [math.nan], [math.nan], [0.0])
     assert math.isnan(from_message(to_message(sent)).logprobs[0])
 

@@ -1,4 +1,4 @@
-"""A worker that replays a step builds the batches of rank 0, tensor by tensor, in every random
+"""A worker that replays steps builds the batches of rank 0, tensor by tensor, in every random
 workload.
 """
 
@@ -40,9 +40,9 @@ DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 
 
 class WireRunner(FakeRunner):
-    """Computes what the other end has built."""
+    """Compute batches built by the other end."""
 
-    arrays = TORCH  # as those of workers
+    arrays = TORCH  # like those of workers
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
@@ -105,9 +105,7 @@ def require_same(mine: Any, theirs: Any, but: set[str] = frozenset()) -> None:  
 
 @pytest.mark.thorough(cases=["17"])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_workloads_are_replayed_as_they_were_run(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_workloads_are_replayed_exactly(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "FakeRunner", WireRunner)
     run(random_workload(seed))
     kind = FakeDrafts.KINDS[seed % len(FakeDrafts.KINDS)]
@@ -115,19 +113,21 @@ def test_random_workloads_are_replayed_as_they_were_run(
 
 
 @pytest.mark.thorough
-def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
+def test_sampling_parameters_of_every_kind_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Filters, penalties, biases, allowed tokens: the random parameters of the batch tests."""
+    """Cover filters, penalties, biases and allowed tokens: the random parameters of the batch
+    tests.
+    """
     from tests.core import test_batch
 
     monkeypatch.setattr(test_batch, "FakeRunner", WireRunner)
     for seed in range(4):
-        test_batch.test_batches_say_what_the_sequences_say(seed, seed % 2, 3 * (seed % 3 > 0))
+        test_batch.test_batch_matches_its_sequences(seed, seed % 2, 3 * (seed % 3 > 0))
 
 
 @pytest.mark.thorough
-def test_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:
+def test_sequence_is_sent_once_then_only_its_changes() -> None:
     loop, runner = loop_of(64, prompt=1000)
     runner.sizes.clear()
     for _ in range(40):
@@ -142,7 +142,7 @@ def test_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None
     assert max(runner.sizes) < 64 * 8 * 12
 
 
-def test_worker_forgets_sequences_that_ended() -> None:
+def test_worker_forgets_ended_sequences() -> None:
     loop, runner = loop_of(1000, prompt=3, max_tokens=2)
     while loop.has_pending():
         loop.step()

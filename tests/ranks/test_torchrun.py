@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started."""
+"""Ranks started by torchrun."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ with open(out, "w") as file:
 
 
 @pytest.mark.thorough
-def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Path) -> None:
+def test_torchrun_processes_host_two_engines_in_turn(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
     folders = [
         str(tiny_model(tmp_path / name, "llama", seed=seed, **sizes))
@@ -81,7 +81,7 @@ def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Pat
     assert json.loads(out.read_text()) == expected
 
 
-def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchrun_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
     for begin in (TorchrunLauncher, serve_rank):
@@ -90,9 +90,9 @@ def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
             match=r"torchrun has not set RANK, WORLD_SIZE.*start the script with torchrun",
         ):
             begin()
-    told = dict.fromkeys(NEEDED, "1") | {"MASTER_ADDR": "127.0.0.1"}
-    assert environment(told.get) == told
-    for name, value in told.items():
+    variables = dict.fromkeys(NEEDED, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    assert environment(variables.get) == variables
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         ConfigError, match="TorchrunLauncher is for rank 0; the other ranks call serve_rank"
@@ -103,17 +103,17 @@ def test_what_is_said_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
         serve_rank()
 
 
-def test_several_machines_are_reached_by_the_address_on_the_way_to_the_first(
+def test_address_of_a_machine_is_that_of_the_route_to_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {
+    variables = {
         "RANK": "0",
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    for name, value in (told | {"LOCAL_RANK": "0"}).items():
+    for name, value in (variables | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     launcher = TorchrunLauncher()
     assert (launcher.host, launcher.ranks_here(4)) == (torchrun._own_address("127.0.0.1"), 2)

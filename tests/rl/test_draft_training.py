@@ -1,4 +1,4 @@
-"""Heads that draft, trained on their policy's own samples."""
+"""Draft heads trained on samples of their policy."""
 
 import random
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its next token is mostly clear from the one before it, so that little has to be learned."""
+    """The next token mostly follows from the previous one, so little training is needed."""
     folder = tiny_llama(tmp_path_factory.mktemp("policy"), vocab_size=VOCAB, layers=3)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] *= 3
@@ -60,7 +60,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def share_right(engine: InferenceEngine, kind: str) -> float:
-    """How often the first draft is right in samples that nobody has seen."""
+    """Return the share of right first drafts in unseen samples."""
     assert engine.drafter is not None
     engine.drafter.costs = None
     before = engine.drafter.stats()
@@ -76,11 +76,11 @@ def share_right(engine: InferenceEngine, kind: str) -> float:
 
 @pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_learn_what_the_policy_draws(
+def test_heads_learn_policy_samples(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
 ) -> None:
-    """Agreement rises as the trainer measures it, and as an engine meets it that drafts with them
-    and is given the new weights while it lives.
+    """Acceptance rises both by the trainer's measure and in a live engine that drafts with the
+    updated heads.
     """
     trainer = DraftTrainer(engine, kind, places=2, learning_rate=3e-3)
     trainer.save(tmp_path / "new")
@@ -89,7 +89,7 @@ def test_heads_learn_what_the_policy_draws(
     with InferenceEngine(config) as live:
         plain = engine.generate(prompts(6, seed=9), LONG)
         at_first = share_right(live, kind)
-        # in the loop: the live engine's own samples
+        # samples of the live engine, as in a training loop
         refreshing = DraftTrainer.from_folder(live, tmp_path / "new", places=2, learning_rate=3e-3)
         refreshing.refresh(samples[8:], epochs=8)
         after = refreshing.agreement(samples[:8])
@@ -112,7 +112,7 @@ def test_heads_learn_what_the_policy_draws(
 
 @pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_heads_of_few_tokens(
+def test_heads_train_on_few_tokens(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
 ) -> None:
     known = frequent_tokens(samples, 20, VOCAB)
@@ -128,8 +128,8 @@ def test_heads_of_few_tokens(
         assert share_right(live, kind) > 0.1
 
 
-def test_training_computes_what_drafting_computes(model: Path, tmp_path: Path) -> None:
-    """With every norm and switch; row by row against the engine's own."""
+def test_training_and_drafting_compute_the_same_logits(model: Path, tmp_path: Path) -> None:
+    """Cover every norm and switch. Compare with the engine's rows one by one."""
     config, tensors = eagle_of_speculators(vocab=VOCAB)
     config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     folder = write_heads(tmp_path / "heads", config, tensors)
@@ -143,9 +143,9 @@ def test_training_computes_what_drafting_computes(model: Path, tmp_path: Path) -
         propose = live.drafter.model.propose
 
         def noted(seqs: Any, most: int) -> Any:
-            found = propose(seqs, most)
-            guesses[len(seqs[0].token_ids)] = list(found[0].token_ids)
-            return found
+            drafts = propose(seqs, most)
+            guesses[len(seqs[0].token_ids)] = list(drafts[0].token_ids)
+            return drafts
 
         live.drafter.model.propose = noted  # type: ignore[method-assign]
         samples = live.generate([[5, 9, 4, 13]], params)
@@ -161,18 +161,18 @@ def test_training_computes_what_drafting_computes(model: Path, tmp_path: Path) -
     assert compared == {at: expected[at] for at in compared}
 
 
-def test_places_of_medusa_read_the_same_row(engine: InferenceEngine, tmp_path: Path) -> None:
+def test_medusa_heads_read_the_same_row(engine: InferenceEngine, tmp_path: Path) -> None:
     folder = write_heads(tmp_path / "heads", *medusa_of_vllm(vocab=VOCAB))
     trainer = DraftTrainer.from_folder(engine, folder)
     assert isinstance(trainer.spec, MedusaSpec)
     assert trainer.places == 3
     (rows,) = trainer._rows(engine.generate([[5, 9, 4, 13]], LONG))
-    found = medusa_rows(trainer.spec, trainer.params, rows, 3)
-    for place, each in enumerate(found):
-        start, stop = rows.targets(place)
-        assert len(each) == stop - start > 30
-    # nothing of the last rows is read that has no target
-    assert torch.isfinite(torch.cat(found)).all()
+    actual = medusa_rows(trainer.spec, trainer.params, rows, 3)
+    for index, head_rows in enumerate(actual):
+        start, stop = rows.targets(index)
+        assert len(head_rows) == stop - start > 30
+    # last rows without a target are not read
+    assert torch.isfinite(torch.cat(actual)).all()
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,14 @@ def test_places_of_medusa_read_the_same_row(engine: InferenceEngine, tmp_path: P
         ({"known_tokens": [3, 24]}, "known_tokens must be ids from 0 to 23"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(
+def test_trainer_rejects_untrainable_models(
     engine: InferenceEngine, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         DraftTrainer(engine, **options)
 
 
-def test_nothing_to_learn_from_is_refused(
-    engine: InferenceEngine, model: Path, tmp_path: Path
-) -> None:
+def test_trainer_rejects_empty_data(engine: InferenceEngine, model: Path, tmp_path: Path) -> None:
     trainer = DraftTrainer(engine, "medusa")
     with pytest.raises(InvalidRequest, match="no samples with a completion"):
         trainer.train([])
@@ -201,7 +199,7 @@ def test_nothing_to_learn_from_is_refused(
         trainer.train([replace(sample, completion_tokens=(3, VOCAB))])
     with pytest.raises(InvalidRequest, match="has 602 tokens; this engine computes at most"):
         trainer.train([replace(sample, completion_tokens=(3,) * 600)])
-    assert trainer.train([sample]) > 0  # the engine lives
+    assert trainer.train([sample]) > 0  # the engine is still running
     with pytest.raises(ConfigError, match="does not hold Medusa heads"):
         DraftTrainer.from_folder(engine, model)
     trainer.save(tmp_path / "one")

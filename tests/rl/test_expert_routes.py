@@ -1,6 +1,4 @@
-"""Gradients of experts belong to the forward that ran: the backward pass goes through the engine's
-own choices.
-"""
+"""Gradients of experts: the backward pass uses the engine's expert choices."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +19,7 @@ from tests.models.tiny import tiny_model
 from tests.rl.test_gradients import TOLERANCE, oracle_gradients
 from tests.rl.training import SEQUENCES, bits, build, gradients
 
-# tokens up to a row -> the experts of each layer that has some
+# token prefix up to a row -> chosen experts of each layer that has experts
 Routes = dict[tuple[int, ...], list[list[int]]]
 MIXED: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -32,7 +30,9 @@ MIXED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 experts, 4 of them a token, in bfloat16: float32 chooses others for some rows."""
+    """A model with 32 experts, 4 per token, in bfloat16. float32 chooses other experts for some
+    rows.
+    """
     folder = tmp_path_factory.mktemp("experts")
     changes = {
         "num_experts": 32,
@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The experts of every call of a layer of experts from now on, asked of the backends' own
-    `route`.
-    """
+    """Record the experts of every expert layer call from now on, by the backend's `route`."""
     calls: list[Tensor] = []
 
     for module in (reference, cpu_moe):
@@ -64,9 +62,9 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def engine_routes(
     engine: InferenceEngine, routed: list[Tensor], sequences: list[list[int]]
 ) -> Routes:
-    """What the engine chooses where each sequence runs by itself in one piece."""
+    """Return the engine's choices when each sequence runs by itself in one piece."""
     assert engine.spec.moe is not None
-    found: Routes = {}
+    routes: Routes = {}
     for ids in sequences:
         routed.clear()
         score(engine, [ids])
@@ -76,13 +74,13 @@ def engine_routes(
             .transpose(0, 1)
             .tolist()
         )
-        found |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
-    return found
+        routes |= {tuple(ids[: row + 1]): layers[row] for row in range(len(ids) - 1)}
+    return routes
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[list[int]]]]:
-    """The rows of all backward passes from now on, and the experts that they went through."""
+    """Record the rows and experts of all backward passes from now on."""
     rows: list[tuple[tuple[int, ...], list[list[int]]]] = []
     hidden, experts = TorchDecoder.hidden, TorchDecoder._experts
     of_layers: list[Tensor] = []
@@ -121,7 +119,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", SCHEDULES)
-def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
+def test_backward_uses_the_experts_of_the_engine(
     folder: Path, routed: list[Tensor], used: list[Any], options: dict[str, Any]
 ) -> None:
     with build(folder, dtype="bfloat16", **(MIXED | {"backend": options["backend"]})) as engine:
@@ -132,12 +130,12 @@ def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
             [SEQUENCES[0]], SamplingParams(max_tokens=6, ignore_eos=True, seed=1), 2
         )
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
-        own = model.logprobs(whole, from_position=len(SEQUENCES[0]))
-        assert [bits(each) for each in own] == [
+        logprobs = model.logprobs(whole, from_position=len(SEQUENCES[0]))
+        assert [bits(each) for each in logprobs] == [
             bits(torch.tensor(sample.logprobs)) for sample in samples
         ]
         gradients(model)
-        # the beginnings are in the cache
+        # the prefixes are in the cache
         gradients(model, from_position=[len(each) // 2 for each in SEQUENCES])
         engine.loop.check()
     assert len(used) > 2 * len(expected)
@@ -145,20 +143,22 @@ def test_backward_goes_through_the_engines_experts_in_every_row_and_layer(
 
 
 @pytest.mark.thorough
-def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
+def test_gradients_equal_transformers_with_the_same_experts(
     folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 at the rounded weights; by its own choices its gradients are others."""
+    """Compare in float32 at the rounded weights. With its own choices, transformers has other
+    gradients.
+    """
     from transformers import AutoModelForCausalLM
 
     with build(folder, dtype="bfloat16", **MIXED) as engine:
         expected = engine_routes(engine, routed, SEQUENCES)
-        own = gradients(
+        grads = gradients(
             PolicyModel(engine, micro_batch_tokens=64, gradient_dtype=torch.float32),
             temperature=0.8,
         )
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    freely = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    freely = oracle_gradients(oracle, grads, SEQUENCES, 0.8)
     oracle.zero_grad()
 
     def forced() -> Iterator[Tensor]:
@@ -173,25 +173,25 @@ def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
         return shares.gather(dim, ids), ids
 
     monkeypatch.setattr(torch, "topk", topk)
-    theirs = oracle_gradients(oracle, own, SEQUENCES, 0.8)
+    theirs = oracle_gradients(oracle, grads, SEQUENCES, 0.8)
     assert not list(choices)
-    assert difference(own, theirs) <= TOLERANCE
-    assert difference(own, freely) > 0.01
+    assert difference(grads, theirs) <= TOLERANCE
+    assert difference(grads, freely) > 0.01
 
 
-def difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Relative norm of the difference of all gradients; an expert that no row chose has one of
-    zero.
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Return the relative norm of the difference of all gradients. An expert that no row chose has
+    zeros.
     """
-    assert set(own) == set(theirs)
+    assert set(ours) == set(theirs)
     squares = [
-        (float((own[name] - grad).square().sum()), float(grad.square().sum()))
+        (float((ours[name] - grad).square().sum()), float(grad.square().sum()))
         for name, grad in theirs.items()
     ]
     return (sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5
 
 
-def test_rows_without_the_engines_choice_are_an_error() -> None:
+def test_rows_without_recorded_experts_are_an_error() -> None:
     chosen = torch.tensor([[[0, 1]], [[1, 3]]], dtype=torch.int16)
     first = ScoredSequence([5, 6, 7], 1, [1.0, 1.0], chosen)
     with pytest.raises(RuntimeError, match="other experts"):
@@ -206,7 +206,7 @@ def test_rows_without_the_engines_choice_are_an_error() -> None:
 @pytest.mark.parametrize(
     "fault", [lambda ids: ids.fill_(-1), lambda ids: ids.zero_(), lambda ids: ids[:, :, :1]]
 )
-def test_record_that_holds_no_choice_is_an_error(
+def test_empty_expert_record_is_an_error(
     folder: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(folder, dtype="bfloat16", backend="reference") as engine:
@@ -221,35 +221,37 @@ def test_record_that_holds_no_choice_is_an_error(
 
 
 @pytest.mark.thorough
-def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> None:
+def test_sample_experts_are_checked_against_the_model(folder: Path) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1, routed_experts=True)
     options: dict[str, Any] = {"dtype": "bfloat16", "enable_return_routed_experts": True}
     with build(folder, **options) as engine:
         samples = engine.generate([SEQUENCES[0][:20], SEQUENCES[1][:9]], params, 2)
         model = PolicyModel(engine, micro_batch_tokens=64)
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
-        given = [sample.routed_experts for sample in samples]
-        own = model(whole, from_position=[20, 20, 9, 9], routed_experts=[*given[:2], None, None])
-        assert [bits(each) for each in own[:2]] == [
+        experts = [sample.routed_experts for sample in samples]
+        logprobs = model(
+            whole, from_position=[20, 20, 9, 9], routed_experts=[*experts[:2], None, None]
+        )
+        assert [bits(each) for each in logprobs[:2]] == [
             bits(torch.tensor(sample.logprobs)) for sample in samples[:2]
         ]
-        assert given[2] is not None
-        changed = bytearray(given[2].data)
-        layers, per_token = given[2].shape[1:]
+        assert experts[2] is not None
+        changed = bytearray(experts[2].data)
+        layers, per_token = experts[2].shape[1:]
         changed[(10 * layers + 2) * per_token + 1] ^= 1
-        wrong = [*given[:2], replace(given[2], data=bytes(changed)), given[3]]
+        wrong = [*experts[:2], replace(experts[2], data=bytes(changed)), experts[3]]
         with pytest.raises(InvalidRequest, match="sequence 2, token 10, layer 2: the sample used"):
             model(whole, routed_experts=wrong)
         model(whole, from_position=len(whole[2]), routed_experts=[None, None, wrong[2], None])
-        for bad, told in [
-            (given[:3], "got 3 routed_experts for 4 sequences"),
-            ([given[2], *given[1:]], "routed_experts of sequence 0 have shape"),
+        for bad, message in [
+            (experts[:3], "got 3 routed_experts for 4 sequences"),
+            ([experts[2], *experts[1:]], "routed_experts of sequence 0 have shape"),
         ]:
-            with pytest.raises(InvalidRequest, match=told):
+            with pytest.raises(InvalidRequest, match=message):
                 model(whole, routed_experts=bad)
         for name, param in model.named_parameters():  # other weights choose other experts
             if name.endswith("mlp.gate.weight"):
                 param.data.neg_()
         with pytest.raises(InvalidRequest, match=r"sequence 0, token 0, layer 0"):
-            model(whole, routed_experts=given)
+            model(whole, routed_experts=experts)
         engine.loop.check()

@@ -1,4 +1,4 @@
-"""Gradients against transformers' autograd, and their bits whatever the number of threads."""
+"""Gradients against transformers' autograd, and their bits under any number of threads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +22,11 @@ from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import smollm2_oracle
 from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
 
-TOLERANCE = 1e-4  # relative norm, of every parameter
+TOLERANCE = 1e-4  # relative norm, for every parameter
 
 
 def oracle_gradients(
-    oracle: Any, own: Mapping[str, Tensor], sequences: list[list[int]], temperature: float
+    oracle: Any, ours: Mapping[str, Tensor], sequences: list[list[int]], temperature: float
 ) -> dict[str, Tensor]:
     logprobs: list[Tensor] = []
     for ids in sequences:
@@ -36,7 +36,7 @@ def oracle_gradients(
         chosen = rows.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
         logprobs.append(torch.cat([torch.zeros(1), chosen]))
     weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
-    # what reads pictures has none
+    # parameters of the vision part have none
     grads = {name: each.grad for name, each in oracle.named_parameters() if each.grad is not None}
     config = oracle.config.to_dict()
     table = param_table(spec_from_config(config)) if config.get("architectures") else ()
@@ -46,22 +46,24 @@ def oracle_gradients(
     }
 
 
-def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert set(own) == set(theirs)
-    return max(float((own[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
+def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert set(ours) == set(theirs)
+    return max(float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
 
 
 @pytest.mark.thorough(cases=["phi3"])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
-def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """Sequences longer than the windows, in several micro-batches, at a temperature."""
+def test_gradients_of_every_family_equal_transformers(tmp_path: Path, family: str) -> None:
+    """Sequences exceed the windows, run in several micro-batches, and have a temperature."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path, family)
     with build(folder) as engine:
-        own = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
+        ours = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
     oracle = AutoModelForCausalLM.from_pretrained(folder)
-    assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 0.8)) <= TOLERANCE
+    assert (
+        worst_difference(ours, oracle_gradients(oracle.eval(), ours, SEQUENCES, 0.8)) <= TOLERANCE
+    )
 
 
 # `tests/checkpoints/test_lora.py` has the other families in the quick tier.
@@ -72,26 +74,26 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
     ]
 )
 @pytest.mark.parametrize("family", CASES)
-def test_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
-    """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
+def test_gradients_of_large_weights_equal_transformers(tmp_path: Path, family: str) -> None:
+    """Logprobs equal the engine's bit for bit, and gradients equal those of transformers."""
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     with build(tmp_path, backend=case.backend) as engine:
         scores = score(engine, SEQUENCES)
         model = PolicyModel(engine, micro_batch_tokens=64)
         logprobs = model.logprobs(SEQUENCES)
-        own = gradients(model)
+        ours = gradients(model)
     assert list(map(bits, scores)) == list(map(bits, logprobs))
     theirs = {
         name: grad
-        for name, grad in oracle_gradients(oracle, own, SEQUENCES, 1.0).items()
+        for name, grad in oracle_gradients(oracle, ours, SEQUENCES, 1.0).items()
         if grad is not None
     }
-    # what only chooses experts is not trained, nor are constants
+    # routers and constants are not trained
     constants = ("e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", ".layer_scalar")
-    fixed = {name for name in own if name.endswith(constants)}
-    assert not any(bool(own[name].any()) for name in fixed)
-    trained = {name: grad for name, grad in own.items() if name not in fixed}
+    fixed = {name for name in ours if name.endswith(constants)}
+    assert not any(bool(ours[name].any()) for name in fixed)
+    trained = {name: grad for name, grad in ours.items() if name not in fixed}
     assert worst_difference(trained, theirs) <= TOLERANCE
 
 
@@ -101,32 +103,33 @@ def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
 
     folder = tiny_llama(tmp_path, rope=rope, tie=True)
     with build(folder, backend="reference") as engine:
-        own = gradients(PolicyModel(engine))
+        ours = gradients(PolicyModel(engine))
     oracle = AutoModelForCausalLM.from_pretrained(folder)
-    assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 1.0)) <= TOLERANCE
+    assert (
+        worst_difference(ours, oracle_gradients(oracle.eval(), ours, SEQUENCES, 1.0)) <= TOLERANCE
+    )
 
 
 @pytest.mark.thorough
-def test_gradients_of_smollm2_are_those_of_transformers() -> None:
+def test_gradients_of_smollm2_equal_transformers() -> None:
     sequences = [
         [1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))
     ]
     with build(
         Path("smollm2-135m"), quantization=None, kv_cache_memory=2**26, max_model_len=512
     ) as engine:
-        own = gradients(PolicyModel(engine), sequences)
+        ours = gradients(PolicyModel(engine), sequences)
     assert (
-        worst_difference(own, oracle_gradients(smollm2_oracle(), own, sequences, 1.0)) <= TOLERANCE
+        worst_difference(ours, oracle_gradients(smollm2_oracle(), ours, sequences, 1.0))
+        <= TOLERANCE
     )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
-    tmp_path: Path, dtype: str
-) -> None:
-    """Matrices are large enough for torch to split them; five rows are where its bits depend on
-    that (seen in 2.13).
+def test_gradients_do_not_depend_on_threads_or_schedule(tmp_path: Path, dtype: str) -> None:
+    """Matrices are large enough for torch to split them. With five rows its bits depend on the
+    split (seen in 2.13).
     """
     fives = [[3 + (11 * i * j) % 2000 for i in range(6)] for j in range(1, 9)]
     folder = tiny_llama(
@@ -139,7 +142,7 @@ def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
         (1, 2, {"lookahead": 1, "max_batch_size": 2}),
         (2, None, {"enable_prefix_caching": False, "backend": "reference"}),
     ]
-    found: list[dict[str, list[int]]] = []
+    results: list[dict[str, list[int]]] = []
     try:
         for num_threads, num_workers, options in runs:
             with build(folder, dtype=dtype, num_threads=num_threads, **options) as engine:
@@ -153,14 +156,14 @@ def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
                         f"{max_rows} {name}": bits(grad)
                         for name, grad in gradients(model, sequences).items()
                     }
-                found.append(both)
+                results.append(both)
                 assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
-    assert all(each == found[0] for each in found[1:])
+    assert all(each == results[0] for each in results[1:])
 
 
-def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_gradients_are_near_float32_gradients(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, dtype=torch.bfloat16, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
         rounded = gradients(PolicyModel(engine, gradient_dtype=torch.bfloat16))
@@ -171,7 +174,7 @@ def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_pa
     assert all(bits(other[name]) == bits(grad) for name, grad in exact.items())
 
 
-def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:
+def test_gradients_pass_through_the_cast_unchanged(tmp_path: Path) -> None:
     """Masters with more digits than the engine's weights get the gradient at the rounded values."""
     folder = tiny_llama(tmp_path, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
@@ -184,7 +187,7 @@ def test_gradients_pass_the_cast_as_they_are(tmp_path: Path) -> None:
     assert all(bits(at_masters[name]) == bits(grad) for name, grad in at_rounded.items())
 
 
-def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
+def test_gradients_are_limited_to_requested_parameters(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path)) as engine:
         model = PolicyModel(engine)
         whole = gradients(model)
@@ -199,7 +202,7 @@ def test_only_what_is_wanted_gets_a_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
 
 
-def test_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
+def test_unused_logprobs_have_zero_gradients(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path)) as engine:
         model = PolicyModel(engine)
         logprobs = model.logprobs([[5, 6, 7]])[0]
@@ -212,7 +215,7 @@ TREES = st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=9), max_size=8
 
 @settings(max_examples=at_depth(100), deadline=None)
 @given(sequences=TREES, max_rows=st.integers(1, 30), seed=st.integers(0, 999))
-def test_micro_batches_hold_every_gradient_once_on_its_own_path(
+def test_micro_batches_cover_every_gradient_once(
     sequences: list[list[int]], max_rows: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -221,10 +224,10 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
     ]
     scored = [ScoredSequence(ids, 1, each) for ids, each in zip(sequences, grads, strict=True)]
     expected: dict[tuple[int, ...], float] = {}
-    for ids, each in zip(sequences, grads, strict=True):
-        for row, grad in enumerate(each):
+    for ids, sequence_grads in zip(sequences, grads, strict=True):
+        for row, grad in enumerate(sequence_grads):
             expected[tuple(ids[: row + 2])] = expected.get(tuple(ids[: row + 2]), 0.0) + grad
-    found: dict[tuple[int, ...], float] = {}
+    norms: dict[tuple[int, ...], float] = {}
     for batch in micro_batches(scored, max_rows):
         longest = max(len(segment.path) for segment in batch.segments)
         assert len(batch.token_ids) <= max(max_rows, longest)
@@ -233,26 +236,24 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
         for segment in batch.segments:
             path = segment.path.tolist()
             assert path[segment.start - segment.end :] == list(range(segment.start, segment.end))
-            for place, row in enumerate(path):
-                prefixes[row] = tuple(batch.token_ids[path[: place + 1]].tolist())
-                assert int(batch.positions[row]) == place
+            for index, row in enumerate(path):
+                prefixes[row] = tuple(batch.token_ids[path[: index + 1]].tolist())
+                assert int(batch.positions[row]) == index
         assert len(set(prefixes.values())) == len(batch.token_ids), "a beginning stands twice"
         for owner, token, grad in zip(batch.owners, batch.targets, batch.gradients, strict=True):
             key = (*prefixes[int(batch.scored_rows[owner])], int(token))
-            found[key] = found.get(key, 0.0) + float(grad)
-    assert {key: grad for key, grad in found.items() if grad} == {
+            norms[key] = norms.get(key, 0.0) + float(grad)
+    assert {key: grad for key, grad in norms.items() if grad} == {
         key: grad for key, grad in expected.items() if grad
     }
 
 
 @pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
-def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
+def test_long_sequences_use_linear_memory(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computing a layer again changes no bit, and no mask has more rows than are computed at
-    once.
-    """
+    """Recomputing a layer changes no bit, and no mask has more rows than are computed together."""
     masks: list[tuple[int, int]] = []
     build_mask = torch_attention._mask
 

@@ -1,4 +1,4 @@
-"""Scores, gradients and replays under grammars: the bits of the draw, under the masks of the draw."""
+"""Scores, gradients and replays under grammars use the masks and reproduce the bits of sampling."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def draw(engine: InferenceEngine, temperature: float, grammar: Grammar) -> list[
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", [{}, CHUNKED])
-def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
+def test_grammar_scores_equal_sampled_logprobs_bit_for_bit(
     folder: Path, backend: str, schedule: dict[str, Any]
 ) -> None:
     with build(folder, backend=backend) as engine:
@@ -80,8 +80,10 @@ def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_sequences_of_several_grammars_and_none_share_what_is_common(folder: Path) -> None:
-    """The same tokens under two grammars, from two positions, and beside free ones."""
+def test_sequences_with_different_grammars_share_a_prefix(folder: Path) -> None:
+    """Score the same tokens under two grammars, from two positions, and next to unconstrained
+    sequences.
+    """
     with build(folder) as engine:
         grammars = [Grammar.regex("[0-9]{4,8}"), Grammar.regex("[0-9a-f]{2,9}"), None]
         sample = draw(engine, 1.0, GRAMMARS["regex"])[0]
@@ -123,7 +125,7 @@ def test_grammar_may_begin_at_the_first_token(folder: Path) -> None:
         ("123456789", False, "at position 8 of sequence 0 is not in its grammar"),
     ],
 )
-def test_tokens_that_a_grammar_does_not_allow_are_named(
+def test_tokens_outside_the_grammar_are_named(
     folder: Path, text: str, ends: bool, reason: str
 ) -> None:
     with build(folder) as engine:
@@ -138,7 +140,7 @@ def test_tokens_that_a_grammar_does_not_allow_are_named(
             score(engine, [ids], grammar=GRAMMARS["regex"])
 
 
-def test_bad_grammars_are_refused(folder: Path) -> None:
+def test_bad_grammars_are_rejected(folder: Path) -> None:
     with build(folder) as engine:
         bad: list[tuple[Any, str]] = [
             ("[0-9]", "must be a Grammar"),
@@ -153,9 +155,7 @@ def test_bad_grammars_are_refused(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_policy_models_logprobs_are_the_engines_after_every_step(
-    folder: Path, backend: str
-) -> None:
+def test_policy_model_matches_the_engine_after_every_step(folder: Path, backend: str) -> None:
     with build(folder, backend=backend) as engine:
         model = PolicyModel(engine, micro_batch_tokens=64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -171,16 +171,16 @@ def test_policy_models_logprobs_are_the_engines_after_every_step(
                 temperature=0.8,
                 grammar=[grammar for grammar, _ in samples],
             )
-            for (_, sample), own in zip(samples, logprobs, strict=True):
-                assert bits(own) == bits(torch.tensor(sample.logprobs))
+            for (_, sample), computed in zip(samples, logprobs, strict=True):
+                assert bits(computed) == bits(torch.tensor(sample.logprobs))
             optimizer.zero_grad()
             torch.cat(logprobs).mean().neg().backward()
             optimizer.step()
             model.publish()
 
 
-def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
-    """Also where one row is scored under two masks."""
+def test_gradients_equal_autograd_on_masked_logits(folder: Path) -> None:
+    """Cover a row scored under two masks."""
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -196,8 +196,8 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
         (torch.stack(logprobs) * weights).sum().backward()
         masks = check_batch(engine, sequences, start, 0.7, grammars).masks
     loss = torch.zeros(())
-    for own, scored, factors, masked in zip(sequences, logprobs, weights, masks, strict=True):
-        logits = oracle(torch.tensor([own])).logits[0, start - 1 : -1].float()
+    for sequence, scored, factors, masked in zip(sequences, logprobs, weights, masks, strict=True):
+        logits = oracle(torch.tensor([sequence])).logits[0, start - 1 : -1].float()
         if masked is not None:
             cut = [
                 [not may_draw(words, token) for token in range(logits.shape[1])]
@@ -205,7 +205,7 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
             ]
             logits = logits.masked_fill(torch.tensor(cut), -torch.inf)
         expected = (logits / 0.7).log_softmax(dim=-1)
-        expected = expected.gather(1, torch.tensor(own[start:])[:, None])[:, 0]
+        expected = expected.gather(1, torch.tensor(sequence[start:])[:, None])[:, 0]
         assert torch.allclose(expected, scored, atol=1e-4)
         loss = loss + (expected * factors).sum()
     loss.backward()
@@ -217,7 +217,7 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_samples_under_grammars_are_made_again(folder: Path, backend: str) -> None:
+def test_samples_under_grammars_are_replayed(folder: Path, backend: str) -> None:
     with build(folder, backend=backend, max_chunk_tokens=7) as engine:
         samples = [
             sample

@@ -1,4 +1,4 @@
-"""`LoraPolicy`: the engine's bits, PEFT's gradients, and folders that PEFT reads."""
+"""`LoraPolicy`: bits of the engine, gradients of PEFT, and folders readable by PEFT."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ ALL = (
     "down_proj",
     "lm_head",
 )
-FAMILIES = ("llama", "gemma2", "qwen3", "olmo2", "granite")  # dense ones, with caps, norms, scales
+FAMILIES = ("llama", "gemma2", "qwen3", "olmo2", "granite")  # dense, with caps, norms, scales
 
 
 def engine_of(folder: Path, backend: Backend = "cpu", **options: Any) -> InferenceEngine:
@@ -37,7 +37,7 @@ def engine_of(folder: Path, backend: Backend = "cpu", **options: Any) -> Inferen
 
 
 def strong_policy(engine: InferenceEngine, **options: Any) -> LoraPolicy:
-    """One that is no beginner's."""
+    """A policy whose adapter is not near zero."""
     policy = LoraPolicy(engine, LoraSettings(rank=4, alpha=6, targets=ALL), **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -48,7 +48,9 @@ def strong_policy(engine: InferenceEngine, **options: Any) -> LoraPolicy:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, dtype: Any) -> None:
+def test_logprobs_equal_the_engine_bit_for_bit(
+    tmp_path: Path, backend: Backend, dtype: Any
+) -> None:
     with engine_of(tiny_llama(tmp_path), backend, dtype=dtype) as engine:
         policy = strong_policy(engine, name="own")
         assert policy.publish().version == 1
@@ -59,8 +61,8 @@ def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, d
                 [*sample.prompt_tokens, *sample.completion_tokens],
                 len(sample.prompt_tokens),
             )
-            (own,) = policy.logprobs([ids], from_position=start, temperature=0.7)
-            assert own.tolist() == list(sample.logprobs)
+            (computed,) = policy.logprobs([ids], from_position=start, temperature=0.7)
+            assert computed.tolist() == list(sample.logprobs)
             (scored,) = score(engine, [ids], from_position=start, temperature=0.7, adapter="own")
             assert scored.tolist() == list(sample.logprobs)
 
@@ -69,7 +71,7 @@ def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, d
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_peft(tmp_path: Path, family: str) -> None:
+def test_gradients_equal_peft(tmp_path: Path, family: str) -> None:
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     sequences = strong_prompts(oracle.get_input_embeddings().num_embeddings, (9, 40))
@@ -86,22 +88,22 @@ def test_gradients_are_those_of_peft(tmp_path: Path, family: str) -> None:
             for name, param in model.named_parameters()
             if param.grad is not None
         }
-        own = {name: param.grad for name, param in policy.named_parameters()}
-        assert own.keys() == theirs.keys()
-        for name, grad in own.items():
+        grads = {name: param.grad for name, param in policy.named_parameters()}
+        assert grads.keys() == theirs.keys()
+        for name, grad in grads.items():
             assert grad is not None
             assert (grad - theirs[name]).norm() < 1e-4 * theirs[name].norm(), name
 
 
 def test_gradients_do_not_depend_on_threads(tmp_path: Path) -> None:
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     sequences = [[3, 4, 5, 6, 7], [3, 4, 5, 9, 9, 9], [8, 8, 8]]
     with engine_of(tiny_llama(tmp_path)) as engine:
         for workers in (1, 2):
             policy = strong_policy(engine, micro_batch_tokens=6, num_workers=workers)
             torch.cat([each[1:] for each in policy.logprobs(sequences)]).sum().backward()
-            found.append([param.grad for param in policy.parameters()])  # pyright: ignore
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            results.append([param.grad for param in policy.parameters()])  # pyright: ignore
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
@@ -121,12 +123,11 @@ def test_new_adapter_changes_nothing_and_learns(tmp_path: Path) -> None:
             optimizer.step()
         (after,) = policy.logprobs([ids], from_position=1)
         assert after.sum() > before.sum() + 1
-        assert torch.equal(
-            before, score(engine, [ids], from_position=1)[0]
-        )  # the base is as it was
+        # the base weights are unchanged
+        assert torch.equal(before, score(engine, [ids], from_position=1)[0])
 
 
-def test_folder_is_read_again(tmp_path: Path) -> None:
+def test_saved_adapter_folder_can_be_loaded(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", "llama")
     with engine_of(folder) as engine:
         policy = strong_policy(engine)
@@ -157,7 +158,7 @@ def test_folder_is_read_again(tmp_path: Path) -> None:
         assert all(bool(param.isfinite().all()) for param in other.parameters())
 
 
-def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
+def test_lora_policy_rejects_modules_without_gradients(tmp_path: Path) -> None:
     for family, expected in (
         ("qwen3-moe", "it has experts"),
         ("lfm2", "layers that carry a state"),
@@ -174,7 +175,7 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
             LoraPolicy(engine, LoraSettings(rank=2, targets=("wq",)))
 
 
-def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
+def test_lora_policy_obeys_the_adapter_rules(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), max_loras=1) as engine:
         policy = strong_policy(engine)
         with pytest.raises(AdapterError, match="kv_policy='wait' must be one of"):
@@ -186,7 +187,7 @@ def test_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> Non
         strong_policy(engine).publish()
 
 
-def test_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
+def test_gradient_uses_the_scored_weights(tmp_path: Path) -> None:
     with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
         policy, name = strong_policy(engine), "model.layers.0.self_attn.q_proj.weight"
         weight = load_file(tmp_path / "model.safetensors")[name]
@@ -200,5 +201,5 @@ def test_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
             scored[1:].sum().backward()
         assert all(param.grad is None for param in policy.parameters())
         engine.wake()
-        scored[1:].sum().backward()  # under the weights that it was scored with
+        scored[1:].sum().backward()  # under the weights at scoring time
         assert all(param.grad is not None for param in policy.parameters())

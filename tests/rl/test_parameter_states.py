@@ -1,4 +1,4 @@
-"""Writes to parameters are seen by their bits and places, whichever way they come."""
+"""Every write to a parameter is detected by its bits and positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,14 @@ from tests.depth import at_depth
 
 
 def swap_rows(words: Tensor, one: int, other: int) -> None:
-    """Of a matrix seen flat: two runs of a few words change places."""
+    """Swap two runs of a few words of a flattened matrix."""
     size = min(4, len(words) - max(one, other), abs(one - other))
     first, second = words[one : one + size].clone(), words[other : other + size].clone()
     words[one : one + size], words[other : other + size] = second, first
 
 
 def flip_signs(words: Tensor, one: int, other: int) -> None:
-    """The sum of the two words stays what it was, modulo 2^16 or 2^32."""
+    """Flip two signs so that the sum of the two words stays the same modulo 2^16 or 2^32."""
     sign = torch.iinfo(words.dtype).min
     words[one] ^= sign
     if one != other:
@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     constant=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_write_that_changes_a_bit_is_seen(
+def test_states_detect_every_changed_bit(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     write: Any,
@@ -78,21 +78,19 @@ def test_every_write_that_changes_a_bit_is_seen(
 
 
 @pytest.mark.parametrize("row", [1, 2, 3, 8])
-def test_rows_and_their_words_do_not_stand_for_each_other(
-    row: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every pair of numbers of a tensor of several rows, with a tail: changed places, and changed
-    signs.
+def test_states_distinguish_rows_from_words(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cover every pair of values of a tensor with several rows and a tail: swapped, and with
+    flipped signs.
     """
     monkeypatch.setattr(parameter_states, "ROW", row)
     parameter_states._factors.cache_clear()
     data = torch.arange(1, 24, dtype=torch.float32)
-    own = states([data])[0][2:]
+    words = states([data])[0][2:]
     for one in range(23):
         for other in range(one):
             swapped, negated = data.clone(), data.clone()
             swapped[one], swapped[other] = data[other], data[one]
             negated[one], negated[other] = -data[one], -data[other]
-            assert states([swapped])[0][2:] != own
-            assert states([negated])[0][2:] != own
+            assert states([swapped])[0][2:] != words
+            assert states([negated])[0][2:] != words
     parameter_states._factors.cache_clear()

@@ -1,6 +1,4 @@
-"""`PolicyModel`: its parameters, their logprobs bit by bit with the engine's, and what it
-publishes.
-"""
+"""`PolicyModel`: parameters, bitwise equal logprobs, and publishing."""
 
 import json
 import threading
@@ -49,7 +47,9 @@ def serving(engine: InferenceEngine) -> dict[str, Tensor]:
 
 
 def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int]]]:
-    """Bits of the logprobs that the engine reports for its samples, and of the model's for them."""
+    """Return the bits of the engine's logprobs for its samples, and of the model's logprobs for
+    them.
+    """
     samples = model.engine.generate(PROMPTS, PARAMS, 3)
     starts = [len(sample.prompt_tokens) for sample in samples]
     whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
@@ -59,7 +59,7 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
     ]
 
 
-# The quick tier has all families by the specification, and some by the kernels.
+# The quick tier has all families on the reference backend, and some on the kernels.
 @pytest.mark.thorough(
     but=[
         *("llama-cpu-bfloat16", "qwen3-cpu-bfloat16", "glm4-cpu-float32"),
@@ -69,23 +69,23 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
+def test_publish_makes_engine_logprobs_equal_the_model(
     tmp_path: Path, family: str, backend: str, dtype: str
 ) -> None:
     with build(
         tiny_model(tmp_path, family), dtype=dtype, backend=backend, block_size=4, lookahead=1
     ) as engine:
         model = PolicyModel(engine)
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         gradients(model)
         optimizer.step()
-        reported, own = drawn_and_scored(model)
-        assert own != reported
+        reported, scored = drawn_and_scored(model)
+        assert scored != reported
         assert model.publish().version == engine.get_weight_version() == 1
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
             bits(each) for each in score(engine, SEQUENCES)
         ]
@@ -104,7 +104,7 @@ def optimizer_step(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
 
 
 def swap_rows(matrix: Tensor) -> None:
-    """Bits that change places alone; torch's version counter stays where it is."""
+    """Swap bits while torch's version counter stays the same."""
     matrix.copy_(matrix.flip(0))
 
 
@@ -125,17 +125,17 @@ def swap_rows(matrix: Tensor) -> None:
         ),
     ],
 )
-def test_every_way_to_change_a_parameter_is_seen(folder: Path, step: Step) -> None:
-    """And prefixes that older parameters computed are not found again."""
+def test_parameter_change_of_any_kind_is_detected(folder: Path, step: Step) -> None:
+    """Cached prefixes of older parameters do not match either."""
     with build(folder, block_size=4) as engine:
         model = PolicyModel(engine)
         before = model.logprobs(SEQUENCES)
         step(model)
-        own = [bits(each) for each in model.logprobs(SEQUENCES)]
+        logprobs = [bits(each) for each in model.logprobs(SEQUENCES)]
         model.publish()
         served = [bits(each) for each in score(engine, SEQUENCES)]
-    assert own == served
-    assert own != [bits(each) for each in before]
+    assert logprobs == served
+    assert logprobs != [bits(each) for each in before]
 
 
 def test_parameters_are_packed_only_when_they_changed(
@@ -153,7 +153,7 @@ def test_parameters_are_packed_only_when_they_changed(
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie: bool) -> None:
+def test_names_and_initial_values_come_from_the_checkpoint(tmp_path: Path, tie: bool) -> None:
     folder = tiny_llama(tmp_path, tie=tie)
     checkpoint = load_file(folder / "model.safetensors")
     with build(folder, dtype="bfloat16") as engine:
@@ -171,15 +171,15 @@ def test_names_and_first_values_are_those_of_the_checkpoint(tmp_path: Path, tie:
         assert torch.equal(state[name].bfloat16(), served[name])
 
 
-def test_first_values_are_the_engines_where_it_serves_others(folder: Path) -> None:
+def test_initial_values_come_from_an_updated_engine(folder: Path) -> None:
     changed = family_weights(llama_config(), seed=9)
     changed = {name: changed[name] for name in list(changed)[3:7]}
     with build(folder, dtype="bfloat16") as engine:
         engine.update_weights(changed, blocking=True)
         model = PolicyModel(engine)
         served = serving(engine)
-        reported, own = drawn_and_scored(model)
-    assert own == reported
+        reported, scored = drawn_and_scored(model)
+    assert scored == reported
     for name, param in model.named_parameters():
         assert torch.equal(param.bfloat16(), served[name])
     assert torch.equal(
@@ -197,7 +197,7 @@ def test_model_builds_its_engine_from_a_configuration(folder: Path) -> None:
         model.logprobs([[5, 6]])
 
 
-def test_without_gradients_there_is_no_graph(folder: Path) -> None:
+def test_logprobs_under_no_grad_build_no_graph(folder: Path) -> None:
     with build(folder) as engine:
         model = PolicyModel(engine)
         with torch.no_grad():
@@ -222,7 +222,7 @@ def test_parameters_that_change_before_backward_are_an_error(folder: Path) -> No
             loss.backward()
 
 
-def test_two_models_of_one_engine_do_not_meet(folder: Path) -> None:
+def test_models_of_one_engine_are_independent(folder: Path) -> None:
     with build(folder) as engine:
         one, other = PolicyModel(engine), PolicyModel(engine)
         first = [bits(each) for each in one.logprobs(SEQUENCES)]
@@ -238,20 +238,22 @@ def test_logprobs_while_another_thread_generates(folder: Path) -> None:
     with build(folder, max_tokens_per_batch=8, lookahead=1) as engine:
         model = PolicyModel(engine)
         expected, alone = model.logprobs(SEQUENCES), engine.generate(PROMPTS, PARAMS, 4)
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, PARAMS, 4)))
+        results: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: results.extend(engine.generate(PROMPTS, PARAMS, 4))
+        )
         thread.start()
         for _ in range(3):
             with torch.no_grad():
-                next(model.parameters()).add_(0)  # packs again
+                next(model.parameters()).add_(0)  # packs the parameters again
             assert [bits(each) for each in model.logprobs(SEQUENCES)] == [
                 bits(each) for each in expected
             ]
         thread.join(timeout=120)
-    assert [sample.logprobs for sample in found] == [sample.logprobs for sample in alone]
+    assert [sample.logprobs for sample in results] == [sample.logprobs for sample in alone]
 
 
-def test_bad_arguments_are_refused(folder: Path) -> None:
+def test_bad_arguments_are_rejected(folder: Path) -> None:
     with build(folder) as engine:
         model = PolicyModel(engine)
         with pytest.raises(InvalidRequest, match="token id 300"):
@@ -266,7 +268,7 @@ def test_bad_arguments_are_refused(folder: Path) -> None:
                 PolicyModel(engine, **options)
 
 
-def test_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
+def test_closed_model_returns_memory_to_the_engine(folder: Path) -> None:
     with build(folder) as engine:
         before = set(engine.runner.models)
         model = PolicyModel(engine)
@@ -282,8 +284,8 @@ def test_closed_model_gives_the_engine_its_memory_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma3"])
-def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> None:
-    """For another engine, to the bit; and transformers finds every tensor."""
+def test_saved_checkpoint_equals_the_published_weights(tmp_path: Path, family: str) -> None:
+    """Another engine loads the same bits, and transformers finds every tensor."""
     from transformers import AutoModelForCausalLM
 
     source = tiny_model(tmp_path / "source", family, std=0.1)
@@ -314,7 +316,7 @@ def test_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -> 
     assert loaded.dtype == torch.bfloat16
 
 
-def test_masters_resume_a_run_without_a_rounding(tmp_path: Path) -> None:
+def test_masters_resume_a_run_without_rounding(tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / "source")
     saved = tmp_path / "saved"
     generator = torch.Generator().manual_seed(3)
@@ -323,14 +325,14 @@ def test_masters_resume_a_run_without_a_rounding(tmp_path: Path) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(1 + 1e-4 * torch.rand(param.shape, generator=generator))
-        own = {name: param.detach().clone() for name, param in model.named_parameters()}
+        masters = {name: param.detach().clone() for name, param in model.named_parameters()}
         model.save_pretrained(saved, masters=True)
     with build(saved, dtype="bfloat16") as engine:
         model = PolicyModel(engine)
-        assert any(not torch.equal(p, own[name]) for name, p in model.named_parameters())
+        assert any(not torch.equal(p, masters[name]) for name, p in model.named_parameters())
         model.load_masters(saved)
-        assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
-        model.publish()  # the checkpoint beside them is what these are when they are rounded
+        assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())
+        model.publish()  # rounded masters equal the checkpoint next to them
         with pytest.raises(ConfigError, match="has no master weights; save_pretrained"):
             model.load_masters(source)
         with pytest.raises(ConfigError, match=r"float32 \(.*but the parameter is torch.bfloat16"):
@@ -348,8 +350,8 @@ def test_masters_of_another_model_change_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
-    """The index would go on naming them, and they would be loaded."""
+def test_checkpoint_is_not_saved_next_to_shards(tmp_path: Path) -> None:
+    """The index would keep naming the shards, and they would be loaded."""
     source = tiny_llama(tmp_path / "source")
     with build(source) as engine:
         model = PolicyModel(engine)
@@ -360,7 +362,7 @@ def test_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
                 model.save_pretrained(tmp_path / name)
 
 
-def test_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
+def test_checkpoint_saved_from_a_converted_file_keeps_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_llama(tmp_path / "source")
@@ -378,12 +380,8 @@ def test_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
     "family",
     ["phi3", "glm4", "qwen2-moe", "granite-moe", "granite-moe-shared", "gpt-oss", "deepseek-v3"],
 )
-def test_fused_tensors_and_experts_are_saved_as_checkpoints_have_them(
-    tmp_path: Path, family: str
-) -> None:
-    """What transformers reads computes the same as what the engine reads, which is what was
-    published.
-    """
+def test_fused_tensors_and_experts_keep_the_checkpoint_layout(tmp_path: Path, family: str) -> None:
+    """The files compute the same in transformers as the published weights in the engine."""
     case = CASES[family]
     source = tmp_path / "source"
     kind = type(strong_model(source, case.class_name, **case.config))

@@ -1,5 +1,5 @@
-"""`PolicyModel` of an engine whose weights are codes: its logprobs to the bit, and gradients that
-pass the rounding as they are.
+"""`PolicyModel` of an engine with quantized weights: bitwise equal logprobs, and gradients passed
+straight through the rounding.
 """
 
 import json
@@ -32,22 +32,22 @@ CASES = [
 
 @pytest.mark.thorough(but=["reference-bfloat16-int4-llama", "reference-float32-int8-32-llama"])
 @pytest.mark.parametrize(("backend", "dtype", "quantization", "family"), CASES)
-def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
+def test_publish_makes_quantized_logprobs_equal_the_model(
     tmp_path: Path, backend: str, dtype: str, quantization: str, family: str
 ) -> None:
     folder = tiny_model(tmp_path, family)
     with build(folder, dtype=dtype, backend=backend, quantization=quantization) as engine:
         model = PolicyModel(engine)
-        reported, own = drawn_and_scored(model)
-        assert own == reported
+        reported, scored = drawn_and_scored(model)
+        assert scored == reported
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         assert all(bool(grad.any()) for grad in gradients(model).values())
         optimizer.step()
-        stepped, own = drawn_and_scored(model)
-        assert own != stepped == reported
+        stepped, scored = drawn_and_scored(model)
+        assert scored != stepped == reported
         model.publish()
-        published, own = drawn_and_scored(model)
-        assert own == published != reported
+        published, scored = drawn_and_scored(model)
+        assert scored == published != reported
 
 
 def dequantised(model: PolicyModel) -> dict[str, Tensor]:
@@ -59,24 +59,22 @@ def dequantised(model: PolicyModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_gradients_are_those_of_a_plain_model_of_the_numbers_that_codes_stand_for(
-    tmp_path: Path, quantization: str
-) -> None:
+def test_gradients_equal_those_of_the_dequantized_model(tmp_path: Path, quantization: str) -> None:
     folder = tiny_llama(tmp_path / "full")
     with build(folder, backend="reference", quantization=quantization) as engine:
         model = PolicyModel(engine)
-        found, numbers = gradients(model), dequantised(model)
-        # full precision stays with the trainer
+        grads, numbers = gradients(model), dequantised(model)
+        # the trainer keeps full precision
         embedding = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(model.get_parameter(embedding), numbers[embedding])
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with build(write_model(tmp_path / "rounded", config, numbers), backend="reference") as engine:
         expected = gradients(PolicyModel(engine))
-    for name, grad in found.items():
+    for name, grad in grads.items():
         assert torch.equal(grad, expected[name]), name
 
 
-def test_what_is_saved_serves_the_bits_that_were_published(tmp_path: Path) -> None:
+def test_saved_checkpoint_serves_the_published_bits(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "full")
     options = {"backend": "reference", "dtype": "bfloat16", "quantization": "int4"}
     with build(folder, **options) as engine:
@@ -97,16 +95,16 @@ def test_what_is_saved_serves_the_bits_that_were_published(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_it_starts_with_the_codes_that_an_updated_engine_serves(
+def test_model_starts_with_the_codes_of_an_updated_engine(
     tmp_path: Path, quantization: str, dtype: str
 ) -> None:
     with build(tiny_llama(tmp_path), backend="cpu", dtype=dtype, quantization=quantization) as one:
         one.update_weights(NEW, blocking=True)
-        reported, own = drawn_and_scored(PolicyModel(one))
-        assert own == reported
+        reported, scored = drawn_and_scored(PolicyModel(one))
+        assert scored == reported
 
 
-def test_bits_of_a_swapped_parameter_follow(tmp_path: Path) -> None:
+def test_swapped_parameter_updates_the_bits(tmp_path: Path) -> None:
     with build(tiny_llama(tmp_path), backend="reference", quantization="int8") as engine:
         model = PolicyModel(engine)
         before = bits(model.logprobs([[3, 4, 5, 6]])[0])

@@ -1,6 +1,4 @@
-"""`replay`: every sample again, to the bit, whatever schedule and whichever weights it was made
-with.
-"""
+"""`replay` reproduces every sample bit for bit under any schedule and any weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -62,7 +60,7 @@ def build(folder: Path) -> Iterator[Build]:
 
 
 def of_spans(sample: TrainingSample, keep: Sequence[bool]) -> TrainingSample:
-    """With the `kv_versions` of updates that kept the context, or had it computed again."""
+    """Return a sample with the `kv_versions` of updates that kept or recomputed the context."""
     prompt, spans = len(sample.prompt_tokens), sample.weight_versions
     entries: list[ContextVersions] = []
     context: list[VersionSpan] = []
@@ -129,7 +127,7 @@ def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
         st.tuples(st.integers(1, 40), parameters(), st.integers(1, 3)), min_size=1, max_size=3
     ),
 )
-def test_any_sample_is_made_again_beside_live_requests(
+def test_replay_reproduces_samples_next_to_live_requests(
     engine: InferenceEngine, requests: list[tuple[int, SamplingParams, int]]
 ) -> None:
     live = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
@@ -154,7 +152,7 @@ def test_any_sample_is_made_again_beside_live_requests(
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "qwen3", "mistral"])
 @NEEDS_COMPILER
-def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> None:
+def test_replay_covers_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> None:
     tiny_model(tmp_path, family, max_position_embeddings=300)
     engine = build(model_path=str(tmp_path), dtype="bfloat16", backend="cpu", block_size=16)
     long = MOST_ROWS + 20  # more than one chunk, longer than any window
@@ -175,7 +173,9 @@ def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> Non
     at=st.tuples(st.integers(1, 7)) | st.tuples(st.integers(1, 7), st.integers(10, 15)),
     keep=st.lists(st.booleans(), min_size=2, max_size=2),
 )
-def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> None:
+def test_replay_reproduces_mixed_versions(
+    build: Build, at: tuple[int, ...], keep: list[bool]
+) -> None:
     engine = build(backend="reference")
     engine.add_request(
         PROMPT, SamplingParams(max_tokens=18, seed=1, ignore_eos=True, raw_logprobs=True), 2
@@ -183,8 +183,8 @@ def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> 
     samples: list[TrainingSample] = []
     for step in range(100):
         if step in at:
-            place = at.index(step)
-            engine.update_weights([NEW, NEWER][place], blocking=not keep[place])
+            index = at.index(step)
+            engine.update_weights([NEW, NEWER][index], blocking=not keep[index])
         samples += engine.step()
         if not engine.has_pending():
             break
@@ -194,13 +194,13 @@ def test_mixed_versions(build: Build, at: tuple[int, ...], keep: list[bool]) -> 
     if len(set(keep[: len(at)])) == 1:
         other = [of_spans(sample, [not each for each in keep]) for sample in samples]
         again = [replay(engine, sample, weights=BY_VERSION) for sample in other]
-        found = [differences(*pair)[0] for pair in zip(other, again, strict=True)]
-        assert all(each.token is not None and each.token >= at[0] for each in found), (
+        differing = [differences(*pair)[0] for pair in zip(other, again, strict=True)]
+        assert all(each.token is not None and each.token >= at[0] for each in differing), (
             "another context, other bits"
         )
 
 
-def test_weights_come_as_state_dicts_folders_and_functions(build: Build, tmp_path: Path) -> None:
+def test_replay_accepts_state_dicts_folders_and_functions(build: Build, tmp_path: Path) -> None:
     first = build(backend="reference")
     samples = first.generate([PROMPT] * 2, SamplingParams(max_tokens=6))
     first.update_weights(NEW, version=7)
@@ -217,7 +217,7 @@ def test_weights_come_as_state_dicts_folders_and_functions(build: Build, tmp_pat
         assert_replays(build(backend="reference"), samples, weights)
     assert_replays(first, samples, {0: OLD})
     with pytest.raises(AssertionError):
-        # what is given goes before what is served
+        # passed weights take precedence over live weights
         assert_replays(first, samples, {0: OLD, 7: NEWER})
     many = build(backend="reference")
     for version, weights in enumerate([NEW, NEWER], start=1):
@@ -261,7 +261,7 @@ def test_missing_versions_are_all_named(build: Build) -> None:
             replay(engine, mixed, weights={3: weights, 5: NEW})
 
 
-def test_what_does_not_say_enough_is_refused(build: Build) -> None:
+def test_replay_rejects_incomplete_samples(build: Build) -> None:
     engine = build(backend="reference")
     sample = engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
     span = VersionSpan(0, 0, 24)
@@ -304,10 +304,8 @@ def test_what_does_not_say_enough_is_refused(build: Build) -> None:
         replay(engine, sample)
 
 
-def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
-    """A second turn: what a request for the whole conversation draws is what the sample goes on
-    with.
-    """
+def test_appended_tokens_are_replayed_verbatim(build: Build) -> None:
+    """The second turn equals a new request for the whole conversation."""
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=5, seed=9, ignore_eos=True, top_logprobs=2, raw_logprobs=True
@@ -339,7 +337,7 @@ def test_appended_tokens_are_taken_as_they_are(build: Build) -> None:
     )
 
 
-def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
+def test_replay_reproduces_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     engine = build(backend="reference")
     request = engine.add_request(PROMPT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     for _ in range(5):
@@ -368,7 +366,7 @@ def test_aborted_and_stopped_samples(build: Build, folder: Path) -> None:
     ]
 
 
-def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path: Path) -> None:
+def test_reference_logprobs_are_replayed(build: Build, folder: Path, tmp_path: Path) -> None:
     other = write_model(
         tmp_path / "other", llama_config(layers=3), llama_weights(llama_config(layers=3), seed=4)
     )
@@ -381,7 +379,7 @@ def test_reference_logprobs_are_made_again(build: Build, folder: Path, tmp_path:
     )
 
 
-def test_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
+def test_changed_token_of_a_sample_is_located(build: Build) -> None:
     engine = build(backend="reference")
     params = SamplingParams(
         max_tokens=8, top_k=20, raw_logprobs=True, sampling_mask=True, top_logprobs=2, prompt_logprobs=True,
@@ -418,7 +416,7 @@ def test_changed_sample_is_found_where_it_was_changed(build: Build) -> None:
         "weight_versions",
         "weight_version",
     ]
-    # After a draw that differs a replay goes on with its own tokens, as the engine would have.
+    # After a differing draw the replay continues with its own tokens, as the engine would have.
     other = engine.generate(PROMPT, replace(params, seed=sample.seed + 1))[0]
     again = replay(engine, replace(sample, seed=sample.seed + 1))
     assert again.completion_tokens == other.completion_tokens

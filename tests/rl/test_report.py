@@ -1,4 +1,4 @@
-"""`mismatch_report` against the definitions, written out by hand; and what it refuses."""
+"""`mismatch_report` against its definitions, written out by hand, and its errors."""
 
 import math
 import sys
@@ -52,7 +52,7 @@ LOGPROB = st.floats(-20, 0, width=32)
     ),
     as_tensor=st.booleans(),
 )
-def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: bool) -> None:
+def test_report_matches_its_definitions(rows: list[list[Any]], as_tensor: bool) -> None:
     samples = [
         sample_of([a for a, _, _ in row], [keep for _, _, keep in row], len(row) // 2)
         for row in rows
@@ -60,9 +60,9 @@ def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: 
     trainer: Any = [[b for _, b, _ in row] for row in rows]
     padded = np.full((len(rows), 9), 77.0)
     mask = np.zeros((len(rows), 9), dtype=bool)
-    for place, row in enumerate(rows):
-        padded[place, 1 : 1 + len(row)] = trainer[place]
-        mask[place, 1 : 1 + len(row)] = True
+    for position, row in enumerate(rows):
+        padded[position, 1 : 1 + len(row)] = trainer[position]
+        mask[position, 1 : 1 + len(row)] = True
     report = mismatch_report(
         samples, [torch.tensor(row) for row in trainer] if as_tensor else trainer
     )
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: 
         mismatch_report(samples, [[b for _, b, keep in row if keep] for row in rows]),
     ):
         assert str(other) == str(report)
-        assert repr(other) == repr(report)  # nan equals nothing
+        assert repr(other) == repr(report)  # NaN never compares equal
     pairs = [(a, b) for row in rows for a, b, keep in row if keep]
     assert report.num_tokens == len(pairs)
     assert report.num_not_finite == 0
@@ -94,8 +94,8 @@ def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: 
     assert report.mean_abs == pytest.approx(sum(sizes) / len(sizes))
     assert report.std == pytest.approx(np.std(delta), abs=1e-12)
     for share, value in ((0.95, report.p95_abs), (0.99, report.p99_abs)):
-        place = share * (len(sizes) - 1)
-        low, rest = int(place), place - int(place)
+        position = share * (len(sizes) - 1)
+        low, rest = int(position), position - int(position)
         assert value == pytest.approx(
             sizes[low] + rest * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
         )
@@ -109,14 +109,14 @@ def test_numbers_are_those_of_the_definitions(rows: list[list[Any]], as_tensor: 
         ]
         for version, late in ((1, False), (2, True))
     }
-    found = dict(report.by_version)
-    assert found.keys() == ({1, 2} if expected[1] and expected[2] else set())
-    for version, part in found.items():
+    by_version = dict(report.by_version)
+    assert by_version.keys() == ({1, 2} if expected[1] and expected[2] else set())
+    for version, part in by_version.items():
         assert part.num_tokens == len(expected[version])
         assert part.max_abs == max(abs(a - b) for a, b in expected[version])
 
 
-def test_what_is_not_finite_is_counted_and_left_out() -> None:
+def test_non_finite_values_are_counted_and_skipped() -> None:
     samples = [sample_of([-1.0, -2.0, -math.inf, math.nan, -1.0, -1.0])]
     report = mismatch_report(samples, [[-1.0, -1.5, -1.0, -1.0, math.nan, -math.inf]])
     assert (report.num_tokens, report.num_not_finite, report.num_equal) == (2, 4, 1)
@@ -137,7 +137,7 @@ def test_filters_are_accounted_for() -> None:
     assert mismatch_report([sample], [[-0.5, -0.25]]).max_abs == 0.125
 
 
-def test_trainer_of_low_precision_is_seen() -> None:
+def test_low_precision_trainer_is_detected() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(500, generator=generator) * 8
     report = mismatch_report([sample_of(logprobs.tolist())], [logprobs.bfloat16()])
@@ -170,7 +170,7 @@ def test_trainer_of_low_precision_is_seen() -> None:
         ),
     ],
 )
-def test_shapes_that_do_not_agree(trainer: Any, mask: Any, problem: str) -> None:
+def test_mismatched_shapes_are_rejected(trainer: Any, mask: Any, problem: str) -> None:
     samples = [sample_of([-1.0] * 3), sample_of([-1.0] * 3, [True, False, True])]
     with pytest.raises(DataError, match=problem):
         mismatch_report(samples, trainer, mask=mask)
@@ -200,7 +200,7 @@ def test_histogram_is_a_png(tmp_path: Path) -> None:
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_command_is_named(
+def test_missing_matplotlib_error_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

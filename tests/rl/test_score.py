@@ -1,5 +1,5 @@
-"""`score` gives the bits that the engine reported when it drew, whatever the schedule, and shares
-what is common.
+"""`score` returns the bits reported by sampling under any schedule, and computes shared prefixes
+once.
 """
 
 import math
@@ -62,7 +62,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
+def test_scores_equal_sampled_logprobs_bit_for_bit(
     folder: Path, schedule: dict[str, Any], backend: str, dtype: str
 ) -> None:
     with build(folder, dtype=dtype, backend=backend) as engine:
@@ -86,15 +86,15 @@ def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
 
 
 def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None:
-    """Several threads score at once, while samples are drawn."""
+    """Several threads score simultaneously during sampling."""
     with build(folder) as engine:
         params = [SamplingParams(temperature=t, max_tokens=30, seed=3) for t in (0.5, 1.0, 2.0)]
         samples = [engine.generate(PROMPTS[2], each)[0] for each in params]
-        found: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = {}
 
         def run(index: int) -> None:
             sample, temperature = samples[index], params[index].temperature
-            (found[index],) = score(
+            (results[index],) = score(
                 engine, [whole(sample)], from_position=40, temperature=temperature
             )
 
@@ -105,10 +105,10 @@ def test_scores_of_different_temperatures_may_share_a_step(folder: Path) -> None
         for thread in threads:
             thread.join(timeout=60)
     for index, sample in enumerate(samples):
-        assert bits(found[index]) == bits(torch.tensor(sample.logprobs))
+        assert bits(results[index]) == bits(torch.tensor(sample.logprobs))
 
 
-def test_scores_of_a_whole_sequence_begin_with_nan_and_are_a_teachers(folder: Path) -> None:
+def test_whole_sequence_scores_begin_with_nan(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     oracle: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -129,10 +129,10 @@ TREES = st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=12), min_size=
 
 @settings(max_examples=at_depth(40), deadline=None)
 @given(sequences=TREES, seed=st.integers(0, 999), one=st.booleans())
-def test_what_sequences_share_is_scored_once_and_copied(
+def test_shared_prefix_is_scored_once_and_copied(
     shared_engine: InferenceEngine, sequences: list[list[int]], seed: int, one: bool
 ) -> None:
-    """Over two ids every set of sequences is a tree: duplicates, prefixes of each other, forks."""
+    """With two ids every set of sequences is a tree: duplicates, prefixes of each other, forks."""
     engine, draw = shared_engine, torch.Generator().manual_seed(seed)
     starts = [int(torch.randint(0, len(ids) + 1, (), generator=draw)) for ids in sequences]
     if one:
@@ -155,7 +155,7 @@ def test_common_prefix_is_computed_once(folder: Path) -> None:
     with build(folder) as engine:
         score(engine, [prefix + tail for tail in tails])
         computed = engine.runner.tokens_computed
-    assert computed <= 256 + 8 * 16 + 8 * 15  # and what ends a block short of where they part
+    assert computed <= 256 + 8 * 16 + 8 * 15  # and rows a block before the fork
     with build(folder, enable_prefix_caching=False) as engine:
         score(engine, [prefix + tail for tail in tails])
         assert engine.runner.tokens_computed == 8 * 271
@@ -169,7 +169,7 @@ def test_rows_before_the_position_come_from_the_cache(folder: Path) -> None:
         assert engine.runner.tokens_computed - before <= 16 + 4
 
 
-def test_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Path) -> None:
+def test_score_accepts_the_maximum_length_and_rejects_more(folder: Path) -> None:
     with build(folder, kv_cache_memory=4 * 16 * 512, max_batch_size=1) as engine:
         most = engine.max_model_len
         (scored,) = score(engine, [[7] * most])
@@ -206,7 +206,7 @@ def test_longest_possible_sequence_is_scored_and_a_longer_one_refused(folder: Pa
         ([[1, 2]], {"temperature": True}, "temperature=True"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_added(
+def test_bad_arguments_are_rejected_before_any_request_is_added(
     shared_engine: InferenceEngine, sequences: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -214,7 +214,7 @@ def test_bad_arguments_are_refused_before_anything_is_added(
     assert not shared_engine.has_pending()
 
 
-def test_nothing_to_score_is_no_work(shared_engine: InferenceEngine) -> None:
+def test_score_of_no_sequences_runs_no_step(shared_engine: InferenceEngine) -> None:
     before = shared_engine.runner.tokens_computed
     assert score(shared_engine, []) == []
     (scored,) = score(shared_engine, [[5]])
@@ -227,7 +227,7 @@ def test_nothing_to_score_is_no_work(shared_engine: InferenceEngine) -> None:
     assert shared_engine.runner.tokens_computed == before
 
 
-def test_aborted_scorer_is_an_error_and_leaves_nothing_behind(
+def test_aborted_score_raises_and_leaves_no_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build(folder, max_tokens_per_batch=4) as engine:
@@ -246,10 +246,8 @@ def test_aborted_scorer_is_an_error_and_leaves_nothing_behind(
         assert engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def test_update_in_the_middle_starts_the_scores_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Old scores must not stand beside new ones."""
+def test_update_during_a_score_restarts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old and new scores must not mix."""
     weights = {"model.norm.weight": torch.full((64,), 0.5)}
     with build(folder) as engine:
         engine.update_weights(weights, blocking=True)
@@ -269,7 +267,7 @@ def test_update_in_the_middle_starts_the_scores_again(
     assert bits(scored) == bits(expected)
 
 
-def test_dead_engine_says_so(folder: Path) -> None:
+def test_score_on_a_dead_engine_raises(folder: Path) -> None:
     engine = build(folder)
     engine.shutdown()
     with pytest.raises(EngineDead):
@@ -277,8 +275,8 @@ def test_dead_engine_says_so(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_windows_and_units_score_too(tmp_path: Path) -> None:
-    """Sliding layers: a shared prefix that left the window."""
+def test_score_supports_windows_and_units(tmp_path: Path) -> None:
+    """Cover sliding layers with a shared prefix that has left the window."""
     with build(tiny_model(tmp_path, "gemma3"), block_size=4, max_chunk_tokens=9) as engine:
         prompt = [3 + (7 * i) % 200 for i in range(60)]
         samples = engine.generate(

@@ -1,5 +1,5 @@
-"""Logprobs of tokens that a trainer names in the place of a sequence's own: their values, bits and
-gradients, against transformers, PEFT and scores of the same tokens as continuations.
+"""Logprobs of alternative target tokens: values, bits and gradients against transformers, PEFT and
+scores of the same tokens as continuations.
 """
 
 from pathlib import Path
@@ -42,15 +42,15 @@ def engine(folder: Path) -> Any:
         yield engine
 
 
-def as_continuation(engine: InferenceEngine, ids: list[int], place: int, token: int) -> float:
-    """The logprob of a token behind the first `place` tokens of a sequence."""
-    (found,) = score(engine, [[*ids[:place], token]], from_position=place)
-    return float(found[0])
+def as_continuation(engine: InferenceEngine, ids: list[int], position: int, token: int) -> float:
+    """Return the logprob of a token after the first `position` tokens of a sequence."""
+    (scores,) = score(engine, [[*ids[:position], token]], from_position=position)
+    return float(scores[0])
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[Any]]:
-    """Sequences with common beginnings, where they begin to count, and targets of some."""
+    """Generate sequences with shared prefixes, start positions, and targets for some of them."""
     token = st.integers(3, 6)
     sequences = draw(st.lists(st.lists(token, min_size=2, max_size=24), min_size=1, max_size=5))
     positions = [draw(st.integers(1, len(ids) - 1)) for ids in sequences]
@@ -69,7 +69,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[Any]]:
 
 
 @pytest.mark.parametrize("options", SCHEDULES)
-def test_targets_have_the_bits_of_continuations(folder: Path, options: dict[str, Any]) -> None:
+def test_targets_equal_continuations_bit_for_bit(folder: Path, options: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
     with InferenceEngine(EngineConfig(str(folder), **(fields | options))) as engine:
 
@@ -77,32 +77,34 @@ def test_targets_have_the_bits_of_continuations(folder: Path, options: dict[str,
         @given(batches())
         def check(batch: tuple[list[list[int]], list[int], list[Any]]) -> None:
             sequences, positions, targets = batch
-            found = score(engine, sequences, from_position=positions, targets=targets)
-            for ids, start, given, own in zip(sequences, positions, targets, found, strict=True):
-                wanted = np.array(ids[start:] if given is None else given)
-                assert own.shape == wanted.shape
+            actual = score(engine, sequences, from_position=positions, targets=targets)
+            for ids, start, target_ids, scores in zip(
+                sequences, positions, targets, actual, strict=True
+            ):
+                wanted = np.array(ids[start:] if target_ids is None else target_ids)
+                assert scores.shape == wanted.shape
                 for at in np.ndindex(wanted.shape):
                     token = int(wanted[at])
-                    assert float(own[at]) == as_continuation(engine, ids, start + at[0], token)
+                    assert float(scores[at]) == as_continuation(engine, ids, start + at[0], token)
 
         check()
 
 
-def test_targets_at_a_temperature_and_from_the_first_token(engine: InferenceEngine) -> None:
+def test_targets_support_temperature_and_the_first_token(engine: InferenceEngine) -> None:
     ids = [3, 4, 5, 6]
-    given = [[7, 8], [4, 9], [4, 4], [10, 3]]
-    (found,) = score(engine, [ids], targets=[given], temperature=0.7)
-    assert found.shape == (4, 2)
-    assert found[0].isnan().all()
-    for place in range(1, 4):
+    target_ids = [[7, 8], [4, 9], [4, 4], [10, 3]]
+    (scores,) = score(engine, [ids], targets=[target_ids], temperature=0.7)
+    assert scores.shape == (4, 2)
+    assert scores[0].isnan().all()
+    for position in range(1, 4):
         for column in range(2):
-            tokens = [*ids[:place], given[place][column]]
-            (own,) = score(engine, [tokens], from_position=place, temperature=0.7)
-            assert float(found[place, column]) == float(own[0])
+            tokens = [*ids[:position], target_ids[position][column]]
+            (single,) = score(engine, [tokens], from_position=position, temperature=0.7)
+            assert float(scores[position, column]) == float(single[0])
 
 
 def test_equal_targets_are_scored_once(engine: InferenceEngine) -> None:
-    """A group of samples of one prompt, whose targets are padded there."""
+    """Samples of a group share one prompt and padded targets."""
     prompt = list(range(3, 43))
     group = [[*prompt, 50 + number, 60, 0] for number in range(4)]
     targets = [[0] * (len(prompt) - 1) + [50 + number, 60, 61] for number in range(4)]
@@ -115,13 +117,13 @@ def test_equal_targets_are_scored_once(engine: InferenceEngine) -> None:
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> None:
+def test_gradients_of_targets_equal_peft(tmp_path: Path, family: str) -> None:
     case = CASES[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     vocab = oracle.get_input_embeddings().num_embeddings
     sequences = strong_prompts(vocab, (9, 40, 40))
     chance = np.random.default_rng(2)
-    # one column, three of them with a token twice in a row, and its own tokens
+    # one column, then three with a token twice in a row, and the sequence's tokens
     targets = [chance.integers(0, vocab, 8), chance.integers(0, vocab, (39, 3)), None]
     targets[1][5] = 7
     weights = [
@@ -130,18 +132,20 @@ def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> 
     weights[1][:20] = 0.0
     with engine_of(tmp_path, dtype="float32") as engine:
         policy = strong_policy(engine, micro_batch_tokens=32)
-        found = policy.logprobs(sequences, from_position=1, targets=targets)
-        loss: Any = sum((own * weight).sum() for own, weight in zip(found, weights, strict=True))
+        logprobs = policy.logprobs(sequences, from_position=1, targets=targets)
+        loss: Any = sum((own * weight).sum() for own, weight in zip(logprobs, weights, strict=True))
         loss.backward()
         policy.save_pretrained(tmp_path / "adapter")
         model = PeftModel.from_pretrained(oracle, tmp_path / "adapter", is_trainable=True).eval()
-        for ids, given, weight, own in zip(sequences, targets, weights, found, strict=True):
+        for ids, target_ids, weight, scores in zip(
+            sequences, targets, weights, logprobs, strict=True
+        ):
             rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), dim=-1)[:-1]
-            wanted = torch.tensor(ids[1:] if given is None else given)
+            wanted = torch.tensor(ids[1:] if target_ids is None else target_ids)
             columns = wanted[:, None] if wanted.ndim == 1 else wanted
             theirs = rows.gather(1, columns).view(wanted.shape)
-            assert own.shape == wanted.shape
-            assert (own - theirs).abs().max() < 1e-4
+            assert scores.shape == wanted.shape
+            assert (scores - theirs).abs().max() < 1e-4
             (theirs * weight).sum().backward()
         expected = {
             name.replace(".default", ""): param.grad
@@ -154,10 +158,10 @@ def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> 
             assert difference < 1e-4 * expected[name].norm(), name
 
 
-def test_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
-    """A column that repeats the sequence's own tokens has the gradient of those tokens."""
+def test_policy_model_has_gradients_of_targets(folder: Path) -> None:
+    """A column that repeats the sequence's tokens has the gradient of those tokens."""
     ids = [3, 4, 5, 6, 7, 8]
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     with InferenceEngine(
         EngineConfig(str(folder), device="cpu", dtype="float32", kv_cache_memory=2**24)
     ) as engine:
@@ -166,11 +170,11 @@ def test_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
             ([[[token, 9] for token in ids[1:]]], torch.tensor([[1.0, 0.0]] * 5)),
         ):
             model = PolicyModel(engine)
-            (own,) = model.logprobs([ids], from_position=1, targets=targets)
-            (own * weight).sum().backward()
-            found.append([param.grad for param in model.parameters()])  # pyright: ignore
+            (logprobs,) = model.logprobs([ids], from_position=1, targets=targets)
+            (logprobs * weight).sum().backward()
+            results.append([param.grad for param in model.parameters()])  # pyright: ignore
             model.close()
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_bad_targets_are_rejected(engine: InferenceEngine, targets: Any, words: 
 
 
 def test_targets_and_a_grammar_are_rejected_together(tmp_path: Path) -> None:
-    """Beside a sequence under a grammar, another may have targets."""
+    """Another sequence than the one under a grammar may have targets."""
     folder = tiny_llama(tmp_path, seed=0)
     byte_tokenizer(folder)
     grammar = Grammar.regex("[0-9]{4}")

@@ -1,4 +1,6 @@
-"""An operation that breaks the law is named, with its layer; where none does, that is said."""
+"""`differences` names the operation that breaks invariance and its layer, and reports if no
+operation does.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -59,13 +61,13 @@ def build(tmp_path: Path) -> Iterator[Callable[..., InferenceEngine]]:
 
 def look(engine: InferenceEngine, sample: TrainingSample) -> Diagnosis:
     replayer = Replayer(engine)
-    found = differences(sample, replayer.replay(sample))
-    assert found
-    return diagnose(replayer, sample, found[0])
+    difference = differences(sample, replayer.replay(sample))
+    assert difference
+    return diagnose(replayer, sample, difference[0])
 
 
 def splits_k_by_rows(param: str) -> Break:
-    """A product that adds up halves of K where there is one row, as a kernel for decodes may."""
+    """Sum halves of K separately for one row, as a decode kernel might."""
 
     def broken(engine: InferenceEngine, ops: Ops) -> Ops:
         def linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -86,7 +88,7 @@ def other_bits(rows: Tensor) -> Tensor:
 
 
 def breaks(operation: str, layer: int | None = None) -> Break:
-    """Another last bit in what an operation gives for a single row."""
+    """Change the last bit of an operation's result for a single row."""
 
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def run(*arguments: Any) -> Any:
@@ -114,19 +116,19 @@ def breaks(operation: str, layer: int | None = None) -> Break:
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
-def test_first_operation_that_differs_is_named(
+def test_trace_names_the_first_differing_operation(
     build: Callable[..., InferenceEngine], broken: Break, layer: int | None, operation: str
 ) -> None:
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation, found.schedules) == (layer, operation, (WHOLE, SINGLE))
+    traced = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert traced is not None
+    assert (traced.layer, traced.operation, traced.schedules) == (layer, operation, (WHOLE, SINGLE))
     if not operation.startswith("linear"):  # a split need not change the bits of every row
-        assert found.position == 0
-    assert f"layer {layer}" in str(found) or layer is None
+        assert traced.position == 0
+    assert f"layer {layer}" in str(traced) or layer is None
 
 
-def test_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_stored_keys_and_values(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def rope_and_store(*arguments: Any) -> Tensor:
             q = ops.rope_and_store(*arguments)
@@ -140,12 +142,12 @@ def test_stored_keys_and_values_count(build: Callable[..., InferenceEngine]) -> 
         return replace(ops, rope_and_store=rope_and_store)
 
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation) == (1, "rope_and_store")
+    operation = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation) == (1, "rope_and_store")
 
 
-def test_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_the_draw(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         def sample(hidden: Tensor, *arguments: Any) -> Any:
             draw = ops.sample(hidden, *arguments)
@@ -154,16 +156,16 @@ def test_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
         return replace(ops, sample=sample)
 
     engine = build(broken=broken)
-    found = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
-    assert found is not None
-    assert (found.layer, found.operation) == (None, "sample")
+    operation = look(engine, engine.generate(PROMPT, PARAMS)[0]).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation) == (None, "sample")
 
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_where_all_keep_the_law_the_weights_are_named(
+def test_trace_names_the_weights_if_every_operation_agrees(
     build: Callable[..., InferenceEngine], family: str, dtype: str
 ) -> None:
     engine = build(family=family, backend="cpu", dtype=dtype)
@@ -173,11 +175,11 @@ def test_where_all_keep_the_law_the_weights_are_named(
         ("logprobs", (*sample.logprobs[:-1], -9.0)),
         ("weight_version", 1),
     ):
-        found = look(engine, replace(sample, **{field: value}))
-        assert found.operation is None
-        assert found.weight_version == 0
-        assert len(found.weights_sha256) == 64
-        assert found.weights_sha256 in str(found)
+        difference = look(engine, replace(sample, **{field: value}))
+        assert difference.operation is None
+        assert difference.weight_version == 0
+        assert len(difference.weights_sha256) == 64
+        assert difference.weights_sha256 in str(difference)
 
 
 @pytest.mark.thorough(cases=["1-schedules0"])
@@ -185,10 +187,10 @@ def test_where_all_keep_the_law_the_weights_are_named(
 @pytest.mark.parametrize(
     ("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))]
 )
-def test_compiled_decoder_is_held_against_its_operations(
+def test_compiled_decoder_is_compared_with_its_operations(
     build: Callable[..., InferenceEngine], rows: int, schedules: tuple[str, str]
 ) -> None:
-    """Compiled batches of so many rows are wrong."""
+    """Compiled batches of this row count are wrong."""
 
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         assert ops.compile is not None
@@ -214,18 +216,18 @@ def test_compiled_decoder_is_held_against_its_operations(
 
 
 @NEEDS_COMPILER
-def test_threads_are_looked_at(build: Callable[..., InferenceEngine]) -> None:
+def test_trace_compares_thread_counts(build: Callable[..., InferenceEngine]) -> None:
     def broken(_: InferenceEngine, ops: Ops) -> Ops:
         return replace(ops, linear=lambda *given: other_bits(ops.linear(*given)))
 
     engine = build(backend="cpu", dtype="float32")
     sample = engine.generate(PROMPT, PARAMS)[0]
-    # The engine's single operations are wrong in the same way under every schedule; the decoder is
-    # not compiled.
+    # The engine's single operations are wrong in the same way under every schedule, and the decoder
+    # is not compiled.
     engine.model.ops = replace(broken(engine, engine.model.ops), compile=None)
-    found = look(engine, sample).operation
-    assert found is not None
-    assert (found.layer, found.operation, found.schedules) == (
+    operation = look(engine, sample).operation
+    assert operation is not None
+    assert (operation.layer, operation.operation, operation.schedules) == (
         0,
         "linear (qkv)",
         (WHOLE, ONE_THREAD),

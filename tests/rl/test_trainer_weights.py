@@ -1,4 +1,4 @@
-"""What an engine gets of a PEFT model is what that model computes with."""
+"""The engine's weights from a PEFT model equal the weights that the model computes with."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from nano_inference.rl.trainer_weights import whole_weights
 from tests.models.families import CASES
 from tests.models.strong import strong_model
 
+# PEFT warns.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # of PEFT's
+)
 IDS = torch.tensor([[3, 4, 5, 6]])
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
@@ -27,7 +28,7 @@ def adapted(folder: Path, family: str, *modules: str) -> Any:
 
 
 @torch.no_grad()
-def test_adapter_that_was_merged_before_stays_merged(tmp_path: Path) -> None:
+def test_merged_adapter_stays_merged(tmp_path: Path) -> None:
     model = adapted(tmp_path, "llama", "q_proj")
     with whole_weights(model) as weights:
         expected = weights[NAME].clone()
@@ -39,8 +40,8 @@ def test_adapter_that_was_merged_before_stays_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_adapter_of_a_tied_tensor_is_refused(tmp_path: Path, module: str) -> None:
+def test_adapter_of_a_tied_tensor_is_rejected(tmp_path: Path, module: str) -> None:
     model = adapted(tmp_path, "gemma2", "q_proj", module)
-    told = pytest.raises(ConfigError, match=f"an adapter of .*{module}.* cannot be merged")
-    with told, whole_weights(model):
+    rejected = pytest.raises(ConfigError, match=f"an adapter of .*{module}.* cannot be merged")
+    with rejected, whole_weights(model):
         pass

@@ -1,4 +1,4 @@
-"""RL on the CUDA backend, in Triton's interpreter: the trainer's numbers are the engine's, to the
+"""RL on the CUDA backend in Triton's interpreter: the trainer's numbers equal the engine's bit for
 bit.
 """
 
@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
         "kv_cache_memory": 2**20,
         "block_size": 4,
     }
-    options |= {"cuda_graphs": False}  # they have tests of their own
+    options |= {"cuda_graphs": False}  # tested elsewhere
     with InferenceEngine(
         EngineConfig(model_path=str(folder), dtype="float32", seed=0, **options)
     ) as built:
@@ -36,7 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
 
 
 @pytest.mark.thorough
-def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEngine) -> None:
+def test_samples_are_replayed_and_scored_bit_for_bit(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.8, raw_logprobs=True, ignore_eos=True)
     samples = engine.generate([PROMPT], params, 2)
     for sample in samples:
@@ -45,12 +45,12 @@ def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEng
             sample.completion_tokens,
             sample.logprobs,
         )
-        (found,) = score(engine, [sample.prompt_tokens + sample.completion_tokens])
-        assert tuple(found[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
+        (scores,) = score(engine, [sample.prompt_tokens + sample.completion_tokens])
+        assert tuple(scores[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
 
 
 @pytest.mark.thorough
-def test_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
+def test_policy_model_matches_samples_and_its_update_is_served(
     engine: InferenceEngine,
 ) -> None:
     policy = PolicyModel(engine)
@@ -58,13 +58,13 @@ def test_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     for _ in range(2):
         samples = engine.generate([PROMPT], params)
-        found = policy.logprobs(
+        actual = policy.logprobs(
             [sample.prompt_tokens + sample.completion_tokens for sample in samples]
         )
-        for sample, row in zip(samples, found, strict=True):
+        for sample, row in zip(samples, actual, strict=True):
             assert tuple(row[len(sample.prompt_tokens) :].tolist()) == sample.logprobs
         optimizer.zero_grad()
-        torch.stack([row[1:].sum() for row in found]).sum().neg().backward()
+        torch.stack([row[1:].sum() for row in actual]).sum().neg().backward()
         gradients = [param.grad for param in policy.parameters() if param.grad is not None]
         assert len(gradients) == len(list(policy.parameters()))
         assert all(bool(torch.isfinite(each).all()) and bool(each.any()) for each in gradients)

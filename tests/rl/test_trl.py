@@ -1,5 +1,5 @@
-"""The rollout function for TRL's trainer, on a stand-in for it: groups, order, weights, draws,
-refusals.
+"""The rollout function for TRL's trainer, on a fake trainer: groups, order, weights, sampling,
+errors.
 """
 
 import math
@@ -57,7 +57,7 @@ def largest_difference(trainer: FakeTrainer, output: dict[str, Any]) -> float:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=12))
-def test_groups_are_the_entries_by_prompt(prompts: list[list[int]]) -> None:
+def test_groups_follow_prompts(prompts: list[list[int]]) -> None:
     groups = group_by_prompt(prompts)
     rebuilt = {place: list(group.token_ids) for group in groups for place in group.places}
     assert [rebuilt[place] for place in range(len(prompts))] == prompts
@@ -73,7 +73,7 @@ def test_groups_are_the_entries_by_prompt(prompts: list[list[int]]) -> None:
     words=st.lists(st.sampled_from(["a", "be", "sea", "deed"]), min_size=1, max_size=9),
     seed=st.integers(0, 99),
 )
-def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
+def test_entries_get_one_completion_and_share_prompt_compute(
     engine: InferenceEngine, trainer: FakeTrainer, words: list[str], seed: int
 ) -> None:
     trainer.args.seed = seed
@@ -91,16 +91,14 @@ def test_one_completion_an_entry_in_order_and_each_prompt_computed_once(
     assert len({tuple(ids) for ids in output["completion_ids"]}) > len(words) // 3
 
 
-def test_weights_follow_the_trainer_when_they_change_and_only_then(
-    folder: Path, engine: InferenceEngine
-) -> None:
+def test_weights_sync_only_when_the_trainer_changes(folder: Path, engine: InferenceEngine) -> None:
     trainer, rollout = FakeTrainer(folder), RolloutFunction(engine)
     first = rollout(PROMPTS, trainer)["weight_version"][0]
     trainer.model.eval()
     assert rollout(PROMPTS[:2], trainer)["weight_version"] == [first, first]
     assert not rollout.sync(trainer)
 
-    # the last: load_best_model_at_end, a callback
+    # the last write: load_best_model_at_end, a callback
     for change in (trainer.step, trainer.step, trainer.write):
         change()
         output = rollout(PROMPTS, trainer)
@@ -109,11 +107,11 @@ def test_weights_follow_the_trainer_when_they_change_and_only_then(
         assert largest_difference(trainer, output) < 1e-4
         assert not rollout.sync(trainer)
 
-    engine.update_weights({"model.norm.weight": torch.ones(64)}, blocking=True)  # somebody else
+    engine.update_weights({"model.norm.weight": torch.ones(64)}, blocking=True)  # another writer
     assert largest_difference(trainer, rollout(PROMPTS, trainer)) < 1e-4
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
+def test_mismatched_weights_are_rejected_and_the_next_accepted(
     folder: Path, engine: InferenceEngine
 ) -> None:
     trainer, rollout = FakeTrainer(folder), RolloutFunction(engine)
@@ -132,7 +130,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
 
 
 @pytest.mark.thorough
-def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
+def test_draws_depend_on_seed_step_process_and_turn(folder: Path) -> None:
     def rollouts(**changes: Any) -> list[Any]:
         trainer = FakeTrainer(
             folder, **{name: value for name, value in changes.items() if name == "seed"}
@@ -151,7 +149,7 @@ def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
             for each in drawn
             for prompt, seed in zip(PROMPTS, each["seed"], strict=True)
         ]
-        # one a group
+        # one per group
         assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(drawn) * len(set(PROMPTS))
         return [each["completion_ids"] for each in drawn]
 
@@ -161,7 +159,7 @@ def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
     assert all(a != b for place, a in enumerate(everything) for b in everything[:place])
 
 
-def test_chats_go_through_the_trainers_template(folder: Path, engine: InferenceEngine) -> None:
+def test_chats_use_the_template_of_the_trainer(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder, chat_template_kwargs={"enable_thinking": True})
     chat = [{"role": "user", "content": "Hi"}]
     output = RolloutFunction(engine)([chat, chat], trainer)
@@ -176,9 +174,7 @@ def test_chats_go_through_the_trainers_template(folder: Path, engine: InferenceE
         RolloutFunction(engine)([picture], trainer)
 
 
-def test_trainers_ends_count_and_not_those_of_the_checkpoint(
-    folder: Path, engine: InferenceEngine
-) -> None:
+def test_stop_tokens_come_from_the_trainer(folder: Path, engine: InferenceEngine) -> None:
     ends = list(range(100, 180))
     trainer = FakeTrainer(folder, eos_token_ids=ends, max_completion_length=60)
     output = RolloutFunction(engine)(PROMPTS, trainer)
@@ -188,7 +184,7 @@ def test_trainers_ends_count_and_not_those_of_the_checkpoint(
     assert "stop" in output["finish_reason"]
 
 
-def test_trainers_arguments_decide_how_tokens_are_drawn(folder: Path) -> None:
+def test_sampling_params_come_from_the_trainer(folder: Path) -> None:
     kwargs = {
         "max_new_tokens": 9,
         "min_new_tokens": 2,
@@ -229,7 +225,7 @@ def test_trainers_arguments_decide_how_tokens_are_drawn(folder: Path) -> None:
             sampling_params(trainer)
 
 
-def test_logprobs_are_the_trainers_where_filters_cut(folder: Path, engine: InferenceEngine) -> None:
+def test_logprobs_match_the_trainer_under_filters(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder, temperature=1.3, top_k=7, top_p=0.9)
     output = RolloutFunction(engine, extras=("log_kept_mass", "raw_logprobs"))(PROMPTS, trainer)
     assert min(min(kept) for kept in output["log_kept_mass"]) < -0.5
@@ -239,9 +235,7 @@ def test_logprobs_are_the_trainers_where_filters_cut(folder: Path, engine: Infer
     assert largest_difference(trainer, raw) < 1e-4
 
 
-def test_of_more_completions_the_first_to_finish_are_taken(
-    folder: Path, engine: InferenceEngine
-) -> None:
+def test_completions_are_taken_in_finish_order(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder, eos_token_ids=list(range(3, 33)), max_completion_length=80)
     before = engine.stats().completion_tokens
     output = RolloutFunction(engine, oversample=8, extras=("sample_index", "finish_reason"))(
@@ -258,12 +252,12 @@ def test_of_more_completions_the_first_to_finish_are_taken(
     assert max(map(len, all_of_them)) > longest
     assert engine.stats().completion_tokens - before < 2 * sum(map(len, all_of_them))
     taken = {tuple(ids) for ids in output["completion_ids"]}
-    assert taken <= {tuple(ids) for ids in all_of_them}  # the same draws: who is taken changes none
+    assert taken <= {tuple(ids) for ids in all_of_them}  # the selection changes no token
     with pytest.raises(ConfigError, match="oversample=-1"):
         RolloutFunction(engine, oversample=-1)
 
 
-def test_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -> None:
+def test_mismatch_metrics_match_trl(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder)
     # more than a batch, of several lengths
     prompts = ["A longer prompt", "b", "b", "And one more", "c"]
@@ -304,7 +298,7 @@ def test_mismatch_is_logged_as_trl_does(folder: Path, engine: InferenceEngine) -
         (lambda t: setattr(t, "max_completion_length", 10_000), "max_model_len"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_trainer_options_are_rejected_by_name(
     folder: Path, engine: InferenceEngine, change: Any, said: str
 ) -> None:
     trainer = FakeTrainer(folder)
@@ -313,17 +307,13 @@ def test_what_cannot_be_served_is_refused_by_name(
         RolloutFunction(engine)(["a"], trainer)
 
 
-def test_several_processes_with_whole_models_are_served(
-    folder: Path, engine: InferenceEngine
-) -> None:
+def test_processes_with_whole_models_are_supported(folder: Path, engine: InferenceEngine) -> None:
     trainer = FakeTrainer(folder)
     trainer.accelerator.distributed_type = DistributedType.MULTI_CPU
     assert len(RolloutFunction(engine)(["a"], trainer)["completion_ids"]) == 1
 
 
-def test_engine_built_here_is_shut_down_and_another_is_not(
-    folder: Path, engine: InferenceEngine
-) -> None:
+def test_shutdown_ends_only_an_engine_built_here(folder: Path, engine: InferenceEngine) -> None:
     config = EngineConfig(str(folder), dtype="float32", kv_cache_memory=2**22)
     with RolloutFunction(config, sleep=True) as rollout:
         trainer = FakeTrainer(folder)

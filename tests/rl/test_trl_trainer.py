@@ -1,4 +1,4 @@
-"""TRL's real trainer, unmodified, in an environment of its own (`make test-slow` makes it)."""
+"""TRL's real, unmodified trainer in a separate environment (created by `make test-slow`)."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def trained(kind: str, folder: Path, *, processes: int = 1) -> list[dict[str, Any]]:
-    """What each process saw in six steps."""
+    """Return the records of each process after six steps."""
     model = tiny_llama(folder / "model", vocab_size=259, std=0.1)
     launch = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -44,16 +44,16 @@ def trained(kind: str, folder: Path, *, processes: int = 1) -> list[dict[str, An
 def check(seen: dict[str, Any]) -> None:
     assert seen["steps"] == 6
     training = [each for each in seen["rollouts"] if each["training"]]
-    # Two batches a step, two steps a rollout; evaluations at the third and the last.
+    # Two batches per step, two steps per rollout, evaluations at the third and the last step.
     assert [each["step"] for each in training] == [0, 2, 4]
     assert {each["step"] for each in seen["rollouts"] if not each["training"]} == {3, 6}
-    # the bound asked for is 1e-3
+    # the required bound is 1e-3
     assert all(each["difference"] < 1e-4 for each in seen["rollouts"])
     assert all(
         each["computed_once"] and each["distinct"] < each["entries"] for each in seen["rollouts"]
     )
     assert all(len(each["versions"]) == 1 for each in seen["rollouts"])
-    # an update where the step has moved, and only there
+    # an update only if the step has advanced
     for one, other in pairwise(seen["rollouts"]):
         assert other["versions"][0] - one["versions"][0] == (other["step"] != one["step"])
     assert len(seen["logged"]) == 3
@@ -61,14 +61,14 @@ def check(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "adapter"])
-def test_every_rollout_is_of_the_trainers_own_weights(kind: str, tmp_path: Path) -> None:
+def test_rollouts_use_the_current_trainer_weights(kind: str, tmp_path: Path) -> None:
     (seen,) = trained(kind, tmp_path)
     check(seen)
-    assert seen["base_kept"]  # merging leaves no trace in what is not trained
+    assert seen["base_kept"]  # merging leaves untrained tensors unchanged
     assert len(set(seen["rewards"])) > 1
 
 
-def test_two_processes_have_an_engine_each(tmp_path: Path) -> None:
+def test_processes_have_separate_engines(tmp_path: Path) -> None:
     one, other = trained("full", tmp_path, processes=2)
     check(one)
     check(other)

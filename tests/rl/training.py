@@ -1,6 +1,4 @@
-"""What the tests of the trainer's side share: engines, sequences, losses and the bits of
-tensors.
-"""
+"""Helpers shared by the trainer tests: engines, sequences, losses and the bits of tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.rl import PolicyModel
 
-# Of several lengths, of which two share a beginning, one is the beginning of another, and one
-# stands there twice.
+# Several lengths: two share a prefix, one is a prefix of another, and one occurs twice.
 SEQUENCES = [
     [3 + (7 * i * j) % 250 for i in range(n)]
     for j, n in ((1, 40), (2, 33), (3, 5), (1, 50), (4, 90), (2, 33))
@@ -29,14 +26,14 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 def coefficients(lengths: list[int], seed: int = 0) -> list[Tensor]:
-    """What a loss gives each logprob; some are 0."""
+    """Return the loss coefficient of each logprob; some are 0."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(length, generator=generator) for length in lengths]
     return [torch.where(each > 1, 0.0, each) for each in drawn]
 
 
 def weighted_sum(logprobs: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """A loss that is linear in the logprobs; first tokens, which have none, are left out."""
+    """Return a loss linear in the logprobs. First tokens have no logprob and are skipped."""
     return torch.stack(
         [(own[1:] * each[1:]).sum() for own, each in zip(logprobs, weights, strict=True)]
     ).sum()

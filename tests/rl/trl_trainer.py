@@ -1,5 +1,5 @@
-"""A stand-in for TRL's trainer: what the rollout function reads of one, around a real
-`transformers` model.
+"""A fake of TRL's trainer around a real `transformers` model, with the attributes that the rollout
+function reads.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ class DistributedType(StrEnum):
 
 
 class Tokenizer:
-    """A character is its code, from 33 on; a chat is one id for each role, its text, and the
+    """A character's id is its code, from 33 on. A chat is one id per role, its text, and the
     assistant's id.
     """
 
@@ -52,9 +52,7 @@ class Tokenizer:
 
 
 class FakeTrainer:
-    """One process, a model in float32 of a folder; `step` and `write` are what an optimizer would
-    do.
-    """
+    """A single-process trainer with a float32 model. `step` and `write` act like an optimizer."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -88,7 +86,7 @@ class FakeTrainer:
             setattr(self.args if hasattr(self.args, name) else self, name, value)
 
     def step(self, scale: float = 0.02) -> None:
-        """An optimizer step: other weights, and the count of steps moves."""
+        """Take an optimizer step: change the weights and advance the step count."""
         self.write(scale)
         self.state.global_step += 1
 
@@ -98,8 +96,8 @@ class FakeTrainer:
                 param += scale * torch.randn_like(param)
 
     def logprobs(self, prompt: list[int], completion: list[int]) -> Tensor:
-        """Of the completion, by one forward pass of the model as it is; at the trainer's
-        temperature.
+        """Return the completion's logprobs by one forward pass of the current model at the
+        trainer's temperature.
         """
         with torch.no_grad():
             logits = self.model(torch.tensor([[*prompt, *completion]])).logits[
@@ -119,7 +117,7 @@ class FakeTrainer:
         logits_to_keep: int,
         batch_size: int,
     ) -> tuple[Tensor, None, None]:
-        """As TRL's: padded, in batches; garbage where the mask is 0."""
+        """Mimic TRL: padded, in batches, garbage where the mask is 0."""
         assert batch_size == self.args.per_device_train_batch_size
         logits = model(input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
         logprobs = (logits / self.temperature).log_softmax(-1)

@@ -1,8 +1,9 @@
-"""TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL. It writes what it saw
+"""Run TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL, and write records
 into a folder.
 
-`python -m tests.rl.with_trl full|lora|adapter MODEL FOLDER` from the repository's root; `torchrun` for
-more than one process. lora: the engine gets merged weights; adapter: a server gets the adapter alone.
+`python -m tests.rl.with_trl full|lora|adapter MODEL FOLDER` from the repository's root; `torchrun`
+for more than one process. lora: the engine gets merged weights; adapter: a server gets only the
+adapter.
 """
 
 import copy
@@ -35,9 +36,7 @@ QUESTIONS = [
 
 
 class Checked:
-    """Compares each rollout with a plain forward pass of another model that is given the trainer's
-    weights.
-    """
+    """Compare each rollout with a plain forward pass of a model with the trainer's weights."""
 
     def __init__(self, rollout: Any, folder: Path) -> None:
         self.rollout = rollout
@@ -73,19 +72,19 @@ class Checked:
     @torch.no_grad()
     def _difference(self, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
         logits = self.reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        own = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        return float((own - torch.tensor(logprobs)).abs().max())
+        computed = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        return float((computed - torch.tensor(logprobs)).abs().max())
 
 
 def plain_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Of a model, or of a copy of it whose adapters PEFT itself has merged and removed."""
+    """Return a model's weights, or those of a copy with adapters merged and removed by PEFT."""
     if not hasattr(model, "peft_config"):
         return model.state_dict()
     return copy.deepcopy(model).merge_and_unload().state_dict()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, after padding, beginning and end."""
+    """Return a byte tokenizer with padding, start and end ids."""
     specials = {"<pad>": 0, "<s>": 1, "</s>": 2}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = specials | {character: 3 + place for place, character in enumerate(alphabet)}
@@ -104,7 +103,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def low_ids(
     completions: list[Any], completion_ids: list[list[int]], weight_version: list[int], **_: Any
 ) -> list[float]:
-    """Share of tokens in the lower half of the vocabulary. Extras of the rollout arrive here."""
+    """Return the share of tokens in the lower half of the ids. Rollout extras arrive here."""
     assert len(completions) == len(completion_ids) == len(weight_version)
     return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
 
@@ -149,7 +148,7 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
         before = base_weights(trainer.model)
         trainer.train()
         after = base_weights(trainer.model)
-    # of the steps that began with a rollout
+    # for steps that began with a rollout
     logged = [each for each in trainer.state.log_history if "reward" in each]
     return {
         "rollouts": checked.seen,

@@ -17,7 +17,7 @@ LOGITS = st.lists(
 TOP_K = st.one_of(st.just(0), st.integers(1, 45))
 TOP_P = st.one_of(st.just(1.0), st.floats(0.01, 0.99))
 MIN_P = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 0.99))
-NEAR = 1e-5  # closer to a threshold than this, float32 and float64 may disagree
+NEAR = 1e-5  # float32 and float64 may disagree this close to a threshold
 
 
 def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float =
 
 
 def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The three filters written down one after another, in float64. Draws too near to a threshold
-    are thrown away.
+    """Apply the three filters one after another in float64. Reject examples too close to a
+    threshold.
     """
     ranking = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranking = [i for i in ranking if logits[i] > -math.inf]
@@ -64,7 +64,7 @@ def expected(logits: list[float], top_k: int, top_p: float, min_p: float) -> set
 @example([0.0] * 40, 0, 0.31, 0.0)
 @example([1.0, 1.0, 1.0, 0.75], 0, 1.0, 1.0)
 @example([0.0, -math.inf, 0.0], 0, 1.0, 0.0)
-def test_agrees_with_the_filters_written_down(
+def test_filters_agree_with_the_plain_definitions(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     assert kept(logits, top_k, top_p, min_p) == expected(logits, top_k, top_p, min_p)
@@ -75,7 +75,7 @@ def test_agrees_with_the_filters_written_down(
     rows=st.lists(st.tuples(st.integers(0, 2**20), TOP_K, TOP_P, MIN_P), min_size=1, max_size=20),
     vocab_size=st.sampled_from([5, 64, 301]),
 )
-def test_row_is_the_same_alone_and_among_others(
+def test_row_does_not_depend_on_its_neighbors(
     rows: list[tuple[int, int, float, float]], vocab_size: int
 ) -> None:
     def draw(seed: int) -> Tensor:
@@ -102,7 +102,7 @@ def test_top_k_keeps_exactly_k(logits: list[float], top_k: int) -> None:
 
 @CALM
 @given(logits=LOGITS, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P)
-def test_first_stays_and_masked_ones_never_do(
+def test_best_token_stays_and_masked_tokens_never_do(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     ids = kept(logits, top_k, top_p, min_p)
@@ -110,18 +110,18 @@ def test_first_stays_and_masked_ones_never_do(
     assert all(logits[i] > -math.inf for i in ids)
 
 
-def test_top_k_prefers_the_lower_id_among_equals() -> None:
+def test_top_k_breaks_ties_by_the_lower_id() -> None:
     assert kept([0.0, 1.0, 1.0, 1.0, 0.0], top_k=2) == {1, 2}
 
 
 def test_top_p_keeps_the_shortest_prefix_that_reaches_it() -> None:
     quarters = [0.0] * 4
-    assert kept(quarters, top_p=0.5) == {0, 1}  # reached exactly: no token more
+    assert kept(quarters, top_p=0.5) == {0, 1}  # reached exactly: no extra token
     assert kept(quarters, top_p=0.5001) == {0, 1, 2}
     assert kept(quarters, top_p=1e-6) == {0}
 
 
-def test_top_p_counts_the_mass_that_top_k_left() -> None:
+def test_top_p_applies_to_the_mass_left_by_top_k() -> None:
     probabilities = [0.3, 0.3, 0.2, 0.1, 0.1]
     logits = [math.log(p) for p in probabilities]
     assert kept(logits, top_p=0.55) == {0, 1}
@@ -129,18 +129,18 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
     assert kept(logits, top_p=0.70) == {0, 1, 2}
 
 
-def test_min_p_is_relative_to_the_first_after_the_others() -> None:
+def test_min_p_is_relative_to_the_best_remaining_token() -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.11, 0.09)]
     assert kept(logits, min_p=0.2) == {0, 1, 2}
     assert kept(logits, top_k=2, min_p=0.2) == {0, 1}
     assert kept(logits, top_p=0.5, min_p=0.2) == {0}
-    # min_p before top_p would leave 0.8, of which the first is 0.625
+    # min_p before top_p would leave 0.8, of which the best token is 0.625
     assert kept(logits, top_p=0.6, min_p=0.5) == {0, 1}
 
 
-def test_first_survives_a_top_p_that_rounds_to_zero() -> None:
+def test_best_token_survives_a_top_p_that_rounds_to_zero() -> None:
     assert kept([0.0, 1.0, 0.5], top_p=1e-46) == {1}
 
 
-def test_single_possible_token_survives_everything() -> None:
+def test_single_possible_token_survives_every_filter() -> None:
     assert kept([-math.inf, 2.0, -math.inf], top_k=1, top_p=0.01, min_p=1.0) == {1}

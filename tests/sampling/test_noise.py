@@ -21,7 +21,7 @@ def keys_of(draws: list[tuple[int, int, int]]) -> Tensor:
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=20, unique=True))
-def test_every_draw_has_its_own_key_of_two_halves(draws: list[tuple[int, int, int]]) -> None:
+def test_draw_has_a_unique_key_of_two_halves(draws: list[tuple[int, int, int]]) -> None:
     keys = noise_keys(draws)
     assert keys.shape == (len(draws), 2)
     assert keys.dtype == np.int64
@@ -40,14 +40,12 @@ def test_seed_index_and_position_each_change_the_key(changed: tuple[int, int, in
     assert one[1] != other[1]
 
 
-def test_no_draws_make_no_keys() -> None:
+def test_keys_of_zero_draws_are_empty() -> None:
     assert noise_keys([]).shape == (0, 2)
 
 
 def test_stream_is_pinned() -> None:
-    """These values are a promise: a stored seed must draw the same tokens in every later
-    version.
-    """
+    """These values are a promise: a stored seed must sample the same tokens in every later version."""
     assert noise_keys([(0, 0, 0), (1, 2, 3), (2**64 - 1, 5, 100)]).tolist() == [
         [956087953, 595752380],
         [4259537587, 3497215824],
@@ -63,7 +61,7 @@ def test_stream_is_pinned() -> None:
 
 
 def ks_distance(values: Tensor) -> float:
-    """Largest distance between the empirical distribution and the standard exponential."""
+    """Return the largest distance between the empirical and the standard exponential distribution."""
     ordered = values.double().sort().values
     cdf = 1 - torch.exp(-ordered)
     steps = torch.arange(len(ordered) + 1, dtype=torch.float64) / len(ordered)
@@ -77,16 +75,16 @@ def million() -> Tensor:
     )
 
 
-def test_it_is_a_standard_exponential(million: Tensor) -> None:
+def test_noise_is_standard_exponential(million: Tensor) -> None:
     flat = million.flatten().double()
     assert len(flat) == 10**6
-    assert ks_distance(flat) < 1.95 / math.sqrt(len(flat))  # one in a thousand
+    assert ks_distance(flat) < 1.95 / math.sqrt(len(flat))  # false alarm rate 1/1000
     for power, moment in [(1, 1.0), (2, 2.0), (3, 6.0)]:
         spread = math.sqrt((math.factorial(2 * power) - moment**2) / len(flat))
         assert abs(float((flat**power).mean()) - moment) < 4 * spread
 
 
-def test_tail_that_wins_is_as_likely_as_it_should_be(million: Tensor) -> None:
+def test_noise_tail_has_the_expected_probability(million: Tensor) -> None:
     flat = million.flatten()
     for bound in (1e-2, 1e-3, 1e-4):
         expected = len(flat) * -math.expm1(-bound)
@@ -94,8 +92,8 @@ def test_tail_that_wins_is_as_likely_as_it_should_be(million: Tensor) -> None:
     assert len(flat[flat < 1e-3].unique()) > 0.99 * int((flat < 1e-3).sum())  # finely resolved
 
 
-def test_each_token_and_each_row_is_exponential_too(million: Tensor) -> None:
-    bound = 2.5 / math.sqrt(1000)  # far in the tail for one line, since there are two thousand
+def test_noise_per_token_and_per_row_is_exponential(million: Tensor) -> None:
+    bound = 2.5 / math.sqrt(1000)  # far in the tail for one row, because there are two thousand
     assert max(ks_distance(row) for row in million) < bound
     assert max(ks_distance(column) for column in million.T) < bound
 
@@ -113,7 +111,7 @@ def test_neighbours_are_uncorrelated(million: Tensor, lag: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2**31 - 129, 2**31 - 128, 2**31 - 1, -1, -(2**31)])
-def test_it_is_positive_and_finite_for_every_bit_pattern(
+def test_noise_is_positive_and_finite_for_every_bit_pattern(
     monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
     monkeypatch.setattr(
@@ -123,7 +121,7 @@ def test_it_is_positive_and_finite_for_every_bit_pattern(
     assert 2.0**-32 <= value < 17
 
 
-def test_it_grows_with_its_bits_also_where_the_formula_changes(
+def test_noise_is_monotonic_where_the_formula_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     around = torch.arange(2**25 - 2048, 2**25 + 2048, dtype=torch.int32)  # v = 2**-6
@@ -137,7 +135,7 @@ def test_it_grows_with_its_bits_also_where_the_formula_changes(
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), vocab_size=st.sampled_from([1, 7, 33, 300]))
-def test_row_is_the_same_alone_and_among_others(
+def test_noise_row_does_not_depend_on_its_neighbors(
     draws: list[tuple[int, int, int]], vocab_size: int
 ) -> None:
     together = exponential_noise(keys_of(draws), vocab_size)

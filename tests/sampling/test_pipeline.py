@@ -1,5 +1,5 @@
-"""The whole pipeline against one straightforward float64 implementation, of torch and of the CPU
-kernels; its parts as a table.
+"""The whole sampling pipeline, in torch and in the CPU kernels, against a plain float64
+implementation; its parts as a table.
 """
 
 import math
@@ -40,7 +40,7 @@ VOCAB = 61
 CALM = settings(deadline=None, max_examples=at_depth(80))
 IDS = st.integers(0, VOCAB - 1)
 Sample = Callable[[Tensor, SamplingBatch], Draw]
-NEAR = 1e-4  # where a filter's threshold is nearer than this, float32 and float64 may disagree
+NEAR = 1e-4  # float32 and float64 may disagree this close to a filter's threshold
 
 PARAMS = st.builds(
     dict[str, Any],
@@ -87,8 +87,8 @@ def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:
 def written_down(
     logits: Tensor, draw: DrawRequest, clear: Callable[[bool], object] = assume
 ) -> tuple[list[float], list[float], set[int]]:
-    """Logits after bias, penalties and temperature; the same after masks; and the ids that are
-    kept. Python floats.
+    """Return logits after bias, penalties and temperature, the masked logits, and the kept ids, all
+    in Python floats.
     """
     params = draw.params
     row = [float(x) for x in logits[draw.row].double()]
@@ -138,7 +138,7 @@ def log_softmax(row: list[float], ids: set[int]) -> dict[int, float]:
 
 @CALM
 @given(draw=DRAWS, seed=st.integers(0, 2**16))
-def test_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: int) -> None:
+def test_draw_agrees_with_float64(sample: Sample, draw: DrawRequest, seed: int) -> None:
     logits = logits_of(seed)
     full, row, kept = written_down(logits, draw)
     possible = {i for i in range(VOCAB) if row[i] > -math.inf}
@@ -176,10 +176,10 @@ def test_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: int)
 
 @CALM
 @given(draws=st.lists(DRAWS, min_size=1, max_size=40), seed=st.integers(0, 2**16))
-def test_draw_is_the_same_alone_and_in_any_batch(
+def test_draw_does_not_depend_on_its_batch(
     sample: Sample, draws: list[DrawRequest], seed: int
 ) -> None:
-    """40 draws are more than a tile."""
+    """40 draws exceed a tile."""
     logits = logits_of(seed)
     together = sample(logits, sampling_batch(draws))
     for i, draw in enumerate(draws):
@@ -194,7 +194,7 @@ def test_draw_is_the_same_alone_and_in_any_batch(
 
 
 def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
-    """One sample's parameters for many draws, all under other noise."""
+    """Repeat one sample's parameters for many draws with different noise."""
     many: dict[str, Any] = {}
     for field in fields(batch):
         part = getattr(batch, field.name)
@@ -210,10 +210,10 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
     return replace(batch, **many)
 
 
-def test_million_draws_follow_the_distribution(
+def test_draws_follow_the_distribution_over_a_million_samples(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything at once: bias, an allowed set, penalties, temperature and filters; Pearson's
+    """Combine bias, an allowed set, penalties, temperature and filters. Check with Pearson's
     chi-square.
     """
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 100_000)
@@ -243,11 +243,11 @@ def test_million_draws_follow_the_distribution(
         (counts - num * probabilities)[possible] ** 2 / (num * probabilities)[possible]
     ).sum()
     assert int(possible.sum()) - 1 >= 10
-    # one in a thousand at 16 degrees of freedom, and there are not more
+    # false alarm rate 1/1000 at 16 degrees of freedom, the maximum here
     assert float(distance) < 39.3
 
 
-def test_table_can_be_put_together_otherwise() -> None:
+def test_table_accepts_another_pipeline_order() -> None:
     logits = logits_of(1)
     batch = sampling_batch(
         [DrawRequest(SamplingParams(temperature=0.7, top_k=5, top_p=0.5), row) for row in range(3)]
@@ -261,7 +261,7 @@ def test_table_can_be_put_together_otherwise() -> None:
     assert torch.equal(logits, logits_of(1)), "the logits were written to"
 
 
-def test_what_no_row_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_run_only_if_a_row_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("ran for nothing")
 
@@ -282,17 +282,17 @@ def test_what_no_row_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     ),
     k=st.integers(0, 35),
 )
-def test_best_tokens_come_in_order_and_ties_by_lower_id(row: list[float], k: int) -> None:
+def test_best_tokens_are_sorted_with_ties_by_lower_id(row: list[float], k: int) -> None:
     assume(max(row) > -math.inf)
     ids, logprobs = best_tokens(torch.tensor([row, row[::-1]]), k)
-    for values, found, numbers in zip((row, row[::-1]), ids.tolist(), logprobs, strict=True):
+    for values, best, numbers in zip((row, row[::-1]), ids.tolist(), logprobs, strict=True):
         expected = sorted(range(len(row)), key=lambda i: (-values[i], i))[:k]
-        assert found == expected
+        assert best == expected
         exact = torch.log_softmax(torch.tensor(values, dtype=torch.float64), dim=-1)[expected]
         torch.testing.assert_close(numbers.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_broken_row_has_no_best_tokens_and_leaves_the_others_theirs() -> None:
+def test_broken_row_loses_only_its_own_best_tokens() -> None:
     logits = logits_of(2)
     alone = best_tokens(logits[2:], 4)
     logits[0] = math.nan

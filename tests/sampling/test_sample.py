@@ -18,15 +18,13 @@ from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling
 from tests.depth import at_depth
 
 VOCAB = 333
-CHI_SQUARE_19 = 43.8  # one in a thousand, 19 degrees of freedom
+CHI_SQUARE_19 = 43.8  # false alarm rate 1/1000 at 19 degrees of freedom
 CALM = settings(deadline=None, max_examples=at_depth(50))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a batch: the row of logits it draws from, its parameters, and where it
-    stands.
-    """
+    """One sample of a batch: its row of logits, parameters and position."""
 
     row: int = 0
     temperature: float = 1.0
@@ -71,7 +69,7 @@ def random_logits(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are small: more threads only wait for each other."""
+    """Tensors are small here, so more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,12 +77,12 @@ def one_thread() -> Iterator[None]:
 
 
 def full_logprobs(logits: Tensor, row: Row) -> Tensor:
-    """float64 log-probabilities of the whole vocabulary at the row's temperature."""
+    """Return float64 logprobs of the whole vocabulary at the row's temperature."""
     return torch.log_softmax(logits[row.row].double() / row.temperature, dim=-1)
 
 
 def allowed_logprobs(logits: Tensor, row: Row) -> Tensor:
-    """The same without the masked tokens, nothing filtered."""
+    """Return the same logprobs without masked tokens and before filters."""
     allowed = full_logprobs(logits, row)
     allowed[list(row.masked)] = -math.inf
     return torch.log_softmax(allowed, dim=-1)
@@ -95,7 +93,7 @@ def allowed_logprobs(logits: Tensor, row: Row) -> Tensor:
 
 @CALM
 @given(rows=st.lists(ROWS, min_size=1, max_size=20), seed=st.integers(0, 2**20))
-def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], seed: int) -> None:
+def test_logprobs_and_kept_mass_match_their_definitions(rows: list[Row], seed: int) -> None:
     logits = random_logits(3, seed=seed)
     rows = [replace(row, row=i % 3) for i, row in enumerate(rows)]
     draw = sample(logits, batch_of(rows, mask=True))
@@ -131,12 +129,8 @@ def test_logprobs_raw_logprobs_and_kept_mass_are_what_they_say(rows: list[Row], 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0, 1e30])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}])
-def test_kept_mass_of_a_mask_may_be_next_to_nothing(
-    temperature: float, options: dict[str, Any]
-) -> None:
-    """A part of e**-300 is 0 as a float32, and its log is told all the same; so is one that no
-    float64 could hold.
-    """
+def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, Any]) -> None:
+    """A mass of e**-300 is 0 in float32, but its log is still reported, even one beyond float64."""
     logits = random_logits(1)
     allowed = [3, 100, 331]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
@@ -150,8 +144,8 @@ def test_kept_mass_of_a_mask_may_be_next_to_nothing(
     )
 
 
-def test_what_masks_cut_must_be_finite_too() -> None:
-    """Logits that cannot be right are reported, although nobody could draw them."""
+def test_masked_logits_must_be_finite() -> None:
+    """Corrupt logits are reported even if they could never be sampled."""
     logits = random_logits(3)
     logits[0, 7], logits[1, 7] = math.nan, math.inf
     params = SamplingParams(allowed_token_ids=frozenset({1, 2}))
@@ -165,8 +159,8 @@ def test_what_masks_cut_must_be_finite_too() -> None:
     top_k=st.sampled_from([0, 20]),
     seed=st.integers(0, 2**20),
 )
-def test_low_temperature_costs_no_digits(temperature: float, top_k: int, seed: int) -> None:
-    """Large scaled logits may not eat the digits of their differences."""
+def test_low_temperature_keeps_precision(temperature: float, top_k: int, seed: int) -> None:
+    """Large scaled logits must not lose the digits of their differences."""
     logits = random_logits(1, seed=seed) + 40
     row = Row(temperature=float(torch.tensor(temperature)), top_k=top_k)
     draw = sample(logits, batch_of([replace(row, draw=(seed, 0, i)) for i in range(32)]))
@@ -185,7 +179,7 @@ def test_raw_logprobs_ignore_the_mask() -> None:
     assert float(draw.logprobs[0]) > float(draw.raw_logprobs[0])
 
 
-def test_mask_is_what_the_filters_kept_and_absent_where_nobody_asked() -> None:
+def test_mask_is_returned_only_if_requested() -> None:
     logits = random_logits(1)
     draw = sample(
         logits, batch_of([Row(top_k=3), Row(top_k=7, masked=(int(logits.argmax()),))], mask=True)
@@ -241,7 +235,7 @@ def test_greedy_respects_the_mask() -> None:
     ],
 )
 def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
-    # Rows do not know each other, and a short row is not padded far.
+    # Rows are independent, and a short row gets little padding.
     monkeypatch.setattr("nano_inference.sampling.sample.ROW_TILE", 50_000)
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
     num = 200_000
@@ -279,7 +273,7 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
     )
 
 
-def test_one_call_sampler_follows_the_distribution_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_call_sampler_follows_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.sampling.logprobs.VOCAB_BLOCK", 20)
     num = 200_000
     logits = random_logits(1, vocab_size=20, scale=1.0, seed=5)
@@ -329,7 +323,7 @@ def test_sampled_token_is_possible_and_its_logprob_finite(
 )
 @example(1e-38, 0)
 def test_temperature_next_to_zero_is_nearly_greedy(temperature: float, top_k: int) -> None:
-    """`SamplingParams` accepts any finite temperature: the smallest may not overflow into NaN."""
+    """`SamplingParams` accepts any positive temperature: the smallest must not overflow into NaN."""
     logits = random_logits(2, seed=1)
     draw = sample(
         logits, batch_of([Row(row=i, temperature=temperature, top_k=top_k) for i in range(2)])
@@ -348,7 +342,7 @@ def test_huge_temperature_is_nearly_uniform(temperature: float) -> None:
     assert int(draw.token_ids[0]) != 5
 
 
-def test_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others() -> None:
+def test_non_finite_row_is_reported_and_spares_the_others() -> None:
     logits = random_logits(3)
     clean = sample(logits, batch_of([Row(row=i) for i in range(3)]))
     logits[1, 7] = math.nan
@@ -359,7 +353,7 @@ def test_row_that_is_not_finite_says_so_in_its_logprob_and_spares_the_others() -
         assert broken.logprobs[i] == clean.logprobs[i]
 
 
-# -- every row for itself --------------------------------------------------------------------------
+# -- independent rows ------------------------------------------------------------------------------
 
 
 def same(one: Draw, i: int, other: Draw, j: int) -> bool:
@@ -373,7 +367,7 @@ def same(one: Draw, i: int, other: Draw, j: int) -> bool:
     vocab_size=st.sampled_from([VOCAB, 512, 1500]),
     data=st.data(),
 )
-def test_row_is_the_same_alone_and_among_others(
+def test_sampled_row_does_not_depend_on_its_neighbors(
     rows: list[Row], vocab_size: int, data: st.DataObject
 ) -> None:
     logits = random_logits(len(rows), vocab_size)
@@ -381,8 +375,8 @@ def test_row_is_the_same_alone_and_among_others(
     together = sample(logits, batch_of(rows))
     order = data.draw(st.permutations(range(len(rows))))
     moved = sample(logits, batch_of([rows[i] for i in order]))
-    for place, i in enumerate(order):
-        assert same(together, i, moved, place)
+    for position, i in enumerate(order):
+        assert same(together, i, moved, position)
         assert same(together, i, sample(logits[i : i + 1], batch_of([replace(rows[i], row=0)])), 0)
 
 
@@ -400,7 +394,7 @@ def test_number_of_threads_changes_nothing(vocab_size: int) -> None:
     assert all(same(draws[0], i, other, i) for other in draws[1:] for i in range(20))
 
 
-def test_samples_of_a_group_share_a_row_and_not_their_noise() -> None:
+def test_group_samples_share_a_row_but_not_noise() -> None:
     logits = random_logits(2, scale=0.1)
     draw = sample(logits, batch_of([Row(row=1, draw=(4, index, 10)) for index in range(32)]))
     assert len(set(draw.token_ids.tolist())) > 16
@@ -437,7 +431,7 @@ def test_logsumexp_agrees_with_float64(vocab_size: int, seed: int, scale: float)
 # -- sample_with_logprobs --------------------------------------------------------------------------
 
 
-def test_given_noise_it_is_pure() -> None:
+def test_sampler_is_pure_given_its_noise() -> None:
     logits, temperatures = random_logits(5), torch.tensor([0.0, 0.5, 1.0, 2.0, 0.0])
     noise = torch.from_numpy(noise_keys([(1, 0, i) for i in range(5)]))
     inputs = [tensor.clone() for tensor in (logits, temperatures, noise)]
@@ -454,7 +448,7 @@ def test_given_noise_it_is_pure() -> None:
     assert first[1].dtype == torch.float32
 
 
-def test_it_draws_what_the_engine_draws() -> None:
+def test_sampler_matches_the_engine() -> None:
     logits, temperatures = random_logits(4), torch.tensor([0.0, 0.5, 1.0, 2.0])
     rows = [Row(row=i, temperature=float(t), draw=(1, 2, i)) for i, t in enumerate(temperatures)]
     batch = batch_of(rows)
@@ -464,7 +458,7 @@ def test_it_draws_what_the_engine_draws() -> None:
     assert torch.equal(logprobs, draw.logprobs)
 
 
-def test_without_noise_it_follows_torchs_seed() -> None:
+def test_sampler_uses_the_seed_of_torch_without_noise() -> None:
     logits, temperatures = random_logits(64, scale=0.1), torch.ones(64)
     torch.manual_seed(3)
     first = sample_with_logprobs(logits, temperatures)[0]
@@ -475,7 +469,7 @@ def test_without_noise_it_follows_torchs_seed() -> None:
     assert not torch.equal(first, other)
 
 
-def test_it_takes_any_floating_dtype() -> None:
+def test_sampler_accepts_any_floating_dtype() -> None:
     logits, temperatures = random_logits(3).bfloat16(), torch.tensor([0.0, 1.0, 0.5])
     noise = torch.from_numpy(noise_keys([(1, 0, i) for i in range(3)]))
     halves = sample_with_logprobs(logits, temperatures, noise)
@@ -493,7 +487,7 @@ def test_it_takes_any_floating_dtype() -> None:
         ((2, 5), [1.0, math.nan]),
     ],
 )
-def test_misshapen_or_negative_input_is_refused(
+def test_sampler_rejects_bad_shapes_and_negative_values(
     shape: tuple[int, ...], temperatures: list[float]
 ) -> None:
     with pytest.raises(ValueError, match="temperatures"):

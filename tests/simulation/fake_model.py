@@ -1,10 +1,10 @@
-"""A model without tensors for the real loop: it checks every key it reads and answers at once.
+"""A model without tensors for the real loop: it checks every key it reads and answers immediately.
 
 A slot of its "KV cache" holds the hash of the whole prefix that ends there, and the weight set and
 version that wrote it. A forward asserts that the context of every row is exactly that sequence's
-prefix, so a wrong block, a stale match, a missed copy or an early reuse is caught where it happens.
-Where layers have a window, what is written goes to every unit of a block and says which layers' it
-is; full layers must find the whole context, sliding ones their window.
+prefix. A wrong block, a stale match, a missed copy or an early reuse fails immediately. If layers
+have a window, each write goes to every unit of a block and names its layers. Full layers must find
+the whole context, sliding layers their window.
 """
 
 import itertools
@@ -29,17 +29,17 @@ EOS = 0
 
 
 def extend(prefix: int, token: int) -> int:
-    """Hash of a prefix and one more token (FNV-like; the same in every process)."""
+    """Return the hash of a prefix and one more token (FNV-like, the same in every process)."""
     return ((prefix ^ (token + 1)) * 0x100000001B3) % 2**61
 
 
 def choose(prefix: int, key: tuple[int, int]) -> int:
-    """The token that the fake model draws after a prefix, for a noise key."""
+    """Return the token that the fake model samples after a prefix, for a noise key."""
     return (prefix * 31 + key[0] * 17 + key[1]) % 2**31 % VOCAB
 
 
 def oracle(prompt: list[int], seed: int, sample_index: int, max_tokens: int) -> list[int]:
-    """What a sample must be, whatever the schedule: the prompt continued alone."""
+    """Return the right tokens of a sample under any schedule: the prompt continued by itself."""
     prefix, tokens = 0, list(prompt)
     for token in prompt:
         prefix = extend(prefix, token)
@@ -53,14 +53,12 @@ def oracle(prompt: list[int], seed: int, sample_index: int, max_tokens: int) -> 
 
 
 def score(prefix: int, token: int, weight_set: str) -> float:
-    """The logprob that a weight set of the fake model gives a token after a prefix: unlike at every
-    place.
-    """
+    """Return a weight set's logprob of a token after a prefix. Values differ at every position."""
     return -float((extend(prefix, token) * (7 if weight_set == REFERENCE else 3)) % 10007)
 
 
 def oracle_scores(tokens: list[int], first_row: int, weight_set: str) -> list[float]:
-    """What rows from `first_row` on must score for the tokens after them."""
+    """Return the right scores of rows from `first_row` on for their next tokens."""
     prefix, scores = 0, []
     for row, token in enumerate(tokens[:-1]):
         prefix = extend(prefix, token)
@@ -70,8 +68,8 @@ def oracle_scores(tokens: list[int], first_row: int, weight_set: str) -> list[fl
 
 
 def best(prefix: int, num_best: int) -> tuple[list[int], list[float]]:
-    """The most probable tokens after a prefix, and their logprobs: unlike at every place, and more
-    begin with fewer.
+    """Return the most probable tokens after a prefix and their logprobs. Values differ at every
+    position, and a longer list begins with the shorter one.
     """
     return [(prefix + i) % VOCAB for i in range(num_best)], [
         -float(prefix % 10007 + i) for i in range(num_best)
@@ -79,26 +77,26 @@ def best(prefix: int, num_best: int) -> tuple[list[int], list[float]]:
 
 
 def oracle_best(tokens: list[int], num_best: int) -> list[TopLogprobs]:
-    """What the rows of these tokens, but for the last, must have as their best tokens."""
-    prefix, found = 0, list[TopLogprobs]()
+    """Return the right best tokens of these tokens' rows, except the last."""
+    prefix, top = 0, list[TopLogprobs]()
     for token in tokens[:-1]:
         prefix = extend(prefix, token)
-        found.append(TopLogprobs(*map(tuple, best(prefix, num_best))))  # pyright: ignore[reportArgumentType]
-    return found
+        top.append(TopLogprobs(*map(tuple, best(prefix, num_best))))  # pyright: ignore[reportArgumentType]
+    return top
 
 
 class FakeResult(NamedTuple):
-    """What a forward gives: prefix hashes for logits, and scores."""
+    """Result of a forward pass: prefix hashes as logits, and scores."""
 
     logits: list[int]
     scores: list[float]
-    contexts: list[list[int]]  # of the logits: which version wrote each position up to their row
+    contexts: list[list[int]]  # per logits row: version of each position up to the row
     best: list[tuple[list[int], list[float]]]
 
 
 @dataclass
 class FakeSampled:
-    """Tokens of a step in flight; `wait` hands them over."""
+    """Tokens of a step in flight, returned by `wait`."""
 
     tokens: list[int]
     scores: list[float] = field(default_factory=list[float])
@@ -115,15 +113,15 @@ class FakeSampled:
 
 
 def _lineage(weight_set: str) -> str:
-    """Old weights of the policy are the policy's too: the version tells them apart."""
+    """Map old weights to the policy: only the version distinguishes them."""
     return POLICY if weight_set == PREVIOUS else weight_set
 
 
-Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of the block's units
+Key = tuple[int, str, int, int]  # prefix hash, weight set, version, unit of the block
 
 
 class FakeRunner:
-    """Implements the loop's `Runner`, on arrays of numpy. Logits are prefix hashes."""
+    """Implement the loop's `Runner` on NumPy arrays. Logits are prefix hashes."""
 
     arrays: Arrays[Any] = Arrays[np.ndarray](lambda made: made)
 
@@ -131,20 +129,20 @@ class FakeRunner:
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
     ) -> None:
         self.kv: list[Key | None] = [None] * num_slots
-        self.relays = relays  # False: between the stages of a pipeline no token is handed on
+        self.relays = relays  # False: no token is passed between pipeline stages
         self.block_size = block_size
         self.units, self.layout = units, units.layout if units is not None else UNIFORM
         self.versions = {POLICY: 0, REFERENCE: 0}
-        # noise key of a drawn token -> what it attended to
+        # noise key of a sampled token -> versions in its context
         self.contexts: dict[tuple[int, int], list[int]] = {}
-        # a context may not mix weight versions (no update kept old keys and values)
+        # a context must not mix weight versions (no update kept old keys and values)
         self.one_version_only = True
         self.tokens_computed = self.num_dropped = 0
         self.prompt_tokens_computed = 0
         self.largest_step = self.most_chunks = self.longest_chunk = 0
 
     def announce(self, *_: Any) -> None:
-        """There is no other rank."""
+        """Do nothing: this is the only rank."""
 
     announce_draw = announce
 
@@ -173,7 +171,7 @@ class FakeRunner:
         )
 
     def change_policy(self) -> int:
-        """New weights; returns their version."""
+        """Install new weights. Return their version."""
         self.versions[POLICY] += 1
         return self.versions[POLICY]
 
@@ -219,8 +217,8 @@ class FakeRunner:
                     batch.slot_mapping[row]
                 )
                 for kind in range(self.layout.num_units):
-                    place = self._unit(block, kind) * self.block_size + position % self.block_size
-                    self.kv[place] = (
+                    slot = self._unit(block, kind) * self.block_size + position % self.block_size
+                    self.kv[slot] = (
                         prefix,
                         _lineage(batch.weight_set),
                         self.versions[batch.weight_set],
@@ -228,8 +226,8 @@ class FakeRunner:
                     )
                 ends[row] = prefix
                 if row in drawn:
-                    own = [self.versions[batch.weight_set]] * (row + 1 - first)
-                    contexts[row] = [*versions, *own]
+                    row_versions = [self.versions[batch.weight_set]] * (row + 1 - first)
+                    contexts[row] = [*versions, *row_versions]
         self._count(batch, bounds)
         targets = zip(batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True)
         return FakeResult(
@@ -242,11 +240,11 @@ class FakeRunner:
     def _read_context(
         self, table: np.ndarray, length: int, weight_set: str
     ) -> tuple[int, list[int]]:
-        """Walk the keys of positions [0, length), layers with a window only what the row at
-        `length` sees of them.
+        """Walk the keys of positions [0, length), for window layers only those visible to row
+        `length`.
 
-        Returns the hash of the prefix, and the versions that wrote it as the last kind of layer saw
-        it.
+        Return the hash of the prefix, and the versions that wrote it as seen by the last
+        kind of layer.
         """
         prefixes, versions = {0}, list[int]()
         for kind in range(self.layout.num_units):
@@ -261,14 +259,14 @@ class FakeRunner:
     def _walk(
         self, table: np.ndarray, positions: range, weight_set: str, kind: int
     ) -> tuple[int, list[int]]:
-        """Each key must extend the one before it by one token; the first of all begins a
+        """Check that each key extends the previous key by one token, and that the first begins a
         sequence.
         """
         prefix, versions = 0, []
         for position in positions:
             block = int(table[position // self.block_size])
             held = self.kv[self._unit(block, kind) * self.block_size + position % self.block_size]
-            assert held is not None, "a key was read that nobody wrote"
+            assert held is not None, "a key was read that was never written"
             begins = position == positions.start > 0
             assert begins or any(extend(prefix, token) == held[0] for token in range(VOCAB)), (
                 "keys of another sequence"
@@ -308,7 +306,7 @@ class FakeUpdate:
 
 
 class FakeWeights:
-    """Implements the loop's `Weights`."""
+    """Implement the loop's `Weights`."""
 
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
@@ -324,7 +322,7 @@ class FakeWeights:
 
 
 def queue_update(loop: EngineLoop, version: int, kv_policy: KvPolicy | None) -> FakeUpdate:
-    """Queue an update as a weight manager does."""
+    """Queue an update like a weight manager."""
     update = FakeUpdate(version, kv_policy)
     loop.weights.pending.append(update)
     loop.inbox.append(UpdateQueued(update))

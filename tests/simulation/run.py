@@ -1,5 +1,5 @@
-"""`python -m tests.simulation.run`: thousands of random workloads through the real loop, summed up
-as JSON.
+"""`python -m tests.simulation.run`: run thousands of random workloads through the real loop, and
+print a JSON summary.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Groups in the loop: the oldest is not held up by those after it, and each comes in its turn."""
+"""Groups in the loop: later groups do not delay the oldest, and each group runs in turn."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ ASKS = st.builds(
 
 
 def ends(workload: Workload) -> dict[int, int]:
-    """Request -> the step in which the last of its samples ended."""
-    found: dict[int, int] = {}
-    run(workload, on_sample=lambda sample, step: found.__setitem__(sample.request_id, step))
-    return found
+    """Return for each request the step in which its last sample ended."""
+    end_of: dict[int, int] = {}
+    run(workload, on_sample=lambda sample, step: end_of.__setitem__(sample.request_id, step))
+    return end_of
 
 
 @pytest.mark.thorough
@@ -38,7 +38,7 @@ def ends(workload: Workload) -> dict[int, int]:
     lookahead=st.integers(0, 1),
     wanted=st.booleans(),
 )
-def test_oldest_group_ends_as_if_it_were_alone(
+def test_oldest_group_is_not_delayed_by_others(
     first: Ask,
     others: list[Ask],
     tokens: int,
@@ -53,11 +53,11 @@ def test_oldest_group_ends_as_if_it_were_alone(
     assert ends(replace(alone, asks=[first, *others]))[0] == ends(alone)[0]
 
 
-def test_groups_of_a_shortage_come_one_after_the_other() -> None:
-    """Not all of them at the very end."""
+def test_groups_run_in_turn_under_memory_shortage() -> None:
+    """Groups must not all end at the very end."""
     config = SchedulerConfig(max_tokens_per_batch=8, block_size=4)
     asks = [Ask([1 + place], 12, num_samples=8, arrives=place) for place in range(4)]
-    found = ends(Workload(asks, config, num_blocks=200, lookahead=0))
-    order = [found[place] for place in range(4)]
+    end_of = ends(Workload(asks, config, num_blocks=200, lookahead=0))
+    order = [end_of[place] for place in range(4)]
     assert order == sorted(order)
     assert order[0] < order[-1] / 2

@@ -1,4 +1,4 @@
-"""Rules of the loop itself: what lies between two decisions."""
+"""Rules of the loop between two decisions."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def loop_with(prompts: list[list[int]], lookahead: int, max_tokens: int = 10) ->
 
 
 def ending_early() -> list[int]:
-    """A prompt whose sample stops by itself well before 10 tokens, and after more than one."""
+    """Return a prompt whose sample stops by itself after 2 to 9 tokens."""
     return next([first, 2] for first in range(1, 11) if 1 < len(oracle([first, 2], 0, 0, 10)) < 8)
 
 
@@ -60,7 +60,7 @@ def test_overrun_of_a_stopped_sequence_is_discarded() -> None:
     )
 
 
-def test_weights_change_only_with_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_change_only_without_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_with([[1, 2, 3], [4, 5]], lookahead=1, max_tokens=6)
     loop.step()
     assert loop.in_flight
@@ -79,9 +79,9 @@ def test_weights_change_only_with_nothing_in_flight(monkeypatch: pytest.MonkeyPa
     assert loop.sequences.versions == {POLICY: 1}
 
 
-def test_pending_work_is_waiting_running_in_flight_or_in_the_inbox() -> None:
+def test_pending_work_is_waiting_running_in_flight_or_posted() -> None:
     loop = loop_with([[1, 2]], lookahead=1, max_tokens=1)
-    assert loop.has_pending()  # in the inbox
+    assert loop.has_pending()  # posted, not yet read
     assert loop.step() == []
     assert loop.in_flight
     assert loop.has_pending()
@@ -97,8 +97,8 @@ def add(loop: EngineLoop, request_id: int) -> Sequence:
     return sequence
 
 
-def test_requests_posted_before_an_update_come_before_it() -> None:
-    """Though the queue has the update before the loop reads any message."""
+def test_requests_posted_before_an_update_precede_it() -> None:
+    """The update is queued before the loop reads any message."""
     loop = loop_with([[1, 2, 3]], lookahead=0)
     loop.step()
     before = add(loop, 1)
@@ -111,7 +111,7 @@ def test_requests_posted_before_an_update_come_before_it() -> None:
     assert loop.would_wait("recompute")
 
 
-def test_update_that_leaves_the_queue_releases_the_requests_behind_it() -> None:
+def test_withdrawn_update_releases_the_requests_after_it() -> None:
     loop = loop_with([[1, 2, 3]], lookahead=0)
     loop.step()
     given_up = queue_update(loop, 1, "wait")
@@ -128,7 +128,7 @@ def test_update_that_leaves_the_queue_releases_the_requests_behind_it() -> None:
     assert loop.sequences.held == [second]
 
 
-def test_update_given_up_before_its_message_is_read_is_never_applied() -> None:
+def test_update_cancelled_before_its_message_is_never_applied() -> None:
     loop = loop_with([[1, 2, 3]], lookahead=0)
     loop.weights.pending.remove(queue_update(loop, 1, "keep"))
     loop.inbox.append(UpdatesGivenUp())

@@ -23,7 +23,7 @@ from tests.simulation.workload import (
 
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("block", range(10))
-def test_random_workloads(block: int, cache_type: CacheType) -> None:
+def test_random_workloads_end_correctly(block: int, cache_type: CacheType) -> None:
     first = 100_000 + block * 30
     workloads = [random_workload(seed) for seed in range(first, first + at_depth(30))]
     outcomes = [run(replace(workload, cache_type=cache_type)) for workload in workloads]
@@ -55,7 +55,7 @@ def test_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> None:
 
 @pytest.mark.parametrize("kind", FakeDrafts.KINDS)
 def test_drafts_change_no_token(kind: str) -> None:
-    """All that the fake model checks of a step, and every token of its oracle."""
+    """Every check of the fake model passes, and every token equals its oracle."""
     count = at_depth(40)
     outcomes = [
         run(with_drafts(random_workload(seed), kind, most=1 + seed % 5))
@@ -66,7 +66,7 @@ def test_drafts_change_no_token(kind: str) -> None:
     assert drafted > 5 * count
     assert sum(outcome.preemptions for outcome in outcomes) > count // 4
     if kind == "right":
-        assert accepted > 0.8 * drafted  # the rest came behind an end or an update
+        assert accepted > 0.8 * drafted  # the remaining drafts came after an end or an update
     elif kind == "wrong":
         assert accepted == 0
     else:
@@ -79,7 +79,7 @@ def test_drafts_change_no_token_of_a_pipeline(kind: str) -> None:
         run(with_drafts(with_groups(random_workload(seed), 2 + seed % 2), kind, 1 + seed % 5))
 
 
-# (prompt tokens, max_tokens); 12 tokens are all that fit
+# (prompt tokens, max_tokens); at most 12 tokens fit
 SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]
 
 
@@ -88,7 +88,7 @@ SHAPES = [(1, 2), (1, 5), (3, 4), (6, 1), (6, 6)]
 @pytest.mark.parametrize(
     ("tokens", "seqs", "chunk"), [(2, 3, None), (8, 3, None), (8, 2, 2), (8, 3, 3)]
 )
-def test_every_schedule_of_three_sequences_on_six_blocks(
+def test_schedules_of_three_sequences_on_six_blocks_end(
     cache_type: CacheType, lookahead: int, tokens: int, seqs: int, chunk: int | None
 ) -> None:
     config = SchedulerConfig(
@@ -101,8 +101,8 @@ def test_every_schedule_of_three_sequences_on_six_blocks(
 def three_asks(
     shapes: list[tuple[int, int]], arrivals: list[tuple[int, int]]
 ) -> Iterator[list[Ask]]:
-    """Three requests of every shape, of which the second and the third arrive at every time; all
-    prompts share a stem, or the second does not.
+    """Yield three requests of every shape. The second and third arrive at every time, and share the
+    stem of the first or not.
     """
     for three in itertools.product(shapes, repeat=3):
         for second, third in arrivals:
@@ -115,8 +115,7 @@ def three_asks(
                 ]
 
 
-# A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not
-# one unit more.
+# A window of three tokens touches two blocks of two. Memory is exactly enough for 12 tokens.
 TIGHT = [
     (BlockLayout(0, 1, 3), 18, 2),
     (BlockLayout(1, 2, 3), 10, 6 + 2 * 2),
@@ -128,7 +127,7 @@ TIGHT = [
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(("tokens", "chunk"), [(8, None), (3, 2)])
 @pytest.mark.parametrize(("layout", "num_blocks", "num_units"), TIGHT)
-def test_every_schedule_of_three_sequences_in_the_least_memory(
+def test_schedules_of_three_sequences_in_tight_memory_end(
     cache_type: CacheType,
     lookahead: int,
     tokens: int,

@@ -1,5 +1,5 @@
-"""The loop with as many groups of sequences as a pipeline has stages: random workloads, small ones,
-and balance.
+"""The loop with one group of sequences per pipeline stage: random workloads, small workloads and
+balance.
 """
 
 import itertools
@@ -36,12 +36,12 @@ def test_random_workloads_end_with_the_right_tokens(groups: int, cache_type: Cac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS)
-def test_three_thousand_random_workloads(groups: int) -> None:
+def test_random_workloads_end_correctly_three_thousand_times(groups: int) -> None:
     for seed in range(3000):
         run(with_groups(random_workload(seed), groups))
 
 
-SHAPES = [(1, 2), (1, 5), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); 12 tokens are all that fit
+SHAPES = [(1, 2), (1, 5), (6, 1), (6, 6)]  # (prompt tokens, max_tokens); at most 12 tokens fit
 LAYOUTS: list[dict[str, Any]] = [
     {"num_blocks": 6},
     {"num_blocks": 10, "layout": BlockLayout(1, 2, 3), "num_units": 6 + 2 * 2},
@@ -62,7 +62,7 @@ def run_all_of_three(
         max_chunk_tokens=chunk,
         groups=groups,
     )
-    stems = ((1, 1, 1), (1, 2, 1))  # all prompts share a stem, or the second does not
+    stems = ((1, 1, 1), (1, 2, 1))  # the prompts share a stem, or the second does not
     cases = itertools.product(itertools.product(SHAPES, repeat=3), [(0, 0), (0, 1), (1, 3)], stems)
     for shapes, (second, third), letters in itertools.islice(cases, 0, None, every):
         asks = [
@@ -76,9 +76,9 @@ def run_all_of_three(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("groups", GROUPS)
-def test_many_schedules_of_three_sequences(groups: int) -> None:
-    for place, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):
-        run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=37 + 2 * place)
+def test_schedules_of_three_sequences_are_correct_when_sampled(groups: int) -> None:
+    for index, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):
+        run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=37 + 2 * index)
 
 
 @pytest.mark.slow
@@ -86,14 +86,14 @@ def test_many_schedules_of_three_sequences(groups: int) -> None:
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("kv", LAYOUTS)
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_every_schedule_of_three_sequences(
+def test_schedules_of_three_sequences_are_all_correct(
     groups: int, limits: tuple[int, int, int | None], kv: dict[str, Any], cache_type: CacheType
 ) -> None:
     run_all_of_three(groups, limits, {**kv, "cache_type": cache_type}, every=1)
 
 
 def endless_loop(lengths: list[int], groups: int, **limits: int) -> EngineLoop:
-    """A loop with prompts of these lengths, whose samples stop by length alone, late."""
+    """Return a loop with prompts of these lengths and long samples that stop only by length."""
     config = SchedulerConfig(block_size=4, groups=groups, enable_prefix_caching=False, **limits)  # pyright: ignore
     loop = EngineLoop(PagedKVCache(400, 4), FakeRunner(1600, 4), config, groups - 1, "fake")
     for index, length in enumerate(lengths):
@@ -109,15 +109,15 @@ def endless_loop(lengths: list[int], groups: int, **limits: int) -> EngineLoop:
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_seqs", [1, 2, 5, 8, 13])
-def test_every_step_takes_its_share(num_seqs: int, groups: int) -> None:
-    """Newcomers spread at once, and later every sequence is in one of `groups` steps."""
+def test_step_takes_its_share_of_the_prompt(num_seqs: int, groups: int) -> None:
+    """New requests spread immediately. Later every sequence is in one of `groups` steps."""
     loop = endless_loop([3] * num_seqs, groups)
     sizes: list[int] = []
     for _ in range(8 * groups):
         loop.step()
         sizes += [len(loop.in_flight[-1].sampled)] if loop.in_flight else []
     if groups == 1:
-        return  # nothing stays in flight
+        return  # no step stays in flight
     share = -(-num_seqs // groups)
     assert max(sizes) == share
     busy = min(groups, num_seqs)
@@ -128,12 +128,12 @@ def test_every_step_takes_its_share(num_seqs: int, groups: int) -> None:
 
 
 def test_long_prompt_is_in_every_step() -> None:
-    """Its chunks draw nothing, so they follow each other through the stages, beside those that
-    decode.
+    """Chunks sample nothing, so they follow each other through the stages, next to decoding
+    sequences.
     """
     loop = endless_loop([3, 3, 200], 2, max_chunk_tokens=10)
     chunks = []
-    loop.step()  # two groups begin, of two and one; then they are of one each, beside the chunks
+    loop.step()  # two groups begin, of two and one; then of one each, next to the chunks
     loop.step()
     for _ in range(10):
         before = {seq.seq_id: seq.num_computed_tokens for seq in loop.sequences.running}
@@ -144,7 +144,7 @@ def test_long_prompt_is_in_every_step() -> None:
     assert chunks == [10] * 10
 
 
-def test_urgent_newcomer_need_not_wait_for_balance() -> None:
+def test_urgent_request_does_not_wait_for_balance() -> None:
     loop = endless_loop([3] * 4, 2, max_batch_size=4)
     for _ in range(4):
         loop.step()

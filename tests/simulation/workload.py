@@ -1,5 +1,5 @@
-"""Workloads for the loop: requests with arrivals, aborts and weight changes, under random limits;
-how to run one.
+"""Workloads for the loop: requests with arrivals, aborts and weight changes under random limits,
+and their execution.
 """
 
 import random
@@ -47,7 +47,7 @@ POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: when it arrives and what it wants."""
+    """One request: its arrival and its parameters."""
 
     prompt: list[int]
     max_tokens: int
@@ -66,7 +66,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the engine that they meet."""
+    """Requests and the engine that runs them."""
 
     asks: list[Ask]
     config: SchedulerConfig
@@ -77,14 +77,14 @@ class Workload:
     judged: bool = False  # a reference model scores every sample
     layout: BlockLayout = UNIFORM
     num_units: int | None = None  # None: enough for every block
-    drafts: str | None = None  # how good they are: see `FakeDrafts`
+    drafts: str | None = None  # quality of drafts: see `FakeDrafts`
     # first step -> end, newcomers enter meanwhile
     pauses: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What a run showed, summed up by the caller."""
+    """Results of a run, summed up by the caller."""
 
     steps: int = 0
     preemptions: int = 0
@@ -94,15 +94,15 @@ class Outcome:
     aborted: int = 0
     updates: int = 0
     mixed: int = 0  # tokens that attended to keys of several versions
-    previous: int = 0  # how often old weights were kept for somebody
+    previous: int = 0  # number of times old weights were kept
     stragglers: int = 0  # samples that ended because enough others had finished
-    belated: int = 0  # and because the version was gone that they were to be begun by
+    belated: int = 0  # samples that ended because their version was gone
     drafted: int = 0  # rows for drafts
-    accepted: int = 0  # tokens that were drafts
+    accepted: int = 0  # draft tokens
 
 
 def random_workload(seed: int) -> Workload:
-    """A workload that fits its engine request by request, and often not all at once."""
+    """Return a workload whose requests fit one by one, but often not all together."""
     r = random.Random(seed)
     block_size = r.choice([1, 2, 3, 4, 8])
     stems = [[r.randrange(1, VOCAB) for _ in range(r.randrange(1, 20))] for _ in range(2)]
@@ -163,12 +163,12 @@ def random_workload(seed: int) -> Workload:
 
 
 def with_drafts(workload: Workload, kind: str, most: int) -> Workload:
-    """The same for an engine that computes drafts."""
+    """Return the workload for an engine with drafts."""
     return replace(workload, config=replace(workload.config, max_drafts=most), drafts=kind)
 
 
 class FakeDrafts:
-    """Drafts that are all right, all wrong, anything, or another of these in each step."""
+    """Drafts that are all right, all wrong, random, or one of these per step."""
 
     KINDS = ("right", "wrong", "any", "nearly right", "changing")
 
@@ -182,12 +182,12 @@ class FakeDrafts:
     def propose(
         self, live: Sequences, pending: Container[int], config: SchedulerConfig
     ) -> dict[int, tuple[int, ...]]:
-        """See `Drafting`. Also for sequences that cannot have any now."""
+        """Propose drafts, also for sequences that cannot have any now."""
         self._known = {seq.seq_id: len(seq.token_ids) for seq in live.running}
         return {seq.seq_id: self._drafts(seq) for seq in live.running if seq.num_samples}
 
     def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
-        """See `Drafting`."""
+        """Record the accepted drafts."""
         self.num_drafted += sum(map(len, drafts.values()))
         more = sum(
             max(len(seq.token_ids) - self._known[seq.seq_id] - 1, 0)
@@ -213,12 +213,12 @@ class FakeDrafts:
 
 
 def with_groups(workload: Workload, groups: int) -> Workload:
-    """The same for an engine whose steps are on their way through so many stages."""
+    """Return the workload for an engine whose steps pass through several stages."""
     return replace(workload, config=replace(workload.config, groups=groups), lookahead=groups - 1)
 
 
 def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
-    """Not all of its samples are wanted, or it is for one version."""
+    """Want only some of the samples, or limit the request to one version."""
     if ask.num_samples > 1 and r.random() < 0.4:
         ask = replace(ask, num_wanted=r.randrange(1, ask.num_samples + 1))
     return (
@@ -229,8 +229,8 @@ def _limited(ask: Ask, num_updates: int, r: random.Random) -> Ask:
 
 
 def _windowed(workload: Workload, longest: int, r: random.Random) -> Workload:
-    """The same for a model that has layers with a window, and memory for the longest request alone
-    or a bit more.
+    """Return the workload for a model with window layers, and memory for little more than the
+    longest request.
     """
     size, chunked = workload.config.block_size, workload.config.enable_chunked_prefill
     layout = BlockLayout(
@@ -251,10 +251,10 @@ def run(
     max_steps: int = 4000,
     on_sample: Callable[[TrainingSample, int], object] = lambda sample, step: None,
 ) -> Outcome:
-    """Run to the end, asserting after every step; raises AssertionError on a leak, a livelock or a
+    """Run to the end and assert after every step. Raise AssertionError on a leak, a livelock or a
     wrong token.
 
-    `on_sample` is told every sample and the step that it came with.
+    `on_sample` is called with every sample and its step.
     """
     config = workload.config
     kind = CACHES[workload.cache_type]
@@ -272,7 +272,7 @@ def run(
         loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
     samples: list[TrainingSample] = []
-    ends: dict[tuple[int, int], int] = {}  # (request, sample) -> the step that it came with
+    ends: dict[tuple[int, int], int] = {}  # (request, sample) -> step of its delivery
     last_event = max(
         [
             0,
@@ -313,9 +313,7 @@ def run(
 
 
 def _check_flights(loop: EngineLoop) -> None:
-    """Through a pipeline no sequence is on its way twice, and nobody takes more than a share of
-    it.
-    """
+    """Check that no sequence is in the pipeline twice, and that no step exceeds its share."""
     assert len(loop.in_flight) <= loop.lookahead
     if loop.config.groups > 1 or loop.config.max_drafts:
         drawn = [seq_id for each in loop.in_flight for seq_id in {s.seq_id for s in each.sampled}]
@@ -369,10 +367,10 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
     assert (sample.prompt_logprobs is not None) == ask.prompt_logprobs
     if sample.prompt_logprobs is not None:
         expected = oracle_scores(ask.prompt, 0, POLICY)
-        found = list(sample.prompt_logprobs[1:])
-        assert found == (expected[: len(found)] if sample.finish_reason == "abort" else expected), (
-            "wrong prompt scores"
-        )
+        scores = list(sample.prompt_logprobs[1:])
+        assert scores == (
+            expected[: len(scores)] if sample.finish_reason == "abort" else expected
+        ), "wrong prompt scores"
     assert (sample.prompt_top_logprobs is not None) == (ask.prompt_top > 0)
     if sample.prompt_top_logprobs is not None:
         assert len(sample.prompt_top_logprobs) == len(sample.prompt_logprobs or ())
@@ -392,7 +390,7 @@ def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:
 def _check_versions(
     workload: Workload, runner: FakeRunner, ask: Ask, sample: TrainingSample
 ) -> None:
-    """What a sample says of versions is what the model saw, token by token."""
+    """Check that a sample's versions match those seen by the model, token by token."""
     length = len(sample.completion_tokens)
     spans, entries = sample.weight_versions, sample.kv_versions
     assert [i for span in spans for i in range(span.start, span.end)] == list(range(length)), (
@@ -432,8 +430,8 @@ def _check_versions(
 def _check_groups(
     workload: Workload, samples: list[TrainingSample], ends: dict[tuple[int, int], int]
 ) -> None:
-    """The rest of a group ends in the step in which enough have finished, and nothing that has
-    finished is lost.
+    """Check that a group ends once enough samples have finished, and that no finished sample is
+    lost.
     """
     for request_id, ask in enumerate(workload.asks):
         group = [sample for sample in samples if sample.request_id == request_id]
@@ -447,7 +445,7 @@ def _check_groups(
         for sample in stragglers:
             alone = oracle(ask.prompt, 1000 + request_id, sample.sample_index, ask.max_tokens)
             assert len(sample.completion_tokens) < len(alone), "a finished sample was thrown away"
-        if workload.judged:  # finished samples come later, with their scores
+        if workload.judged:  # finished samples arrive later, with their scores
             continue
         steps = sorted(ends[request_id, sample.sample_index] for sample in finished)
         if stragglers:
@@ -488,7 +486,7 @@ def _check_end(
         _check_versions(workload, runner, ask, sample)
     assert not loop.has_pending()
     assert not loop.sequences.held
-    assert PREVIOUS not in loop.sequences.versions, "old weights are kept for nobody"
+    assert PREVIOUS not in loop.sequences.versions, "old weights are kept without a user"
     untouched = (
         not loop.num_preemptions
         and not workload.updates

@@ -1,4 +1,4 @@
-"""The commands' own client, against a server that follows a script."""
+"""The HTTP client of the commands, against a scripted server."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def ask(
 
 @pytest.mark.thorough
 @given(st.lists(st.text(), max_size=6), st.booleans())
-def test_what_is_said_arrives_in_its_pieces(texts: list[str], chat: bool) -> None:
+def test_chat_streams_pieces(texts: list[str], chat: bool) -> None:
     pieces = ask(
         said(*texts, usage=USAGE, chat=chat), "/v1/chat/completions" if chat else "/v1/completions"
     )
@@ -41,7 +41,7 @@ def test_what_is_said_arrives_in_its_pieces(texts: list[str], chat: bool) -> Non
     assert pieces[-1].usage == Usage(7, 2, 4)
 
 
-def test_reasoning_is_told_apart_under_either_name() -> None:
+def test_reasoning_is_recognized_under_either_name() -> None:
     events = [{"choices": [{"delta": {name: "hm"}}]} for name in ("reasoning_content", "reasoning")]
     pieces = ask(Answer(events=[*events, {"choices": [{"delta": {"content": "a"}}]}, "[DONE]"]))
     assert [(piece.reasoning, piece.text) for piece in pieces] == [
@@ -60,13 +60,13 @@ def test_url_may_name_the_api(url: str) -> None:
     "url",
     ["ftp://x", "http://", "http://x:port", "", "http://[::1", "http://a..b", "http://x/\xe9"],
 )
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL"):
         HttpClient(url)
 
 
 @pytest.mark.parametrize("key", ["a\r\nX: y", "schlüssel"])
-def test_key_cannot_break_the_head(key: str) -> None:
+def test_api_key_cannot_inject_headers(key: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         HttpClient("http://x", key)
 
@@ -116,16 +116,14 @@ def test_key_cannot_break_the_head(key: str) -> None:
         (Answer(events=[{"choices": []}], cut=True), ServerError, "before the answer was complete"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence(
-    answer: Answer, error: type[Exception], words: str
-) -> None:
+def test_client_error_is_one_sentence(answer: Answer, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words) as caught:
         ask(answer)
     assert isinstance(caught.value, NanoInferenceError)
     assert "\n" not in str(caught.value)
 
 
-def test_server_that_is_not_there_or_silent() -> None:
+def test_missing_or_silent_server_is_reported() -> None:
     with pytest.raises(
         ServerError, match=r"no server is listening at http://127\.0\.0\.1:1; start"
     ):
@@ -137,7 +135,7 @@ def test_server_that_is_not_there_or_silent() -> None:
         ask(slow, timeout=0.1)
 
 
-def test_who_stops_reading_closes_the_connection() -> None:
+def test_abandoned_stream_closes_the_connection() -> None:
     endless = Answer(
         events=[{"choices": [{"text": "x" * 10_000}]}] * 2_000, wait=lambda: time.sleep(0.001)
     )
@@ -148,7 +146,7 @@ def test_who_stops_reading_closes_the_connection() -> None:
         assert seen.broken.wait(30.0)
 
 
-def test_default_model_is_the_first() -> None:
+def test_default_model_is_the_first_listed() -> None:
     with scripted_http(
         lambda path, _: Answer(content={"data": [{"id": "a"}, {"id": "b"}]})
     ) as seen:
@@ -162,7 +160,7 @@ def test_default_model_is_the_first() -> None:
             HttpClient(seen.url).default_model()
 
 
-def test_body_that_breaks_off_is_an_error_of_the_server() -> None:
+def test_truncated_body_is_a_server_error() -> None:
     with (
         scripted_http(lambda *_: Answer(content={}, cut=True)) as seen,
         pytest.raises(ServerError, match="connection to"),
@@ -170,7 +168,7 @@ def test_body_that_breaks_off_is_an_error_of_the_server() -> None:
         HttpClient(seen.url).post("/tokenize", {})
 
 
-def test_it_needs_neither_torch_nor_the_server_extra() -> None:
+def test_client_needs_neither_torch_nor_the_server_extra() -> None:
     code = (
         "import sys; import nano_inference.system.http_client, nano_inference.cli.main; "
         "print([name for name in ('torch', 'fastapi', 'uvicorn', 'msgspec', 'zmq') if name in "

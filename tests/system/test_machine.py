@@ -1,4 +1,4 @@
-"""Memory and cores under the limits of control groups, in trees as the kernel shows them."""
+"""Memory and cores under the limits of control groups, in trees laid out like the kernel's."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ V1 = (
 
 
 class Machine:
-    """64 GiB, 16 processors of 8 cores, and a tree of control groups."""
+    """64 GiB, 16 processors on 8 cores, and a tree of control groups."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.cpus = root, {*range(16)}
@@ -74,18 +74,18 @@ def v1(most: int, used: int, stat: str = "") -> dict[str, str]:
     }
 
 
-def test_free_memory_without_groups_is_the_machines(fake: Machine) -> None:
+def test_free_memory_without_cgroups_is_that_of_the_machine(fake: Machine) -> None:
     assert free_memory(fake.root) == FreeMemory(64 * GIB)
     assert free_memory(fake.root).told_limit == ""
 
 
-def test_free_memory_is_what_a_container_has_left(fake: Machine) -> None:
-    """In a namespace of its own a container's group is the top of the tree."""
+def test_free_memory_is_the_remainder_of_the_container(fake: Machine) -> None:
+    """In a separate namespace a container's group is the top of the tree."""
     fake.process("0::/", V2)
     fake.group("", v2(2 * GIB, GIB // 2))
-    found = free_memory(fake.root)
-    assert found == FreeMemory(GIB * 3 // 2, "memory.max of the control group")
-    assert found.told_limit == " under memory.max of the control group"
+    actual = free_memory(fake.root)
+    assert actual == FreeMemory(GIB * 3 // 2, "memory.max of the control group")
+    assert actual.told_limit == " under memory.max of the control group"
 
 
 def test_free_memory_counts_files_that_can_be_dropped(fake: Machine) -> None:
@@ -95,14 +95,14 @@ def test_free_memory_counts_files_that_can_be_dropped(fake: Machine) -> None:
     assert free_memory(fake.root).size == GIB + 2 * GIB - GIB // 2 + 4096
 
 
-def test_free_memory_respects_the_lower_threshold_too(fake: Machine) -> None:
+def test_free_memory_respects_the_lower_threshold(fake: Machine) -> None:
     fake.process("0::/", V2)
     fake.group("", v2(4 * GIB, GIB, high=3 * GIB))
     assert free_memory(fake.root) == FreeMemory(2 * GIB, "memory.high of the control group")
 
 
 def test_free_memory_is_the_least_of_all_groups_above(fake: Machine) -> None:
-    """A unit of systemd has no limit, and the slice that it is in has one."""
+    """A systemd unit has no limit, but its slice has one."""
     fake.process("1:name=systemd:/x\n0::/user.slice/a.scope", V2)
     fake.group("user.slice/a.scope", v2("max", GIB))
     fake.group("user.slice", v2(8 * GIB, 5 * GIB))
@@ -112,9 +112,7 @@ def test_free_memory_is_the_least_of_all_groups_above(fake: Machine) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/child", "/", "/other", "/../../x"])
-def test_free_memory_finds_the_group_where_a_part_of_the_tree_is_mounted(
-    fake: Machine, path: str
-) -> None:
+def test_free_memory_finds_the_group_in_a_partial_mount(fake: Machine, path: str) -> None:
     fake.process(f"0::{path}", V2, top="/docker/abc")
     fake.group("", v2(4 * GIB, GIB))
     fake.group("child", v2(2 * GIB, GIB))
@@ -133,14 +131,14 @@ def test_free_memory_reads_groups_of_version_1(fake: Machine) -> None:
     )
 
 
-def test_free_memory_of_a_group_beyond_its_limit_is_none(fake: Machine) -> None:
+def test_free_memory_of_a_group_over_its_limit_is_zero(fake: Machine) -> None:
     fake.process("0::/", V2)
     fake.group("", v2(GIB, 2 * GIB))
     assert free_memory(fake.root).size == 0
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "0::", "31 23 0:28\n - \n"])
-def test_free_memory_survives_files_that_it_does_not_understand(fake: Machine, text: str) -> None:
+def test_free_memory_survives_unparsable_files(fake: Machine, text: str) -> None:
     fake.write("proc/self/cgroup", text)
     fake.write("proc/self/mountinfo", text)
     assert free_memory(fake.root) == FreeMemory(64 * GIB)
@@ -160,9 +158,9 @@ def test_free_memory_respects_the_limit_of_the_address_space(
 ) -> None:
     taken = psutil.Process().memory_info().vms
     monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + 50 * GIB, resource.RLIM_INFINITY))
-    found = free_memory(fake.root)
-    assert found.limit == "the limit of the address space (ulimit -v)"
-    assert 49 * GIB < found.size < 51 * GIB
+    actual = free_memory(fake.root)
+    assert actual.limit == "the limit of the address space (ulimit -v)"
+    assert 49 * GIB < actual.size < 51 * GIB
 
 
 def test_free_memory_of_this_machine_is_sane() -> None:
@@ -174,7 +172,7 @@ def test_usable_cores_are_physical(fake: Machine) -> None:
     assert usable_cpus(fake.root) == 16
 
 
-def test_usable_cores_are_those_that_the_process_may_run_on(fake: Machine) -> None:
+def test_usable_cores_respect_process_affinity(fake: Machine) -> None:
     fake.cpus = {0, 8, 1, 9}
     assert (usable_cores(fake.root), usable_cpus(fake.root)) == (2, 4)
     fake.cpus = {0, 1, 2}
@@ -207,7 +205,7 @@ def test_usable_cores_respect_a_group_of_version_1(fake: Machine, quota: str, co
     assert usable_cores(fake.root) == cores
 
 
-def test_usable_cores_without_affinity_are_the_machines(
+def test_usable_cores_without_affinity_are_all_cores(
     fake: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -219,17 +217,19 @@ def test_usable_cores_without_affinity_are_the_machines(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
-def test_usable_cores_of_a_process_that_is_bound_to_one() -> None:
+def test_usable_cores_of_a_process_pinned_to_one_core() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from nano_inference import EngineConfig; from nano_inference.device import backends;"
         "print(backends.num_threads(EngineConfig('m')))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "1"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "1"
 
 
-def test_machine_has_no_limits_where_the_system_has_none(
+def test_machine_without_limits_reports_none(
     fake: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none: Any = None

@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_names_whose_products_it_has(
+def test_reference_names_the_vendor_of_its_matmul(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
@@ -41,25 +41,25 @@ def test_reference_names_whose_products_it_has(
     vectors = torch.backends.cpu.get_cpu_capability()
     if vectors in ("AVX2", "AVX512"):
         device, ops = torch.device("cpu"), reference_ops()
-        for own, ends in (
+        for vendor, ends in (
             (ops, f"cpu-{NAMES[name]}-{vectors.lower()}"),
             (replace(ops, name="cpu"), "cpu"),
         ):
-            assert numerics_of(EngineConfig("m"), own, torch.float32, device).device == ends
+            assert numerics_of(EngineConfig("m"), vendor, torch.float32, device).device == ends
 
 
-def test_mkl_is_told_to_keep_its_order_on_intels_processors_alone() -> None:
-    """And a caller's own setting stays."""
+def test_mkl_order_is_pinned_only_on_intel_processors() -> None:
+    """A value set by the caller is kept."""
     code = "import os, nano_inference as n; print(n.system.processor.vendor(), os.environ.get('MKL_CBWR'))"
-    for given in (None, "COMPATIBLE"):
+    for setting in (None, "COMPATIBLE"):
         environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
-        environment |= {} if given is None else {"MKL_CBWR": given}
-        told = subprocess.run(
+        environment |= {} if setting is None else {"MKL_CBWR": setting}
+        process = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,
             capture_output=True,
             text=True,
             check=True,
         )
-        vendor, found = told.stdout.split()
-        assert found == str(given or ("AUTO,STRICT" if vendor == "intel" else None))
+        vendor, actual = process.stdout.split()
+        assert actual == str(setting or ("AUTO,STRICT" if vendor == "intel" else None))

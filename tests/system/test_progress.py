@@ -1,5 +1,5 @@
-"""How far something long has come: on a terminal, in a log, beside a spinner; and not at all where it
-is short.
+"""Progress of long operations on a terminal, in a log, and next to a spinner. Short operations show
+none.
 """
 
 import io
@@ -40,7 +40,7 @@ class Clock:
 
 
 def run(stream: io.StringIO, steps: int, seconds: float, total: int = 100 * 2**20) -> None:
-    """A step of `seconds`, each of them a MiB."""
+    """Take steps of `seconds`, one MiB each."""
     clock = Clock()
     with Progress("loading X", total, stream=stream, clock=clock) as progress:
         for _ in range(steps):
@@ -48,7 +48,7 @@ def run(stream: io.StringIO, steps: int, seconds: float, total: int = 100 * 2**2
             progress.add(2**20)
 
 
-def test_terminal_has_one_line_that_is_written_anew() -> None:
+def test_terminal_rewrites_one_line() -> None:
     stream = Terminal()
     run(stream, 100, 0.125)
     states = stream.getvalue().split("\r\x1b[K")[1:]
@@ -70,7 +70,7 @@ def test_log_has_plain_lines_at_long_intervals(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("make", [Terminal, io.StringIO])
-def test_what_is_short_says_nothing(
+def test_short_task_prints_nothing(
     caplog: pytest.LogCaptureFixture, make: Callable[[], io.StringIO]
 ) -> None:
     caplog.set_level(logging.INFO, "nano_inference")
@@ -80,7 +80,7 @@ def test_what_is_short_says_nothing(
     assert not caplog.records
 
 
-def test_spinner_gets_it_instead() -> None:
+def test_spinner_receives_the_progress() -> None:
     stream, lines = Terminal(), list[str]()
     with shown_by(lines.append):
         run(stream, 100, 0.125)
@@ -90,30 +90,30 @@ def test_spinner_gets_it_instead() -> None:
     assert stream.getvalue()
 
 
-def test_without_a_total_there_is_no_share() -> None:
+def test_progress_without_a_total_has_no_percentage() -> None:
     stream = Terminal()
     run(stream, 30, 0.125, total=0)
     assert "loading X: 16 MiB, 8.0 MiB/s" in stream.getvalue()
     assert " of " not in stream.getvalue()
 
 
-def test_threads_share_it() -> None:
+def test_progress_is_shared_by_threads() -> None:
     stream, clock = Terminal(), Clock()
     with Progress("downloading X", 8000, stream=stream, clock=clock) as progress:
         threads = [
             threading.Thread(target=lambda: [progress.add(1) for _ in range(1000)])
             for _ in range(8)
         ]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(30)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
         clock.now += 60
         progress.add(0)
     assert "7.8 of 7.8 KiB (100%)" in stream.getvalue()
 
 
-def test_file_progress_says_how_many_files_and_seconds_are_left() -> None:
+def test_file_progress_reports_remaining_files_and_seconds() -> None:
     stream, clock = Terminal(), Clock()
     work = {"long": 6, "middle": 3, "quick": 1}
     with FileProgress("compiling X", work, stream=stream, clock=clock) as progress:
@@ -138,8 +138,8 @@ def test_file_progress_says_how_many_files_and_seconds_are_left() -> None:
     ]
 
 
-def test_file_progress_judges_by_the_files_of_this_run() -> None:
-    """Those that were ready took no time."""
+def test_file_progress_estimates_from_the_files_of_this_run() -> None:
+    """Files that were ready took no time."""
     stream, clock = Terminal(), Clock()
     work = {str(number): 10 for number in range(10)}
     ready = ["0", "1", "2", "3", "4", "5"]
@@ -149,7 +149,7 @@ def test_file_progress_judges_by_the_files_of_this_run() -> None:
     assert "7 of 10 files, about 25 s left" in stream.getvalue()
 
 
-def test_who_listens_hears_every_state_from_the_beginning(caplog: pytest.LogCaptureFixture) -> None:
+def test_listener_receives_every_state_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nano_inference")
     lines: list[str] = []
     with heard_by(lines.append):
@@ -173,12 +173,12 @@ def test_who_listens_hears_every_state_from_the_beginning(caplog: pytest.LogCapt
     ("count", "text"),
     [(0, "0 bytes"), (2048, "2.0 KiB"), (3 * 2**29, "1.5 GiB"), (269e6, "257 MiB")],
 )
-def test_numbers_of_bytes(count: int, text: str) -> None:
+def test_byte_counts_are_formatted(count: int, text: str) -> None:
     assert told(count) == text
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_command_line_has_it_beside_its_spinner(
+def test_command_line_shows_progress_next_to_its_spinner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
 ) -> None:
     caplog.set_level(logging.INFO, "nano_inference")

@@ -1,6 +1,4 @@
-"""Files that would keep their reader waiting for ever: refused, where a model is loaded and where
-an update is read.
-"""
+"""Special files that would block their reader forever are rejected by model loading and updates."""
 
 import os
 import shutil
@@ -27,7 +25,7 @@ SHAPES = {"model.norm.weight": (64,)}
 
 
 def in_time(call: Callable[[], object]) -> Exception:
-    """What it raises; it does not wait for a writer."""
+    """Return the error of a call that must not wait for a writer."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -45,7 +43,7 @@ def in_time(call: Callable[[], object]) -> Exception:
 
 
 def replaced(path: Path, kind: str) -> None:
-    """Another kind of file in its place."""
+    """Replace a file by one of another kind."""
     path.unlink()
     {
         "fifo": os.mkfifo,
@@ -59,7 +57,7 @@ KINDS = ("fifo", "device", "loop")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_model_does_not_wait_for_a_writer(tmp_path: Path, name: str, kind: str) -> None:
+def test_model_load_does_not_block_on_a_fifo(tmp_path: Path, name: str, kind: str) -> None:
     folder = tiny_llama(tmp_path / "model")
     spec = load_spec(folder)
     replaced(folder / name, kind)
@@ -73,7 +71,7 @@ def test_model_does_not_wait_for_a_writer(tmp_path: Path, name: str, kind: str) 
     assert name in str(problem) or "no .safetensors file" in str(problem)
 
 
-def test_gguf_file_neither(tmp_path: Path) -> None:
+def test_gguf_load_does_not_block_on_a_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
     assert isinstance(in_time(lambda: resolve_model(str(tmp_path / "model.gguf"))), ModelLoadError)
 
@@ -87,7 +85,9 @@ def all_of(path: Path, kind: type[WeightFiles | WeightFolder]) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["weights-00001.safetensors", MARKER])
 @pytest.mark.parametrize("transport", [WeightFiles, WeightFolder])
-def test_update_from_files_neither(tmp_path: Path, transport: Any, name: str, kind: str) -> None:
+def test_file_update_does_not_block_on_a_fifo(
+    tmp_path: Path, transport: Any, name: str, kind: str
+) -> None:
     folder = write_folder(tmp_path / "w", WEIGHTS)
     replaced(folder / name, kind)
     if name == MARKER and transport is WeightFiles:  # a folder without a marker
@@ -100,10 +100,8 @@ def test_update_from_files_neither(tmp_path: Path, transport: Any, name: str, ki
 @pytest.mark.parametrize(
     "name", [".", "..", "/", "~", "a.b", "x" * 300, "x/" * 3000, "a\0b", "\ud800"]
 )
-def test_path_is_no_part_of_what_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """`.` took every dot of the sentence away."""
+def test_error_omits_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Replacing `.` removed every dot of the sentence."""
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
     problem = in_time(lambda: all_of(Path(name), WeightFiles))
@@ -115,7 +113,7 @@ def test_path_is_no_part_of_what_is_said(
     )
 
 
-def test_file_is_called_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_only_the_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_file(WEIGHTS, "a.safetensors")
     Path("b.safetensors").write_bytes(b"x" * 100)
@@ -124,7 +122,7 @@ def test_file_is_called_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.Mo
         assert said.startswith("b.safetensors cannot be read as safetensors: "), said
 
 
-def test_what_is_regular_is_read(tmp_path: Path) -> None:
+def test_regular_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(WEIGHTS, path)
     (tmp_path / "link.safetensors").symlink_to(path)
@@ -142,7 +140,7 @@ def test_what_is_regular_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [-5, -1, 2**63, 10**30, 1.0, True, "7"])
-def test_marker_names_a_version_that_can_be(tmp_path: Path, version: Any) -> None:
+def test_marker_must_name_a_valid_version(tmp_path: Path, version: Any) -> None:
     folder = write_folder(tmp_path / "w", WEIGHTS, version=version)
     for transport in (WeightFiles, WeightFolder):
         with pytest.raises(WeightUpdateError, match=r"must be an integer from 0 to 2\^63 - 1"):

@@ -12,7 +12,7 @@ from nano_inference.weights.transports.interface import Deadline, Incoming, Shap
 
 
 class InProcess:
-    """Brings a state dict, or buckets that a test makes, in one update."""
+    """Deliver a state dict, or buckets from a test, as one update."""
 
     def __init__(
         self, weights: Mapping[str, Tensor] | Iterable[Bucket], *, version: int | None = None
@@ -26,11 +26,11 @@ class InProcess:
         self._buckets: Iterator[Bucket] = iter(buckets)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
-        """All at once."""
+        """Receive everything in one call."""
         return Incoming(self.version, self._until(deadline))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
     def _until(self, deadline: Deadline) -> Iterator[Bucket]:
         for count, bucket in enumerate(self._buckets):

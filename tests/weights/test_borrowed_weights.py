@@ -1,4 +1,4 @@
-"""The tensors of an update are those that were checked, whoever writes to them, or to their file,
+"""An update applies the tensors that were checked, even if the caller or its file overwrites them
 while the update waits.
 """
 
@@ -32,15 +32,15 @@ PATIENCE = 30.0
 
 
 def overwrite(file: Path) -> None:
-    """Write other numbers over those of a safetensors file, in place."""
+    """Overwrite the values of a safetensors file in place."""
     data = np.memmap(file, mode="r+")
     header = int.from_bytes(bytes(data[:8]), "little")
-    data[8 + header :] = 0xFF  # not a number in any dtype
+    data[8 + header :] = 0xFF  # NaN in every dtype
     data.flush()
 
 
-def zero(given: dict[str, Tensor]) -> None:
-    for tensor in given.values():
+def zero(tensors: dict[str, Tensor]) -> None:
+    for tensor in tensors.values():
         tensor.zero_()
 
 
@@ -57,8 +57,8 @@ def mapped(folder: Path) -> tuple[Any, Callable[[], None]]:
 
 
 def owned(folder: Path) -> tuple[Any, Callable[[], None]]:
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    return given, lambda: zero(given)
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    return tensors, lambda: zero(tensors)
 
 
 Source = Callable[[Path], tuple[Any, Callable[[], None]]]
@@ -67,7 +67,7 @@ Source = Callable[[Path], tuple[Any, Callable[[], None]]]
 def at_next_step(
     monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine, act: Callable[[], None]
 ) -> list[bool]:
-    """Call `act` before the next step; returns a list that then has an item."""
+    """Call `act` before the next step. Return a list that is filled afterwards."""
     step, called = engine.loop.step, list[bool]()
 
     def first() -> Any:
@@ -81,7 +81,7 @@ def at_next_step(
 
 
 @pytest.mark.parametrize("source", [from_file, mapped, owned])
-def test_blocking_update_that_waits_owns_its_tensors(
+def test_waiting_blocking_update_owns_its_tensors(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
     engine = build()
@@ -94,7 +94,7 @@ def test_blocking_update_that_waits_owns_its_tensors(
     assert_holds(engine, NEW)
 
 
-def test_blocking_update_that_comes_to_wait_owns_its_tensors(
+def test_blocking_update_copies_tensors_once_it_must_wait(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread's request arrives while the update is staged."""
@@ -116,7 +116,7 @@ def test_blocking_update_that_comes_to_wait_owns_its_tensors(
     assert_holds(engine, NEW)
 
 
-def test_blocking_update_that_need_not_wait_copies_nothing(build: Build) -> None:
+def test_immediate_blocking_update_copies_nothing(build: Build) -> None:
     engine = build()
     assert engine.update_weights(NEW, blocking=True, kv_policy="wait").staged_bytes == 0
     engine.add_request(PROMPT, drawn())
@@ -125,10 +125,10 @@ def test_blocking_update_that_need_not_wait_copies_nothing(build: Build) -> None
     drain(engine)
 
 
-def test_update_of_a_file_is_checked_as_it_was_copied(
+def test_file_update_is_checked_on_its_copy(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is written over between the check of a tensor and its copy."""
+    """The file is overwritten between the check of a tensor and its copy."""
     from nano_inference.weights import staging as session
 
     engine = build()
@@ -137,7 +137,7 @@ def test_update_of_a_file_is_checked_as_it_was_copied(
 
     def spoiling(name: str, *args: Any) -> None:
         require_finite(name, *args)
-        if name == HEAD:  # the last one
+        if name == HEAD:  # the last tensor
             spoil()
 
     monkeypatch.setattr(session, "_require_finite", spoiling)
@@ -149,10 +149,8 @@ def test_update_of_a_file_is_checked_as_it_was_copied(
 
 
 @pytest.mark.parametrize("as_patches", [False, True])
-def test_served_tensors_may_change_places_through_a_transport(
-    build: Build, as_patches: bool
-) -> None:
-    """`state_dict` gives views: the first one is written before the second is read."""
+def test_served_tensors_may_be_swapped_through_a_transport(build: Build, as_patches: bool) -> None:
+    """`state_dict` returns views: the first tensor is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
     swapped: Any = {UP: served[other], other: served[UP]}
@@ -166,8 +164,8 @@ def test_served_tensors_may_change_places_through_a_transport(
     assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
 
 
-def test_norms_may_change_places_through_a_transport(build: Build) -> None:
-    """Every backend serves norms as they are given."""
+def test_norms_may_be_swapped_through_a_transport(build: Build) -> None:
+    """Every backend serves norms in their given form."""
     engine = build()
     name = "model.layers.0.input_layernorm.weight"
     engine.update_weights({NORM: NEW[NORM], name: NEW[name]})

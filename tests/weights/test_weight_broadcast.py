@@ -1,5 +1,5 @@
-"""Weights by gloo from a trainer in another process: what arrives, and what a trainer that fails
-leaves behind.
+"""Weights by gloo from a trainer in another process: received tensors, and cleanup after trainer
+failures.
 """
 
 import itertools
@@ -43,21 +43,21 @@ from tests.weights.weight_cases import (
     synced,
 )
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 
 def checksum(weights: Any, *more: Any) -> dict[str, str]:
     manager = WeightSyncManager(decoder())
     synced(manager, weights)
-    for each in more:
-        synced(manager, each)
+    for update in more:
+        synced(manager, update)
     return manager.checksum()
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Trainers: the process, and the address that it serves."""
+    """Start trainer processes. Yield each process and its address."""
     children: list[subprocess.Popen[str]] = []
 
     def run(*actions: str) -> tuple["subprocess.Popen[str]", str]:
@@ -91,14 +91,14 @@ def said(child: "subprocess.Popen[str]") -> str:
 def refused(
     manager: WeightSyncManager,
     receiver: BroadcastReceiver,
-    told: str,
+    message: str,
     timeout: float,
     **options: Any,
 ) -> float:
-    """Receive what must be refused; returns the seconds it took."""
+    """Receive an update that must be rejected. Return the seconds it took."""
     before, began = (manager.version, manager.checksum()), time.monotonic()
     update = receive_update(manager, receiver, timeout=timeout, **options)
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         update.result(timeout + PATIENCE)
     seconds = time.monotonic() - began
     assert (manager.version, manager.checksum()) == before
@@ -106,7 +106,7 @@ def refused(
 
 
 @pytest.mark.thorough
-def test_one_group_carries_many_updates_and_outlives_what_is_refused(
+def test_group_carries_many_updates_and_survives_rejections(
     start: Start, manager: WeightSyncManager
 ) -> None:
     actions = [
@@ -128,8 +128,8 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     assert said(child) == "sent"
     assert manager.checksum() == checksum(NEW)
     group = receiver._group
-    for told in ("'model.other.weight' is not", "up_proj.weight' has shape", "layers.9"):
-        refused(manager, receiver, told, 20)
+    for message in ("'model.other.weight' is not", "up_proj.weight' has shape", "layers.9"):
+        refused(manager, receiver, message, 20)
         assert "an engine rejected" in said(child)
     refused(manager, receiver, "is missing", 5, complete=True)
     assert said(child) == "sent"
@@ -146,8 +146,8 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     refused(manager, receiver, "description of its weights cannot be read", 20)
     assert receiver._group is group
     assert "an engine rejected" in said(child)
-    # What its numbers are is seen in the middle of the bytes: that ends the group, and the next
-    # update makes another.
+    # Bad values are detected in the middle of the bytes. That ends the group, and the next update
+    # makes another.
     refused(manager, receiver, "'model.norm.weight' holds NaN", 20, check_finite=True)
     assert said(child) == "sent" or receiver._group is not group
     assert receive_update(manager, receiver, timeout=20).result(20) == 10
@@ -157,12 +157,10 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
 
 
 @pytest.mark.thorough
-def test_who_sees_an_update_refused_may_begin_the_next_at_once(
+def test_rejected_update_can_be_followed_immediately(
     start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group of the one that was refused amid its bytes is closed by then, however long that
-    takes.
-    """
+    """The group of an update rejected mid-transfer is closed by then, however long that takes."""
     child, address = start("nan", "newer")
     receiver = BroadcastReceiver(address)
     close = receiver.close
@@ -176,7 +174,7 @@ def test_who_sees_an_update_refused_may_begin_the_next_at_once(
 
 
 class SilentGroup:
-    """A group in which everything arrives at once, and nothing is in it."""
+    """A group whose transfers complete immediately without data."""
 
     closed = False
 
@@ -188,7 +186,7 @@ class SilentGroup:
         self.closed = True
 
 
-def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
+def test_leftover_of_an_update_does_not_end_the_next_group() -> None:
     receiver = BroadcastReceiver("tcp://127.0.0.1:1")
     group, next_group = SilentGroup(), SilentGroup()
     piece = wire.TensorInfo(NORM, torch.float32, (8,))
@@ -205,7 +203,7 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("action", "told", "at_once"),
+    ("action", "message", "at_once"),
     [
         ("kill", "did not arrive, the other side is gone", True),
         ("silent", "did not arrive within 3 s", False),
@@ -213,8 +211,8 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
         ("long", "a description of 10000000 bytes", True),
     ],
 )
-def test_trainer_that_fails_in_the_middle(
-    start: Start, manager: WeightSyncManager, action: str, told: str, at_once: bool
+def test_trainer_failure_mid_update_is_reported(
+    start: Start, manager: WeightSyncManager, action: str, message: str, at_once: bool
 ) -> None:
     (child, address), (_, other_address) = start(action), start("newer")
     ticks: list[float] = []
@@ -228,8 +226,8 @@ def test_trainer_that_fails_in_the_middle(
     clock = threading.Thread(target=tick)
     clock.start()
     receiver = BroadcastReceiver(address)
-    seconds = refused(manager, receiver, told, 20.0 if at_once else 3.0)
-    assert seconds < 15, "it waits for a trainer that is gone"
+    seconds = refused(manager, receiver, message, 20.0 if at_once else 3.0)
+    assert seconds < 15, "still waiting for a lost trainer"
     child.kill()
     receiver = BroadcastReceiver(other_address)  # another trainer, another group
     assert receive_update(manager, receiver, complete=True, timeout=20).result(20) == 2
@@ -238,13 +236,11 @@ def test_trainer_that_fails_in_the_middle(
     stop.set()
     clock.join()
     pauses = [after - before for before, after in itertools.pairwise(ticks)]
-    assert max(pauses) < 5.0, "no teardown holds up other threads"
+    assert max(pauses) < 5.0, "a teardown delayed other threads"
 
 
 @pytest.mark.thorough
-def test_same_trainer_is_joined_again_after_the_engine_gave_up(
-    start: Start, manager: WeightSyncManager
-) -> None:
+def test_engine_rejoins_a_trainer_after_a_timeout(start: Start, manager: WeightSyncManager) -> None:
     child, address = start("new", "newer")
     receiver = BroadcastReceiver(address)
 
@@ -266,7 +262,7 @@ def test_same_trainer_is_joined_again_after_the_engine_gave_up(
 
 
 @pytest.mark.thorough
-def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
+def test_missing_trainer_is_an_error_before_the_deadline(manager: WeightSyncManager) -> None:
     store = serve_store(("127.0.0.1", free_port()), 5)
     address = f"tcp://127.0.0.1:{store.port}"
     assert refused(manager, BroadcastReceiver(address), "began no update within 1.5 s", 1.5) < 15
@@ -297,15 +293,15 @@ def test_address_is_a_host_and_a_port(address: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")]
+    ("options", "message"), [({"rank": 0}, "rank=0"), ({"backend": "mpi"}, "'gloo' or 'nccl'")]
 )
-def test_options_are_checked(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(WeightUpdateError, match=told):
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightUpdateError, match=message):
         BroadcastReceiver("tcp://127.0.0.1:80", **options)
 
 
 @pytest.mark.thorough
-def test_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
+def test_trainer_may_pass_its_default_group(manager: WeightSyncManager) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.weights.trainer", address], stderr=subprocess.DEVNULL
@@ -321,23 +317,23 @@ def test_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> Non
         child.wait()
 
 
-def test_store_listens_on_loopback_alone() -> None:
+def test_store_listens_only_on_loopback() -> None:
     store = serve_store(("127.0.0.1", 0), 5)
     with socket.socket() as other:
         # would be in use if the store listened on every address
         other.bind(("127.0.0.2", store.port))
 
 
-# -- an engine that samples meanwhile --------------------------------------------------------------
+# -- an engine that samples during updates ---------------------------------------------------------
 
 
 def step_until(
     engine: InferenceEngine, update: WeightUpdate, seconds: float = 20.0
 ) -> list[TrainingSample]:
-    """Step, with something to do all the time, until an update has ended."""
+    """Step with constant work until an update has ended."""
     until, samples = time.monotonic() + seconds, list[TrainingSample]()
     while not update.done():
-        assert time.monotonic() < until, "it never ends"
+        assert time.monotonic() < until, "the run never ends"
         if not engine.has_pending():
             engine.add_request(PROMPT, drawn(100))
         samples += engine.step()
@@ -345,9 +341,7 @@ def step_until(
 
 
 @pytest.mark.thorough
-def test_requests_go_on_while_trainers_fail_and_then_see_the_update(
-    build: Build, start: Start
-) -> None:
+def test_requests_continue_while_trainers_fail(build: Build, start: Start) -> None:
     engine = build()
     (dying, address), (_, other) = start("kill"), start("new")
     old, new = build().generate(PROMPT, drawn(100))[0], build(NEW).generate(PROMPT, drawn(100))[0]

@@ -1,5 +1,5 @@
-"""Groups: collectives that are late, done or failed at whatever moment, and a trainer that stops
-while one forms.
+"""Process groups: collectives that are late, complete or failed at any moment, and a trainer that
+stops while a group forms.
 """
 
 import gc
@@ -21,7 +21,7 @@ from nano_inference.weights.transports.interface import Deadline
 from nano_inference.weights.transports.trainer_broadcasts import join_trainer
 
 CPU = torch.device("cpu")
-# on a slow machine the call that says it may be given up before it does
+# on a slow machine the call may be abandoned before it reports
 TOO_LATE = r"(could not join its group|accepted a connection but did not respond) within 0\.7 s"
 STORE = """
 import os, signal, sys, torch.distributed as dist
@@ -33,8 +33,8 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class EndsAsTheWaitDoes:
-    """A collective that is done between the end of a wait for it and the look whether it is done:
-    as torch's do.
+    """A collective that completes between the end of a wait and the check for completion, like
+    those of torch.
     """
 
     def __init__(self, failure: str | None = None) -> None:
@@ -52,7 +52,7 @@ class EndsAsTheWaitDoes:
         return self.is_done
 
 
-def test_collective_that_ends_as_the_wait_for_it_does() -> None:
+def test_collective_may_end_with_its_timeout() -> None:
     ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(30.0))
     with pytest.raises(
         WeightTransferError, match="'a' did not arrive, the other side is gone: connection reset"
@@ -62,7 +62,9 @@ def test_collective_that_ends_as_the_wait_for_it_does() -> None:
 
 @pytest.fixture
 def store() -> Iterator["subprocess.Popen[str]"]:
-    """A trainer that serves a store and never makes a group; it stops when it is sent a line."""
+    """Start a trainer that serves a store and never makes a group. It stops when it receives a
+    line.
+    """
     command = [sys.executable, "-c", STORE]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -73,21 +75,21 @@ def store() -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[str]") -> None:
+def test_failed_group_leaves_nothing_open(store: "subprocess.Popen[str]") -> None:
     assert store.stdout is not None
     port = int(store.stdout.readline())
 
     def fail_to_join() -> int:
         with pytest.raises(WeightTransferError, match=TOO_LATE):
             join_trainer(("127.0.0.1", port), 1, 2, Deadline(0.7))
-        for thread in threading.enumerate():  # what was given up still has its sockets
+        for thread in threading.enumerate():  # the abandoned group still has its sockets
             if thread.name.startswith("call of "):
                 thread.join(30)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     fail_to_join()
     gc.collect()
-    gc.disable()  # what only it would find may stay for long
+    gc.disable()  # only a later check would find it
     try:
         assert fail_to_join() >= fail_to_join()
     finally:
@@ -95,7 +97,7 @@ def test_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[st
 
 
 @pytest.mark.thorough
-def test_trainer_that_is_stopped_before_its_group_forms(store: "subprocess.Popen[str]") -> None:
+def test_trainer_can_be_stopped_before_its_group_forms(store: "subprocess.Popen[str]") -> None:
     assert store.stdin is not None
     assert store.stdout is not None
     port = int(store.stdout.readline())
@@ -109,4 +111,4 @@ def test_trainer_that_is_stopped_before_its_group_forms(store: "subprocess.Popen
                 joining.result(30)
             assert time.monotonic() - began < 30
         finally:
-            store.kill()  # a thread of torch's may still wait for it
+            store.kill()  # a torch thread may still wait for it

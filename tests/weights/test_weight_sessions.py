@@ -1,6 +1,4 @@
-"""Updates in pieces: whatever the pieces, the same weights as in one; whatever is wrong, none of
-it.
-"""
+"""Updates in buckets: any partition gives the same weights, and any error applies none of them."""
 
 import itertools
 import threading
@@ -50,7 +48,7 @@ def tied_manager() -> WeightSyncManager:
 
 
 def as_patches(data: st.DataObject, name: str, tensor: Tensor) -> list[list[WeightPatch]]:
-    """A whole tensor as one to three patches of shuffled places."""
+    """Split a tensor into one to three patches at shuffled indices."""
     order = (
         data.draw(st.permutations(range(tensor.numel())))
         if tensor.numel() < 40
@@ -61,7 +59,7 @@ def as_patches(data: st.DataObject, name: str, tensor: Tensor) -> list[list[Weig
 
 
 def partition(data: st.DataObject, weights: Weights) -> list[Any]:
-    """The weights in random buckets, some as patches, in a random order."""
+    """Split the weights into random buckets in a random order, some as patches."""
     buckets: list[Any] = []
     names = data.draw(st.permutations(sorted(weights)))
     for name in names:
@@ -78,7 +76,7 @@ def partition(data: st.DataObject, weights: Weights) -> list[Any]:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @settings(max_examples=at_depth(12), deadline=None)
 @given(st.data())
-def test_any_partition_gives_the_checksum_of_the_whole(
+def test_bucket_partition_does_not_change_the_checksum(
     backend: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     source = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -106,7 +104,7 @@ def test_any_partition_gives_the_checksum_of_the_whole(
     else:
         update = manager.stage(iter(buckets), complete=True, check_finite=True)
     assert update.params == set(manager.model.params)
-    assert set(manager.checksum().values()) != set(expected.values()), "nothing is written before"
+    assert set(manager.checksum().values()) != set(expected.values()), "written too early"
     assert manager.finish() == 1
     assert manager.checksum() == expected
     assert {name: param.data_ptr() for name, param in manager.model.params.items()} == pointers
@@ -122,12 +120,12 @@ def test_state_dict_is_cut_into_buckets(max_bytes: int) -> None:
     )
     for one, after in itertools.pairwise(buckets):
         together = sum(tensor.nbytes for tensor in one.values()) + next(iter(after.values())).nbytes
-        assert together > max_bytes, "no bucket is smaller than it need be"
+        assert together > max_bytes, "a bucket is smaller than necessary"
     with pytest.raises(ValueError, match="max_bytes=0"):
         list(cut_into_buckets(NEW, 0))
 
 
-def test_files_are_read_where_they_are(manager: WeightSyncManager, tmp_path: Path) -> None:
+def test_files_are_read_in_place(manager: WeightSyncManager, tmp_path: Path) -> None:
     save_file(NEW, tmp_path / "all.safetensors")
     expected = synced(manager, NEW)
     assert synced(manager, OLD) != expected
@@ -136,7 +134,7 @@ def test_files_are_read_where_they_are(manager: WeightSyncManager, tmp_path: Pat
     assert synced(manager, str(tmp_path / "all.safetensors"), copy=False) == expected
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejected updates ------------------------------------------------------------------------------
 
 NAN, INFINITE = NEW[NORM].clone(), NEW[UP].clone()
 NAN[3], INFINITE[5, 7] = torch.nan, -torch.inf
@@ -180,9 +178,9 @@ FAULTS: list[tuple[list[Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("way", ["session", "buckets"])
-@pytest.mark.parametrize(("buckets", "options", "told"), FAULTS)
-def test_fault_leaves_the_old_weights_and_the_next_update_works(
-    manager: WeightSyncManager, way: str, buckets: list[Any], options: dict[str, Any], told: str
+@pytest.mark.parametrize(("buckets", "options", "message"), FAULTS)
+def test_fault_keeps_the_old_weights_and_allows_a_new_update(
+    manager: WeightSyncManager, way: str, buckets: list[Any], options: dict[str, Any], message: str
 ) -> None:
     before, updates = manager.checksum(), list[WeightUpdate]()
 
@@ -195,13 +193,13 @@ def test_fault_leaves_the_old_weights_and_the_next_update_works(
             manager.receive(bucket)
         manager.end()
 
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         run()
     assert not manager.pending
     assert (manager.version, manager.checksum()) == (1, before)
     for update in updates:
         assert update.done()
-        with pytest.raises(WeightUpdateError, match=told):
+        with pytest.raises(WeightUpdateError, match=message):
             update.result(0)
     with pytest.raises(WeightUpdateError, match="no weight session is open"):
         manager.receive({NORM: NEW[NORM]})
@@ -212,13 +210,13 @@ def test_fault_leaves_the_old_weights_and_the_next_update_works(
     assert manager.checksum() == synced(WeightSyncManager(decoder()), NEWER)
 
 
-def test_without_the_option_any_number_will_do(manager: WeightSyncManager) -> None:
+def test_non_finite_values_pass_without_check_finite(manager: WeightSyncManager) -> None:
     manager.stage({NORM: NAN})
     manager.finish()
     assert manager.version == 2
 
 
-def test_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncManager) -> None:
+def test_second_session_is_rejected_and_the_first_continues(manager: WeightSyncManager) -> None:
     first = manager.begin(version=9)
     manager.receive({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="already open"):
@@ -233,7 +231,7 @@ def test_second_session_is_refused_and_the_first_goes_on(manager: WeightSyncMana
     )
 
 
-def test_update_in_one_piece_may_come_before_the_end_of_a_session(
+def test_whole_update_may_precede_the_end_of_a_session(
     manager: WeightSyncManager,
 ) -> None:
     session = manager.begin()
@@ -246,7 +244,7 @@ def test_update_in_one_piece_may_come_before_the_end_of_a_session(
     assert manager.checksum()[NORM] == synced(WeightSyncManager(decoder()), NEW)[NORM]
 
 
-def test_cancelled_session_says_so(manager: WeightSyncManager) -> None:
+def test_cancelled_session_reports_its_cancellation(manager: WeightSyncManager) -> None:
     update = manager.begin()
     manager.receive({NORM: NEW[NORM]})
     with pytest.raises(WeightUpdateError, match="no version while it is being received"):
@@ -274,7 +272,7 @@ def test_version_must_be_new(manager: WeightSyncManager, version: Any) -> None:
         manager.end()
 
 
-def test_buckets_that_fail_on_their_way_name_the_reason(manager: WeightSyncManager) -> None:
+def test_failed_bucket_transfer_names_the_reason(manager: WeightSyncManager) -> None:
     def buckets() -> Iterator[Weights]:
         yield {NORM: NEW[NORM]}
         raise OSError("the disk is gone")
@@ -284,7 +282,7 @@ def test_buckets_that_fail_on_their_way_name_the_reason(manager: WeightSyncManag
     assert not manager.pending
 
 
-def test_what_is_received_is_a_copy_unless_given_away(manager: WeightSyncManager) -> None:
+def test_received_tensors_are_copied_unless_owned(manager: WeightSyncManager) -> None:
     manager.begin()
     mine, yours = NEW[NORM].clone(), NEW[UP].clone()
     manager.receive({NORM: mine})
@@ -336,10 +334,10 @@ SAME = [(HEAD, PLACE, ELSE[5, 6].reshape(1))]
         ([ONE, {HEAD: NEW[EMBEDDING]}], False),
     ],
 )
-def test_tied_head_becomes_what_the_embedding_becomes(
+def test_tied_head_follows_the_embedding(
     tied_manager: WeightSyncManager, buckets: list[Any], fits: bool
 ) -> None:
-    tied_manager.stage(TIED_WEIGHTS)  # pending: what it is tied to is what this makes of it
+    tied_manager.stage(TIED_WEIGHTS)  # pending: the tied tensor follows this update
     if not fits:
         with pytest.raises(
             WeightUpdateError, match=r"'lm_head.weight' is tied to 'model.embed_tokens.weight'"
@@ -371,17 +369,17 @@ WRONG: list[tuple[Callable[[], tuple[Any, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "told"), WRONG)
-def test_wrong_patch_is_refused(
-    manager: WeightSyncManager, make: Callable[[], Any], told: str
+@pytest.mark.parametrize(("make", "message"), WRONG)
+def test_wrong_patch_is_rejected(
+    manager: WeightSyncManager, make: Callable[[], Any], message: str
 ) -> None:
     before = manager.checksum()
-    with pytest.raises(WeightUpdateError, match=f"'model.norm.weight'.*{told}"):
+    with pytest.raises(WeightUpdateError, match=f"'model.norm.weight'.*{message}"):
         manager.stage([{UP: NEW[UP]}, [WeightPatch(NORM, *make())]])
     assert manager.checksum() == before
 
 
-def test_patches_of_one_tensor_must_not_meet(manager: WeightSyncManager) -> None:
+def test_patches_of_a_tensor_must_not_overlap(manager: WeightSyncManager) -> None:
     manager.begin()
     manager.receive(WeightPatch(NORM, torch.tensor([5, 1]), torch.ones(2)))
     manager.receive((NORM, torch.tensor([0, 2], dtype=torch.int32), torch.ones(2)))
@@ -389,7 +387,7 @@ def test_patches_of_one_tensor_must_not_meet(manager: WeightSyncManager) -> None
         manager.receive([(NORM, torch.tensor([1, 3]), torch.ones(2))])
 
 
-def test_two_threads_cannot_both_open_a_session(manager: WeightSyncManager) -> None:
+def test_session_opens_for_only_one_of_two_threads(manager: WeightSyncManager) -> None:
     opened: list[bool] = []
     barrier = threading.Barrier(8)
 

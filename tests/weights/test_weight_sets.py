@@ -1,4 +1,4 @@
-"""Two weight sets in one engine: every chunk names its own, and neither reads the other's keys."""
+"""Two weight sets in one engine: every chunk names its set, and neither reads the other's keys."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
 
 
 @pytest.mark.thorough
-def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
+def test_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
     folders = {
         "policy": tiny_llama(tmp_path / "a", seed=1),
         "other": tiny_llama(tmp_path / "b", seed=2),

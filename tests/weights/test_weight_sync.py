@@ -1,4 +1,4 @@
-"""New weights for a live engine: in place, versioned, all or nothing, in order."""
+"""Weight updates of a live engine: in place, versioned, atomic and ordered."""
 
 import threading
 import time
@@ -38,11 +38,13 @@ from tests.weights.weight_cases import (
     greedy,
 )
 
-# -- what is written -------------------------------------------------------------------------------
+# -- written tensors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: bool) -> None:
+def test_update_changes_weights_in_place_and_bumps_the_version(
+    build: Build, blocking: bool
+) -> None:
     engine = build()
     before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in engine.model.params.items()}
     for version, weights in enumerate([NEW, NEWER, OLD], start=1):
@@ -56,7 +58,7 @@ def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: 
 @pytest.mark.parametrize(
     "names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]]
 )
-def test_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
+def test_partial_state_dict_changes_only_named_tensors(build: Build, names: list[str]) -> None:
     engine = build()
     engine.update_weights({name: NEW[name] for name in names})
     assert_holds(engine, OLD | {name: NEW[name] for name in names})
@@ -65,15 +67,15 @@ def test_partial_state_dict_changes_what_it_names(build: Build, names: list[str]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_floating_dtypes_are_cast(build: Build, dtype: torch.dtype) -> None:
     engine = build()
-    given = {name: tensor.to(dtype) for name, tensor in NEW.items()}
-    engine.update_weights(given)
-    assert_holds(engine, given)
+    tensors = {name: tensor.to(dtype) for name, tensor in NEW.items()}
+    engine.update_weights(tensors)
+    assert_holds(engine, tensors)
 
 
-def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> None:
+def test_update_accepts_parameters_and_strided_tensors(build: Build) -> None:
     engine = build()
-    given = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
-    engine.update_weights({**given, UP: NEW[UP].T.contiguous().T})
+    tensors = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
+    engine.update_weights({**tensors, UP: NEW[UP].T.contiguous().T})
     assert_holds(engine, NEW)
     assert not any(
         read(engine.model.params, slot).requires_grad
@@ -82,24 +84,24 @@ def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> No
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
-    """`state_dict` gives views: the first one is written before the second is read."""
+def test_served_tensors_may_be_swapped(build: Build, blocking: bool) -> None:
+    """`state_dict` returns views: the first tensor is written before the second is read."""
     engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
     served = engine.weight_sync.state_dict()
     engine.update_weights({UP: served[other], other: served[UP]}, blocking=blocking)
     assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
 
 
-def test_callers_tensors_stay_the_callers(build: Build) -> None:
+def test_tensors_of_the_caller_are_not_retained(build: Build) -> None:
     engine = build()
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    engine.update_weights(given, blocking=True)
-    for tensor in given.values():
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    engine.update_weights(tensors, blocking=True)
+    for tensor in tensors.values():
         tensor.zero_()
     assert_holds(engine, NEW)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejected updates ------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Any, str]] = [
     ({}, "non-empty state dict"),
@@ -131,9 +133,9 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize(("weights", "told"), REFUSED)
-def test_refused_update_leaves_the_old_version_serving(
-    build: Build, weights: Any, told: str, blocking: bool, running: bool
+@pytest.mark.parametrize(("weights", "message"), REFUSED)
+def test_rejected_update_keeps_the_old_version(
+    build: Build, weights: Any, message: str, blocking: bool, running: bool
 ) -> None:
     expected = build().generate(PROMPT, drawn())[0]
     engine = build(lookahead=1)
@@ -141,7 +143,7 @@ def test_refused_update_leaves_the_old_version_serving(
         engine.add_request(PROMPT, drawn())
         for _ in range(3):
             engine.step()
-    with pytest.raises(WeightUpdateError, match=told):
+    with pytest.raises(WeightUpdateError, match=message):
         engine.update_weights(weights, blocking=blocking)
     assert engine.get_weight_version() == 0
     assert_holds(engine, OLD)
@@ -174,11 +176,11 @@ def test_version_is_an_integer(build: Build, version: Any) -> None:
     assert_holds(engine, OLD)
 
 
-def test_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Path) -> None:
+def test_tied_head_is_accepted_if_it_equals_the_embedding(build: Build, tied: Path) -> None:
     engine = build(model_path=str(tied))
     engine.update_weights({EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING].clone()})
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
-    engine.update_weights({HEAD: NEW[EMBEDDING]})  # equal to what serves
+    engine.update_weights({HEAD: NEW[EMBEDDING]})  # equal to the live tensor
     assert engine.get_weight_version() == 2
 
 
@@ -190,7 +192,7 @@ def test_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Pat
         {HEAD: NEW[EMBEDDING][:-1]},
     ],
 )
-def test_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
+def test_tied_head_that_differs_is_rejected(build: Build, tied: Path, weights: Weights) -> None:
     engine = build(model_path=str(tied))
     before = engine.generate(PROMPT, drawn())[0]
     with pytest.raises(WeightUpdateError, match=HEAD):
@@ -203,13 +205,13 @@ def test_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: We
 # -- order and ownership ---------------------------------------------------------------------------
 
 
-def test_what_is_staged_in_flight_is_a_copy(build: Build) -> None:
+def test_update_staged_in_flight_is_a_copy(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
-    given = {name: tensor.clone() for name, tensor in NEW.items()}
-    update = engine.update_weights(given)
-    for tensor in given.values():
+    tensors = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(tensors)
+    for tensor in tensors.values():
         tensor.fill_(9.0)
     assert not update.done()
     drain(engine)
@@ -232,7 +234,7 @@ def test_updates_are_applied_in_order(build: Build) -> None:
     assert drain(engine)[0].weight_versions[-1].version == 3
 
 
-def test_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None:
+def test_rejected_update_leaves_its_neighbors_in_flight(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -245,8 +247,8 @@ def test_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None
     assert_holds(engine, OLD | {UP: NEW[UP], NORM: NEW[NORM]})
 
 
-def test_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tied: Path) -> None:
-    """An update in flight changes the embedding; a head that equals the new one belongs to it."""
+def test_tied_head_is_compared_with_the_pending_embedding(build: Build, tied: Path) -> None:
+    """An update in flight changes the embedding. A head that equals the new embedding is accepted."""
     engine = build(model_path=str(tied), lookahead=1)
     engine.add_request(PROMPT, greedy())
     engine.step()
@@ -259,7 +261,7 @@ def test_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tie
     assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
 
 
-def test_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None:
+def test_sample_that_ends_during_an_update_is_not_lost(build: Build) -> None:
     engine = build(lookahead=1)
     request = engine.add_request(PROMPT, greedy(2))
     engine.step()
@@ -275,8 +277,8 @@ def test_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None
 
 
 def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
-    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates
-    cannot be at once.
+    """Call `run` while this thread is inside `generate`, so that updates of other threads must
+    queue.
     """
     ran: list[int] = []
 
@@ -318,10 +320,10 @@ def test_updates_from_two_threads_have_two_versions(
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
-def test_blocking_update_serves_when_it_returns_also_after_another_threads(
+def test_blocking_update_is_live_after_one_of_another_thread(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other thread stands between staging its update and announcing it."""
+    """The other thread is between staging its update and announcing it."""
     engine, staged, go_on = build(), threading.Event(), threading.Event()
     main, stage = threading.current_thread(), engine.weight_sync.stage
 
@@ -339,7 +341,7 @@ def test_blocking_update_serves_when_it_returns_also_after_another_threads(
         other.start()
         assert staged.wait(30)
 
-    with pytest.raises(KeyError):  # leaves generate at once, while the other thread waits
+    with pytest.raises(KeyError):  # leaves generate immediately, while the other thread waits
         while_stepping(engine, lambda: (begin(), {}["leave"]))
     update = engine.update_weights({UP: NEW[UP]}, blocking=True)
     assert update.done()
@@ -381,10 +383,10 @@ def test_withdrawn_update_is_not_applied(build: Build) -> None:
     assert_holds(engine, NEWER)
 
 
-# -- the names of the first description ------------------------------------------------------------
+# -- names of the original specification -----------------------------------------------------------
 
 
-def test_manager_alone_stages_and_finishes(build: Build) -> None:
+def test_manager_stages_and_finishes_without_an_engine(build: Build) -> None:
     engine = build()
     manager = WeightSyncManager(engine.model)
     assert not manager.maybe_finish_sync()
@@ -397,7 +399,7 @@ def test_manager_alone_stages_and_finishes(build: Build) -> None:
     assert not manager.maybe_finish_sync()
 
 
-def test_sync_blocking_comes_after_what_is_pending(build: Build) -> None:
+def test_blocking_sync_follows_pending_updates(build: Build) -> None:
     engine = build()
     manager = WeightSyncManager(engine.model)
     manager.start_sync(NEW)
@@ -411,9 +413,9 @@ def test_sync_blocking_comes_after_what_is_pending(build: Build) -> None:
 
 def test_start_sync_copies(build: Build) -> None:
     engine = build()
-    given = {NORM: NEW[NORM].clone()}
+    tensors = {NORM: NEW[NORM].clone()}
     manager = WeightSyncManager(engine.model)
-    manager.start_sync(given)
-    given[NORM].zero_()
+    manager.start_sync(tensors)
+    tensors[NORM].zero_()
     manager.maybe_finish_sync()
     assert_holds(engine, OLD | {NORM: NEW[NORM]})

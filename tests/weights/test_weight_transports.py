@@ -1,6 +1,4 @@
-"""Weights on their way: in this process, through files, and what keeps a deadline whatever a
-transport does.
-"""
+"""Weight transports: in process and through files, and deadlines that hold for every transport."""
 
 import json
 import threading
@@ -32,7 +30,7 @@ from tests.models.tiny import Weights
 from tests.weights.in_process import InProcess
 from tests.weights.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds; a hanging test fails
 SUM_OF_NEW = synced(WeightSyncManager(decoder()), NEW)
 
 
@@ -43,27 +41,27 @@ def manager() -> WeightSyncManager:
     return manager
 
 
-def refused(update: WeightUpdate, told: str, within: float = PATIENCE) -> None:
-    with pytest.raises(WeightUpdateError, match=told):
+def refused(update: WeightUpdate, message: str, within: float = PATIENCE) -> None:
+    with pytest.raises(WeightUpdateError, match=message):
         update.result(within)
 
 
 def settled_threads() -> None:
-    """Wait until no thread of a transport is left."""
+    """Wait until no transport thread is left."""
     until = time.monotonic() + PATIENCE
     while any(thread.name.startswith("weight-") for thread in threading.enumerate()):
-        assert time.monotonic() < until, "a thread stays"
+        assert time.monotonic() < until, "a thread remains"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("version", [None, 6])
-def test_weights_that_are_here_arrive(manager: WeightSyncManager, version: int | None) -> None:
+def test_weights_arrive_in_process(manager: WeightSyncManager, version: int | None) -> None:
     update = receive_update(manager, InProcess(NEW, version=version), complete=True)
     assert update.result(PATIENCE) == manager.version == (version or 2)
     assert manager.checksum() == SUM_OF_NEW
 
 
-def test_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncManager) -> None:
+def test_unexpected_version_is_rejected(manager: WeightSyncManager) -> None:
     refused(
         receive_update(manager, InProcess(NEW, version=6), version=5),
         "sent weight version 6, expected 5",
@@ -72,7 +70,7 @@ def test_version_that_is_not_the_expected_one_is_refused(manager: WeightSyncMana
     assert receive_update(manager, InProcess(NEW), version=5).result(PATIENCE) == 5
 
 
-def test_second_session_is_refused_while_one_receives(manager: WeightSyncManager) -> None:
+def test_second_session_is_rejected_while_one_receives(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -88,9 +86,7 @@ def test_second_session_is_refused_while_one_receives(manager: WeightSyncManager
 
 
 class Stuck:
-    """A transport whose wait does not come back before it is let go, and says nothing of the
-    deadline.
-    """
+    """A transport whose wait ignores the deadline and blocks until it is released."""
 
     def __init__(self, buckets: int) -> None:
         self.buckets, self.closed = buckets, threading.Event()
@@ -110,21 +106,21 @@ class Stuck:
 
 @pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("buckets", [0, 1, 7])
-def test_deadline_holds_where_a_transport_does_not(
+def test_deadline_is_enforced_on_a_stuck_transport(
     manager: WeightSyncManager, buckets: int
 ) -> None:
     before, stuck, began = manager.checksum(), Stuck(buckets), time.monotonic()
     update = receive_update(manager, stuck, timeout=1.0)
     refused(update, f"received only {buckets} buckets of the weights within 1 s")
     assert time.monotonic() - began < 10
-    assert stuck.closed.wait(PATIENCE), "it is told to give up"
+    assert stuck.closed.wait(PATIENCE), "the transport was not closed"
     settled_threads()
     assert manager.checksum() == before
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [
         ([{UP: NEW[UP]}, {NORM: torch.full((64,), torch.nan)}], "'model.norm.weight' holds NaN"),
         ([{UP: NEW[UP]}], "is missing"),
@@ -133,17 +129,19 @@ def test_deadline_holds_where_a_transport_does_not(
         ([{UP: NEW[UP]}, 3], "a bucket must be"),
     ],
 )
-def test_what_arrives_is_checked(manager: WeightSyncManager, weights: list[Any], told: str) -> None:
+def test_received_tensors_are_checked(
+    manager: WeightSyncManager, weights: list[Any], message: str
+) -> None:
     before = manager.checksum()
     refused(
-        receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), told
+        receive_update(manager, InProcess(iter(weights)), complete=True, check_finite=True), message
     )
     settled_threads()
     assert manager.checksum() == before
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
 
 
-def test_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) -> None:
+def test_cancelled_session_rejects_buckets(manager: WeightSyncManager) -> None:
     go_on = threading.Event()
 
     def slowly() -> Iterator[Weights]:
@@ -163,7 +161,7 @@ def test_session_that_was_cancelled_takes_no_more(manager: WeightSyncManager) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_deadline_lies_ahead(manager: WeightSyncManager, timeout: float) -> None:
+def test_deadline_must_be_in_the_future(manager: WeightSyncManager, timeout: float) -> None:
     with pytest.raises(WeightUpdateError, match="timeout"):
         receive_update(manager, InProcess(NEW), timeout=timeout)
     assert receive_update(manager, InProcess(NEW)).result(PATIENCE) == 2
@@ -186,10 +184,10 @@ def test_folder_is_read_once_it_is_complete(manager: WeightSyncManager, tmp_path
     assert receive_update(manager, WeightFolder(folder)).result(PATIENCE) == 5
 
 
-def test_folder_is_not_complete_while_it_is_written_anew(
+def test_folder_is_incomplete_while_it_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that came now would take some of the old files for all of the new update."""
+    """A reader at this moment would mix old files into the new update."""
     write_folder(tmp_path, NEW, version=1)
     seen = list[bool]()
 
@@ -206,7 +204,7 @@ def test_folder_is_not_complete_while_it_is_written_anew(
 
 
 @pytest.mark.parametrize("kind", [WeightFolder, WeightFiles])
-def test_folder_that_is_written_anew_while_it_is_read_is_refused(tmp_path: Path, kind: Any) -> None:
+def test_folder_rewritten_while_being_read_is_rejected(tmp_path: Path, kind: Any) -> None:
     write_folder(tmp_path, NEW, version=1, max_file_bytes=50_000)
     buckets = kind(tmp_path).receive({}, Deadline(PATIENCE)).buckets
     next(buckets)
@@ -228,9 +226,9 @@ def cut_short(folder: Path) -> None:
 
 def cut_short_and_say_so(folder: Path) -> None:
     cut_short(folder)
-    told = json.loads((folder / MARKER).read_text())
-    told["files"] = {name: (folder / name).stat().st_size for name in told["files"]}
-    (folder / MARKER).write_text(json.dumps(told))
+    marker = json.loads((folder / MARKER).read_text())
+    marker["files"] = {name: (folder / name).stat().st_size for name in marker["files"]}
+    (folder / MARKER).write_text(json.dumps(marker))
 
 
 FAULTS: list[tuple[Any, str]] = [
@@ -254,14 +252,14 @@ FAULTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "told"), FAULTS)
-def test_folder_that_is_not_whole_is_refused(
-    manager: WeightSyncManager, tmp_path: Path, spoil: Any, told: str
+@pytest.mark.parametrize(("spoil", "message"), FAULTS)
+def test_incomplete_folder_is_rejected(
+    manager: WeightSyncManager, tmp_path: Path, spoil: Any, message: str
 ) -> None:
     before = manager.checksum()
     spoil(write_folder(tmp_path / "update", NEW))
     (tmp_path / "x").write_bytes(b"abc")
-    refused(receive_update(manager, WeightFolder(tmp_path / "update"), timeout=0.2), told)
+    refused(receive_update(manager, WeightFolder(tmp_path / "update"), timeout=0.2), message)
     assert manager.checksum() == before
     write_folder(tmp_path / "update", NEW)
     assert (
@@ -272,7 +270,7 @@ def test_folder_that_is_not_whole_is_refused(
     )
 
 
-def test_missing_folder_and_no_weights_are_refused(
+def test_missing_folder_and_missing_weights_are_rejected(
     manager: WeightSyncManager, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightUpdateError, match="does not exist"):
@@ -285,8 +283,8 @@ def test_missing_folder_and_no_weights_are_refused(
         write_folder(tmp_path, {})
 
 
-def test_places_in_a_header_are_whole_numbers() -> None:
-    """JSON's 0.0 equals 0, and would fail where the update is put aside."""
+def test_header_offsets_must_be_integers() -> None:
+    """JSON's 0.0 equals 0, and would fail when the update is staged."""
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]}}'
     content = len(header).to_bytes(8, "little") + header + bytes(16)
     file = SafetensorsBytes(len(content), {"a": (4,)}, set(), ReusedMemory())
@@ -296,7 +294,7 @@ def test_places_in_a_header_are_whole_numbers() -> None:
         file.add(content)
 
 
-# -- what goes ahead of the bytes ------------------------------------------------------------------
+# -- the header before the bytes -------------------------------------------------------------------
 
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 SHAPES = WeightSyncManager(decoder()).shapes
@@ -305,9 +303,7 @@ SHAPES = WeightSyncManager(decoder()).shapes
 @pytest.mark.parametrize("run_bytes", [48, 1000, 2**23])
 @settings(max_examples=at_depth(15), deadline=None)
 @given(st.integers(1, 100_000), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_what_is_laid_out_is_what_is_unpacked(
-    run_bytes: int, bucket_bytes: int, dtype: torch.dtype
-) -> None:
+def test_unpack_inverts_layout(run_bytes: int, bucket_bytes: int, dtype: torch.dtype) -> None:
     weights = {
         name: NEW[name].to(dtype) for name in (NORM, KEYS, "model.layers.0.input_layernorm.weight")
     }
@@ -341,12 +337,12 @@ def test_what_is_laid_out_is_what_is_unpacked(
     st.sampled_from([16, 48, 64]),
     st.booleans(),
 )
-def test_tensors_of_any_length_lie_side_by_side(
-    told: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
+def test_tensors_of_any_length_are_packed_contiguously(
+    description: list[tuple[int, torch.dtype]], run_bytes: int, patched: bool
 ) -> None:
-    """Each begins at a multiple of 16, and few end at one."""
+    """Each tensor begins at a multiple of 16, and few end at one."""
     random = torch.Generator().manual_seed(0)
-    values = [torch.randn(length, generator=random).to(dtype) for length, dtype in told]
+    values = [torch.randn(length, generator=random).to(dtype) for length, dtype in description]
     if patched:
         weights: Any = [
             (str(at), 3 * torch.arange(len(each)), each) for at, each in enumerate(values)
@@ -361,15 +357,15 @@ def test_tensors_of_any_length_lie_side_by_side(
         flat[start:stop] = wire.laid_out(
             bucket, start, stop, torch.empty(run_bytes, dtype=torch.uint8)
         )
-    found: Any = wire.unpack(pieces, flat)
+    unpacked: Any = wire.unpack(pieces, flat)
     if patched:
-        for (name, indices, sent), patch in zip(weights, found, strict=True):
+        for (name, indices, sent), patch in zip(weights, unpacked, strict=True):
             assert patch.name == name
             assert torch.equal(patch.indices, indices)
             assert torch.equal(patch.values, sent)
     else:
-        assert list(found) == list(weights)
-        assert all(torch.equal(found[name], sent) for name, sent in weights.items())
+        assert list(unpacked) == list(weights)
+        assert all(torch.equal(unpacked[name], sent) for name, sent in weights.items())
 
 
 PIECE = [NORM, "float32", [64], None]
@@ -402,19 +398,19 @@ LIES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "match"), LIES)
-def test_description_that_does_not_fit_the_model_is_refused(told: Any, match: str) -> None:
+@pytest.mark.parametrize(("description", "match"), LIES)
+def test_description_must_match_the_model(description: Any, match: str) -> None:
     with pytest.raises(WeightUpdateError, match=match):
-        wire.decode(json.dumps(told).encode(), SHAPES)
+        wire.decode(json.dumps(description).encode(), SHAPES)
 
 
-def test_transports_are_transports(tmp_path: Path) -> None:
+def test_transports_implement_the_protocol(tmp_path: Path) -> None:
     transports: list[WeightTransport] = [InProcess(NEW), WeightFolder(tmp_path), Stuck(0)]
     for transport in transports:
         transport.close()
 
 
-def test_no_time_at_all_is_an_error_and_not_the_default() -> None:
+def test_timeout_of_zero_is_an_error() -> None:
     from nano_inference.weights.transports.sender import WeightSender
 
     with (

@@ -1,6 +1,4 @@
-"""New weights while an engine generates: which version sampled what, and never with stale keys and
-values.
-"""
+"""Weight updates during generation: versions of sampled tokens, and no stale keys or values."""
 
 import pytest
 
@@ -24,7 +22,7 @@ from tests.weights.weight_cases import (
 )
 
 
-def test_with_nothing_in_flight_an_update_serves_at_once(build: Build) -> None:
+def test_update_is_live_immediately_if_idle(build: Build) -> None:
     engine = build(lookahead=0)
     engine.add_request(PROMPT, drawn())
     engine.step()
@@ -33,7 +31,7 @@ def test_with_nothing_in_flight_an_update_serves_at_once(build: Build) -> None:
     assert engine.get_weight_version() == 1
 
 
-def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
+def test_update_is_live_from_the_step_after_those_in_flight(build: Build) -> None:
     engine = build(lookahead=1)
     engine.add_request(PROMPT, drawn())
     engine.step()
@@ -52,9 +50,7 @@ def test_with_a_step_in_flight_it_serves_from_the_next_on(build: Build) -> None:
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_spans_say_which_version_sampled_which_tokens(
-    build: Build, blocking: bool, lookahead: int
-) -> None:
+def test_spans_map_tokens_to_versions(build: Build, blocking: bool, lookahead: int) -> None:
     engine = build(lookahead=lookahead)
     request = engine.add_request(PROMPT, drawn(20), 3)
     samples: list[TrainingSample] = []
@@ -71,7 +67,7 @@ def test_spans_say_which_version_sampled_which_tokens(
         assert [span.version for span in spans] == [0, 1, 2, 3]
         assert [p for span in spans for p in range(span.start, span.end)] == list(range(20))
         assert sample.weight_version == 3
-        # What version 0 sampled is what an engine of that version samples.
+        # Tokens of version 0 equal those of an engine of that version.
         first = build().generate(PROMPT, drawn(20), 3)[sample.sample_index]
         end = spans[0].end
         assert sample.completion_tokens[:end] == first.completion_tokens[:end]
@@ -91,10 +87,8 @@ def test_version_that_sampled_nothing_has_no_span(build: Build) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_after_a_blocking_update_running_requests_recompute_their_context(
-    build: Build, lookahead: int
-) -> None:
-    """What follows is what a fresh engine makes of the prompt and the tokens so far."""
+def test_blocking_update_makes_running_requests_recompute(build: Build, lookahead: int) -> None:
+    """Later tokens equal a fresh engine's continuation of the prompt and the tokens so far."""
     engine = build(lookahead=lookahead)
     engine.add_request(PROMPT, greedy(14), 2)
     engine.add_request(PROMPT[:7], greedy(14))
@@ -112,10 +106,12 @@ def test_after_a_blocking_update_running_requests_recompute_their_context(
         assert sample.logprobs[new.start :] == expected.logprobs
 
 
-def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
+def test_non_blocking_update_keeps_cached_keys(
     build: Build,
 ) -> None:
-    """The next token sees old keys of the prompt and new weights: neither engine alone gives it."""
+    """The next token attends to old keys of the prompt under new weights: neither engine by itself
+    gives it.
+    """
     engine = build(lookahead=0)
     engine.add_request(PROMPT, greedy(8))
     for _ in range(3):
@@ -132,11 +128,11 @@ def test_after_an_update_without_waiting_requests_go_on_with_the_keys_they_have(
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("running", [0, 1, 4])
-def test_no_stale_keys_reach_a_later_request(
+def test_stale_keys_do_not_reach_later_requests(
     build: Build, blocking: bool, lookahead: int, running: int
 ) -> None:
-    """Before, while and after: the prompt is cached under the old weights, and its owner may still
-    be running.
+    """Cover requests before, during and after: the prompt is cached under the old weights, and its
+    owner may still be running.
     """
     expected_old, expected_new = (
         build(weights).generate(PROMPT, greedy())[0] for weights in (OLD, NEW)
@@ -168,7 +164,7 @@ def test_request_that_waits_starts_under_the_new_weights(build: Build) -> None:
     assert bits(sample) == bits(build(NEW).generate(PROMPT, greedy())[0])
 
 
-def test_going_back_to_old_weights_does_not_bring_old_blocks_back(build: Build) -> None:
+def test_rollback_does_not_restore_old_blocks(build: Build) -> None:
     engine = build()
     (before,) = engine.generate(PROMPT, greedy())
     engine.update_weights(NEW)
@@ -191,19 +187,19 @@ def test_blocks_of_a_dead_version_are_all_free(build: Build) -> None:
 
 
 def named_versions(engine: InferenceEngine) -> set[int]:
-    """Weight versions of the blocks that can be matched."""
+    """Return the weight versions of matchable blocks."""
     return {block.namespace.version for block in engine.cache.blocks if block.namespace is not None}
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_no_block_keeps_the_name_of_a_dead_version(
+def test_blocks_lose_the_names_of_dead_versions(
     build: Build, blocking: bool, cache_type: str
 ) -> None:
-    """Nor gets one: a request that goes on with old keys names nothing any more."""
+    """No block gets such a name either: a request that continues with old keys names no blocks."""
     engine = build(max_batch_size=2, cache_type=cache_type)
     engine.generate(PROMPT[::-1], greedy())
-    for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two run, one waits
+    for prompt in (PROMPT, PROMPT[3:], PROMPT[5:]):  # two running, one waiting
         engine.add_request(prompt, greedy(20))
     engine.step()
     engine.step()
@@ -217,7 +213,7 @@ def test_no_block_keeps_the_name_of_a_dead_version(
     assert named_versions(engine) == {1}
 
 
-def test_request_that_waited_shares_its_blocks_under_the_new_version(build: Build) -> None:
+def test_waiting_request_shares_blocks_under_the_new_version(build: Build) -> None:
     engine = build(max_batch_size=1)
     engine.add_request([5, 6], greedy(3))
     engine.add_request(PROMPT, greedy())
@@ -237,5 +233,5 @@ def test_aborted_sample_carries_the_version_of_its_last_token(build: Build) -> N
     engine.update_weights(NEW)
     begun, untouched = engine.abort()
     assert (begun.weight_version, begun.weight_versions) == (0, (VersionSpan(0, 0, 1),))
-    # no token: what serves now
+    # no token: the live version
     assert (untouched.weight_version, untouched.weight_versions) == (1, ())

@@ -1,5 +1,5 @@
-"""Updates of an engine on a GPU, as far as a machine without one shows it: where they wait, and
-what a group holds.
+"""Updates of an engine on a GPU, as far as a machine without one can test them: staging and memory
+held by groups.
 """
 
 import gc
@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 
 class Work:
-    """A collective on a card: it is done when somebody says so."""
+    """A collective on a card that completes when the test says so."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -46,7 +46,7 @@ class Work:
 
 
 class Nccl:
-    """A process group whose first collective may never come back."""
+    """A process group whose first collective may never complete."""
 
     def __init__(self, silent: bool = False) -> None:
         self.silent, self.works, self.aborted = silent, list[Work](), 0
@@ -76,7 +76,7 @@ def until(condition: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
+def test_memory_is_held_until_nccl_finishes_writing() -> None:
     nccl = Nccl()
     group = ProcessGroup(nccl, CARD)
     tensor = torch.zeros(8)
@@ -91,7 +91,7 @@ def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
 
 
 @pytest.mark.thorough
-def test_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended() -> None:
+def test_closed_group_holds_memory_until_its_collective_ends() -> None:
     nccl = Nccl()
     group = ProcessGroup(nccl, CARD)
     tensor = torch.zeros(8)
@@ -106,7 +106,7 @@ def test_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended()
     until(lambda: nccl.aborted and gc.collect() is not None and seen() is None)
 
 
-def test_first_collective_that_does_not_come_back_keeps_nobody() -> None:
+def test_hanging_first_collective_does_not_block_the_caller() -> None:
     nccl = Nccl(silent=True)
     nccl.may_end.set()
     group = ProcessGroup(nccl, CARD)
@@ -117,10 +117,12 @@ def test_first_collective_that_does_not_come_back_keeps_nobody() -> None:
     group.close()
 
 
-def test_torchs_watchdog_is_told_to_leave_the_process_alone(
+def test_torch_watchdog_is_configured_to_spare_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads that as a group is made; whoever makes others finds what it had set."""
+    """Torch reads the setting when a group is made. Other groups of the process keep the original
+    setting.
+    """
     seen: list[tuple[str | None, ...]] = []
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     monkeypatch.setenv(names[0], "1")
@@ -147,8 +149,8 @@ def test_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) ->
     assert device_for("gloo", None) == torch.device("cpu")
 
 
-def test_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
-    """What is beyond waits on the CPU. A card is played by the device "meta"."""
+def test_update_fits_the_free_memory_of_the_card(tmp_path: Path) -> None:
+    """Tensors beyond the free memory wait on the CPU. The device "meta" plays the card."""
     spec = load_spec(tiny_llama(tmp_path))
     model: Any = SimpleNamespace(
         part=shard_of(spec), params={}, dtype=torch.bfloat16, device=torch.device("meta")
@@ -167,7 +169,7 @@ def test_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
     assert sum(placed.values()) == sum(sizes)
 
 
-def test_room_is_what_is_free_without_a_steps_workspace() -> None:
+def test_update_room_excludes_the_workspace_of_a_step() -> None:
     card = Card(total=100, others=30, weights=20, cached=10)  # 50 are free, 10 of them torch's
     assert staging_room(CARD, 10, card) == 20
     assert staging_room(CARD, 60, card) == 0

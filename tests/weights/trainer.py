@@ -1,5 +1,5 @@
-"""A trainer in a process of its own, for the tests of the broadcast: it does what its arguments
-say, and prints.
+"""A trainer in a separate process for the broadcast tests. It performs its arguments and prints
+results.
 
 Run as `python -m tests.weights.trainer PORT ACTION...`; each action is one update, or a way to fail
 in one. It prints the address first, then a line for every action.
@@ -22,7 +22,7 @@ from tests.weights.weight_cases import EMBEDDING, NEW, NEWER, NORM, UP
 
 
 def after(count: int, happen: Any) -> None:
-    """Let something happen instead of broadcast number `count` from now on."""
+    """Run a function instead of broadcast number `count` from now on."""
     begin, left = ProcessGroup.begin_broadcast, [count]
 
     def begin_broadcast(self: Any, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def after(count: int, happen: Any) -> None:
 
 
 def lie(content: bytes) -> None:
-    """Say something else than what is sent."""
+    """Send a description that does not match the data."""
     wire.encode = lambda _: content
 
 
@@ -67,7 +67,7 @@ BEFORE: dict[str, Callable[[], Any]] = {
 
 
 def act(trainer: sender.WeightSender, action: str) -> None:
-    """Do one action."""
+    """Perform one action."""
     if action == "stopped":
         trainer.connect()
         time.sleep(60)
@@ -77,7 +77,7 @@ def act(trainer: sender.WeightSender, action: str) -> None:
 
 
 def main() -> None:
-    """Serve, print the address, act."""
+    """Serve, print the address, and perform the actions."""
     torch.set_num_threads(1)
     with sender.WeightSender(
         f"tcp://127.0.0.1:{sys.argv[1]}", bucket_bytes=20_000, timeout=20
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def ordinary(address: str) -> None:
-    """A trainer with a default group of its own."""
+    """Return a trainer that uses its default process group."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=2)
     sender.WeightSender.over(torch.distributed.group.WORLD, timeout=20).send(NEW)
     mine = torch.ones(3)

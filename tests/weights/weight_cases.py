@@ -1,5 +1,5 @@
-"""What the tests of weight updates share: a tiny model, other weights for it, and ways to look at
-an engine.
+"""Helpers shared by the weight update tests: a tiny model, other weights for it, and ways to
+inspect an engine.
 """
 
 import asyncio
@@ -48,12 +48,12 @@ def drain(engine: InferenceEngine) -> list[TrainingSample]:
             break
         samples += engine.step()
         engine.loop.check()
-    assert not engine.has_pending(), "it never ends"
+    assert not engine.has_pending(), "the run never ends"
     return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
 
 
 async def until(condition: Callable[[], bool], patience: float = 30.0) -> None:
-    """Wait for what other threads do; a hang fails instead of hanging."""
+    """Wait for other threads. A hanging test fails."""
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
@@ -61,7 +61,7 @@ async def until(condition: Callable[[], bool], patience: float = 30.0) -> None:
 
 
 def current(engine: InferenceEngine) -> Weights:
-    """What the engine holds, under checkpoint names."""
+    """Return the engine's tensors under checkpoint names."""
     return {
         name: read(engine.model.params, slot).clone()
         for name, slot in slots(param_table(engine.model.spec)).items()
@@ -82,17 +82,17 @@ def decoder(
     tie: bool = False,
     **sizes: Any,
 ) -> Decoder:
-    """A tiny model of zeros, without an engine around it."""
+    """Return a tiny decoder of zeros without an engine."""
     ops = reference_ops() if backend == "reference" else cpu_ops(2)
     spec = spec_from_config(llama_config(tie=tie, **sizes))
     params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
-    for place in slots(param_table(spec)).values():
-        write(params, place, torch.zeros(place.shape))
+    for slot in slots(param_table(spec)).values():
+        write(params, slot, torch.zeros(slot.shape))
     return Decoder(spec, params, ops, 16)
 
 
 def synced(manager: WeightSyncManager, weights: Any, **options: Any) -> dict[str, str]:
-    """The checksum after an update."""
-    if not manager.stage(weights, **options).done():  # else it was written as it was announced
+    """Return the checksum after an update."""
+    if not manager.stage(weights, **options).done():  # else announcing wrote it
         manager.finish()
     return manager.checksum()
