@@ -457,7 +457,7 @@ def test_query_scale_of_the_largest_gemma3(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window", "rope.freq_base"])
-def test_gemma3_rejects_metadata_that_llama_cpp_guesses(tmp_path: Path, key: str) -> None:
+def test_gemma3_rejects_missing_metadata_without_a_default(tmp_path: Path, key: str) -> None:
     with pytest.raises(ModelLoadError, match=f"gemma3.{key} is None"):
         gemma3_config(tmp_path, **{key: None})
 

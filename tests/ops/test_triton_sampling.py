@@ -368,7 +368,7 @@ def test_empty_batch_draws_nothing() -> None:
     ).shape == (0,)
 
 
-def test_draw_rejects_non_float32_logits_and_out_of_range_scores() -> None:
+def test_logits_must_be_float32_and_out_of_range_score_is_nan() -> None:
     with pytest.raises(ValueError, match="float32"):
         sampling.draw(rows(1, 100).half(), sampling_batch([DrawRequest(SamplingParams())]))
     with pytest.raises(ValueError, match="float32"):
