@@ -48,7 +48,7 @@ def test_workload_is_the_published_one() -> None:
     assert REAL.fit(load) == load
 
 
-def test_its_roofline_is_that_of_the_issue() -> None:
+def test_roofline_of_the_workload_is_as_published() -> None:
     """At 3.0 TB/s and 800 TFLOP/s about 25.6 thousand tokens a second."""
     bound = bound_of(
         steps_of(nano_vllm(), shape_of(spec_from_config(REAL.small))), Rates(800e12, 3.0e12)
@@ -56,7 +56,7 @@ def test_its_roofline_is_that_of_the_issue() -> None:
     assert nano_vllm().output_tokens / bound.bound == pytest.approx(25_600, rel=0.03)
 
 
-def test_decode_is_bound_by_what_takes_longer() -> None:
+def test_decode_bound_is_the_slower_resource() -> None:
     shape = Shape(layers=10, head=2, attention=1, weights=100, kv=3)
     assert ours.decode_bound(shape, Rates(1e9, 1.0), 2, 50.0) == 100 + 150
     assert ours.decode_bound(shape, Rates(1.0, 1e9), 2, 50.0) == 2 * 12 + 50
@@ -85,7 +85,7 @@ def test_busy_time_counts_every_moment_once(drawn: list[tuple[int, int]]) -> Non
     assert wall == (max(end for _, end in spans) - spans[0][0] if spans else 0)
 
 
-def test_trace_is_read_by_what_runs_on_the_device(tmp_path: Path) -> None:
+def test_trace_counts_only_device_events(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "ts": 10, "dur": 4},
         {"cat": "cpu_op", "ts": 0, "dur": 100},
@@ -122,18 +122,18 @@ def test_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
     assert list(zip(*made, strict=True)) == [sample.completion_tokens for sample in samples]
 
 
-def test_what_is_missing_is_said_first_and_left_out(
+def test_missing_packages_are_reported_first_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [
+    missing = [
         needs.Need("torch", "2.11"),
         needs.Need(
             "transformers", "not installed", "transformers is not installed", ("transformers",)
         ),
         needs.Need("card memory", "24 GiB", "24 GiB; more is wanted", ("large",)),
     ]
-    assert needs.skipped(found) == ["large", "transformers"]
-    lines = needs.text(found).splitlines()
+    assert needs.skipped(missing) == ["large", "transformers"]
+    lines = needs.text(missing).splitlines()
     assert lines[:3] == [
         "missing: transformers is not installed",
         "missing: 24 GiB; more is wanted",
@@ -150,7 +150,7 @@ def test_what_is_missing_is_said_first_and_left_out(
     )
 
 
-def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
+def test_rows_are_written_to_disk_immediately(tmp_path: Path) -> None:
     part = Part(tmp_path, "engine")
     part.add("rate", [3.0, 1.0, 2.0], "tok/s", at_least=2.5)
     part.fail("other", "RuntimeError: no")
@@ -166,7 +166,7 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
     assert "FAILED: RuntimeError: no" in text
 
 
-def test_stages_of_a_command_end_before_its_machine_is_taken_away() -> None:
+def test_stages_end_before_the_machine_is_released() -> None:
     """Three commands of at most ten minutes each, of which some seconds go to the report."""
     groups: dict[str, int] = {}
     names: list[str] = []
@@ -180,7 +180,7 @@ def test_stages_of_a_command_end_before_its_machine_is_taken_away() -> None:
     assert set(PARTS) == set(names) - {"precompile", "smoke", "law", "tests", "sanitize", "races"}
 
 
-def test_what_grammars_need_is_missed_but_leaves_no_stage_out(
+def test_missing_grammar_packages_skip_no_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     find = importlib.util.find_spec
@@ -189,12 +189,12 @@ def test_what_grammars_need_is_missed_but_leaves_no_stage_out(
         "find_spec",
         lambda name: None if name == "llguidance" else find(name),
     )
-    found = needs.packages()
+    packages = needs.packages()
     assert "missing: llguidance is not installed: no request of the tests has a grammar" in (
-        needs.text(found).splitlines()
+        needs.text(packages).splitlines()
     )
-    assert needs.skipped(found) == []
-    assert not any(need.fatal and need.problem for need in found)
+    assert needs.skipped(packages) == []
+    assert not any(need.fatal and need.problem for need in packages)
 
 
 def test_kernel_times_count_launches_of_a_step() -> None:
@@ -215,7 +215,7 @@ def test_kernel_times_count_launches_of_a_step() -> None:
     assert floors == {"products": 1000, "attention": 150, "draw": 2 * TINY["vocab_size"] * 4}
 
 
-def test_tree_of_the_sources_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
+def test_source_tree_hash_equals_the_git_tree_hash(tmp_path: Path) -> None:
     """So results from a machine without .git say which sources they are of."""
     folder = tmp_path / "src"
     for name, text in (("a.py", "1"), ("a/b.py", "2"), ("a.b/c", "3"), ("run.sh", "4")):
@@ -233,7 +233,7 @@ def test_tree_of_the_sources_has_the_name_that_git_gives_it(tmp_path: Path) -> N
     assert card.tree_hash(folder) == tree
 
 
-def test_part_that_fails_keeps_the_stack(tmp_path: Path) -> None:
+def test_failing_part_keeps_its_traceback(tmp_path: Path) -> None:
     part = Part(tmp_path, "engine")
 
     def fails() -> None:
@@ -245,7 +245,7 @@ def test_part_that_fails_keeps_the_stack(tmp_path: Path) -> None:
     assert "in fails" in row["stack"]
 
 
-def test_shard_that_is_stopped_leaves_its_output(tmp_path: Path) -> None:
+def test_stopped_shard_keeps_its_output(tmp_path: Path) -> None:
     path = tmp_path / "shard.txt"
     command = ["bash", "-c", "echo so far; exec sleep 600"]
     for seconds in (1.0, 5.0, 30.0):  # a busy machine needs longer to write the line
@@ -256,7 +256,7 @@ def test_shard_that_is_stopped_leaves_its_output(tmp_path: Path) -> None:
     assert shards.run_command([sys.executable, "-c", "raise SystemExit(3)"], path, 60.0) == 3
 
 
-def test_every_test_for_a_card_is_in_one_shard() -> None:
+def test_gpu_tests_are_each_in_one_shard() -> None:
     """And the tests of memory, which want the card to themselves, come first."""
     chosen = [*shards.ALONE, *shards.TOGETHER, *shards.LAW]
     files = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
@@ -299,7 +299,7 @@ fi
     return path
 
 
-def test_killed_check_leaves_an_archive_of_what_it_found(tmp_path: Path) -> None:
+def test_killed_check_archives_its_results(tmp_path: Path) -> None:
     """Also of the stage that was running, and whether its machine is taken away or not."""
     ready, out = tmp_path / "ready", tmp_path / "out"
     (tmp_path / "bin").mkdir()
@@ -337,7 +337,7 @@ def test_killed_check_leaves_an_archive_of_what_it_found(tmp_path: Path) -> None
         (["one", "two"], "two folders are named"),
     ],
 )
-def test_script_refuses_what_it_does_not_know(options: list[str], said: str) -> None:
+def test_script_rejects_unknown_arguments(options: list[str], said: str) -> None:
     done = check(*options, seconds=60)
     assert done.returncode == 2
     assert said in done.stderr
@@ -345,7 +345,7 @@ def test_script_refuses_what_it_does_not_know(options: list[str], said: str) -> 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_says_so_and_stops(tmp_path: Path) -> None:
+def test_check_without_a_gpu_reports_it_and_stops(tmp_path: Path) -> None:
     done = check(str(tmp_path), seconds=120)
     assert done.returncode == 2
     assert "missing: torch" in done.stdout

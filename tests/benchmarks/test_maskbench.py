@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough(cases=["ours-xgrammar"])
 @pytest.mark.parametrize("name", maskbench.NAMES)
-def test_documents_are_counted_by_what_masks_let_through(folder: Path, name: str) -> None:
+def test_documents_are_counted_by_mask_acceptance(folder: Path, name: str) -> None:
     if not maskbench.installed([name]):
         pytest.skip("its package is missing")
     tokenizer = byte_tokenizer(folder)
@@ -51,11 +51,11 @@ def test_documents_are_counted_by_what_masks_let_through(folder: Path, name: str
     assert len(outcome.masks) == len(outcome.commits)
     refusal = examine(compile_schema, UNIQUE, tokenizer.encode, (EOS,)).refusal
     # the package xgrammar, as it comes, leaves out what it cannot enforce and says nothing
-    found = keyword_of(refusal) if refusal is not None else None
-    assert found == (None if name == "xgrammar" else "uniqueItems")
+    keyword = keyword_of(refusal) if refusal is not None else None
+    assert keyword == (None if name == "xgrammar" else "uniqueItems")
 
 
-def test_document_that_stops_too_early_is_not_accepted() -> None:
+def test_incomplete_document_is_not_accepted() -> None:
     class Endless:
         words = np.full(1, ~(1 << EOS), dtype=np.int32)
 
@@ -69,14 +69,12 @@ def test_document_that_stops_too_early_is_not_accepted() -> None:
 
 
 @pytest.mark.thorough
-def test_every_nth_schema_of_a_clone_in_a_process_that_can_be_killed(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_maskbench_samples_schemas_in_a_killable_process(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "maskbench" / "data"
     data.mkdir(parents=True)
-    for place in range(4):
-        case = UNIQUE if place == 2 else NUMBERS
-        (data / f"schema{place}.json").write_text(json.dumps(case))
+    for index in range(4):
+        case = UNIQUE if index == 2 else NUMBERS
+        (data / f"schema{index}.json").write_text(json.dumps(case))
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "data"]):
         subprocess.run([*git, *command], check=True)
@@ -99,7 +97,7 @@ def test_every_nth_schema_of_a_clone_in_a_process_that_can_be_killed(
     assert (row["compiled"], row["killed"]) == (0, {"schema0": "time limit"})
 
 
-def test_data_that_is_no_clone_is_refused(tmp_path: Path) -> None:
+def test_data_other_than_a_clone_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no clone of jsonschemabench"):
         maskbench.schemas(tmp_path, 1)
 

@@ -66,7 +66,7 @@ class Fake:
         return 0.0
 
 
-def test_gain_is_to_the_same_engine_without_drafts() -> None:
+def test_gain_is_relative_to_the_same_engine_without_drafts() -> None:
     plain, drafted = Fake("a", "no drafts", 2.0, 0), Fake("a", "ngram", 1.0, 10)
     other = Fake("b", "no drafts", 9.0, 0)
     rows = {row["name"]: row for row in compete(STREAM, [plain, drafted, other], 2)}
@@ -80,19 +80,19 @@ def test_gain_is_to_the_same_engine_without_drafts() -> None:
     assert plain.seeds == drafted.seeds == [999_000, 999_001, 0, 1, 1000, 1001]
 
 
-def test_engine_that_fails_sits_out_the_rest(capsys: pytest.CaptureFixture) -> None:
+def test_failing_engine_skips_the_rest(capsys: pytest.CaptureFixture) -> None:
     rows = compete(STREAM, [Fake("a", "no drafts", 1.0, 0), Fake("b", "x", 1.0, 0, fails=5)], 3)
     assert [row["engine"] for row in rows] == ["a"]
     assert "b (x) failed: it has had enough" in capsys.readouterr().out
 
 
-def test_peers_get_the_prompts_that_ours_gets(options: Options) -> None:
-    found = {stream.name: stream for stream in streams(options.model, TASKS, 0.0)}
-    assert list(found) == ["chat, greedy", "code, greedy", "JSON, greedy"]
-    assert found["code, greedy"].sampling == {"temperature": 0.0, "ignore_eos": True}
-    assert found["JSON, greedy"].sampling["json_schema"] == PEOPLE
-    assert not found["JSON, greedy"].sampling["ignore_eos"]
-    assert all(len(stream.prompts) >= 3 for stream in found.values())
+def test_peers_get_the_same_prompts_as_our_engine(options: Options) -> None:
+    by_name = {stream.name: stream for stream in streams(options.model, TASKS, 0.0)}
+    assert list(by_name) == ["chat, greedy", "code, greedy", "JSON, greedy"]
+    assert by_name["code, greedy"].sampling == {"temperature": 0.0, "ignore_eos": True}
+    assert by_name["JSON, greedy"].sampling["json_schema"] == PEOPLE
+    assert not by_name["JSON, greedy"].sampling["ignore_eos"]
+    assert all(len(stream.prompts) >= 3 for stream in by_name.values())
 
 
 @pytest.mark.thorough
@@ -117,7 +117,7 @@ def test_ours_drafts_in_a_process_of_its_own(
     assert 0 < drafted["accepted_share"] <= 1
 
 
-def test_what_llama_server_is_asked() -> None:
+def test_llama_server_request_fields() -> None:
     asked = body((1, 2), 5, 1, {"temperature": 0.0, "seed": 3, "ignore_eos": False})
     assert (asked["temperature"], asked["seed"], asked["ignore_eos"]) == (0.0, 3, False)
     assert "json_schema" not in asked
@@ -127,7 +127,7 @@ def test_what_llama_server_is_asked() -> None:
     assert "seed" not in plain
 
 
-def test_what_llama_server_tells_of_drafts() -> None:
+def test_llama_server_draft_counts_are_read() -> None:
     one = {"tokens": [1, 2, 3], "timings": {"draft_n": 4, "draft_n_accepted": 2}}
     answers = [json.dumps({"results": [one, one]}), json.dumps(one | {"timings": {}})]
     assert made_of(1.5, answers) == Made(1.5, 9, 8, 4)
@@ -136,7 +136,7 @@ def test_what_llama_server_tells_of_drafts() -> None:
         exact("llama-server", workload("W2"), made_of(1.5, [json.dumps(one)]))
 
 
-def test_drafts_are_asked_of_vllm_by_its_names() -> None:
+def test_vllm_draft_options_use_its_names() -> None:
     assert vllm_cpu.drafter(0) is None
     assert vllm_cpu.drafter(4) == {
         "method": "ngram",
@@ -144,8 +144,8 @@ def test_drafts_are_asked_of_vllm_by_its_names() -> None:
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     }
-    told = vllm_cpu.environment(vllm_cpu.DRAFTS["ngram"], 2, Path())
-    assert told["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    variables = vllm_cpu.environment(vllm_cpu.DRAFTS["ngram"], 2, Path())
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def tool(cache: Path, name: str, script: str) -> None:
@@ -240,7 +240,7 @@ def test_formats_beside_llama_cpp(
     json.dumps(row)
 
 
-def test_who_takes_part_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_participants_with_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_formats, "file_of", lambda *_: written(tmp_path / "x.gguf"))
     monkeypatch.setattr(file_formats, "resolve_model", lambda *_, **__: None)
 

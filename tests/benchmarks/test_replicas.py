@@ -14,7 +14,7 @@ from nano_inference.fleet.router import Router, Ticket
 
 @pytest.mark.thorough(cases=["True"])
 @pytest.mark.parametrize("just_read", [False, True])
-def test_routers_time_is_a_row(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_a_row_for_router_time(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=3000)  # of a clock that is read twice for each request
 
     class Counted(Router):
@@ -33,7 +33,7 @@ def test_routers_time_is_a_row(just_read: bool, monkeypatch: pytest.MonkeyPatch)
     json.dumps(row)
 
 
-def test_prompts_have_nothing_in_common_and_are_the_same_each_time() -> None:
+def test_prompts_share_no_prefix_and_are_deterministic() -> None:
     work = asked(Shape(4, 8, 16), 1, 100)
     assert work == asked(Shape(4, 8, 16), 1, 100)
     assert len({tuple(prompt) for prompt, _ in work}) == 4

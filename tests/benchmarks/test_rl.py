@@ -38,7 +38,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
 
 
 @pytest.mark.thorough
-def test_every_part_but_the_broadcast(options: Options) -> None:
+def test_rl_benchmark_runs_all_parts_but_the_broadcast(options: Options) -> None:
     rows = rl.measure(options, ("update", "score", "abort", "gradients"))
     assert len({row["name"] for row in rows}) == len(rows) == 5 + 3 + 2 + 4
     for row in rows:

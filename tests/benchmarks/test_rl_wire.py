@@ -15,7 +15,7 @@ from benchmarks.wire_trainer import FLOWS
 pytestmark = pytest.mark.slow
 
 
-def test_every_form_makes_all_tokens(options: Options, tmp_path: Path) -> None:
+def test_wire_forms_all_generate_all_tokens(options: Options, tmp_path: Path) -> None:
     choice = Choice(
         engines=(OURS,), requests=4, warm_up=1, concurrency=2, output_tokens=3, cache=tmp_path
     )
@@ -26,7 +26,7 @@ def test_every_form_makes_all_tokens(options: Options, tmp_path: Path) -> None:
     json.dumps(rows)
 
 
-def test_updates_meet_streams_that_run(
+def test_updates_happen_during_running_streams(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rl_wire, "LEAD", 40)

@@ -63,7 +63,7 @@ def test_steps_of_a_group_and_a_longer_neighbour() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_token_is_computed_once(name: str) -> None:
+def test_roofline_counts_each_token_once(name: str) -> None:
     load = workload(name)
     steps = steps_of(load, Shape(layers=1, head=0, attention=0, weights=0, kv=0))
     rows = distinct_prompt_tokens(load.requests) + load.output_tokens - load.num_sequences

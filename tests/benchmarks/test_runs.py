@@ -51,7 +51,7 @@ def test_throughput_of_a_tiny_model(options: Options) -> None:
     json.dumps(row)
 
 
-def test_every_sequence_streams_a_first_token_and_gaps(options: Options) -> None:
+def test_sequences_stream_a_first_token_and_gaps(options: Options) -> None:
     with opened(options) as engine:
         first, gaps = latency.arrivals(engine, workload("W2").cut(3))
     assert len(first) == 64
@@ -107,7 +107,7 @@ def test_models_of_the_benchmarks_are_of_the_size_in_their_names() -> None:
     }
 
 
-def test_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
+def test_exiting_worker_reports_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="no such model"):
         Worker(
             "broken",
@@ -148,7 +148,7 @@ def test_settings_of_a_peer_take_one_pass_each() -> None:
     assert wanted("W2", Choice(engines=("llama.cpp",)), 0) == [("llama.cpp", "own KV")]
 
 
-def test_peer_that_is_not_installed_is_left_out(
+def test_uninstalled_peer_is_skipped(
     options: Options, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert compare.measure(options, ["W1"], Choice(engines=("vllm",), cache=tmp_path)) == []

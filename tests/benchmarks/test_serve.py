@@ -26,7 +26,7 @@ from nano_bench.wire import Broken
 from tests.ports import free_port
 
 
-def test_engine_alone_runs_the_same_loop(options: Options) -> None:
+def test_engine_without_server_runs_the_same_loop(options: Options) -> None:
     with opened(options) as engine:
         prompts = [[100 + place, 200] for place in range(7)]
         done = answer(engine, {"prompts": prompts, "output_tokens": 5, "concurrency": 3})
@@ -41,12 +41,12 @@ def test_engine_alone_runs_the_same_loop(options: Options) -> None:
 
 def engine_processes() -> set[psutil.Process]:
     """Ours among the processes that this one has started. Fixtures of other tests keep some."""
-    found = set()
+    seen = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if "nano_inference" in " ".join(child.cmdline()):
-                found.add(child)
-    return found
+                seen.add(child)
+    return seen
 
 
 @pytest.mark.thorough
@@ -75,7 +75,7 @@ def test_first_tokens_through_a_server_and_without(options: Options, tmp_path: P
     assert all(row["ms"]["median"] > 0 for row in rows)
 
 
-def test_forms_and_rounds_have_prompts_of_their_own() -> None:
+def test_forms_and_rounds_use_distinct_prompts() -> None:
     choice = Choice(requests=3)
     seen = [prompts_of(choice, -1), prompts_of(choice, 0), prompts_of(choice, 1)]
     seen += [
@@ -124,7 +124,7 @@ def test_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
+def test_unhealthy_server_is_stopped(tmp_path: Path) -> None:
     port, before = free_port(), set(psutil.Process().children())
     command = [sys.executable, "-c", SERVER, str(port), "1000000"]
     with (
@@ -202,16 +202,16 @@ def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
 
 
 @pytest.mark.thorough
-def test_what_a_long_prompt_does_to_running_streams() -> None:
-    found, state = arrive(10_000)
-    assert QUICK * 1e3 <= found.before < found.during
-    assert found.during >= SLOW * 1e3
-    assert found.waited >= LONG
+def test_long_prompt_effect_on_running_streams_is_measured() -> None:
+    streams, state = arrive(10_000)
+    assert QUICK * 1e3 <= streams.before < streams.during
+    assert streams.during >= SLOW * 1e3
+    assert streams.waited >= LONG
     assert state["dropped"] == arrival.STREAMS
 
 
 @pytest.mark.thorough
-def test_streams_that_end_too_early_are_an_error() -> None:
+def test_streams_ending_early_are_an_error() -> None:
     with pytest.raises(Broken, match="ended early"):
         arrive(20)
     with pytest.raises(Broken, match="ended before the long prompt"):

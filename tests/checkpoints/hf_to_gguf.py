@@ -63,12 +63,12 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
     """A checkpoint's tensors by GGUF's names, with GGUF's values."""
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
-    found: Arrays = {}
+    arrays: Arrays = {}
     if architecture == "deepseek2":
         weights = latents_apart(config, weights)
     for name, values in stacked_experts(_apart(architecture, weights)).items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, name
         if architecture in PERMUTED and "q_proj" in name:
             values = permute_rows(values, config["num_attention_heads"])
         if architecture in PERMUTED and "k_proj" in name:
@@ -77,11 +77,11 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
             values = values + 1
         # files of llama.cpp before 2025 have a vector here
         values = values[0] if "shared_expert_gate" in name else values
-        found[own] = values[:, 0] if name.endswith("conv.conv.weight") else values
+        arrays[gguf_name] = values[:, 0] if name.endswith("conv.conv.weight") else values
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
-        found["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
-    return found
+        arrays["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
+    return arrays
 
 
 def _apart(architecture: str, weights: Arrays) -> Arrays:
@@ -90,41 +90,41 @@ def _apart(architecture: str, weights: Arrays) -> Arrays:
         return _gpt_oss_apart(weights)
     if architecture != "granitemoe":
         return weights
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name, values in weights.items():
         if not name.endswith("input_linear.weight"):
-            found[name] = values
+            arrays[name] = values
             continue
         gate, up = np.split(values, 2, axis=-2)
         layer = name.split(".")[2]
         if "shared" in name:
             prefix = f"model.layers.{layer}.mlp.shared_expert"
-            found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+            arrays |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
         else:
             prefix = f"model.layers.{layer}.mlp.experts"
-            found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
-    return found
+            arrays |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    return arrays
 
 
 def _gpt_oss_apart(weights: Arrays) -> Arrays:
     """As `GptOssModel` writes what is not in MXFP4: rows instead of columns."""
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name, values in weights.items():
         start = name.rsplit("experts", 1)[0] + "experts."
         if name.endswith("gate_up_proj"):
             rows = values.swapaxes(1, 2)
-            found[f"{start}gate_proj.weight"] = np.ascontiguousarray(rows[:, ::2])
-            found[f"{start}up_proj.weight"] = np.ascontiguousarray(rows[:, 1::2])
+            arrays[f"{start}gate_proj.weight"] = np.ascontiguousarray(rows[:, ::2])
+            arrays[f"{start}up_proj.weight"] = np.ascontiguousarray(rows[:, 1::2])
         elif name.endswith("gate_up_proj_bias"):
-            found[f"{start}gate_proj.bias"] = np.ascontiguousarray(values[:, ::2])
-            found[f"{start}up_proj.bias"] = np.ascontiguousarray(values[:, 1::2])
+            arrays[f"{start}gate_proj.bias"] = np.ascontiguousarray(values[:, ::2])
+            arrays[f"{start}up_proj.bias"] = np.ascontiguousarray(values[:, 1::2])
         elif name.endswith("down_proj"):
-            found[f"{start}down_proj.weight"] = np.ascontiguousarray(values.swapaxes(1, 2))
+            arrays[f"{start}down_proj.weight"] = np.ascontiguousarray(values.swapaxes(1, 2))
         elif name.endswith("down_proj_bias"):
-            found[f"{start}down_proj.bias"] = values
+            arrays[f"{start}down_proj.bias"] = values
         else:
-            found[f"{name}.weight" if name.endswith("sinks") else name] = values
-    return found
+            arrays[f"{name}.weight" if name.endswith("sinks") else name] = values
+    return arrays
 
 
 def latents_apart(config: Config, weights: Arrays) -> Arrays:
@@ -132,35 +132,35 @@ def latents_apart(config: Config, weights: Arrays) -> Arrays:
     values.
     """
     heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name, values in weights.items():
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if "kv_b_proj" not in name:
-            found[name] = values
+            arrays[name] = values
             continue
         of_heads = values.reshape(heads, -1, values.shape[-1])
         keys = of_heads[:, :plain].swapaxes(1, 2)
-        found[name.replace("kv_b_proj", "k_b_proj")] = np.ascontiguousarray(keys)
-        found[name.replace("kv_b_proj", "v_b_proj")] = np.ascontiguousarray(of_heads[:, plain:])
-    return found
+        arrays[name.replace("kv_b_proj", "k_b_proj")] = np.ascontiguousarray(keys)
+        arrays[name.replace("kv_b_proj", "v_b_proj")] = np.ascontiguousarray(of_heads[:, plain:])
+    return arrays
 
 
 def stacked_experts(weights: Arrays) -> Arrays:
     """All experts of a layer in one tensor for each of their matrices."""
-    found: Arrays = {}
+    arrays: Arrays = {}
     experts: dict[str, Arrays] = {}
     for name, values in weights.items():
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
         if expert is None:
-            found[name] = values
+            arrays[name] = values
             continue
         merged = f"{expert[1]}.{expert[3]}"
         # as `LlamaModel` names Mixtral's
         merged = re.sub(r"^model\.(.*)\.block_sparse_moe\.", r"\1.feed_forward.", merged)
         experts.setdefault(merged, {})[expert[2]] = values
-    for merged, each in experts.items():
-        found[merged] = np.stack([each[number] for number in sorted(each, key=int)])
-    return found
+    for merged, stacked in experts.items():
+        arrays[merged] = np.stack([stacked[number] for number in sorted(stacked, key=int)])
+    return arrays
 
 
 def _rope(config: Config) -> dict[str, Any]:

@@ -45,12 +45,12 @@ def quantised(name: str, weights: Weights) -> tuple[Weights, Weights]:
     """
     stored: Weights = {}
     reference: Weights = {}
-    for each, tensor in weights.items():
-        if not each.endswith("_proj.weight"):
-            stored[each] = reference[each] = tensor
+    for tensor_name, tensor in weights.items():
+        if not tensor_name.endswith("_proj.weight"):
+            stored[tensor_name] = reference[tensor_name] = tensor
             continue
-        parts, reference[each] = (QUANTISERS | GROUPED)[name].pack(tensor.float())
-        module = each.removesuffix(".weight")
+        parts, reference[tensor_name] = (QUANTISERS | GROUPED)[name].pack(tensor.float())
+        module = tensor_name.removesuffix(".weight")
         stored |= {module + end: part.contiguous() for end, part in parts.items()}
     return stored, reference
 
@@ -68,16 +68,16 @@ def _fp8(
     rows: int | None, columns: int | None, end: str, scale_shape: Callable[..., tuple[int, ...]]
 ) -> Pack:
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        codes, found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), weight.clone()
+        codes, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), weight.clone()
         sizes = (rows or weight.shape[0], columns or weight.shape[1])
         scales: list[Tensor] = []
-        for place in _blocks(weight, *sizes):
-            scale = weight[place].abs().max() / 448
-            codes[place] = (weight[place] / scale).to(torch.float8_e4m3fn)
-            found[place] = codes[place].float() * scale
+        for block in _blocks(weight, *sizes):
+            scale = weight[block].abs().max() / 448
+            codes[block] = (weight[block] / scale).to(torch.float8_e4m3fn)
+            numbers[block] = codes[block].float() * scale
             scales.append(scale)
         counts = [-(-size // each) for size, each in zip(weight.shape, sizes, strict=True)]
-        return {".weight": codes, end: torch.stack(scales).view(scale_shape(*counts))}, found
+        return {".weight": codes, end: torch.stack(scales).view(scale_shape(*counts))}, numbers
 
     return pack
 
@@ -87,9 +87,9 @@ def _mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     groups = weight.unflatten(1, (-1, 32))
     exponents = (groups.abs().amax(-1) / 448).log2().ceil()
     codes = (groups / exponents.exp2().unsqueeze(-1)).to(torch.float8_e4m3fn)
-    found = (codes.float() * exponents.exp2().unsqueeze(-1)).flatten(1)
+    numbers = (codes.float() * exponents.exp2().unsqueeze(-1)).flatten(1)
     scales = (exponents + 127).to(torch.uint8)
-    return {".weight": codes.flatten(1), ".weight_scale": scales}, found
+    return {".weight": codes.flatten(1), ".weight_scale": scales}, numbers
 
 
 def _rounded(
@@ -116,14 +116,14 @@ def _numbers(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Te
 
 def _words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Codes [n, m] in words [n, ceil(m * bits / 32)]; `order`: which code stands at which place."""
-    each = 32 // bits
-    order = order or tuple(range(each))
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
     values = codes.long().numpy().astype(np.uint64)
-    words = np.zeros((len(values), -(-values.shape[1] // each)), dtype=np.uint64)
+    words = np.zeros((len(values), -(-values.shape[1] // per_word)), dtype=np.uint64)
     for word in range(words.shape[1]):
-        for place, source in enumerate(order):
-            if word * each + source < values.shape[1]:
-                words[:, word] |= values[:, word * each + source] << np.uint64(bits * place)
+        for index, source in enumerate(order):
+            if word * per_word + source < values.shape[1]:
+                words[:, word] |= values[:, word * per_word + source] << np.uint64(bits * index)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
 
 
@@ -132,12 +132,12 @@ def _int8(symmetric: bool) -> Pack:
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, scales, zeros = _rounded(weight, 8, symmetric, weight.shape[1])
-        found = _numbers(codes, scales, zeros, torch.zeros(weight.shape[1]).long())
+        numbers = _numbers(codes, scales, zeros, torch.zeros(weight.shape[1]).long())
         parts = {".weight": (codes - 128).to(torch.int8), ".weight_scale": scales.bfloat16()}
-        found = (codes - zeros) * scales.bfloat16().float()
+        numbers = (codes - zeros) * scales.bfloat16().float()
         if not symmetric:
             parts[".weight_zero_point"] = (zeros - 128).to(torch.int8)
-        return parts, found
+        return parts, numbers
 
     return pack
 
@@ -153,11 +153,11 @@ def _pack_quantized(
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         order = _order(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
-        each = group or weight.shape[1]
-        groups = order // each
+        size = group or weight.shape[1]
+        groups = order // size
         # columns of a group come together to be rounded
         sorted_ = weight[:, order.argsort()]
-        codes, scales, zeros = _rounded(sorted_, bits, symmetric, each, stored)
+        codes, scales, zeros = _rounded(sorted_, bits, symmetric, size, stored)
         codes = codes[:, order]
         parts = {
             ".weight_packed": _words(codes, bits),
@@ -246,10 +246,10 @@ def _bitsandbytes_4bit(nested: bool, storage: torch.dtype = torch.uint8) -> Pack
             values = torch.linspace(-1, 1, 256)
             runs = (maxima - offset).split(nested_block)
             outer = torch.stack([run.abs().max() for run in runs])
-            each = outer.repeat_interleave(nested_block)[: len(maxima)]
-            near = ((maxima - offset) / each).unsqueeze(1) - values
+            scale = outer.repeat_interleave(nested_block)[: len(maxima)]
+            near = ((maxima - offset) / scale).unsqueeze(1) - values
             codes = near.abs().argmin(1)
-            maxima = values[codes] * each + offset
+            maxima = values[codes] * scale + offset
             parts = {
                 ".weight.absmax": codes.byte(),
                 ".weight.nested_absmax": outer,
@@ -261,7 +261,7 @@ def _bitsandbytes_4bit(nested: bool, storage: torch.dtype = torch.uint8) -> Pack
                 "nested_offset": offset,
             }
         codes = ((groups / maxima.unsqueeze(1)).unsqueeze(-1) - table).abs().argmin(-1)
-        found = (table[codes] * maxima.unsqueeze(1)).view(weight.shape)
+        numbers = (table[codes] * maxima.unsqueeze(1)).view(weight.shape)
         first, second = codes.flatten()[::2], codes.flatten()[1::2]
         packed = (first * 16 + second).byte()
         text = json.dumps(state).encode()
@@ -270,7 +270,7 @@ def _bitsandbytes_4bit(nested: bool, storage: torch.dtype = torch.uint8) -> Pack
             ".weight.quant_map": table,
             f".weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(text)).byte(),
         }
-        return parts, found
+        return parts, numbers
 
     return pack
 
@@ -295,9 +295,9 @@ def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     groups = weight.unflatten(-1, (-1, 32))
     exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
     codes, values = _float4(groups / exponents.exp2())
-    found = (values * exponents.exp2()).flatten(-2)
+    numbers = (values * exponents.exp2()).flatten(-2)
     scales = (exponents.squeeze(-1) + 127).byte()
-    return {".weight_packed": _bytes(codes).flatten(-2), ".weight_scale": scales}, found
+    return {".weight_packed": _bytes(codes).flatten(-2), ".weight_scale": scales}, numbers
 
 
 def _nvfp4(codes_end: str, last_end: str, inverse: bool) -> Pack:
@@ -305,14 +305,14 @@ def _nvfp4(codes_end: str, last_end: str, inverse: bool) -> Pack:
         groups = weight.unflatten(1, (-1, 16))
         last = weight.abs().max() / 6 / 448
         scales = (groups.abs().amax(-1) / 6 / last).to(torch.float8_e4m3fn)
-        each = (scales.float() * last).unsqueeze(-1)
-        codes, values = _float4(groups / each)
+        scale = (scales.float() * last).unsqueeze(-1)
+        codes, values = _float4(groups / scale)
         parts = {
             codes_end: _bytes(codes).flatten(1),
             ".weight_scale": scales,
             last_end: (1 / last if inverse else last).view(1),
         }
-        return parts, (values * each).flatten(1)
+        return parts, (values * scale).flatten(1)
 
     return pack
 

@@ -106,7 +106,7 @@ def engine_of(folder: Path, **options: Any) -> InferenceEngine:
 @pytest.mark.parametrize("panel", [2**22, 1])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", FORMS)
-def test_every_weight_stands_for_the_number_that_it_is_dequantised_to(
+def test_coded_weight_equals_its_dequantised_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str, panel: int
 ) -> None:
     monkeypatch.setattr(stored_weight, "PANEL", panel)
@@ -120,20 +120,18 @@ def test_every_weight_stands_for_the_number_that_it_is_dequantised_to(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_fits_into_no_format_is_refused_and_is_dequantised_without_the_option(
-    tmp_path: Path, name: str
-) -> None:
+def test_unsupported_codes_are_rejected_or_dequantised(tmp_path: Path, name: str) -> None:
     sizes = {"hidden": 192, "inner": 192} if name.endswith("48") else {}
     folder = write(tmp_path, name, layers=1, **sizes)
     with pytest.raises(ModelLoadError, match=REFUSED[name]) as raised:
         load(folder, "reference")
-    told = str(raised.value)
-    assert "'model.layers.0.self_attn.q_proj.weight'" in told
-    assert told.endswith("omit the option to dequantise the checkpoint.")
+    message = str(raised.value)
+    assert "'model.layers.0.self_attn.q_proj.weight'" in message
+    assert message.endswith("omit the option to dequantise the checkpoint.")
     assert not formats_of(load(folder, "reference", None))
 
 
-def test_plain_rows_among_codes_are_refused(tmp_path: Path) -> None:
+def test_plain_rows_among_codes_are_rejected(tmp_path: Path) -> None:
     config = llama_config(**SIZES)
     weights = llama_weights(config)
     stored, _ = quantised("compressed-int8", weights)
@@ -149,7 +147,7 @@ def test_plain_rows_among_codes_are_refused(tmp_path: Path) -> None:
         load(tmp_path, "reference")
 
 
-def test_formats_that_lie_in_one_matrix_are_held_by_a_wider_one(tmp_path: Path) -> None:
+def test_mixed_formats_in_a_matrix_use_the_wider_one(tmp_path: Path) -> None:
     """gptqmodel's changes of some modules: 8 bits in one projection, 4 in its neighbour."""
     config = llama_config(**SIZES)
     weights = llama_weights(config)
@@ -189,7 +187,7 @@ def test_tied_head_in_codes_is_compared(tmp_path: Path, same: bool) -> None:
             load(tmp_path, "reference")
 
 
-def test_codes_that_a_format_holds_are_kept_in_it(tmp_path: Path) -> None:
+def test_matching_codes_are_kept_unchanged(tmp_path: Path) -> None:
     """`quantization="int8"` of a checkpoint of such codes: they are not rounded once more."""
     folder = write(tmp_path, "compressed-int8")
     params, exact = load(folder, "reference", "int8"), load(folder, "reference", None)
@@ -198,7 +196,7 @@ def test_codes_that_a_format_holds_are_kept_in_it(tmp_path: Path) -> None:
     assert not torch.equal(rounded, exact["layers.0.o"])
 
 
-def test_scales_that_are_damaged_are_refused(tmp_path: Path) -> None:
+def test_damaged_scales_are_rejected(tmp_path: Path) -> None:
     config = llama_config(**SIZES)
     stored, _ = quantised("awq", llama_weights(config))
     stored[f"{UP}.scales"][1, 7] = torch.inf
@@ -215,23 +213,21 @@ def test_engine_answers_with_a_checkpoints_codes(tmp_path: Path, name: str, back
     folder = write(tmp_path, name)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     prompts = [[5, 6, 7, 8], [9] * 20, [11, 3]]
-    found = []
+    results = []
     for quantization in ("file", None):
         with engine_of(
             folder, quantization=quantization, backend=backend, dtype="float32"
         ) as engine:
-            found.append(engine.generate(prompts, params))
+            results.append(engine.generate(prompts, params))
             alone = [engine.generate([each], params)[0] for each in prompts]
-        for one, other in zip(found[-1], alone, strict=True):
+        for one, other in zip(results[-1], alone, strict=True):
             assert one.completion_tokens == other.completion_tokens
             assert one.logprobs == other.logprobs
-    for coded, exact in zip(*found, strict=True):  # inputs are rounded to codes of 8 bits
+    for coded, exact in zip(*results, strict=True):  # inputs are rounded to codes of 8 bits
         assert 0 < abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
-def test_start_up_line_says_that_codes_are_computed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_start_up_line_reports_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path, "awq-64")
     with caplog.at_level("INFO", logger="nano_inference"), engine_of(folder, backend="reference"):
         (line,) = [text for text in caplog.messages if "quantised with" in text]
@@ -241,7 +237,7 @@ def test_start_up_line_says_that_codes_are_computed(
 
 
 @pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4-128-zeros", "gptq"])
-def test_memory_is_told_by_format_and_updates_keep_it(tmp_path: Path, name: str) -> None:
+def test_memory_is_reported_by_format_and_updates_keep_it(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, name)
     weights = llama_weights(llama_config(**SIZES), seed=1)
     sums: list[Any] = []
@@ -254,8 +250,8 @@ def test_memory_is_told_by_format_and_updates_keep_it(tmp_path: Path, name: str)
             engine.update_weights(weights, blocking=True)
             assert formats_of(engine.model.params) == forms
             down = engine.model.params["layers.0.down"]
-            given = weights["model.layers.0.mlp.down_proj.weight"].bfloat16()
-            wanted = encode(given, down.form, down.bounds).numbers().bfloat16()
+            tensor = weights["model.layers.0.mlp.down_proj.weight"].bfloat16()
+            wanted = encode(tensor, down.form, down.bounds).numbers().bfloat16()
             assert torch.equal(down.read(), wanted)
             assert before != engine.weights_checksum()
             sums.append((before, engine.weights_checksum()))
@@ -268,13 +264,13 @@ def test_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path) 
         model = PolicyModel(engine)
         for _ in range(2):
             model.publish()
-            reported, own = drawn_and_scored(model)
-            assert own == reported
+            reported, scored = drawn_and_scored(model)
+            assert scored == reported
             with torch.no_grad():
                 model.get_parameter(f"{UP}.weight").mul_(1.01)
 
 
-def test_sample_is_replayed_with_the_codes_of_the_checkpoints_folder(tmp_path: Path) -> None:
+def test_sample_is_replayed_with_the_checkpoint_codes(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq")
     weights = llama_weights(llama_config(**SIZES), seed=1)
     with engine_of(folder, backend="cpu", dtype="bfloat16") as engine:
@@ -293,7 +289,7 @@ WATCH = LOAD_AND_WATCH.replace(
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize("name", ["compressed-int8", "gptq", "awq-128"])
-def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> None:
+def test_coded_weights_are_never_dequantised_in_memory(tmp_path: Path, name: str) -> None:
     hidden, inner = 512, 16384
     config = llama_config(hidden=hidden, inner=inner, layers=1)
     write_quantised(tmp_path, name, config, family_weights(config))
@@ -304,15 +300,15 @@ def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> No
         check=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
     )
-    found = json.loads(done.stdout)
-    assert found["size"] < 4 * hidden * inner
-    assert found["peak"] < found["size"] + hidden * inner  # a matrix in bfloat16 is twice that
+    report = json.loads(done.stdout)
+    assert report["size"] < 4 * hidden * inner
+    assert report["peak"] < report["size"] + hidden * inner  # a matrix in bfloat16 is twice that
 
 
 def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq", hidden=256, num_heads=8, num_kv_heads=4)
     params = SamplingParams(max_tokens=8, temperature=1.0)
-    found: list[Any] = []
+    calls: list[Any] = []
     for ranks in (1, 2):
         options: dict[str, Any] = {"backend": "cpu", "dtype": "bfloat16", "tensor_parallel": ranks}
         settled = {"max_model_len": 64, "max_batch_size": 4, "seed": 0, "num_threads": 1}
@@ -320,18 +316,20 @@ def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
         with InferenceEngine(config, launcher=ThreadLauncher() if ranks > 1 else None) as engine:
             (sample,) = engine.generate([[5, 6, 7]], params)
             bits = sample.completion_tokens, sample.logprobs
-            found.append((bits, engine.weights_checksum(), engine.numerics.fingerprint))
-    assert found[0] == found[1]
+            calls.append((bits, engine.weights_checksum(), engine.numerics.fingerprint))
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.thorough
-def test_ranks_cut_no_group(tmp_path: Path) -> None:
+def test_ranks_do_not_split_groups(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq-128")
-    told = "128 columns of 'layers.0.o' are not divided at multiples of 128; use tensor_parallel=1"
-    with pytest.raises(ConfigError, match=f"'file' is not possible .*{told}"):
+    message = (
+        "128 columns of 'layers.0.o' are not divided at multiples of 128; use tensor_parallel=1"
+    )
+    with pytest.raises(ConfigError, match=f"'file' is not possible .*{message}"):
         engine_of(folder, backend="reference", tensor_parallel=2)
 
 
-def test_every_format_of_a_checkpoint_is_tried() -> None:
+def test_table_covers_every_checkpoint_format() -> None:
     of_gguf_files = {"int8-16-wide", "int8-16-min"}
     assert {*FORMS.values()} == FORMATS.keys() - of_gguf_files

@@ -5,18 +5,18 @@ import torch
 from nano_inference.checkpoints.dequantise import float4, float8_exponents, mxfp4, scaled
 
 
-def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+def test_mxfp4_agrees_with_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
     # transformers holds experts as [experts, columns, rows]
-    told = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(mxfp4(blocks, scales), told)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    assert torch.equal(mxfp4(blocks, scales), expected)
 
 
-def test_sixteen_floats_of_four_bits() -> None:
+def test_float4_values_follow_their_bit_fields() -> None:
     """By their fields: a sign, two bits of exponent around 1, one of fraction."""
     for code in range(16):
         sign, exponent, fraction = code >> 3, code >> 1 & 3, code & 1
@@ -25,19 +25,19 @@ def test_sixteen_floats_of_four_bits() -> None:
         assert pair == [-size if sign else size, 1.5]
 
 
-def test_exponents_reach_from_end_to_end() -> None:
+def test_exponents_cover_the_full_range() -> None:
     ends = float8_exponents(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
     assert ends[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     assert ends[4].isnan()
 
 
-def test_blocks_of_fp8_are_what_transformers_makes_of_them() -> None:
+def test_fp8_blocks_agree_with_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(48, 96, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(6, 4, generator=generator)
-    told = Fp8Dequantize(None).convert(
+    expected = Fp8Dequantize(None).convert(
         {"weight": codes, "weight_scale_inv": scales}, full_layer_name="weight"
     )
-    assert torch.equal(scaled(codes, scales, 8, 24), told["weight"])
+    assert torch.equal(scaled(codes, scales, 8, 24), expected["weight"])

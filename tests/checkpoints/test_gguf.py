@@ -46,7 +46,7 @@ def files_in(folder: Path) -> list[Path]:
 def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
     weights = hf_weights(tied=False)
     folder = described(write_gguf(tmp_path / "m.gguf", stored_weights(weights)), tmp_path / "cache")
-    found = tensors_in(folder)
+    tensors = tensors_in(folder)
     expected = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -61,10 +61,10 @@ def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
         "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
         "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
     }
-    assert len(found) == len(weights)
+    assert len(tensors) == len(weights)
     for hf_name, gguf_name in expected.items():
-        assert found[hf_name].dtype == torch.float32
-        np.testing.assert_array_equal(found[hf_name], weights[gguf_name])
+        assert tensors[hf_name].dtype == torch.float32
+        np.testing.assert_array_equal(tensors[hf_name], weights[gguf_name])
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1", "F16", "BF16"])
@@ -74,20 +74,20 @@ def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: s
     # Values that the types round, and a permuted tensor among them.
     types = {"token_embd.weight": kind, "blk.0.attn_q.weight": kind}
     path = write_gguf(tmp_path / "m.gguf", stored, types=types)
-    found = tensors_in(described(path, tmp_path / "cache"))
+    tensors = tensors_in(described(path, tmp_path / "cache"))
 
     def dequantised(name: str) -> np.ndarray:
         return gguf.dequantize(gguf.quantize(stored[name], kind), kind)
 
-    embedding = found["model.embed_tokens.weight"]
+    embedding = tensors["model.embed_tokens.weight"]
     np.testing.assert_array_equal(embedding.float(), dequantised("token_embd.weight"))
     permuted_back = permute_rows(
-        found["model.layers.0.self_attn.q_proj.weight"].float().numpy(), HEADS
+        tensors["model.layers.0.self_attn.q_proj.weight"].float().numpy(), HEADS
     )
     np.testing.assert_array_equal(permuted_back, dequantised("blk.0.attn_q.weight"))
     kept = {"F16": torch.float16, "BF16": torch.bfloat16}
     assert embedding.dtype == kept.get(quantisation, torch.float32)
-    assert found["model.layers.0.self_attn.k_proj.weight"].dtype == torch.float32  # as it came
+    assert tensors["model.layers.0.self_attn.k_proj.weight"].dtype == torch.float32  # as it came
     config = json.loads((described(path, tmp_path / "cache") / "config.json").read_text())
     assert config["torch_dtype"] == ("float16" if quantisation == "F16" else "bfloat16")
 
@@ -121,7 +121,7 @@ def is_read(kind: Any) -> bool:
 @pytest.mark.parametrize("name", [each.name for each in gguf.GGMLQuantizationType])
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_every_type_is_read_as_the_gguf_package_reads_it_or_refused(
+def test_gguf_type_is_read_like_the_gguf_package_or_rejected(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_weights, "CHUNK", 1000)  # pieces of three rows
@@ -135,14 +135,14 @@ def test_every_type_is_read_as_the_gguf_package_reads_it_or_refused(
             described(tmp_path / "m.gguf", tmp_path / "cache")
         assert files_in(tmp_path) == [tmp_path / "m.gguf"]
         return
-    found = tensors_in(described(tmp_path / "m.gguf", tmp_path / "cache"))
-    matrix = found["model.layers.0.mlp.down_proj.weight"]
+    tensors = tensors_in(described(tmp_path / "m.gguf", tmp_path / "cache"))
+    matrix = tensors["model.layers.0.mlp.down_proj.weight"]
     kept = {"F16": torch.float16, "BF16": torch.bfloat16}
     assert matrix.dtype == kept.get(name, torch.float32)
     np.testing.assert_array_equal(matrix.float(), gguf.dequantize(raw, kind))
 
 
-def test_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_type_unknown_to_the_gguf_package_is_rejected(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     raw = path.read_bytes()
     name = b"blk.1.ffn_up.weight"
@@ -228,7 +228,7 @@ def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_metadata_that_is_not_mapped_is_refused(
+def test_unmapped_metadata_is_rejected(
     tmp_path: Path, changes: Mapping[str, Any], message: str
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), {**METADATA, **changes})
@@ -268,21 +268,21 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
         described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
-def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_unsupported_tensor_type_is_rejected(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights()) | {"output_norm.weight": np.ones(HIDDEN, np.int32)}
     with pytest.raises(ModelLoadError, match=r"tensor output_norm\.weight has an unsupported type"):
         described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGU", b"not a GGUF file at all", b"PK\x03\x04 0000"])
-def test_not_a_gguf_file(tmp_path: Path, content: bytes) -> None:
+def test_non_gguf_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match="is not a GGUF file"):
         described(path, tmp_path / "cache")
 
 
-def test_missing_file_and_unknown_version(tmp_path: Path) -> None:
+def test_missing_file_and_unknown_version_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot read the GGUF file"):
         described(tmp_path / "absent.gguf", tmp_path / "cache")
     path = tmp_path / "m.gguf"
@@ -291,7 +291,7 @@ def test_missing_file_and_unknown_version(tmp_path: Path) -> None:
         described(path, tmp_path / "cache")
 
 
-def test_truncated_anywhere_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected_and_leaves_no_folder(tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())).read_bytes()
     path = tmp_path / "cut.gguf"
     for length in (8, 12, 23, 24, 60, 300, 700, 1200, 2000, len(whole) // 2, len(whole) - 4000):
@@ -315,7 +315,9 @@ def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
     assert calls == [path]
 
 
-def test_folder_says_where_its_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_records_the_path_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     monkeypatch.chdir(tmp_path)
     folder = described(Path("m.gguf"), tmp_path / "cache")
@@ -347,8 +349,8 @@ def test_other_weights_under_the_same_header_get_another_folder(tmp_path: Path) 
     other = {name: 2 * values for name, values in weights.items()}
     write_gguf(tmp_path / "o.gguf", stored_weights(other)).replace(path)
     assert described(path, tmp_path / "cache") != first
-    found = tensors_in(described(path, tmp_path / "cache"))["model.norm.weight"]
-    np.testing.assert_array_equal(found, other["output_norm.weight"])
+    norm = tensors_in(described(path, tmp_path / "cache"))["model.norm.weight"]
+    np.testing.assert_array_equal(norm, other["output_norm.weight"])
 
 
 def test_leftover_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
@@ -363,7 +365,7 @@ def test_leftover_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
     assert leftover.is_dir()  # it may belong to a process that is still writing
 
 
-def test_description_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_description_leaves_no_folder(tmp_path: Path) -> None:
     def failing_writer(path: Path, folder: Path) -> None:
         raise OSError("disk full")
 
@@ -373,7 +375,7 @@ def test_description_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     assert files_in(tmp_path / "cache") == []
 
 
-def test_two_descriptions_at_once_both_end_well(tmp_path: Path) -> None:
+def test_concurrent_descriptions_both_succeed(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     both_are_writing = threading.Barrier(2, timeout=30)
     folders: list[Path] = []

@@ -34,29 +34,29 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("name", gguf_codes.KINDS)
-def test_blocks_stand_for_what_the_gguf_package_makes_of_them(name: str) -> None:
-    kind, own = gguf.GGMLQuantizationType[name], gguf_codes.KINDS[name]
+def test_blocks_agree_with_the_gguf_package(name: str) -> None:
+    kind, layout = gguf.GGMLQuantizationType[name], gguf_codes.KINDS[name]
     columns, size = gguf.GGML_QUANT_SIZES[kind]
-    assert columns == own.columns
+    assert columns == layout.columns
     drawn = np.random.default_rng(7)
     raw = drawn.integers(0, 256, (6, 3 * size), dtype=np.uint8)
     for at in HALVES.get(name, (0,)):
         numbers = drawn.normal(size=(6, 3)).astype(np.float16)
         raw.reshape(6, 3, size)[..., at : at + 2] = numbers.view(np.uint8).reshape(6, 3, 2)
-    found = gguf_codes.read_blocks(name, raw, 3 * columns)
-    form = FORMATS[own.form]
-    assert found.scales.dtype == (np.float32 if form.wide else np.float16)
-    assert (found.mins is not None) == form.mins
-    group = 3 * columns // found.scales.shape[1]
+    codes = gguf_codes.read_blocks(name, raw, 3 * columns)
+    form = FORMATS[layout.form]
+    assert codes.scales.dtype == (np.float32 if form.wide else np.float16)
+    assert (codes.mins is not None) == form.mins
+    group = 3 * columns // codes.scales.shape[1]
     assert group == form.group
-    numbers = found.codes.astype(np.float32) * found.scales.astype(np.float32).repeat(group, 1)
-    if found.mins is not None:
-        numbers -= found.mins.repeat(group, 1)
+    numbers = codes.codes.astype(np.float32) * codes.scales.astype(np.float32).repeat(group, 1)
+    if codes.mins is not None:
+        numbers -= codes.mins.repeat(group, 1)
     np.testing.assert_array_equal(numbers, gguf.dequantize(raw, kind))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+def test_file_codes_are_read_unchanged(tmp_path: Path, name: str) -> None:
     """Every weight in codes stands for the very numbers of the file."""
     kind = gguf.GGMLQuantizationType[name]
     strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
@@ -89,16 +89,16 @@ def test_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> No
     config = {"max_model_len": 64, "max_batch_size": 4, "dtype": "float32", "backend": backend}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     prompts = [[5, 6, 7, 8], [9] * 20, [11, 3]]
-    found = []
+    results = []
     for quantization in ("file", None):
-        given = EngineConfig(str(folder), quantization=quantization, **config)
-        with InferenceEngine(given) as engine:
-            found.append(engine.generate(prompts, params))
+        engine_config = EngineConfig(str(folder), quantization=quantization, **config)
+        with InferenceEngine(engine_config) as engine:
+            results.append(engine.generate(prompts, params))
             alone = [engine.generate([each], params)[0] for each in prompts]
-        for one, other in zip(found[-1], alone, strict=True):
+        for one, other in zip(results[-1], alone, strict=True):
             assert one.completion_tokens == other.completion_tokens
             assert one.logprobs == other.logprobs
-    for coded, exact in zip(*found, strict=True):  # inputs are rounded to codes of 8 bits
+    for coded, exact in zip(*results, strict=True):  # inputs are rounded to codes of 8 bits
         assert abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 

@@ -237,12 +237,12 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
     folder = described(path, tmp_path / "cache")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    found = tensors_in(folder)
-    assert found.keys() == weights.keys()
+    tensors = tensors_in(folder)
+    assert tensors.keys() == weights.keys()
     for tensor, values in weights.items():
         # 1 + w - 1 has the rounding of 1 + w
         rounding = 1.2e-7 if CASES[name].architecture in PLUS_ONE else 0
-        np.testing.assert_allclose(found[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
+        np.testing.assert_allclose(tensors[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
 
     config = AutoConfig.from_pretrained(folder)
     assert type(config) is type(model.config)
@@ -273,7 +273,7 @@ def test_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: s
     assert disagreement(described(path, tmp_path / "cache"), oracle) < TOLERANCE
 
 
-def test_file_from_before_latents_were_met_agrees(
+def test_old_latent_file_agrees_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values are made by one tensor there, and metadata says heads as transformers does.
@@ -305,7 +305,7 @@ def test_file_from_before_latents_were_met_agrees(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"expert_gating_func": 3}, "expert_gating_func is 3; expected 1"),
         ({"attention.key_length_mla": 16}, "heads of 16 and 48 numbers, 16 of them rotary"),
@@ -313,16 +313,16 @@ def test_file_from_before_latents_were_met_agrees(
         ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank is None"),
     ],
 )
-def test_latents_that_do_not_fit_are_refused(
-    tmp_path: Path, changes: dict[str, Any], told: str
+def test_mismatched_latents_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     strong(tmp_path / "hf", "deepseek-v2")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2", **changes)
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=message):
         described(path, tmp_path / "cache")
 
 
-def test_keys_and_values_of_several_heads_are_refused(
+def test_keys_and_values_of_several_heads_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def uneven(*arguments: Any) -> dict[str, np.ndarray]:
@@ -363,7 +363,7 @@ def test_quantised_file_agrees_with_its_dequantised_weights(
     assert disagreement(folder, oracle) < TOLERANCE
 
 
-def test_gate_and_up_of_several_shapes_are_refused(
+def test_gate_and_up_of_several_shapes_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def uneven(*arguments: Any) -> dict[str, np.ndarray]:
@@ -408,7 +408,7 @@ def gemma3_config(
     return config
 
 
-def test_gemma3_says_what_its_file_leaves_out(tmp_path: Path) -> None:
+def test_gemma3_fills_in_missing_metadata(tmp_path: Path) -> None:
     config = gemma3_config(tmp_path)
     assert config["hidden_activation"] == "gelu_pytorch_tanh"
     assert config["attn_logit_softcapping"] is None
@@ -416,7 +416,7 @@ def test_gemma3_says_what_its_file_leaves_out(tmp_path: Path) -> None:
     assert config["eos_token_id"] == 2
 
 
-def test_gemma3_takes_what_its_file_may_say(tmp_path: Path) -> None:
+def test_gemma3_reads_optional_metadata(tmp_path: Path) -> None:
     optional = {
         "rope.freq_base_swa": 300.0,
         "attention.sliding_window_pattern": 3,
@@ -437,7 +437,7 @@ def test_gemma3_scales_one_rope(tmp_path: Path) -> None:
     assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def test_gemma3_that_chats_also_ends_with_its_turn(tmp_path: Path) -> None:
+def test_gemma3_chat_model_stops_at_end_of_turn(tmp_path: Path) -> None:
     extra = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.eos_token_id": 106}
     assert gemma3_config(tmp_path, extra)["eos_token_id"] == [1, 106]
 
@@ -457,12 +457,12 @@ def test_query_scale_of_the_largest_gemma3(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window", "rope.freq_base"])
-def test_gemma3_has_no_default_for_what_llama_cpp_would_guess(tmp_path: Path, key: str) -> None:
+def test_gemma3_rejects_missing_metadata_without_a_default(tmp_path: Path, key: str) -> None:
     with pytest.raises(ModelLoadError, match=f"gemma3.{key} is None"):
         gemma3_config(tmp_path, **{key: None})
 
 
-def test_pattern_may_name_each_layer(tmp_path: Path) -> None:
+def test_window_pattern_may_name_each_layer(tmp_path: Path) -> None:
     config = gemma3_config(
         tmp_path, **{"attention.sliding_window_pattern": [True, False, *[True] * 5]}
     )
@@ -470,7 +470,7 @@ def test_pattern_may_name_each_layer(tmp_path: Path) -> None:
     assert full == [1]
 
 
-def test_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
+def test_window_pattern_of_wrong_length_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"layer_types .* must have 7 entries"):
         gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [True, True, False]})
 

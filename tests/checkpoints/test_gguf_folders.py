@@ -54,7 +54,7 @@ def test_folder_of_parts_is_the_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "parts"))
 
 
-def test_folder_of_several_models_asks_which(tmp_path: Path) -> None:
+def test_folder_of_several_models_is_rejected_with_choices(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
         write_gguf(tmp_path / name, stored_weights(hf_weights()))
     with pytest.raises(
@@ -119,7 +119,7 @@ def sparse_llama(path: Path, layers: int = 80, hidden: int = 8192, inner: int = 
     return size
 
 
-def test_info_reads_the_header_alone(
+def test_info_reads_only_the_header(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: Any) -> Any:
@@ -139,9 +139,9 @@ def test_info_reads_the_header_alone(
         "bfloat16",
     )
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["num_parameters"] == 70_553_706_496
-    assert found["tokenizer"] is None
+    report = json.loads(result.stdout)
+    assert report["num_parameters"] == 70_553_706_496
+    assert report["tokenizer"] is None
     (folder,) = cache.iterdir()
     assert sorted(each.name for each in folder.iterdir()) == [
         "config.json",
@@ -149,7 +149,7 @@ def test_info_reads_the_header_alone(
     ]
 
 
-def test_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected_by_its_header(tmp_path: Path) -> None:
     size = sparse_llama(tmp_path / "huge.gguf")
     with (tmp_path / "huge.gguf").open("ab") as file:
         file.truncate(size - 1)
@@ -157,7 +157,7 @@ def test_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None
         describe_gguf(tmp_path / "huge.gguf", tmp_path / "cache")
 
 
-def test_description_says_what_the_loaded_folder_says(tmp_path: Path, cache: Path) -> None:
+def test_description_equals_the_loaded_folder(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     folder = describe_model(str(path))
     assert load_spec(resolve_model(str(path))) == load_spec(folder)
@@ -170,7 +170,7 @@ def test_description_says_what_the_loaded_folder_says(tmp_path: Path, cache: Pat
     assert len(list(cache.iterdir())) == 3
 
 
-def test_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor takes the memory of its numbers, and some pieces in float32 of what is dequantised
     at a time.
     """

@@ -63,7 +63,7 @@ def with_factors(path: Path, factors: np.ndarray, **changes: Any) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rope_freqs_are_llama3s_scaling(tmp_path: Path) -> None:
+def test_rope_freqs_equal_llama3_scaling(tmp_path: Path) -> None:
     # slow to import, so only here
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -84,9 +84,9 @@ def test_rope_freqs_are_llama3s_scaling(tmp_path: Path) -> None:
     # And the folder is what transformers reads: the same frequencies under its own name for them.
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_scaling"]["short_factor"] == [float(each) for each in factors]
-    own = LlamaRotaryEmbedding(LlamaConfig(**config))
-    torch.testing.assert_close(own.inv_freq, llama.inv_freq, rtol=1e-6, atol=0)
-    assert own.attention_scaling == llama.attention_scaling == 1.0
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
+    torch.testing.assert_close(rotary.inv_freq, llama.inv_freq, rtol=1e-6, atol=0)
+    assert rotary.attention_scaling == llama.attention_scaling == 1.0
 
 
 def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factors", "changes", "told"),
+    ("factors", "changes", "message"),
     [
         (np.ones(4, np.float32), {}, "rope_freqs.weight must hold 8 numbers above 0"),
         (np.array([1.0] * 7 + [0.0], np.float32), {}, "must hold 8 numbers above 0"),
@@ -109,14 +109,14 @@ def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_factors_that_cannot_be_meant_are_refused(
-    tmp_path: Path, factors: np.ndarray, changes: dict[str, Any], told: str
+def test_implausible_rope_factors_are_rejected(
+    tmp_path: Path, factors: np.ndarray, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=message):
         described(with_factors(tmp_path / "m.gguf", factors, **changes), tmp_path / "cache")
 
 
-def test_family_without_such_factors_refuses_them(tmp_path: Path) -> None:
+def test_family_without_rope_factors_rejects_them(tmp_path: Path) -> None:
     metadata = {key.replace("llama.", "qwen3."): value for key, value in METADATA.items()}
     tensors = stored_weights(hf_weights()) | {"rope_freqs.weight": rope_factors()}
     path = write_gguf(tmp_path / "m.gguf", tensors, metadata, architecture="qwen3")
@@ -135,17 +135,17 @@ def split(folder: Path, tensors: Arrays, parts: int = 3) -> list[Path]:
     size = -(-len(names) // parts)
     paths: list[Path] = []
     for part in range(parts):
-        own = {name: tensors[name] for name in names[part * size : (part + 1) * size]}
-        told = {"split.no": part, "split.count": parts, "split.tensors.count": len(tensors)}
+        shard = {name: tensors[name] for name in names[part * size : (part + 1) * size]}
+        metadata = {"split.no": part, "split.count": parts, "split.tensors.count": len(tensors)}
         path = folder / f"m-{part + 1:05}-of-{parts:05}.gguf"
-        paths.append(write_gguf(path, own, {**(METADATA if part == 0 else {}), **told}))
+        paths.append(write_gguf(path, shard, {**(METADATA if part == 0 else {}), **metadata}))
     return paths
 
 
 def require_same_tensors(one: Path, other: Path) -> None:
-    found, wanted = tensors_in(one), tensors_in(other)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    tensors, wanted = tensors_in(one), tensors_in(other)
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
 def test_split_file_is_the_same_model(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_missing_part_is_named(tmp_path: Path) -> None:
             described(part, tmp_path / "cache")
 
 
-def test_part_under_another_name_says_how_parts_are_named(tmp_path: Path) -> None:
+def test_misnamed_part_error_explains_part_names(tmp_path: Path) -> None:
     parts = split(tmp_path, stored_weights(hf_weights()))
     with pytest.raises(
         ModelLoadError, match=r"one of 3 parts; put them .* names NAME-00001-of-00003\.gguf"
@@ -179,7 +179,7 @@ def test_part_under_another_name_says_how_parts_are_named(tmp_path: Path) -> Non
         described(parts[0].rename(tmp_path / "model.gguf"), tmp_path / "cache")
 
 
-def test_parts_of_two_files_are_refused(tmp_path: Path) -> None:
+def test_parts_of_two_files_are_rejected(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights())
     parts = split(tmp_path, tensors)
     (tmp_path / "other").mkdir()
@@ -193,7 +193,7 @@ def test_parts_of_two_files_are_refused(tmp_path: Path) -> None:
         described(parts[0], tmp_path / "cache")
 
 
-def test_split_file_has_the_parts_that_ggufs_own_writer_makes(tmp_path: Path) -> None:
+def test_split_file_equals_parts_of_the_gguf_writer(tmp_path: Path) -> None:
     tensors = stored_weights(hf_weights())
     writer = gguf.GGUFWriter(tmp_path / "own.gguf", "llama", split_max_tensors=8)
     for key, value in METADATA.items():

@@ -100,11 +100,11 @@ def blocks_of(weight: np.ndarray, name: str) -> np.ndarray:
         return gguf.quantize(weight, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     drawn = np.random.default_rng(weight.size)
-    found = drawn.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
+    blocks = drawn.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
     for at, number in HALVES[name].items():
-        halves = (number * drawn.normal(1, 0.2, found.shape[:2])).astype(np.float16)
-        found[..., at : at + 2] = halves.view(np.uint8).reshape(*found.shape[:2], 2)
-    return found.reshape(len(weight), -1)
+        halves = (number * drawn.normal(1, 0.2, blocks.shape[:2])).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8).reshape(*blocks.shape[:2], 2)
+    return blocks.reshape(len(weight), -1)
 
 
 def file_of(path: Path, name: str, tied: bool = False) -> Path:
@@ -129,17 +129,17 @@ def numbers_in(path: Path) -> dict[str, np.ndarray]:
         **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
         **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     }
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for tensor in gguf.GGUFReader(path).tensors:
-        *layer, own = tensor.name.removesuffix(".weight").rsplit(".", 1)
+        *layer, leaf = tensor.name.removesuffix(".weight").rsplit(".", 1)
         prefix = layer[0].replace("blk", "model.layers") + "." if layer else ""
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if own in ("attn_q", "attn_k"):
-            heads = HEADS if own == "attn_q" else KV_HEADS
+        if leaf in ("attn_q", "attn_k"):
+            heads = HEADS if leaf == "attn_q" else KV_HEADS
             pairs = numbers.reshape(heads, len(numbers) // heads // 2, 2, HIDDEN)
             numbers = pairs.swapaxes(1, 2).reshape(numbers.shape)
-        found[f"{prefix}{names[own]}.weight"] = np.array(numbers, np.float32, order="C")
-    return found
+        arrays[f"{prefix}{names[leaf]}.weight"] = np.array(numbers, np.float32, order="C")
+    return arrays
 
 
 def oracle_of(path: Path, folder: Path) -> Path:
@@ -159,8 +159,8 @@ def samples_of(model: Path, **options: Any) -> list[TrainingSample]:
         return engine.generate([[5, 6, 7], list(range(3, 37))], params)
 
 
-def require_same(found: list[TrainingSample], wanted: list[TrainingSample]) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def require_same(actual: list[TrainingSample], wanted: list[TrainingSample]) -> None:
+    for one, other in zip(actual, wanted, strict=True):
         assert one.completion_tokens == other.completion_tokens
         assert one.prompt_logprobs is not None
         assert other.prompt_logprobs is not None
@@ -172,7 +172,7 @@ def require_same(found: list[TrainingSample], wanted: list[TrainingSample]) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*WRITTEN, *HALVES])
-def test_file_has_the_logprobs_of_its_dequantised_weights(
+def test_file_logprobs_equal_those_of_dequantised_weights(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
     path = file_of(tmp_path / "m.gguf", name)
@@ -180,15 +180,17 @@ def test_file_has_the_logprobs_of_its_dequantised_weights(
     require_same(samples_of(path, dtype=dtype), samples_of(oracle, dtype=dtype))
 
 
-def test_matrices_of_several_types_that_are_one_parameter(tmp_path: Path) -> None:
+def test_parameter_may_join_matrices_of_several_types(tmp_path: Path) -> None:
     stored = stored_weights(weights_of())
     types = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "F16", "ffn_gate": "Q6_K"}
     types |= {"ffn_down": "MXFP4", "token_embd": "BF16", "output": "Q5_1"}
     raw = {}
-    for name, each in stored.items():
-        kind = next((kind for part, kind in types.items() if part in name and each.ndim > 1), None)
+    for name, stored_tensor in stored.items():
+        kind = next(
+            (kind for part, kind in types.items() if part in name and stored_tensor.ndim > 1), None
+        )
         if kind is not None:
-            raw[name] = (blocks_of(each, kind), gguf.GGMLQuantizationType[kind])
+            raw[name] = (blocks_of(stored_tensor, kind), gguf.GGMLQuantizationType[kind])
     path = write_gguf(tmp_path / "m.gguf", stored, WIDE, raw=raw)
     oracle = oracle_of(path, tmp_path / "oracle")
     require_same(samples_of(path), samples_of(oracle))
@@ -205,13 +207,13 @@ def test_parameters_are_rounded_once(tmp_path: Path, name: str, dtype: torch.dty
     places = slots(param_table(spec))
     assert places.keys() == numbers.keys()
     for key, slot in places.items():
-        own = read(params, slot)
-        assert own.dtype == dtype
-        assert torch.equal(own, torch.from_numpy(numbers[key]).to(dtype)), key
+        values = read(params, slot)
+        assert values.dtype == dtype
+        assert torch.equal(values, torch.from_numpy(numbers[key]).to(dtype)), key
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "BF16", "F32"])
-def test_part_of_a_tensor_is_that_part_of_the_whole(
+def test_slice_read_from_file_equals_slice_of_the_tensor(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_weights, "CHUNK", 5 * HIDDEN)
@@ -226,7 +228,7 @@ def test_part_of_a_tensor_is_that_part_of_the_whole(
                     assert torch.equal(part[rows, columns], whole[rows, columns])
 
 
-def test_all_of_a_tensor_stays_when_the_file_changes(tmp_path: Path) -> None:
+def test_loaded_tensor_is_unaffected_by_file_changes(tmp_path: Path) -> None:
     """What an update has checked must not be pages of a file that somebody writes."""
     path = file_of(tmp_path / "m.gguf", "F32")
     tensors = dict(read_tensors(path))
@@ -262,7 +264,7 @@ def test_damaged_scales_of_blocks_are_reported(tmp_path: Path) -> None:
         InferenceEngine(config)
 
 
-def test_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
+def test_shrinking_file_is_reported(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q8_0")
     reader = gguf_weights.GgufReader(path)
     with path.open("r+b") as file:
@@ -271,21 +273,21 @@ def test_file_that_becomes_shorter_is_reported(tmp_path: Path) -> None:
         [reader.get_tensor(name) for name in reader.keys()]  # noqa: SIM118 (not a dict)
 
 
-def test_nothing_of_the_weights_is_written(tmp_path: Path, cache: Path) -> None:
+def test_weights_are_not_written_to_disk(tmp_path: Path, cache: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q4_0")
-    found = [
+    written = [
         samples_of(path, dtype=dtype, quantization=quantization)
         for dtype in ("float32", "bfloat16")
         for quantization in (None, "file")
     ]
-    assert len(found) == 4
-    own = sorted(each for each in (cache / "gguf").rglob("*") if not each.is_dir())
-    assert {each.name for each in own} == {"config.json", "generation_config.json", "model.gguf"}
-    assert all(each.readlink() == path for each in own if each.name == "model.gguf")
-    assert sum(each.stat().st_size for each in own if not each.is_symlink()) < 2**12
+    assert len(written) == 4
+    cached = sorted(each for each in (cache / "gguf").rglob("*") if not each.is_dir())
+    assert {each.name for each in cached} == {"config.json", "generation_config.json", "model.gguf"}
+    assert all(each.readlink() == path for each in cached if each.name == "model.gguf")
+    assert sum(each.stat().st_size for each in cached if not each.is_symlink()) < 2**12
 
 
-def test_updates_references_and_drafts_come_from_files(tmp_path: Path) -> None:
+def test_updates_references_and_drafts_load_from_gguf(tmp_path: Path) -> None:
     first, second = file_of(tmp_path / "a.gguf", "Q8_0"), file_of(tmp_path / "b.gguf", "Q4_0")
     wanted = samples_of(second)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, prompt_logprobs=True)
@@ -308,7 +310,7 @@ def test_updates_references_and_drafts_come_from_files(tmp_path: Path) -> None:
             assert sample.ref_logprobs == sample.logprobs
 
 
-def test_file_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_gguf_file_is_saved_as_a_checkpoint(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q4_1")
     saved = checkpoint_of(str(path), tmp_path / "saved")
     require_same(samples_of(saved), samples_of(path))
@@ -317,20 +319,20 @@ def test_file_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert {tensor.dtype for _, tensor in read_tensors(halves)} == {torch.bfloat16}
 
 
-def test_layouts_are_those_of_the_gguf_package() -> None:
-    for number, own in LAYOUTS.items():
+def test_layouts_equal_the_gguf_package() -> None:
+    for number, layout in LAYOUTS.items():
         kind = gguf.GGMLQuantizationType(number)
-        assert own == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
+        assert layout == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
     assert {each.name for each in LAYOUTS.values()} == {*KINDS, "F32", "F16", "BF16"}
 
 
 @pytest.mark.parametrize("kind", [each for each in LAYOUTS.values() if each.name not in KINDS])
-def test_numbers_are_those_of_the_gguf_package(kind: Any) -> None:
+def test_numbers_equal_the_gguf_package(kind: Any) -> None:
     """Those of blocks: test_gguf_codes.py."""
     raw = np.random.default_rng(1).integers(0, 256, (7, 64 * kind.block_bytes), dtype=np.uint8)
     wanted = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
-    found = numbers_of(kind.name, raw, 64)
-    np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+    numbers = numbers_of(kind.name, raw, 64)
+    np.testing.assert_array_equal(numbers.view(np.int32), wanted.view(np.int32))
 
 
 def test_header_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ def test_header_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     assert "output.weight" not in read_header(path).tensors
 
 
-def test_model_that_is_described_loads_without_the_gguf_package(tmp_path: Path) -> None:
+def test_described_model_loads_without_the_gguf_package(tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", "Q4_K")
     samples_of(path)
     program = (

@@ -103,7 +103,7 @@ def pieces(**more: Any) -> dict[str, Any]:
     return tokens_of(tokens, **{"model": "llama", "pre": "default", **ids, **more})
 
 
-def test_every_architecture_has_a_kind_of_tokenizer() -> None:
+def test_tokenizer_kind_exists_for_every_architecture() -> None:
     assert KINDS.keys() == FAMILIES.keys()
 
 
@@ -125,7 +125,7 @@ def test_file_of_every_architecture_opens_with_its_tokenizer(
     assert tokenizer.decode(tokenizer.encode("hell é")) == "hell é"
 
 
-def test_rope_factors_of_gpt_oss_do_not_meet_its_tokenizer(tmp_path: Path) -> None:
+def test_gpt_oss_rope_factors_do_not_affect_its_tokenizer(tmp_path: Path) -> None:
     strong(tmp_path / "hf", "gpt-oss")
     changes: dict[str, Any] = {"rope.scaling.factor": 32.0, "rope.scaling.type": "yarn"}
     changes["rope.scaling.original_context_length"] = 64
@@ -163,14 +163,14 @@ def assert_same_ids(folder: Path, metadata: Mapping[str, Any], architecture: str
 @pytest.mark.parametrize(
     "pre", ["llama-bpe", "tekken", "deepseek-r1-qwen", "gpt-4o", "dbrx", "gpt-2", "exaone4"]
 )
-def test_byte_level_ids_are_those_of_transformers(
+def test_byte_level_ids_equal_transformers(
     tmp_path: Path, smollm2: dict[str, Any], pre: str
 ) -> None:
     assert_same_ids(tmp_path, smollm2 | {"tokenizer.ggml.pre": pre}, "llama")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "ernie4_5", "gemma3", "phi3"])
-def test_sentencepiece_ids_are_those_of_transformers(
+def test_sentencepiece_ids_equal_transformers(
     tmp_path: Path, smollm2: dict[str, Any], architecture: str
 ) -> None:
     """Of a vocabulary of real words, which are byte-level tokens written out."""
@@ -232,9 +232,7 @@ def test_embedded_model_keeps_its_ids(tmp_path: Path, smollm2: dict[str, Any]) -
         ("falcon", "a.b 1234", ["a", ".", "b", "Ġ", "123", "4"]),
     ],
 )
-def test_splits_are_those_of_the_rule(
-    tmp_path: Path, pre: str, text: str, expected: list[str]
-) -> None:
+def test_splits_follow_the_rule(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
     tokenizer = tokenizer_of(tmp_path, byte_level(pre=pre))
     assert [
         piece for piece, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
@@ -242,7 +240,7 @@ def test_splits_are_those_of_the_rule(
 
 
 @pytest.mark.parametrize("pre", sorted(SPLIT_RULES))
-def test_every_rule_keeps_all_of_a_text(tmp_path: Path, pre: str) -> None:
+def test_split_rules_keep_the_whole_text(tmp_path: Path, pre: str) -> None:
     tokenizer = tokenizer_of(tmp_path, byte_level(pre=pre))
     for text in TEXTS:
         if "\u0301" in text and SPLIT_RULES[pre].composes:
@@ -250,19 +248,19 @@ def test_every_rule_keeps_all_of_a_text(tmp_path: Path, pre: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_word_that_is_a_token_is_one_though_no_merge_makes_it(tmp_path: Path) -> None:
+def test_vocabulary_word_is_one_token_without_merges(tmp_path: Path) -> None:
     for pre, whole in (("llama-bpe", True), ("qwen2", False)):
         (tmp_path / pre).mkdir()
         tokenizer = tokenizer_of(tmp_path / pre, byte_level(pre=pre, merges=["h e", "l l"]))
         assert (len(tokenizer.encode("hell")) == 1) is whole
 
 
-def test_rule_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
+def test_unknown_rule_error_names_a_solution(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"'from-the-future'.*tokenizer_path"):
         tokenizer_of(tmp_path, byte_level(pre="from-the-future"))
 
 
-def test_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
+def test_unknown_kind_error_names_a_solution(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"'rwkv'; supported: gemma4, gpt2, llama.*tokenizer_p"
     ):
@@ -278,7 +276,7 @@ def test_kind_that_is_not_known_names_the_cure(tmp_path: Path) -> None:
         ("qwen2", True, True),
     ],
 )
-def test_bos_is_added_as_the_file_or_its_rule_says(
+def test_bos_is_added_as_the_file_or_its_rule_specifies(
     tmp_path: Path, pre: str, flag: bool | None, adds: bool
 ) -> None:
     more = {} if flag is None else {"add_bos_token": flag}
@@ -287,12 +285,12 @@ def test_bos_is_added_as_the_file_or_its_rule_says(
     assert (tokenizer.encode("x", add_special_tokens=True)[0] == 260) is adds
 
 
-def test_eos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+def test_eos_is_added_if_the_file_specifies_it(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, pieces(add_eos_token=True))
     assert tokenizer.encode("h", add_special_tokens=True)[::2] == [1, 2]
 
 
-def test_space_is_put_before_a_text_unless_the_file_says_no(tmp_path: Path) -> None:
+def test_space_prefix_is_added_unless_the_file_disables_it(tmp_path: Path) -> None:
     for prefix, first in ((True, "▁he"), (False, "he")):
         folder = tmp_path / first
         folder.mkdir()
@@ -307,7 +305,7 @@ def test_space_is_put_before_a_text_unless_the_file_says_no(tmp_path: Path) -> N
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
 
 
-def test_control_tokens_in_other_letters_keep_their_ids(
+def test_control_tokens_with_other_characters_keep_their_ids(
     tmp_path: Path, smollm2: dict[str, Any]
 ) -> None:
     tokens = list(smollm2["tokenizer.ggml.tokens"])
@@ -326,7 +324,7 @@ def test_control_tokens_in_other_letters_keep_their_ids(
 
 
 @pytest.mark.parametrize("token", ["<thé>", "  ", "<｜tool▁calls▁begin｜>", "\n\n\n"])
-def test_user_defined_token_is_one_and_is_shown(tmp_path: Path, token: str) -> None:
+def test_user_defined_token_is_atomic_and_visible(tmp_path: Path, token: str) -> None:
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"].append(token)
     metadata["tokenizer.ggml.token_type"].append(USER_DEFINED)
@@ -338,7 +336,7 @@ def test_user_defined_token_is_one_and_is_shown(tmp_path: Path, token: str) -> N
         assert tokenizer.decode(ids) == f"he{token}he"
 
 
-def test_ordinary_token_in_other_letters_is_its_text(tmp_path: Path) -> None:
+def test_ordinary_token_with_other_characters_decodes_to_text(tmp_path: Path) -> None:
     metadata = byte_level(merges=["Î ©"])
     metadata["tokenizer.ggml.tokens"][-1] = "Ω"
     tokenizer = tokenizer_of(tmp_path, metadata)
@@ -371,7 +369,7 @@ def test_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
         ({"tokens": "text"}, ""),
     ],
 )
-def test_broken_tokenizer_is_one_sentence(
+def test_broken_tokenizer_error_is_one_sentence(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     metadata = byte_level(**changes)
@@ -389,14 +387,14 @@ def test_description_does_not_need_the_tokenizer(tmp_path: Path) -> None:
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", extra=extra)
     folder = describe_config(path, tmp_path / "cache")
     assert not (folder / "tokenizer.json").exists()
-    found = read_vocabulary(path)
-    assert found is not None
-    assert (found.vocab_size, found.eos_token_id) == (261, 260)
-    assert found.special_tokens["eos_token"] == "<eos>"
-    assert found.chat_template == "{{ messages }}"
+    vocabulary = read_vocabulary(path)
+    assert vocabulary is not None
+    assert (vocabulary.vocab_size, vocabulary.eos_token_id) == (261, 260)
+    assert vocabulary.special_tokens["eos_token"] == "<eos>"
+    assert vocabulary.chat_template == "{{ messages }}"
 
 
-def test_info_tells_of_a_tokenizer_that_it_does_not_make(
+def test_info_reports_an_unsupported_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -405,14 +403,14 @@ def test_info_tells_of_a_tokenizer_that_it_does_not_make(
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", extra=extra)
     result = run("info", str(path), "--json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)["tokenizer"]
-    assert (told["vocab_size"], told["eos_token_id"]) == (261, 260)
-    assert not told["has_chat_template"]
+    reported = json.loads(result.stdout)["tokenizer"]
+    assert (reported["vocab_size"], reported["eos_token_id"]) == (261, 260)
+    assert not reported["has_chat_template"]
     assert not list((tmp_path / "cache").rglob("tokenizer.json"))
     assert run("info", str(path)).exit_code == 0
 
 
-def test_model_whose_tokenizer_cannot_be_made_takes_ids_and_another_tokenizer(
+def test_unsupported_tokenizer_allows_ids_and_a_replacement(
     tmp_path: Path,
 ) -> None:
     strong(tmp_path / "hf", "llama")
@@ -430,7 +428,7 @@ def test_model_whose_tokenizer_cannot_be_made_takes_ids_and_another_tokenizer(
         assert engine.tokenizer.encode("hell") == [258]
 
 
-def test_templates_by_name_are_all_kept(tmp_path: Path) -> None:
+def test_named_templates_are_kept(tmp_path: Path) -> None:
     metadata = byte_level() | {
         "tokenizer.chat_template": "plain",
         "tokenizer.chat_template.tool_use": "with tools",

@@ -37,7 +37,7 @@ def changed(folder: Path, change: Change, **options: Any) -> Path:
     return write_model(folder, config, weights)
 
 
-def test_every_tensor_lands_in_its_place(tmp_path: Path) -> None:
+def test_tensors_are_loaded_into_their_slots(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, num_heads=6, num_kv_heads=2, hidden=48)
     params, places = load(folder), slots(param_table(load_spec(folder)))
     stored = load_file(folder / "model.safetensors")
@@ -53,7 +53,7 @@ def test_every_tensor_lands_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "opened_on"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:3")]
 )
-def test_tensors_are_read_straight_to_their_device(
+def test_tensors_are_read_directly_to_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, opened_on: str
 ) -> None:
     seen: list[str] = []
@@ -76,7 +76,7 @@ def test_tensors_are_read_straight_to_their_device(
     inner=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_what_is_written_to_a_slot_is_read_from_it(
+def test_slot_returns_written_values(
     heads: tuple[int, int], layers: int, tie: bool, inner: int, seed: int
 ) -> None:
     config = llama_config(
@@ -106,7 +106,7 @@ def test_what_is_written_to_a_slot_is_read_from_it(
     )
 
 
-def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
+def test_weights_are_cast_on_read(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     exact, rounded = load(folder), load(folder, torch.bfloat16)
     assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
@@ -114,7 +114,7 @@ def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
@@ -141,13 +141,13 @@ def test_weights_are_cast_when_they_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_missing_extra_or_misshapen_tensor_is_named(
-    tmp_path: Path, change: Change, told: str
+    tmp_path: Path, change: Change, message: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=message):
         load(changed(tmp_path, change))
 
 
-def test_buffers_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     load(
         changed(
             tmp_path,
@@ -169,7 +169,7 @@ def test_tied_head_may_be_absent_or_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda w: w[EMBEDDING] + 1, lambda w: w[EMBEDDING][:-1].clone()]
 )
-def test_tied_head_that_differs_is_refused(
+def test_differing_tied_head_is_rejected(
     tmp_path: Path, change: Callable[[Weights], Tensor]
 ) -> None:
     folder = changed(tmp_path, lambda w: w.update({HEAD: change(w)}), tie=True)
@@ -189,9 +189,9 @@ def sharded(folder: Path, num_files: int) -> Path:
     weight_map: dict[str, str] = {}
     for i in range(num_files):
         file = f"model-{i + 1:05}-of-{num_files:05}.safetensors"
-        own = names[i::num_files]
-        save_file({name: weights[name] for name in own}, folder / file)
-        weight_map |= dict.fromkeys(own, file)
+        names_in_file = names[i::num_files]
+        save_file({name: weights[name] for name in names_in_file}, folder / file)
+        weight_map |= dict.fromkeys(names_in_file, file)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
@@ -222,13 +222,13 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_shard_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+def test_shard_missing_from_the_index_is_not_read(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 2)
     save_file({"stray": torch.zeros(1)}, folder / "consolidated.safetensors")
     load(folder)
 
 
-def test_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_files_is_rejected(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     save_file({EMBEDDING: torch.zeros(300, 64)}, folder / "more.safetensors")
     with pytest.raises(
@@ -237,14 +237,14 @@ def test_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_index_without_a_map_is_refused(tmp_path: Path) -> None:
+def test_index_without_a_map_is_rejected(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 2)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"index\.json.*weight_map"):
         load(folder)
 
 
-def test_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
+def test_folder_without_safetensors_error_names_a_solution(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
@@ -278,7 +278,7 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
         load_spec(tmp_path)
 
 
-def test_generation_config_names_more_ends(tmp_path: Path) -> None:
+def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert load_spec(folder).eos_token_ids == (2, 9)
@@ -287,7 +287,7 @@ def test_generation_config_names_more_ends(tmp_path: Path) -> None:
         load_spec(folder)
 
 
-def test_folder_is_itself_and_another_file_is_not_a_model(tmp_path: Path) -> None:
+def test_folder_resolves_to_itself_and_other_files_are_rejected(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ModelLoadError, match=r"neither a folder nor a \.gguf"):
@@ -295,7 +295,7 @@ def test_folder_is_itself_and_another_file_is_not_a_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_auto_dtype_is_the_checkpoints(tmp_path: Path, name: str) -> None:
+def test_auto_dtype_follows_the_checkpoint(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     spec = load_spec(tiny_llama(tmp_path, dtype=dtype))
     assert resolve_dtype("auto", spec) == dtype

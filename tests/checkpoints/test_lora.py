@@ -78,18 +78,16 @@ def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
         for ids, without in zip(prompts, plain, strict=True):
             (sample,) = engine.generate([ids], params)
             assert sample.prompt_logprobs is not None
-            found, expected = torch.tensor(sample.prompt_logprobs[1:]), logprobs(model, ids)
-            assert (found - expected).abs().max() < TOLERANCE
-            assert (found - without).abs().max() > NOTICED  # it is no idle adapter
+            actual, expected = torch.tensor(sample.prompt_logprobs[1:]), logprobs(model, ids)
+            assert (actual - expected).abs().max() < TOLERANCE
+            assert (actual - without).abs().max() > NOTICED  # it is no idle adapter
 
 
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
-def test_adapter_of_experts_is_rejected_with_the_setting_that_works(
-    tmp_path: Path, family: str
-) -> None:
+def test_expert_adapter_error_names_the_working_setting(tmp_path: Path, family: str) -> None:
     """PEFT's "all-linear" adapts experts too; with the setting that the error names it does not."""
     case = CASES[family]
 
@@ -112,7 +110,7 @@ def test_adapter_of_experts_is_rejected_with_the_setting_that_works(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("tied", [False, True])
-def test_head_saved_with_its_adapter_must_be_the_models(tmp_path: Path, tied: bool) -> None:
+def test_head_saved_with_an_adapter_must_equal_the_model(tmp_path: Path, tied: bool) -> None:
     oracle = strong_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=tied)
     model = get_peft_model(oracle, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
     model.save_pretrained(tmp_path / "adapter")
@@ -144,8 +142,8 @@ def folder(tmp_path: Path) -> Path:
         }
     (tmp_path / "adapter").mkdir()
     save_file(tensors, tmp_path / "adapter" / WEIGHTS)
-    told = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "bias": "none"}
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(told))
+    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 10, "bias": "none"}
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(adapter_config))
     return tmp_path
 
 
@@ -206,19 +204,19 @@ def engine_of(folder: Path, **options: Any) -> InferenceEngine:
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_tensors_that_do_not_fit_are_refused(folder: Path, how: str) -> None:
+def test_mismatched_adapter_tensors_are_rejected(folder: Path, how: str) -> None:
     changed, expected = BROKEN[how]
     tensors = {**load_file(folder / "adapter" / WEIGHTS), **changed}
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with engine_of(folder) as engine:
         with pytest.raises(AdapterError) as refused:
-            engine.load_adapter("own", given)
+            engine.load_adapter("own", kept)
         assert expected in str(refused.value)
         assert engine.adapters() == []
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-def test_settings_that_are_not_served_are_refused(folder: Path, how: str) -> None:
+def test_unsupported_adapter_settings_are_rejected(folder: Path, how: str) -> None:
     changed, expected = SETTINGS[how]
     path = folder / "adapter" / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -227,20 +225,23 @@ def test_settings_that_are_not_served_are_refused(folder: Path, how: str) -> Non
     assert expected in str(refused.value)
 
 
-def test_alpha_is_found_by_the_name_that_the_trained_class_gave_a_module() -> None:
-    told = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": llama_config()}
-    own = "model.language_model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"base_model.model.{own}.lora_A.weight": torch.ones(RANK, 64),
-        f"base_model.model.{own}.lora_B.weight": torch.ones(64, RANK),
+def test_alpha_pattern_matches_names_of_the_trained_class() -> None:
+    model_config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": llama_config(),
     }
-    for name in (own, "model.layers.0.self_attn.q_proj", "q_proj"):
+    module = "model.language_model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": torch.ones(RANK, 64),
+        f"base_model.model.{module}.lora_B.weight": torch.ones(64, RANK),
+    }
+    for name in (module, "model.layers.0.self_attn.q_proj", "q_proj"):
         settings = settings_of({"r": RANK, "lora_alpha": RANK, "alpha_pattern": {name: 3 * RANK}})
-        (pair,) = pairs_of(tensors, settings, spec_from_config(told), RANK).values()
+        (pair,) = pairs_of(tensors, settings, spec_from_config(model_config), RANK).values()
         assert pair.scale == 3
 
 
-def test_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
+def test_folder_without_adapter_is_rejected(folder: Path) -> None:
     with engine_of(folder) as engine:
         with pytest.raises(AdapterError, match=r"adapter_config\.json is missing"):
             engine.load_adapter("own", folder)
@@ -249,7 +250,7 @@ def test_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
             engine.load_adapter("own", folder / "adapter")
 
 
-def test_engine_begins_with_the_adapters_of_its_configuration(folder: Path) -> None:
+def test_engine_starts_with_configured_adapters(folder: Path) -> None:
     with engine_of(folder, max_loras=0, loras=(f"one={folder / 'adapter'}",)) as engine:
         (info,) = engine.adapters()
         assert (info.name, info.version, info.rank) == ("one", 1, RANK)
@@ -265,7 +266,7 @@ def test_engine_begins_with_the_adapters_of_its_configuration(folder: Path) -> N
         )
 
 
-def test_scales_are_those_of_the_settings(folder: Path) -> None:
+def test_adapter_scales_follow_the_settings(folder: Path) -> None:
     tensors = load_file(folder / "adapter" / WEIGHTS)
     spec = load_spec(folder)
     for settings, scale in (

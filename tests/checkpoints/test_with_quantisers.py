@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def test_every_number_is_what_the_tools_read(tmp_path: Path) -> None:
+def test_numbers_equal_those_of_the_quantisation_tools(tmp_path: Path) -> None:
     """compressed-tensors, AutoAWQ's layout as it converts it, bitsandbytes, gptqmodel."""
     command = [PYTHON, "-W", "ignore", "-m", "tests.checkpoints.with_quantisers", tmp_path]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

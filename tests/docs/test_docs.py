@@ -80,7 +80,7 @@ def test_api_reference_is_current_and_whole(
     assert named == set(nano_inference.__all__)
 
 
-def test_sentences_name_who_acts() -> None:
+def test_sentences_name_the_actor() -> None:
     """A caller, a client, a thread, a rank: see docs/glossary.md."""
     sources = [*(ROOT / "src").rglob("*"), *(ROOT / name for name in DOCUMENTS)]
     texts = {

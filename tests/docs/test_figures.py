@@ -23,7 +23,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("first", ROWS)
-def test_readme_shows_what_was_measured(first: str) -> None:
+def test_readme_shows_the_measured_figures(first: str) -> None:
     report = json.loads((RESULTS / "peers.json").read_text())["rows"]
     (line,) = re.findall(rf"^\| {first}.*$", (ROOT / "README.md").read_text(), flags=re.M)
     shown = [float(cell.strip(" *").replace(",", "")) for cell in line.split("|")[2:-1]]

@@ -74,23 +74,23 @@ def traced() -> Iterator[Trace]:
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Calls]:
     """Calls of a second request, a step that decodes, an update of one tensor, a second chat."""
-    found: dict[str, Calls] = {}
+    calls: dict[str, Calls] = {}
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
     with traced() as trace, InferenceEngine(CONFIG) as engine:
         engine.generate([1, 2, 3], params)
-        with trace.noting() as found["request"]:
+        with trace.noting() as calls["request"]:
             engine.add_request([1, 2, 3], params)
         for _ in range(3):
             engine.step()
-        with trace.noting() as found["token"]:
+        with trace.noting() as calls["token"]:
             engine.step()
-        with trace.noting() as found["update"]:
+        with trace.noting() as calls["update"]:
             engine.update_weights({"model.norm.weight": torch.ones(576)})
     with traced() as trace, running_server(CONFIG, ServerConfig(port=0, in_process=True)) as url:
         chat(url)
-        with trace.noting() as found["chat"]:
+        with trace.noting() as calls["chat"]:
             chat(url)
-    return found
+    return calls
 
 
 def chat(url: str) -> None:
@@ -107,7 +107,7 @@ def chat(url: str) -> None:
 
 @pytest.mark.thorough(cases=["request"])
 @pytest.mark.parametrize("way", ["request", "token", "update", "chat"])
-def test_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
+def test_traced_calls_match_the_page(ways: dict[str, Calls], way: str) -> None:
     section = PAGE.split(f'<a id="{way}"></a>')[1].split("<a id=")[0]
     rows: list[Any] = ROW.findall(section)
     assert len(rows) >= 5
@@ -119,7 +119,7 @@ def test_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
     assert places == sorted(places), [calls[place] for place in places]
 
 
-def test_every_file_of_the_page_is_there() -> None:
+def test_files_named_by_the_page_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     assert len(named) > 20
     roots = (PACKAGE, PACKAGE.parent, ROOT)

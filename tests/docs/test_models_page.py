@@ -39,25 +39,25 @@ def test_tables_are_current(made: ModuleType, measured: Any) -> None:
     assert made.page(text, measured) == text, "run python docs/make_models.py"
 
 
-def test_everything_was_measured(measured: Any) -> None:
+def test_measurements_cover_every_case(measured: Any) -> None:
     """A new one: `python -m tests.models.measure --only NAME`."""
     assert measured["cases"].keys() == {**CASES, **STATE_CASES}.keys()
     assert measured["formats"].keys() == QUANTISERS.keys()
 
 
-def test_what_was_measured_is_exact(measured: Any) -> None:
+def test_measurements_are_exact(measured: Any) -> None:
     for name, case in measured["cases"].items():
         for kind in ("reference", "cpu", "triton"):
             outcome = case[kind]
             assert "refused" in outcome or outcome["difference"] < TOLERANCE, (name, kind)
         for kind in ("schedules", "ranks", "policy"):
             assert "refused" in case[kind] or case[kind]["equal"] == case[kind]["of"] > 0
-    for name, each in measured["formats"].items():
-        assert each["difference"] < TOLERANCE, name
-        assert each["equal"] == each["of"] > 0, name
+    for name, measurement in measured["formats"].items():
+        assert measurement["difference"] < TOLERANCE, name
+        assert measurement["equal"] == measurement["of"] > 0, name
 
 
-def test_check_fails_where_a_table_is_old(
+def test_check_fails_for_a_stale_table(
     made: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "models.md"
@@ -73,19 +73,19 @@ def test_check_fails_where_a_table_is_old(
     assert page.read_text() == (ROOT / "docs" / "models.md").read_text()
 
 
-def test_family_that_nobody_measured_is_named(made: ModuleType, measured: Any) -> None:
+def test_unmeasured_family_is_named(made: ModuleType, measured: Any) -> None:
     without = {n: each for n, each in measured["cases"].items() if "Phi3" not in each["class"]}
     with pytest.raises(KeyError, match="not measured: Phi3ForCausalLM"):
         made.cases_by_class(without)
     assert list(made.cases_by_class(measured["cases"])) == list(ARCHITECTURES)
 
 
-def test_every_family_has_something_beside_llama(made: ModuleType, measured: Any) -> None:
+def test_families_list_a_difference_from_llama(made: ModuleType, measured: Any) -> None:
     for name, cases in made.cases_by_class(measured["cases"]).items():
         assert made.words(cases), name
 
 
-def test_other_bits_are_no_row(made: ModuleType) -> None:
+def test_differing_bits_make_no_row(made: ModuleType) -> None:
     case = {"class": "X", "ranks": {"equal": 0, "of": 1}}
     with pytest.raises(ValueError, match="X: ranks has other bits"):
         made._exact([case], "ranks")

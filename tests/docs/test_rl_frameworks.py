@@ -29,8 +29,8 @@ QUIET = os.environ | {
 
 
 def block(word: str) -> str:
-    (found,) = (each for each in BLOCKS if word in each)
-    return found
+    (match,) = (each for each in BLOCKS if word in each)
+    return match
 
 
 def run(python: Path, program: str, folder: Path) -> str:
@@ -42,7 +42,7 @@ def run(python: Path, program: str, folder: Path) -> str:
     return ran.stdout.splitlines()[-1]
 
 
-def test_every_program_is_run() -> None:
+def test_programs_of_the_page_are_all_run() -> None:
     assert {block("from trl"), block("from verifiers")} == set(BLOCKS)
 
 

@@ -78,7 +78,7 @@ KINDS: dict[str, Check] = {
 )
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", CURL, ids=[re.sub(r"\s+", " ", block)[:60] for block in CURL])
-def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> None:
+def test_curl_lines_are_answered_as_documented(block: str, url: str) -> None:
     assert ADDRESS in block
     command = block.replace(ADDRESS, url)
     done = subprocess.run(
@@ -102,8 +102,8 @@ def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> N
         assert KINDS[path[1]](json.loads(done.stdout)), done.stdout
 
 
-def test_every_kind_of_answer_is_shown() -> None:
-    paths = {found[1] for block in CURL if (found := re.search(rf"{ADDRESS}(\S+)", block))}
+def test_page_shows_every_kind_of_answer() -> None:
+    paths = {match[1] for block in CURL if (match := re.search(rf"{ADDRESS}(\S+)", block))}
     assert paths == set(KINDS)
 
 
@@ -145,37 +145,39 @@ def test_trainer_of_plain_torch(block: str) -> None:
     assert served == {"weight_version": "step 2"}
 
 
-def test_there_is_a_trainer() -> None:
+def test_page_has_a_trainer() -> None:
     assert len(TRAINERS) == 1
 
 
 @pytest.mark.parametrize("path", sorted(paths.CONTROL | paths.GENERATION))
-def test_every_route_for_trainers_is_named(path: str) -> None:
+def test_page_names_every_trainer_route(path: str) -> None:
     assert re.search(rf"{re.escape(path)}`", TEXT)
 
 
 LEVEL_OF = {"none": Level.OPEN, "API": Level.KEY, "admin": Level.ADMIN}
 
 
-def told_keys() -> Iterator[tuple[str, Level]]:
-    """Each route of the tables, with the key that its row says; parts of a row have `;` between."""
+def documented_keys() -> Iterator[tuple[str, Level]]:
+    """Yield each route of the tables and the key that its row names. `;` separates routes."""
     for line in TEXT.splitlines():
         routes, *_, keys = line.strip("|").split("|") if line.startswith("| `") else ("", "")
-        told = [LEVEL_OF[each] for key in keys.split(";") if (each := key.strip()) in LEVEL_OF]
+        levels = [LEVEL_OF[key.strip()] for key in keys.split(";") if key.strip() in LEVEL_OF]
         parts = routes.split(";")
-        if told:
+        if levels:
             for part, level in zip(
-                parts, told * len(parts) if len(told) == 1 else told, strict=True
+                parts, levels * len(parts) if len(levels) == 1 else levels, strict=True
             ):
                 for path in re.findall(r"`(?:[A-Z]+ )?(/[^`]*)`", part):
                     yield path, level
 
 
-def test_tables_say_which_key_a_route_needs() -> None:
+def test_tables_state_the_key_of_each_route() -> None:
     levels = LEVELS | RL_LEVELS
-    told = dict(told_keys())
-    assert len(told) > 60
-    wrong = {path for path, level in told.items() if levels.get(path, Level.KEY) is not level}
+    level_of_route = dict(documented_keys())
+    assert len(level_of_route) > 60
+    wrong = {
+        path for path, level in level_of_route.items() if levels.get(path, Level.KEY) is not level
+    }
     assert not wrong
 
 

@@ -32,19 +32,19 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.thorough
-def test_blocks_run_and_leave_what_they_say(url: str, tmp_path: Path) -> None:
+def test_blocks_run_and_create_their_files(url: str, tmp_path: Path) -> None:
     assert len(BLOCKS) == 5
     command = tmp_path / "bin" / "nano-inference"
     command.parent.mkdir()
     entry = "from nano_inference.cli import app; app()"
     command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{entry}' \"$@\"\n")
     command.chmod(0o755)
-    found = os.pathsep.join((str(command.parent), os.environ["PATH"]))
+    search_path = os.pathsep.join((str(command.parent), os.environ["PATH"]))
     for block in BLOCKS:
         done = subprocess.run(
             ["bash", "-e", "-c", block.replace(ADDRESS, url)],
             cwd=tmp_path,
-            env=os.environ | {"PATH": found, "PYTHONPATH": str(ROOT / "src")},
+            env=os.environ | {"PATH": search_path, "PYTHONPATH": str(ROOT / "src")},
             capture_output=True,
             text=True,
             timeout=300,

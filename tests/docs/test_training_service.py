@@ -41,13 +41,13 @@ def test_program_runs(tmp_path: Path) -> None:
     assert list((tmp_path / "state").glob("runs/*/weights/after-3/adapter_config.json"))
 
 
-def test_every_option_that_it_names_is_one() -> None:
+def test_options_named_by_the_page_exist() -> None:
     known = run("train-service", "--help").output
     named = set(re.findall(r"--[a-z-]+[a-z]", TEXT))
     assert {"--state-dir", "--request-timeout"} <= named
     assert named <= set(re.findall(r"--[a-z-]+[a-z]", known))
 
 
-def test_every_loss_is_named() -> None:
+def test_page_names_every_loss() -> None:
     (row,) = (line for line in TEXT.splitlines() if line.startswith("| `forward_backward`"))
     assert set(LOSSES) == set(re.findall(r"`(\w+)`", row.split("|")[2])) - {"optim_step"}

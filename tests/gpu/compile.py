@@ -361,7 +361,7 @@ def compile_calls(
     calls: Iterable[Call], archs: Iterable[int], *, one_shape: bool = False
 ) -> list[Compiled]:
     """All launches of these calls, each different kernel of a call once."""
-    found: dict[tuple[str, str, str], Compiled] = {}
+    compiled: dict[tuple[str, str, str], Compiled] = {}
     for arch in archs:
         for call in calls:
             for shape in call.shapes[:1] if one_shape else call.shapes:
@@ -369,9 +369,9 @@ def compile_calls(
                     call.run(shape)
                 for kernel in made:
                     key = (call.name, shape.name, kernel.hash)
-                    if key not in found:
-                        found[key] = describe(kernel, call.name, shape.name, arch)
-    return list(found.values())
+                    if key not in compiled:
+                        compiled[key] = describe(kernel, call.name, shape.name, arch)
+    return list(compiled.values())
 
 
 def main() -> None:

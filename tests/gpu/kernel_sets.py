@@ -152,9 +152,9 @@ def _forget_all() -> None:
 
     from triton.runtime.jit import JITFunction
 
-    for each in gc.get_objects():
-        if type(each) is JITFunction:  # not isinstance: it would ask every object's module
-            each.device_caches.clear()
+    for instance in gc.get_objects():
+        if type(instance) is JITFunction:  # not isinstance: it would ask every object's module
+            instance.device_caches.clear()
 
 
 def serve(engine: Engine) -> None:
@@ -204,7 +204,7 @@ def steps_of(config: EngineConfig) -> Iterator[list[int]]:
 
 def main() -> None:
     """Print, for each set, how many kernels its start compiles, and which ones serving would."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for kernels in (
         KernelSet(f"Qwen3-0.6B, batch_invariant={exact}", QWEN_CONFIG, "bfloat16", exact)
         for exact in (False, True)
@@ -214,8 +214,8 @@ def main() -> None:
             engine.start()
             started = len(names)
             serve(engine)
-            found[kernels.name] = {"at start": started, "later": names[started:]}
-    print(json.dumps(found))
+            report[kernels.name] = {"at start": started, "later": names[started:]}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

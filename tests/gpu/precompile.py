@@ -41,12 +41,12 @@ def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if models in ("small", "large"):
         options = {"max_model_len": REAL.options["max_model_len"]}
         return [(getattr(REAL, models), options)]
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for family in TINY:
         with tempfile.TemporaryDirectory() as folder:
             path = tiny_model(Path(folder), family) / "config.json"
-            found.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as `Target` has
-    return found
+            cases.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as `Target` has
+    return cases
 
 
 def compile_part(name: str, part: int, parts: int, arch: int) -> int:

@@ -73,9 +73,9 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             cuda_graphs=False,
         )
         with InferenceEngine(config) as engine:
-            own = engine.model
+            engine_model = engine.model
             if device != "cpu":  # in the interpreter it would take seconds
-                check(own.ops, own.spec, own.dtype, own.device)
+                check(engine_model.ops, engine_model.spec, engine_model.dtype, engine_model.device)
             for prompt, params in REQUESTS:
                 engine.add_request(prompt, params, 2 if params.max_tokens == 3 else 1)
             steps = 0

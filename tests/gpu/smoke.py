@@ -42,8 +42,8 @@ def generate(folder: Path, scale: Any, count: int, **changes: Any) -> tuple[list
             for i in range(count)
         ]
         samples = engine.generate(prompts, params, progress=False)
-        found = [(s.completion_tokens, s.logprobs) for s in samples]
-        return found, getattr(engine.runner, "num_replays", 0)
+        outputs = [(s.completion_tokens, s.logprobs) for s in samples]
+        return outputs, getattr(engine.runner, "num_replays", 0)
 
 
 def try_one(folder: Path, scale: Any, count: int, *, batch_invariant: bool) -> bool:
@@ -51,8 +51,8 @@ def try_one(folder: Path, scale: Any, count: int, *, batch_invariant: bool) -> b
     name = "batch_invariant" if batch_invariant else "fast"
     print(f"-- {name}", flush=True)
     try:
-        found, replays = generate(folder, scale, count, batch_invariant=batch_invariant)
-        print(f"tokens {[tokens for tokens, _ in found]}", flush=True)
+        outputs, replays = generate(folder, scale, count, batch_invariant=batch_invariant)
+        print(f"tokens {[tokens for tokens, _ in outputs]}", flush=True)
         print(f"steps that were replayed: {replays}", flush=True)
         if not replays:
             raise RuntimeError("no step was replayed from a graph.")
@@ -62,7 +62,7 @@ def try_one(folder: Path, scale: Any, count: int, *, batch_invariant: bool) -> b
     except Exception:
         traceback.print_exc()
         return False
-    same = eager == found
+    same = eager == outputs
     # fast kernels for a few rows add up in another order than those of eager steps
     print(f"graphs equal eager steps to the bit: {same}", flush=True)
     return same or not batch_invariant

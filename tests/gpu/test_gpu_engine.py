@@ -93,7 +93,7 @@ def test_lookahead_changes_no_bit(model: Path, target: Target, dtype: str) -> No
     )
 
 
-def test_twice_the_same(model: Path, target: Target) -> None:
+def test_second_run_equals_the_first(model: Path, target: Target) -> None:
     """Nothing is left from one run to the next, with the fast kernels too, where the schedule is
     the same.
     """
@@ -162,10 +162,10 @@ def test_windows_under_graphs(tmp_path: Path, target: Target, family: str) -> No
         [[3 + i] * 30 for i in range(6)],
         SamplingParams(max_tokens=120, seed=1, ignore_eos=True),
     )
-    found = []
+    results = []
     for graphs in (True, False):
         with InferenceEngine(
             target.config(model, cuda_graphs=graphs, kv_cache_memory=1 << 19)
         ) as engine:
-            found.append(bits(engine.generate(prompts, params, progress=False)))
-    assert found[0] == found[1]
+            results.append(bits(engine.generate(prompts, params, progress=False)))
+    assert results[0] == results[1]

@@ -163,11 +163,11 @@ def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool_of(size: int) -> list[Schedule]:
     """Some schedules: half of them with engines that can be kept."""
     draw = random.Random(0)
-    found: list[Schedule] = []
-    for place in range(size):
-        tight = place % 4 == 1
-        drafts = ("none", "none", "none", "right", "none", "changing", "none", "self")[place % 8]
-        found.append(
+    pool: list[Schedule] = []
+    for index in range(size):
+        tight = index % 4 == 1
+        drafts = ("none", "none", "none", "right", "none", "changing", "none", "self")[index % 8]
+        pool.append(
             Schedule(
                 block_size=draw.choice((1, 4, 16, 24, 64)),
                 max_batch_size=draw.choice((1, 2, 8, 64, 256)),
@@ -181,7 +181,7 @@ def pool_of(size: int) -> list[Schedule]:
                 max_drafts=draw.choice((1, 3, 5)),
             )
         )
-    return found
+    return pool
 
 
 def without_grammars(work: list[Request]) -> list[Request]:
@@ -236,14 +236,14 @@ def compare(
 ) -> None:
     spec = load_spec(model)
     bytes_per_token = bytes_of_a_unit_token(spec) * getattr(torch, dtype).itemsize // 4
-    own = fitted(schedule, work, spec)
-    together, _ = run(model, dtype, work, own, bytes_per_token, make=engines.opener(schedule))
-    for place, request in enumerate(work):
+    fitting = fitted(schedule, work, spec)
+    together, _ = run(model, dtype, work, fitting, bytes_per_token, make=engines.opener(schedule))
+    for index, request in enumerate(work):
         for expected in alone.samples(request):
-            got = together.get((place, expected.sample_index))
+            got = together.get((index, expected.sample_index))
             assert got is not None, "a sample is lost"
             assert same_bits(got, expected), (
-                f"request {place}, sample {expected.sample_index}: other bits"
+                f"request {index}, sample {expected.sample_index}: other bits"
             )
 
 
@@ -290,7 +290,7 @@ def test_same_bits_under_any_schedule(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_sample_is_made_again_after_updates(
+def test_samples_after_updates_are_reproduced(
     tmp_path: Path, dtype: str, target: Target, clock: Clock
 ) -> None:
     """Updates of every policy, pauses, sleeps, aborts, under graphs and lookahead;

@@ -194,7 +194,7 @@ def test_attention(
     storage.values.fill_(torch.nan)
     batch = moved(batch_of_rows(chunks, BLOCK), target.device)
     texts: list[tuple[Tensor, Tensor]] = []
-    for place, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
         length = chunk.start + len(chunk.token_ids)
         at = torch.arange(length, device=target.device)
         slots = (
@@ -202,7 +202,7 @@ def test_attention(
             + at % BLOCK
         )
         keys, values = (
-            numbers(10 * place + i, length, kv_heads, width, device=target.device, dtype=dtype)
+            numbers(10 * index + i, length, kv_heads, width, device=target.device, dtype=dtype)
             for i in (1, 2)
         )
         storage.write(0, slots, keys, values)

@@ -60,7 +60,7 @@ def tiles(target: Target) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", WEIGHTS)
-def test_invariant_product_gives_a_row_the_same_bits_among_any_others(
+def test_product_row_is_bitwise_independent_of_its_batch(
     target: Target, dtype: torch.dtype, model: str
 ) -> None:
     if target.dry and model != "0.6b":
@@ -76,8 +76,8 @@ def test_invariant_product_gives_a_row_the_same_bits_among_any_others(
             for rows in counts:
                 first = (7 * rows) % (most - rows)
                 part = slice(first, first + rows)
-                found = invariant_product(x[part], weight, own_bias, result)
-                assert torch.equal(found, whole[part]), f"{rows} rows of [{columns}, {depth}]"
+                product = invariant_product(x[part], weight, own_bias, result)
+                assert torch.equal(product, whole[part]), f"{rows} rows of [{columns}, {depth}]"
 
 
 class Context:
@@ -115,12 +115,12 @@ class Context:
     ) -> list[Tensor]:
         """Attention of parts, each (sequence, first row, rows) of its queries, in one batch."""
         chunks, queries = [], []
-        for place, first, rows in parts:
-            own = self.queries[place]
-            start = self.contexts[place] - len(own) + first
-            used = self.tables[place][: -(-(start + rows) // BLOCK)]
+        for index, first, rows in parts:
+            sequence_queries = self.queries[index]
+            start = self.contexts[index] - len(sequence_queries) + first
+            used = self.tables[index][: -(-(start + rows) // BLOCK)]
             chunks.append(Rows([1] * rows, start, used))
-            queries.append(own[first : first + rows])
+            queries.append(sequence_queries[first : first + rows])
         batch = moved(batch_of_rows(chunks, BLOCK), self.device)
         plan = attention.plan(batch, BLOCK, window)
         out = attention.attend(torch.cat(queries), self.storage, 0, plan, AttentionArgs(self.scale))
@@ -129,7 +129,7 @@ class Context:
 
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("shape", HEADS)
-def test_attention_gives_a_row_the_same_bits_alone_chunked_and_beside_others(
+def test_attention_row_is_bitwise_independent_of_its_batch(
     target: Target, dtype: torch.dtype, shape: str, window: int
 ) -> None:
     if target.dry and shape != "0.6b":
@@ -137,28 +137,29 @@ def test_attention_gives_a_row_the_same_bits_alone_chunked_and_beside_others(
     window = min(window, 20) if target.dry else window
     context = Context(target, dtype, (4, 2, 16) if target.dry else HEADS[shape])
     attention = Attention(batch_invariant=True)
-    wholes = [(place, 0, len(own)) for place, own in enumerate(context.queries)]
+    wholes = [(index, 0, len(queries)) for index, queries in enumerate(context.queries)]
     expected = context.attend(attention, wholes, window)  # all sequences in one batch
-    for place, own in enumerate(context.queries):
-        name = f"{context.contexts[place]} keys, window {window}"
-        (alone,) = context.attend(attention, [(place, 0, len(own))], window)
-        assert torch.equal(alone, expected[place]), f"alone, {name}"
+    for index, queries in enumerate(context.queries):
+        name = f"{context.contexts[index]} keys, window {window}"
+        (alone,) = context.attend(attention, [(index, 0, len(queries))], window)
+        assert torch.equal(alone, expected[index]), f"alone, {name}"
         for size in CHUNKS:
             if target.dry and size == 1:
                 continue  # as the last row below
             parts = [
-                (place, first, min(size, len(own) - first)) for first in range(0, len(own), size)
+                (index, first, min(size, len(queries) - first))
+                for first in range(0, len(queries), size)
             ]
-            found = torch.cat([context.attend(attention, [part], window)[0] for part in parts])
-            assert torch.equal(found, expected[place]), f"chunks of {size}, {name}"
-    last = [(place, len(own) - 1, 1) for place, own in enumerate(context.queries)]
-    for rows, own in zip(context.attend(attention, last, window), expected, strict=True):
-        assert torch.equal(rows, own[-1:]), "a decode beside decodes"
+            joined = torch.cat([context.attend(attention, [part], window)[0] for part in parts])
+            assert torch.equal(joined, expected[index]), f"chunks of {size}, {name}"
+    last = [(index, len(queries) - 1, 1) for index, queries in enumerate(context.queries)]
+    for rows, whole in zip(context.attend(attention, last, window), expected, strict=True):
+        assert torch.equal(rows, whole[-1:]), "a decode beside decodes"
     mixed = [wholes[-1], *last[:-1]]
-    found = context.attend(attention, mixed, window)
-    assert torch.equal(found[0], expected[-1]), "a prompt beside decodes"
-    for rows, own in zip(found[1:], expected[:-1], strict=True):
-        assert torch.equal(rows, own[-1:]), "a decode beside a prompt"
+    rows_of_mix = context.attend(attention, mixed, window)
+    assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt beside decodes"
+    for rows, whole in zip(rows_of_mix[1:], expected[:-1], strict=True):
+        assert torch.equal(rows, whole[-1:]), "a decode beside a prompt"
 
 
 def sampled(rows: range, device: str, temperature: float, **options: float) -> SamplingBatch:
@@ -175,7 +176,7 @@ def same(one: Draw, other: Draw, part: slice) -> bool:
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 40}], ids=["plain", "filtered"])
 @pytest.mark.parametrize("vocab", [151_936, 128_256, 262_144])
-def test_logprobs_are_the_same_captured_eager_scored_few_and_many(
+def test_logprobs_have_same_bits_in_every_mode_and_batch_size(
     target: Target, vocab: int, options: dict[str, float]
 ) -> None:
     if target.dry and vocab != 128_256:
@@ -201,10 +202,10 @@ def test_logprobs_are_the_same_captured_eager_scored_few_and_many(
             batch = sampled(range(first, first + rows), target.device, temperature, **options)
             few = sampling.draw(logits[part], batch)
             assert same(few, many, part), f"{rows} samples from {first} on"
-            queue, own = queue_of(torch.device(target.device)), logits[part].contiguous()
+            queue, own_logits = queue_of(torch.device(target.device)), logits[part].contiguous()
             with queue.current():
                 captured = queue.capture(
-                    lambda own=own, batch=batch: sampling.draw(own, batch),
+                    lambda own_logits=own_logits, batch=batch: sampling.draw(own_logits, batch),
                     queue.new_pool(),
                 )
                 captured.replay()

@@ -74,7 +74,7 @@ def test_too_small_a_share_names_a_larger_one(model: Path) -> None:
         InferenceEngine(config(model, gpu_memory_utilization=0.01))
 
 
-def test_memory_that_others_take_ends_in_a_sentence(model: Path) -> None:
+def test_memory_taken_by_others_is_reported(model: Path) -> None:
     """Somebody takes all that is left: requests end, or the engine says what happened; it never
     hangs.
     """

@@ -91,7 +91,7 @@ def test_float32_agrees_with_the_cpu(
 @pytest.mark.gpu(card=True)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_near_as_its_rounding(
+def test_bfloat16_error_is_within_its_rounding(
     tmp_path: Path, target: Target, family: str, batch_invariant: bool
 ) -> None:
     folder, texts = folder_of(tmp_path, family, target, "bfloat16"), prompts(target)
@@ -105,7 +105,7 @@ def test_bfloat16_is_as_near_as_its_rounding(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_the_cpu_where_the_margin_allows(
+def test_greedy_tokens_equal_the_cpu_within_the_margin(
     tmp_path: Path, target: Target, family: str
 ) -> None:
     """A completion may leave the CPU's only where two tokens are nearer to each other than the
@@ -120,8 +120,8 @@ def test_greedy_tokens_are_those_of_the_cpu_where_the_margin_allows(
     with InferenceEngine(reference(folder, "float32")) as engine:
         expected = engine.generate(texts, params)
     with InferenceEngine(target.config(folder, batch_invariant=False)) as engine:
-        found = engine.generate(texts, params)
-    for sample, other in zip(found, expected, strict=True):
+        samples = engine.generate(texts, params)
+    for sample, other in zip(samples, expected, strict=True):
         pairs = list(zip(sample.completion_tokens, other.completion_tokens, strict=True))
         parted = next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
         assert sample.logprobs[:parted] == pytest.approx(other.logprobs[:parted], abs=TOLERANCE)

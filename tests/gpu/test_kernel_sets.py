@@ -29,18 +29,18 @@ def run(module: str, *options: str, **environment: str) -> str:
 
 
 def test_serving_compiles_no_kernel_after_the_start() -> None:
-    found = json.loads(run("kernel_sets"))
-    assert len(found) == 2
-    for name, kernels in found.items():
+    report = json.loads(run("kernel_sets"))
+    assert len(report) == 2
+    for name, kernels in report.items():
         assert kernels["at start"] > 50, name
         assert kernels["later"] == [], name
 
 
 def test_precompile_fills_the_cache_that_triton_reads(tmp_path: Path) -> None:
-    found: list[dict[Path, int]] = []
+    counts: list[dict[Path, int]] = []
     for _ in range(2):
         said = run("precompile", "--dry-run", TRITON_CACHE_DIR=str(tmp_path))
         assert said == "verdict: 2 kernels"
-        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
-    assert len(found[0]) == 2
-    assert found[0] == found[1], "compiled again"
+        counts.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
+    assert len(counts[0]) == 2
+    assert counts[0] == counts[1], "compiled again"

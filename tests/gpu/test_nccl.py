@@ -35,7 +35,7 @@ def group() -> Iterator[ProcessGroup]:
     group.close()
 
 
-def test_what_travels_is_there_when_the_wait_is_over(group: ProcessGroup) -> None:
+def test_received_tensor_is_complete_after_the_wait(group: ProcessGroup) -> None:
     """On whatever stream it is read: the host has seen that it is done."""
     sent = torch.randn(1 << 22, device=group.device)
     expected = sent.clone()
@@ -64,7 +64,7 @@ def test_another_thread_may_wait_and_close(group: ProcessGroup) -> None:
         group.agree(True, Deadline(PATIENCE), "the answer")
 
 
-def test_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
+def test_missing_rank_raises_at_the_deadline() -> None:
     """The process goes on: torch's watchdog would end it."""
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)

@@ -49,7 +49,7 @@ def check(kernels: list[dict], calls: list[str]) -> None:
 
 
 @pytest.mark.thorough
-def test_few_kernels_compile_and_spill_nothing(tmp_path):
+def test_few_kernels_compile_without_spills(tmp_path):
     check(
         compiled(tmp_path / "kernels.json", "--small", "--arch", "90"),
         [call.name for call in CALLS if call.small],
@@ -57,5 +57,5 @@ def test_few_kernels_compile_and_spill_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_kernels_compile_and_spill_nothing(tmp_path):
+def test_kernels_all_compile_without_spills(tmp_path):
     check(compiled(tmp_path / "kernels.json"), [call.name for call in CALLS])

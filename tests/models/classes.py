@@ -53,10 +53,10 @@ class Found:
     problem: str | None = None
 
     def __str__(self) -> str:
-        told = f"PROBLEM: {self.problem}" if self.problem else self.refused
-        if told is None:
-            told = "accepted" if self.difference is None else f"agrees: {self.difference:.1e}"
-        return f"{self.name} ({self.model}): {told}"
+        text = f"PROBLEM: {self.problem}" if self.problem else self.refused
+        if text is None:
+            text = "accepted" if self.difference is None else f"agrees: {self.difference:.1e}"
+        return f"{self.name} ({self.model}): {text}"
 
 
 def class_names() -> list[str]:
@@ -80,15 +80,15 @@ def default_configs(class_name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    own: Any = getattr(transformers, class_name).config_class
+    config_type: Any = getattr(transformers, class_name).config_class
     kinds = [kind for kind, name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()]
     for config_class in dict.fromkeys(
-        [own]
+        [config_type]
         + [
             transformers.CONFIG_MAPPING[kind]
             for kind in kinds
             if auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] == class_name
-            and kind not in (own.model_type, own.model_type.removesuffix("_text"))
+            and kind not in (config_type.model_type, config_type.model_type.removesuffix("_text"))
         ]
     ):
         fields = json.loads(config_class().to_json_string(use_diff=False))
@@ -109,8 +109,8 @@ def _try_config(class_name: str, kind: str, config: dict[str, Any]) -> Found:
         spec_from_config(config)
     except ModelLoadError as error:
         # a default that no model has
-        own = ("config.json", "partial_rotary_factor") if cases_of(class_name) else ()
-        return judged(class_name, kind, str(error), class_name, *own)
+        names = ("config.json", "partial_rotary_factor") if cases_of(class_name) else ()
+        return judged(class_name, kind, str(error), class_name, *names)
     except Exception as problem:
         return Found(class_name, kind, problem=f"{type(problem).__name__}: {problem}")
     if not cases_of(class_name):
@@ -118,18 +118,18 @@ def _try_config(class_name: str, kind: str, config: dict[str, Any]) -> Found:
     return Found(class_name, kind)
 
 
-def judged(class_name: str, model: str, told: str, *names: str) -> Found:
+def judged(class_name: str, model: str, message: str, *names: str) -> Found:
     """A refusal; a problem unless it is one short sentence with one of these names in it."""
     wrong = None
-    if not any(name in told for name in names):
+    if not any(name in message for name in names):
         wrong = f"names none of {', '.join(names)}"
-    elif not told.endswith((".", ").")) or "\n" in told:
+    elif not message.endswith((".", ").")) or "\n" in message:
         wrong = "is not one sentence"
-    elif len(told) > LONGEST:
-        wrong = f"has {len(told)} characters"
+    elif len(message) > LONGEST:
+        wrong = f"has {len(message)} characters"
     if wrong:
-        return Found(class_name, model, problem=f"the refusal {wrong}: {told}")
-    return Found(class_name, model, refused=told)
+        return Found(class_name, model, problem=f"the refusal {wrong}: {message}")
+    return Found(class_name, model, refused=message)
 
 
 def cases_of(class_name: str) -> dict[str, Case]:
@@ -141,10 +141,10 @@ def try_case(case_name: str, folder: Path) -> Found:
     case = EVERY_CASE[case_name]
     try:
         oracle = strong_model(folder, case.class_name, **case.config)
-        found = disagreement(folder, oracle, backend=case.backend)
+        difference = disagreement(folder, oracle, backend=case.backend)
     except Exception as problem:
         return Found(case.class_name, case_name, problem=f"{type(problem).__name__}: {problem}")
-    return _compared(case.class_name, case_name, found)
+    return _compared(case.class_name, case_name, difference)
 
 
 def switches(case: Case) -> list[str]:
@@ -180,12 +180,12 @@ def try_switch(case_name: str, switch: str, folder: Path) -> Found:
     except Exception as problem:  # transformers has no such model either
         return Found(case.class_name, model, refused=f"by transformers: {type(problem).__name__}.")
     try:
-        found = disagreement(folder, oracle, backend=case.backend, lengths=SWITCH_LENGTHS)
+        difference = disagreement(folder, oracle, backend=case.backend, lengths=SWITCH_LENGTHS)
     except NanoInferenceError as error:
         return judged(case.class_name, model, str(error), switch, case.class_name)
     except Exception as problem:
         return Found(case.class_name, model, problem=f"{type(problem).__name__}: {problem}")
-    return _compared(case.class_name, model, found)
+    return _compared(case.class_name, model, difference)
 
 
 def _compared(class_name: str, model: str, difference: float) -> Found:
@@ -214,16 +214,16 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable()
-    found: list[Found] = []
+    outcomes: list[Found] = []
     with redirect_stderr(StringIO()):
-        for each in try_all(arguments.only):
-            print(each, flush=True)
-            found.append(each)
+        for outcome in try_all(arguments.only):
+            print(outcome, flush=True)
+            outcomes.append(outcome)
     if arguments.log is not None:
-        arguments.log.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
-    problems = [each for each in found if each.problem]
-    refused = sum(each.refused is not None for each in found)
-    agreed = sum(each.difference is not None and not each.problem for each in found)
+        arguments.log.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
+    problems = [each for each in outcomes if each.problem]
+    refused = sum(each.refused is not None for each in outcomes)
+    agreed = sum(each.difference is not None and not each.problem for each in outcomes)
     print(f"{agreed} agree, {refused} are refused, {len(problems)} problems")
     if problems:
         raise SystemExit("\n".join(map(str, problems)))

@@ -58,15 +58,15 @@ def on_cpu(model: Model) -> Outcome:
 
 def on_reference(model: Model) -> Outcome:
     lengths = ROW_BY_ROW if model.name in STATE_CASES else LENGTHS
-    found = disagreement(model.folder, model.oracle, backend="reference", lengths=lengths)
-    return {"difference": found}
+    difference = disagreement(model.folder, model.oracle, backend="reference", lengths=lengths)
+    return {"difference": difference}
 
 
 def on_triton(model: Model) -> Outcome:
-    found = disagreement(
+    difference = disagreement(
         model.folder, model.oracle, backend="cuda", lengths=INTERPRETED, max_tokens=1
     )
-    return {"difference": found}
+    return {"difference": difference}
 
 
 def in_other_schedules(model: Model) -> Outcome:
@@ -116,21 +116,21 @@ KINDS: dict[str, Callable[[Model], Outcome]] = {
 
 def measured(name: str, case: Case) -> Outcome:
     """Everything of one case; a refusal must name its class."""
-    found: Outcome = {"class": case.class_name}
+    outcome: Outcome = {"class": case.class_name}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         oracle = strong_model(folder, case.class_name, **case.config)
-        found["config"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        outcome["config"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for kind, measure in KINDS.items():
             began = time.perf_counter()
             try:
-                found[kind] = measure(Model(name, case, folder, oracle))
+                outcome[kind] = measure(Model(name, case, folder, oracle))
             except NanoInferenceError as refusal:
                 if case.class_name not in str(refusal):
                     raise
-                found[kind] = {"refused": str(refusal)}
+                outcome[kind] = {"refused": str(refusal)}
             print(f"{name}, {kind}: {time.perf_counter() - began:.1f} s", flush=True)
-    return found
+    return outcome
 
 
 def measured_format(name: str) -> Outcome:
@@ -162,14 +162,14 @@ def _logprobs(folder: Path, dtype: Any) -> list[torch.Tensor]:
     )
     with InferenceEngine(config) as engine:
         samples = engine.generate(strong_prompts(300, (5, 40, 200)), params)
-    found: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
     for sample in samples:
         assert sample.prompt_logprobs is not None
         assert sample.prompt_top_logprobs is not None
         best = [sorted(each.logprobs) for each in sample.prompt_top_logprobs[1:]]
-        found.append(torch.tensor(sample.prompt_logprobs[1:]))
-        found.append(torch.tensor(best))
-    return found
+        rows.append(torch.tensor(sample.prompt_logprobs[1:]))
+        rows.append(torch.tensor(best))
+    return rows
 
 
 def main() -> None:
@@ -183,19 +183,19 @@ def main() -> None:
     interpret()
     cases = {**CASES, **STATE_CASES}
     old = json.loads(TARGET.read_text(encoding="utf-8")) if TARGET.exists() else {}
-    found: dict[str, dict[str, Outcome]] = {
+    outcomes: dict[str, dict[str, Outcome]] = {
         "cases": {name: each for name, each in old.get("cases", {}).items() if name in cases},
         "formats": {n: each for n, each in old.get("formats", {}).items() if n in QUANTISERS},
     }
     for name in arguments.only if arguments.only is not None else [*cases, *QUANTISERS]:
         with redirect_stderr(StringIO()):
             if name in cases:
-                result = found["cases"][name] = measured(name, cases[name])
+                result = outcomes["cases"][name] = measured(name, cases[name])
             else:
-                result = found["formats"][name] = measured_format(name)
+                result = outcomes["formats"][name] = measured_format(name)
         print(name, {key: each for key, each in result.items() if key != "config"}, flush=True)
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        written = {"versions": versions, **{kind: found[kind] for kind in ("cases", "formats")}}
+        written = {"versions": versions, **{kind: outcomes[kind] for kind in ("cases", "formats")}}
         TARGET.write_text(_lines(written), encoding="utf-8")
 
 

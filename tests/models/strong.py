@@ -197,12 +197,14 @@ def _difference(oracle: Any, sample: TrainingSample) -> float:
     assert sample.prompt_logprobs is not None
     assert sample.top_logprobs is not None
     assert sample.prompt_top_logprobs is not None
-    own = torch.tensor([*sample.prompt_logprobs[1:], *sample.logprobs], dtype=torch.float64)
+    engine_logprobs = torch.tensor(
+        [*sample.prompt_logprobs[1:], *sample.logprobs], dtype=torch.float64
+    )
     best = [*sample.prompt_top_logprobs[1:], *sample.top_logprobs]
     ids = torch.tensor([each.token_ids for each in best])
     logprobs = torch.tensor([each.logprobs for each in best], dtype=torch.float64)
     differences = (
-        own - theirs.gather(1, token_ids[0, 1:, None])[:, 0],
+        engine_logprobs - theirs.gather(1, token_ids[0, 1:, None])[:, 0],
         logprobs - theirs.gather(1, ids),
         logprobs - theirs.topk(BEST).values,
     )

@@ -17,15 +17,15 @@ from tests.models import classes
 from tests.models.classes import EVERY_CASE, class_names, judged, try_all, try_defaults, try_switch
 
 
-def test_every_class_that_is_read_has_a_case() -> None:
+def test_supported_classes_all_have_a_case() -> None:
     assert {case.class_name for case in EVERY_CASE.values()} == set(ARCHITECTURES)
 
 
-def test_no_class_that_is_read_is_said_to_be_refused() -> None:
+def test_supported_classes_are_not_listed_as_refused() -> None:
     assert not set(ARCHITECTURES) & set(REFUSED)
 
 
-def test_every_other_class_is_refused_by_its_name() -> None:
+def test_other_classes_are_rejected_by_name() -> None:
     """Whatever else config.json says: its values mean other things there."""
     others = set(class_names()) - set(ARCHITECTURES)
     assert len(others) > 200
@@ -36,7 +36,7 @@ def test_every_other_class_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("MambaForCausalLM", "MambaForCausalLM is not supported: .* which is not implemented."),
         ("Gemma3nForCausalLM", "Gemma3nForCausalLM is not supported: .* which is not implemented."),
@@ -44,33 +44,31 @@ def test_every_other_class_is_refused_by_its_name() -> None:
         ("Qwen3ForCausalLMs", "the nearest .*Qwen3ForCausalLM "),
     ],
 )
-def test_what_a_refusal_says(name: str, told: str) -> None:
+def test_refusal_names_the_missing_feature(name: str, message: str) -> None:
     fields = dict(next(classes.default_configs(name))[1]) if name in class_names() else {}
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=message):
         spec_from_config(fields | {"architectures": [name]})
 
 
 def test_bad_refusal_is_a_problem() -> None:
-    for told in ("KeyError: 'x'", "XForCausalLM has\nno x.", "XForCausalLM " + "x" * 400 + "."):
-        assert judged("XForCausalLM", "", told, "XForCausalLM").problem
+    for message in ("KeyError: 'x'", "XForCausalLM has\nno x.", "XForCausalLM " + "x" * 400 + "."):
+        assert judged("XForCausalLM", "", message, "XForCausalLM").problem
     assert judged("XForCausalLM", "", "XForCausalLM is not supported.", "XForCausalLM").refused
 
 
-def test_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = try_defaults("HyperCLOVAXForCausalLM")
-    assert found.refused
+def test_supported_class_without_a_case_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    (outcome,) = try_defaults("HyperCLOVAXForCausalLM")
+    assert outcome.refused
     monkeypatch.setitem(
         families.ARCHITECTURES, "HyperCLOVAXForCausalLM", ARCHITECTURES["GraniteForCausalLM"]
     )
-    (found,) = try_defaults("HyperCLOVAXForCausalLM")
-    assert found.problem
-    assert "no case" in found.problem
+    (outcome,) = try_defaults("HyperCLOVAXForCausalLM")
+    assert outcome.problem
+    assert "no case" in outcome.problem
 
 
 @pytest.mark.thorough
-def test_switch_that_nobody_reads_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignored_switch_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "norm_topk_prob" in classes.switches(EVERY_CASE["olmoe"])
     assert try_switch("olmoe", "norm_topk_prob", tmp_path / "good").problem is None
 
@@ -78,11 +76,11 @@ def test_switch_that_nobody_reads_is_a_problem(
         return spec_from_config({**config, "norm_topk_prob": False}, *rest)
 
     monkeypatch.setattr(folders, "spec_from_config", deaf)
-    found = try_switch("olmoe", "norm_topk_prob", tmp_path / "deaf")
-    assert found.problem is not None
-    assert "a logprob differs by" in found.problem
+    outcome = try_switch("olmoe", "norm_topk_prob", tmp_path / "deaf")
+    assert outcome.problem is not None
+    assert "a logprob differs by" in outcome.problem
 
 
 @pytest.mark.slow
-def test_every_class_agrees_or_is_refused() -> None:
+def test_classes_agree_or_are_rejected() -> None:
     assert not [each for each in try_all() if each.problem]

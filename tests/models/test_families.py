@@ -78,13 +78,13 @@ def test_family_agrees_with_transformers(strong: Strong, family: str, backend: B
 @pytest.mark.parametrize(
     ("family", "feature"), [(name, each) for name, case in CASES.items() for each in case.features]
 )
-def test_feature_left_out_is_noticed(strong: Strong, family: str, feature: str) -> None:
+def test_omitted_feature_is_detected(strong: Strong, family: str, feature: str) -> None:
     """At the positions of the prompts: sampled tokens cost most of the time and add little."""
     case = CASES[family]
     folder, oracle = strong(family)
     without = case.features[feature]
-    found = disagreement(folder, oracle, change=without, backend=case.backend, max_tokens=1)
-    assert found > NOTICED
+    difference = disagreement(folder, oracle, change=without, backend=case.backend, max_tokens=1)
+    assert difference > NOTICED
 
 
 @pytest.mark.thorough(
@@ -114,7 +114,7 @@ def test_family_has_the_same_bits_in_other_schedules(strong: Strong, family: str
 
 
 @pytest.mark.parametrize("name", ["CLAMP", "SLOPE"])
-def test_gate_of_gpt_oss_left_out_is_noticed(
+def test_omitted_gate_of_gpt_oss_is_detected(
     strong: Strong, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, oracle = strong("gpt-oss")
@@ -126,26 +126,26 @@ def test_gate_of_gpt_oss_left_out_is_noticed(
 @pytest.mark.parametrize(
     ("family", "what"), [("gpt-oss", "attention sinks"), ("gemma2", "caps of attention scores")]
 )
-def test_attention_that_lacks_something_is_refused_by_name(
+def test_attention_backend_lacking_a_feature_is_rejected_by_name(
     strong: Strong, attention: Any, family: str, what: str
 ) -> None:
     folder, _ = strong(family)
     config = EngineConfig(str(folder), attention=attention)
     specs = {"policy": load_spec(folder)}
     class_name = CASES[family].class_name
-    told = f"attention='{attention}' is not possible for {class_name}, which has {what}"
-    with pytest.raises(ConfigError, match=told):
+    message = f"attention='{attention}' is not possible for {class_name}, which has {what}"
+    with pytest.raises(ConfigError, match=message):
         choose_ops(config, specs, torch.float32, torch.device("cpu"))
 
 
-def test_each_number_of_xielu_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xielu_parameters_all_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["apertus"]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
-    for place in range(4):
+    for index in range(4):
 
-        def without(x: Tensor, numbers: Tensor, place: int = place) -> Tensor:
+        def without(x: Tensor, numbers: Tensor, index: int = index) -> Tensor:
             numbers = numbers.clone()
-            numbers[place] = -1.0
+            numbers[index] = -1.0
             return xielu(x, numbers)
 
         monkeypatch.setattr(mlp, "UNGATED", {"xielu": without})

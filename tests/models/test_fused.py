@@ -17,19 +17,19 @@ FAMILIES = ("gpt-oss", "granite-moe", "qwen2-moe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_single_numbers_go_where_those_of_the_whole_go(tmp_path: Path, family: str) -> None:
+def test_single_numbers_map_to_the_same_place_as_whole_tensors(tmp_path: Path, family: str) -> None:
     case = CASES[family]
     strong_model(tmp_path, case.class_name, **case.config)
-    found = fused_tensors(param_table(load_spec(tmp_path)))
-    assert found
-    for fused in found.values():
+    fusions = fused_tensors(param_table(load_spec(tmp_path)))
+    assert fusions
+    for fused in fusions.values():
         whole = torch.arange(torch.Size(fused.shape).numel()).view(fused.shape)
         parts = dict(fused.split(whole))
         assert tuple(parts) == fused.parts
         places = torch.randperm(whole.numel())[:50]
-        told = fused.split_places(places, places)
-        assert sum(len(numbers) for _, _, numbers in told) == len(places)
-        for name, inside, numbers in told:
+        placed_parts = fused.split_places(places, places)
+        assert sum(len(numbers) for _, _, numbers in placed_parts) == len(places)
+        for name, inside, numbers in placed_parts:
             assert torch.equal(parts[name].flatten()[inside], numbers)
 
 

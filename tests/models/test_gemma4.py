@@ -73,14 +73,14 @@ def test_units_of_published_models(name: str, width: int, layout: BlockLayout) -
     assert unit_width(spec, UNIFORM, KvFormat(torch.bfloat16)) == kept
 
 
-def test_layers_that_share_read_the_last_one_before_them_that_is_like_them() -> None:
+def test_sharing_layers_read_the_last_layer_of_their_kind() -> None:
     spec = spec_of(**PUBLISHED["E2B"], use_double_wide_mlp=True, intermediate_size=6144)
     assert [kind.keys_of for kind in spec.kinds[:15]] == list(range(15))
     assert [kind.keys_of for kind in spec.kinds[15:]] == [13, 13, 13, 13, 14] * 4
     assert [kind.intermediate_size for kind in spec.kinds] == [6144] * 15 + [12288] * 20
 
 
-def test_storage_has_no_two_layers_in_one_place() -> None:
+def test_storage_layers_do_not_overlap() -> None:
     spec = spec_from_config(llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None})
     storage = KVStorage(spec, 3, 4, torch.float32, torch.device("cpu"))
     slots = torch.arange(12)
@@ -91,15 +91,15 @@ def test_storage_has_no_two_layers_in_one_place() -> None:
             storage.write(layer, slots, rows[0], rows[1])
             wrote[layer] = rows[0].transpose(0, 1), rows[1].transpose(0, 1)
     for layer, kind in enumerate(spec.kinds):
-        for found, expected in zip(storage.gather(layer, slots), wrote[kind.keys_of], strict=True):
-            assert torch.equal(found, expected)
+        for stored, expected in zip(storage.gather(layer, slots), wrote[kind.keys_of], strict=True):
+            assert torch.equal(stored, expected)
 
 
-def test_both_ways_to_say_the_heads_of_full_layers_are_one() -> None:
+def test_full_layer_heads_have_two_equivalent_spellings() -> None:
     fields: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
-    told = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 64}
+    explicit = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 64}
     by_layer = {"2": {"num_key_value_heads": 1, "head_dim": 64}}
-    one = spec_of(**fields, **told)
+    one = spec_of(**fields, **explicit)
     assert one == spec_of(**fields, attention_k_eq_v=True, per_layer_config=by_layer)
     assert one.kinds[2][:3] == (1, 64, True)
     assert one.kinds[0][:3] == (4, 256, False)
@@ -108,7 +108,7 @@ def test_both_ways_to_say_the_heads_of_full_layers_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config has 1: "),
         ({"per_layer_config": {"77": {"head_dim": 64}}}, "per_layer_config has 77: "),
@@ -123,12 +123,12 @@ def test_both_ways_to_say_the_heads_of_full_layers_are_one() -> None:
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "8 attention heads cannot"),
     ],
 )
-def test_what_no_model_has_is_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ModelLoadError, match=told):
+def test_unsupported_config_fields_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
         spec_of(**fields)
 
 
-def test_ranks_do_not_share_it() -> None:
+def test_gemma4_rejects_tensor_parallelism() -> None:
     spec = spec_of(**PUBLISHED["31B"])
     for mesh in (Mesh(tensor=2), Mesh(pipeline=2), Mesh(context=2)):
         with pytest.raises(
@@ -139,27 +139,27 @@ def test_ranks_do_not_share_it() -> None:
         shard_of(spec, engines=(0, 2))
 
 
-def test_what_has_no_kernels_for_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_backends_without_kernels_are_rejected_by_name(tmp_path: Path) -> None:
     tiny_model(tmp_path, "gemma4")
     for attention in ("flex", "triton"):
         with pytest.raises(ConfigError, match="Gemma4ForCausalLM, which has layers of several"):
             InferenceEngine(EngineConfig(str(tmp_path), device="cpu", attention=attention))  # type: ignore[arg-type]
 
 
-def test_keys_of_layers_that_share_are_passed_over(tmp_path: Path) -> None:
+def test_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
     """Published checkpoints hold them."""
     from safetensors.torch import load_file, save_file
 
     folder = tiny_model(tmp_path, "gemma4")
     file = folder / "model.safetensors"
     held = load_file(file)
-    own = "model.layers.6.self_attn."
-    assert not any(name.startswith(own + "k_") for name in held)
+    prefix = "model.layers.6.self_attn."
+    assert not any(name.startswith(prefix + "k_") for name in held)
     save_file(
         {
             **held,
-            own + "k_proj.weight": torch.zeros(3),
-            own + "k_norm.weight": torch.zeros(3),
+            prefix + "k_proj.weight": torch.zeros(3),
+            prefix + "k_norm.weight": torch.zeros(3),
         },
         file,
     )
@@ -175,7 +175,7 @@ def test_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> Non
     strong_model(tmp_path / "old", case.class_name, **case.config)
     new = strong_model(tmp_path / "new", case.class_name, seed=1, **case.config)
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
-    found: list[Any] = []
+    calls: list[Any] = []
     for start in ("new", "old"):
         config = EngineConfig(str(tmp_path / start), device="cpu", kv_cache_memory=2**22)
         with InferenceEngine(config) as engine:
@@ -183,11 +183,11 @@ def test_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> Non
                 engine.generate([[3, 4, 5] * 20], params)  # a prefix of the old version
                 engine.update_weights(new.state_dict(), blocking=True, complete=True)
             sample = engine.generate([[3, 4, 5] * 20], params)[0]
-            found.append((sample.completion_tokens, sample.logprobs, engine.weights_checksum()))
-    assert found[0] == found[1]
+            calls.append((sample.completion_tokens, sample.logprobs, engine.weights_checksum()))
+    assert calls[0] == calls[1]
 
 
-def test_tiny_one_has_weights_for_every_layer() -> None:
+def test_tiny_model_has_weights_for_every_layer() -> None:
     config: dict[str, Any] = llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None}
     names = family_weights(config)
     assert "model.layers.4.self_attn.k_proj.weight" in names

@@ -33,11 +33,11 @@ def config(**changes: Any) -> dict[str, Any]:
     from transformers import DeepseekV3Config
 
     fields = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3} | CASE.config
-    own: Any = DeepseekV3Config(**fields)
-    return own.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]} | changes
+    hf_config: Any = DeepseekV3Config(**fields)
+    return hf_config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]} | changes
 
 
-def test_cache_holds_one_latent_and_one_key_a_token(folder: Path) -> None:
+def test_cache_holds_one_latent_and_one_key_per_token(folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
     with InferenceEngine(EngineConfig(model_path=str(folder), **options)) as engine:
         assert engine.memory_budget.bytes_per_token == 3 * (32 + 16) * 4
@@ -57,14 +57,14 @@ def test_blocks_of_latents_are_read_and_written() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor", "context"])
-def test_ranks_do_not_share_latents(name: str) -> None:
+def test_latents_reject_tensor_parallelism(name: str) -> None:
     spec = spec_from_config(config())
     with pytest.raises(ConfigError, match=f"{name}_parallel=2 is not possible for DeepseekV3"):
         shard_of(spec, Place(Mesh(**{name: 2})))
     assert shard_of(spec, Place(Mesh(pipeline=2))).spec.latent is not None
 
 
-def test_other_attention_is_refused(folder: Path) -> None:
+def test_latents_reject_other_attention_backends(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match="DeepseekV3ForCausalLM, which has attention over latents"
     ):
@@ -85,12 +85,12 @@ def test_other_attention_is_refused(folder: Path) -> None:
         ({"kv_lora_rank": None}, "lacks 'kv_lora_rank'|wrong kind"),
     ],
 )
-def test_what_no_decoder_has_is_refused(changes: dict[str, Any], problem: str) -> None:
+def test_unsupported_latent_fields_are_rejected(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelLoadError, match=problem):
         spec_from_config(config(**changes))
 
 
-def test_layers_that_predict_further_tokens_are_not_read(folder: Path) -> None:
+def test_multi_token_prediction_layers_are_not_read(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     further = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
@@ -109,7 +109,7 @@ def logprobs_of(engine: InferenceEngine) -> list[float]:
 
 @pytest.mark.thorough(cases=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any) -> None:
+def test_packed_weight_survives_update_patch_and_sleep(folder: Path, dtype: Any) -> None:
     """An engine whose weights have changed has the bits of one that read them so."""
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     weights = load_file(folder / "model.safetensors")
@@ -122,11 +122,11 @@ def test_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any
         engine.update_weights({name: new})
         changed = logprobs_of(engine)
         engine.update_weights([(name, places, torch.arange(6.0))])
-        found = logprobs_of(engine)
+        actual = logprobs_of(engine)
         engine.sleep(weights=True)
         engine.wake()
-        assert logprobs_of(engine) == found
-    assert before != changed != found
+        assert logprobs_of(engine) == actual
+    assert before != changed != actual
     save_file(weights | {name: patched}, folder / "model.safetensors", metadata={"format": "pt"})
     with InferenceEngine(EngineConfig(str(folder), backend="cpu", **options)) as engine:
-        assert logprobs_of(engine) == found
+        assert logprobs_of(engine) == actual

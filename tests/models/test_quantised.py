@@ -45,33 +45,35 @@ CPU = torch.device("cpu")
 UP = "model.layers.1.mlp.up_proj"
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, place: Place | None = None) -> Weights:
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, rank_place: Place | None = None
+) -> Weights:
     """What a rank holds of a model, by the names of the checkpoint."""
     spec = load_spec(folder)
-    part = None if place is None else shard_of(spec, place)
+    part = None if rank_place is None else shard_of(spec, rank_place)
     params = load_params(folder, spec, dtype, CPU, part=part)
     return {name: read(params, slot) for name, slot in slots(param_table(spec, part)).items()}
 
 
-def near(found: Tensor, wanted: Tensor) -> bool:
+def near(actual: Tensor, wanted: Tensor) -> bool:
     """But for the order of two products."""
-    return torch.allclose(found, wanted, rtol=1e-6, atol=0)
+    return torch.allclose(actual, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("panel", [2**22, 1])
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_checkpoint_is_what_it_stands_for(
+def test_checkpoint_equals_its_dequantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, panel: int
 ) -> None:
     monkeypatch.setattr(stored_weight, "PANEL", panel)
     config = llama_config()
     reference = write_quantised(tmp_path, name, config, llama_weights(config))
-    found = load(tmp_path)
-    assert found.keys() == reference.keys()
-    wrong = [each for each in found if not near(found[each], reference[each])]
+    weights = load(tmp_path)
+    assert weights.keys() == reference.keys()
+    wrong = [each for each in weights if not near(weights[each], reference[each])]
     assert not wrong
     rounded = load(tmp_path, torch.bfloat16)
-    assert all(torch.equal(rounded[each], found[each].bfloat16()) for each in found)
+    assert all(torch.equal(rounded[each], weights[each].bfloat16()) for each in weights)
 
 
 LOAD_AND_WATCH = """
@@ -117,23 +119,23 @@ def test_memory_of_loading_is_the_parameters_and_one_tensor(tmp_path: Path, name
         check=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
     )
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     tensor = 2 * hidden * inner
-    assert found["size"] <= found["end"] + 2**21
-    assert found["peak"] < found["size"] + 1.75 * tensor
+    assert report["size"] <= report["end"] + 2**21
+    assert report["peak"] < report["size"] + 1.75 * tensor
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_every_rank_has_its_part(tmp_path: Path, name: str) -> None:
+def test_rank_loads_its_shard(tmp_path: Path, name: str) -> None:
     config = llama_config()
     write_quantised(tmp_path, name, config, llama_weights(config))
     spec, whole = load_spec(tmp_path), load(tmp_path)
     mesh = Mesh(2, 2)
     for rank in range(4):
-        place = Place(mesh, rank)
-        own = load(tmp_path, place=place)
-        for each, slot in slots(param_table(spec, shard_of(spec, place))).items():
-            assert torch.equal(own[each], slot.take(whole[each])), each
+        rank_place = Place(mesh, rank)
+        shard = load(tmp_path, rank_place=rank_place)
+        for tensor_name, slot in slots(param_table(spec, shard_of(spec, rank_place))).items():
+            assert torch.equal(shard[tensor_name], slot.take(whole[tensor_name])), tensor_name
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3-moe", "gemma3"])
@@ -142,17 +144,17 @@ def test_fused_projections_experts_and_tied_heads(tmp_path: Path, family: str, n
     config = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
     config = {key: value for key, value in config.items() if value is not None}
     reference = write_quantised(tmp_path, name, config, family_weights(config))
-    found = load(tmp_path)
-    assert all(near(found[each], reference[each]) for each in reference)
+    whole = load(tmp_path)
+    assert all(near(whole[each], reference[each]) for each in reference)
     spec = load_spec(tmp_path)
-    place = Place(Mesh(2), 1)
-    own = load(tmp_path, place=place)
-    for each, slot in slots(param_table(spec, shard_of(spec, place))).items():
-        assert torch.equal(own[each], slot.take(found[each])), each
+    rank_place = Place(Mesh(2), 1)
+    shard = load(tmp_path, rank_place=rank_place)
+    for tensor_name, slot in slots(param_table(spec, shard_of(spec, rank_place))).items():
+        assert torch.equal(shard[tensor_name], slot.take(whole[tensor_name])), tensor_name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gpt_oss_has_its_experts_in_blocks(tmp_path: Path, ranks: int) -> None:
+def test_gpt_oss_experts_are_read_from_blocks(tmp_path: Path, ranks: int) -> None:
     """Its numbers lie in other places without a quantisation, where they are those of
     transformers.
     """
@@ -178,17 +180,17 @@ def test_gpt_oss_has_its_experts_in_blocks(tmp_path: Path, ranks: int) -> None:
     said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     write_model(tmp_path / "coded", config | {"quantization_config": said}, stored)
     for rank in range(ranks):
-        place = Place(Mesh(ranks), rank)
-        found, wanted = (load(tmp_path / each, place=place) for each in ("coded", "plain"))
-        assert found.keys() == wanted.keys()
-        wrong = [name for name in found if not torch.equal(found[name], wanted[name])]
+        rank_place = Place(Mesh(ranks), rank)
+        coded, wanted = (
+            load(tmp_path / each, rank_place=rank_place) for each in ("coded", "plain")
+        )
+        assert coded.keys() == wanted.keys()
+        wrong = [name for name in coded if not torch.equal(coded[name], wanted[name])]
         assert not wrong
 
 
 @pytest.mark.parametrize("panel", [2**22, 1])
-def test_experts_in_one_tensor_are_read_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, panel: int
-) -> None:
+def test_stacked_experts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch, panel: int) -> None:
     """MXFP4, as gpt-oss has it."""
     monkeypatch.setattr(stored_weight, "PANEL", panel)
     generator = torch.Generator().manual_seed(0)
@@ -201,12 +203,12 @@ def test_experts_in_one_tensor_are_read_one_by_one(
     said = read_quantisation({"quantization_config": {"quant_method": "mxfp4"}})
     assert said is not None
     stored = {name: InMemory(tensor) for name, tensor in tensors.items()}
-    found = quantised_weight("experts.up_blocks", (3, 10, 64), stored, said, torch.float32)
-    assert found is not None
-    assert torch.equal(found[:], reference)
-    assert torch.equal(found[1:3], reference[1:3])
-    assert torch.equal(found[2:3, 1:9, 32:], reference[2:3, 1:9, 32:])
-    assert found[1:1].shape == (0, 10, 64)
+    weight = quantised_weight("experts.up_blocks", (3, 10, 64), stored, said, torch.float32)
+    assert weight is not None
+    assert torch.equal(weight[:], reference)
+    assert torch.equal(weight[1:3], reference[1:3])
+    assert torch.equal(weight[2:3, 1:9, 32:], reference[2:3, 1:9, 32:])
+    assert weight[1:1].shape == (0, 10, 64)
 
 
 class InMemory:
@@ -225,20 +227,20 @@ class InMemory:
         return self.tensor[index]
 
 
-def test_every_format_is_tried() -> None:
-    told = {
+def test_table_covers_every_format() -> None:
+    schemes = {
         scheme.format for each in QUANTISERS.values() for _, scheme in said(each.fields).schemes
     }
-    assert told | {"mxfp4"} == FORMATS.keys()
+    assert schemes | {"mxfp4"} == FORMATS.keys()
 
 
 def said(fields: Any) -> Quantisation:
-    found = read_quantisation({"quantization_config": fields})
-    assert found is not None
-    return found
+    scheme = read_quantisation({"quantization_config": fields})
+    assert scheme is not None
+    return scheme
 
 
-def test_dtype_of_a_quantised_checkpoint_is_bfloat16_unless_asked_for() -> None:
+def test_dtype_of_quantised_checkpoint_defaults_to_bfloat16() -> None:
     spec = spec_from_config(
         llama_config() | {"quantization_config": QUANTISERS["awq"].fields, "torch_dtype": "float16"}
     )
@@ -293,17 +295,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wrap",
     [lambda q: {"quantization_config": q}, lambda q: {"text_config": {"quantization_config": q}}],
 )
-def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any], Any]) -> None:
-    fields, told = REFUSED[name]
+def test_unknown_quantisation_is_rejected_by_name(name: str, wrap: Callable[[Any], Any]) -> None:
+    fields, message = REFUSED[name]
     with pytest.raises(
         ModelLoadError,
-        match=f"quantisation ({told}).*, declared in config.json,.*unquantised.*GGUF",
+        match=f"quantisation ({message}).*, declared in config.json,.*unquantised.*GGUF",
     ):
         spec_from_config(llama_config() | wrap(fields))
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "told"),
+    ("name", "changes", "message"),
     [
         ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; it must be 2 or 4 or 8"),
         ("gptq", {"bits": "4"}, r"\(gptq\) with bits='4'"),
@@ -321,8 +323,8 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
         ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )
-def test_value_that_is_not_known_is_named(name: str, changes: Any, told: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{told}"):
+def test_unknown_value_is_named(name: str, changes: Any, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{message}"):
         said(QUANTISERS[name].fields | changes)
 
 
@@ -336,14 +338,14 @@ def test_value_that_is_not_known_is_named(name: str, changes: Any, told: str) ->
         {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
+def test_config_without_weight_quantisation_is_read(fields: Any) -> None:
     spec = spec_from_config(llama_config() | {"quantization_config": fields})
     assert spec.num_layers == 2
     assert spec.quantisation is None
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "expected"),
     [
         (
             "hf_quant_config.json",
@@ -362,15 +364,15 @@ def test_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
         ),
     ],
 )
-def test_file_beside_the_config_says_it_too(
-    tmp_path: Path, file: str, content: Any, told: Scheme
+def test_quantisation_is_read_from_a_separate_file(
+    tmp_path: Path, file: str, content: Any, expected: Scheme
 ) -> None:
     folder = tiny_llama(tmp_path)
     (folder / file).write_text(json.dumps(content))
-    found = load_spec(folder).quantisation
-    assert found is not None
-    assert found.scheme_of(UP) == told
-    assert found.where == str(folder / file)
+    scheme = load_spec(folder).quantisation
+    assert scheme is not None
+    assert scheme.scheme_of(UP) == expected
+    assert scheme.where == str(folder / file)
     with pytest.raises(WeightUpdateError, match=rf"quantised with .*{file} says.*plain weights"):
         list(read_folder(folder))
 
@@ -400,13 +402,13 @@ def test_modules_have_schemes_of_their_own() -> None:
             "activations alone": {"targets": ["Linear"], "input_activations": {"num_bits": 8}},
         },
     }
-    found = said(fields)
-    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("packed-int", 4, (1, 128))
-    assert found.scheme_of("model.layers.1.mlp.down_proj") == Scheme("fp8", 8, (1, None))
-    assert found.scheme_of("model.layers.0.mlp.down_proj") == Scheme("int8", 8, (1, None))
+    scheme = said(fields)
+    assert scheme.scheme_of("model.layers.0.mlp.up_proj") == Scheme("packed-int", 4, (1, 128))
+    assert scheme.scheme_of("model.layers.1.mlp.down_proj") == Scheme("fp8", 8, (1, None))
+    assert scheme.scheme_of("model.layers.0.mlp.down_proj") == Scheme("int8", 8, (1, None))
     for module in ("lm_head", "model.layers.0.mlp.router", "model.embed_tokens"):
-        assert found.scheme_of(module) is None
-    assert found.activations == "fp8, dynamic"
+        assert scheme.scheme_of(module) is None
+    assert scheme.activations == "fp8, dynamic"
 
 
 @pytest.mark.parametrize(
@@ -418,15 +420,15 @@ def test_modules_have_schemes_of_their_own() -> None:
         (["model.layers.0.mlp.*"], ["model.layers.0.mlp.up_proj"]),
     ],
 )
-def test_modules_that_are_left_out(names: list[str], out: list[str]) -> None:
+def test_excluded_modules_follow_the_transformers_rule(names: list[str], out: list[str]) -> None:
     """transformers' rule."""
-    found = said(QUANTISERS["fp8-blocks"].fields | {"modules_to_not_convert": names})
-    assert all(found.scheme_of(module) is None for module in out)
+    scheme = said(QUANTISERS["fp8-blocks"].fields | {"modules_to_not_convert": names})
+    assert all(scheme.scheme_of(module) is None for module in out)
     for module in ("model.layers.11.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
-        assert found.scheme_of(module) is not None
+        assert scheme.scheme_of(module) is not None
 
 
-def test_gptqmodels_changes_of_some_modules(tmp_path: Path) -> None:
+def test_gptqmodel_overrides_apply_to_their_modules(tmp_path: Path) -> None:
     config = llama_config()
     weights = llama_weights(config)
     eight, others = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
@@ -441,8 +443,8 @@ def test_gptqmodels_changes_of_some_modules(tmp_path: Path) -> None:
         "dynamic": {"+:.*0.mlp.down_proj": {"bits": 8}, "-:.*1.mlp.down_proj": {}},
     }
     write_model(tmp_path, config | {"quantization_config": fields}, stored)
-    found = load(tmp_path)
-    assert all(near(found[each], reference[each]) for each in reference)
+    loaded = load(tmp_path)
+    assert all(near(loaded[each], reference[each]) for each in reference)
 
 
 # --- tensors that contradict it
@@ -459,8 +461,8 @@ def put(end: str, made: Callable[[Tensor], Tensor]) -> Change:
 
 
 def huge_blocks(state: Tensor) -> Tensor:
-    told = json.loads(bytes(state.tolist())) | {"blocksize": 2**40}
-    return torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+    state_fields = json.loads(bytes(state.tolist())) | {"blocksize": 2**40}
+    return torch.tensor(list(json.dumps(state_fields).encode()), dtype=torch.uint8)
 
 
 WRONG: dict[str, tuple[str, Change, str]] = {
@@ -544,23 +546,23 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_tensor_that_does_not_fit_is_named(
+def test_mismatched_tensor_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    name, change, told = WRONG[case]
+    name, change, message = WRONG[case]
     config = llama_config()
     stored, _ = quantised(name, llama_weights(config))
     change(stored)
     write_model(tmp_path, config | {"quantization_config": QUANTISERS[name].fields}, stored)
     if case != "an infinite scale":  # which nobody knows before it is read
         monkeypatch.setattr(loading, "allocate", None)
-    with pytest.raises(ModelLoadError, match=told.replace("U.", UP + ".")) as raised:
+    with pytest.raises(ModelLoadError, match=message.replace("U.", UP + ".")) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed-int4"])
-def test_groups_that_do_not_divide_are_refused(tmp_path: Path, name: str) -> None:
+def test_indivisible_groups_are_rejected(tmp_path: Path, name: str) -> None:
     config = llama_config()
     fields = json.loads(json.dumps(QUANTISERS[name].fields).replace(": 32", ": 48"))
     write_quantised(tmp_path, name, config, llama_weights(config), **fields)
@@ -581,9 +583,7 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path, name: str) -> Non
         ("gptq", {"dynamic": {"-:.*up_proj": {}}}),
     ],
 )
-def test_codes_of_a_module_that_is_left_out_are_refused(
-    tmp_path: Path, name: str, fields: Any
-) -> None:
+def test_codes_of_an_excluded_module_are_rejected(tmp_path: Path, name: str, fields: Any) -> None:
     config = llama_config()
     write_quantised(tmp_path, name, config, llama_weights(config), **fields)
     with pytest.raises(
@@ -593,7 +593,7 @@ def test_codes_of_a_module_that_is_left_out_are_refused(
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq", "bitsandbytes-nf4", "compressed-int8"])
-def test_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
+def test_module_may_be_stored_unquantised(tmp_path: Path, name: str) -> None:
     config = llama_config()
     weights = llama_weights(config)
     stored, reference = quantised(name, weights)
@@ -611,7 +611,7 @@ def test_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
     "dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn]
 )
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{UP}.weight"])
-def test_weight_of_another_kind_of_dtype_is_refused(
+def test_non_floating_point_weight_is_rejected(
     tmp_path: Path, dtype: torch.dtype, name: str, quantisation: str | None
 ) -> None:
     """Such weights were cast to floating point, and the model answered garbage."""
@@ -632,7 +632,7 @@ def test_other_floating_point_weights_are_cast(tmp_path: Path, dtype: torch.dtyp
     assert all(tensor.dtype == torch.float32 for tensor in params.values())
 
 
-def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
+def test_activation_scales_are_ignored(tmp_path: Path) -> None:
     config = llama_config()
     stored, reference = quantised("modelopt-fp8", llama_weights(config))
     for end in ("k_proj.k_scale", "v_proj.v_scale", "q_proj.input_scale", "o_proj.output_scale"):

@@ -115,7 +115,7 @@ def test_longer_table_begins_with_the_shorter_one(short: int, longer: int, kind:
     assert all(torch.equal(a, b[:short]) for a, b in zip(first, second, strict=True))
 
 
-def test_llama3_keeps_fast_turns_and_stretches_slow_ones() -> None:
+def test_llama3_keeps_high_frequencies_and_stretches_low_ones() -> None:
     plain, _ = table(RopeSpec(theta=1e4), 64, 2)
     spec = spec_of(SCALINGS["llama3"], 1e4, 2048)
     inverse = 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32)
@@ -133,7 +133,7 @@ def test_llama3_keeps_fast_turns_and_stretches_slow_ones() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("kind", [*sorted(SCALINGS), "longrope"])
-def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim: int) -> None:
+def test_frequencies_agree_with_transformers(kind: str, theta: float, head_dim: int) -> None:
     # slow to import, so only here
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -178,15 +178,15 @@ print(hashlib.sha256(b"".join(bytes(each.numpy()) for pair in tables for each in
 
 
 @pytest.mark.thorough
-def test_tables_of_other_bits_have_another_fingerprint() -> None:
-    found: dict[str, set[str]] = {}
-    own = torch.backends.cpu.get_cpu_capability().lower()
-    for vectors in {"default", own} | ({"avx2"} if own == "avx512" else set()):
+def test_fingerprint_changes_with_the_table_bits() -> None:
+    results: dict[str, set[str]] = {}
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    for vectors in {"default", capability} | ({"avx2"} if capability == "avx512" else set()):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": vectors}
         child = subprocess.run(
             [sys.executable, "-c", TABLE], env=environment, capture_output=True, text=True
         )
         assert child.returncode == 0, child.stderr
         fingerprint, table = child.stdout.split()
-        found.setdefault(fingerprint, set()).add(table)
-    assert all(len(tables) == 1 for tables in found.values())
+        results.setdefault(fingerprint, set()).add(table)
+    assert all(len(tables) == 1 for tables in results.values())

@@ -28,7 +28,7 @@ def without(*names: str, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in config(**changes).items() if name not in names}
 
 
-def test_fields_of_a_llama() -> None:
+def test_spec_of_a_llama_config() -> None:
     spec = spec_from_config(
         llama_config(num_heads=8, num_kv_heads=2, layers=3, vocab_size=321, tie=True)
     )
@@ -44,11 +44,9 @@ def test_fields_of_a_llama() -> None:
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), "1e-5"])
-def test_value_under_a_familys_own_name_is_checked_too(
-    monkeypatch: pytest.MonkeyPatch, value: Any
-) -> None:
-    def renamed(given: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**given, "rms_norm_eps": given["layer_norm_epsilon"]}
+def test_family_specific_field_name_is_checked(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    def renamed(config_fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config_fields, "rms_norm_eps": config_fields["layer_norm_epsilon"]}
 
     family = replace(ARCHITECTURES["LlamaForCausalLM"], read=renamed)
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", family)
@@ -57,11 +55,11 @@ def test_value_under_a_familys_own_name_is_checked_too(
         spec_from_config(config(layer_norm_epsilon=value))
 
 
-def test_gemma3_s_pattern_is_the_one_that_transformers_reads() -> None:
+def test_gemma3_layer_pattern_agrees_with_transformers() -> None:
     def windows(**changes: Any) -> tuple[int, ...]:
-        given = {**llama_config(), **FAMILIES["gemma3"], "num_hidden_layers": 7, **changes}
-        given.pop("layer_types", None)
-        return spec_from_config(given).windows
+        config_fields = {**llama_config(), **FAMILIES["gemma3"], "num_hidden_layers": 7, **changes}
+        config_fields.pop("layer_types", None)
+        return spec_from_config(config_fields).windows
 
     every_sixth = windows()
     assert [i for i, window in enumerate(every_sixth) if not window] == [5]
@@ -69,7 +67,7 @@ def test_gemma3_s_pattern_is_the_one_that_transformers_reads() -> None:
     assert [i for i, window in enumerate(windows(sliding_window_pattern=3)) if not window] == [2, 5]
 
 
-def test_what_old_configs_leave_out() -> None:
+def test_old_config_without_newer_fields_is_read() -> None:
     spec = spec_from_config(
         without(
             "head_dim",
@@ -93,7 +91,7 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "generation", "expected"),
+    ("fields", "generation", "expected"),
     [
         (2, None, (2,)),
         ([2, 5], None, (2, 5)),
@@ -105,13 +103,13 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
     ],
 )
 def test_end_of_sequence_ids(
-    own: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
+    fields: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
 ) -> None:
-    assert spec_from_config(config(eos_token_id=own), generation).eos_token_ids == expected
+    assert spec_from_config(config(eos_token_id=fields), generation).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
-def test_both_spellings_of_the_dtype(name: str) -> None:
+def test_dtype_has_two_spellings(name: str) -> None:
     assert (
         spec_from_config(without("torch_dtype") | {name: "bfloat16"}).checkpoint_dtype == "bfloat16"
     )
@@ -156,7 +154,7 @@ def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: 
         assert spec_from_config(config(rope_theta=5e5, rope_scaling=oldest)).ropes[0] == expected
 
 
-def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
+def test_yarn_derives_its_attention_factor_from_the_scaling() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert spec_from_config(config(rope_scaling=yarn)).ropes[0].attention_factor == pytest.approx(
         1.1386294
@@ -168,7 +166,7 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*Mamba.*not implemented"),
         (config(architectures=[]), "names no architecture.*LlamaForCausalLM"),
@@ -210,8 +208,8 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         (config(vocab_size=None), "lacks 'vocab_size'"),
     ],
 )
-def test_what_the_decoder_lacks_is_refused_by_name(broken: dict[str, Any], told: str) -> None:
-    with pytest.raises(ModelLoadError, match=told):
+def test_unsupported_feature_is_rejected_by_name(broken: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
         spec_from_config(broken)
 
 
@@ -241,7 +239,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ("rope_local_base_freq", [0, NAN]),
     ],
 )
-def test_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -> None:
+def test_absurd_value_is_rejected_in_one_sentence(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(
             ModelLoadError, match=rf"config\.json has {name}=.*; it must be "
@@ -251,7 +249,7 @@ def test_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"rope_type": "linear", "factor": 0}, "factor=0"),
         ({"rope_type": "linear", "factor": NAN}, "factor=nan"),
@@ -272,9 +270,9 @@ def test_absurd_value_is_refused_in_one_sentence(name: str, values: list[Any]) -
         ({"full_attention": {}, "sliding_attention": 3}, "sliding_attention=3"),
     ],
 )
-def test_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
+def test_absurd_rope_is_rejected(fields: dict[str, Any], message: str) -> None:
     for name in ("rope_scaling", "rope_parameters"):
-        with pytest.raises(ModelLoadError, match=told):
+        with pytest.raises(ModelLoadError, match=message):
             spec_from_config(config(**{name: fields}))
 
 
@@ -302,17 +300,17 @@ def test_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
         ("qwen3_5", {"linear_conv_kernel_dim": "4"}),
     ],
 )
-def test_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:
+def test_absurd_value_of_a_family_is_rejected(family: str, changes: dict[str, Any]) -> None:
     good = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
     spec_from_config(good)
     with pytest.raises(ModelLoadError, match=r"must be|exceed the limit"):
         spec_from_config(good | changes)
 
 
-def test_absurd_end_in_generation_config_is_refused() -> None:
+def test_absurd_stop_token_in_generation_config_is_rejected() -> None:
     with pytest.raises(ModelLoadError, match=r"generation_config\.json has eos_token_id='x'"):
         spec_from_config(config(), {"eos_token_id": "x"})
 
 
-def test_one_known_architecture_among_several_is_enough() -> None:
+def test_config_needs_one_known_architecture_among_several() -> None:
     assert spec_from_config(config(architectures=["Other", "LlamaForCausalLM"])).hidden_size == 64

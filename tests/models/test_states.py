@@ -58,8 +58,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_qwen3_5_agrees_with_transformers(qwen: tuple[Path, Any], backend: Backend) -> None:
     options: dict[str, Any] = {"max_chunk_tokens": 33, "block_size": 8}
     lengths = LENGTHS if backend == "cpu" else (1, 5, 40)  # there row by row in Python
-    found = disagreement(*qwen, backend=backend, lengths=lengths, **options)
-    assert found < TOLERANCE
+    difference = disagreement(*qwen, backend=backend, lengths=lengths, **options)
+    assert difference < TOLERANCE
 
 
 def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def turning_whole_heads(spec: ModelSpec) -> ModelSpec:
 
 
 @pytest.mark.parametrize("change", [without_offset, with_larger_epsilon, turning_whole_heads])
-def test_what_qwen3_5_has_is_noticed(qwen: tuple[Path, Any], change: Any) -> None:
+def test_omitted_feature_of_qwen3_5_is_detected(qwen: tuple[Path, Any], change: Any) -> None:
     assert disagreement(*qwen, lengths=(40,), change=change) > NOTICED
 
 
@@ -120,29 +120,33 @@ delta_rule = reference_state._delta_rule
 
 
 @pytest.mark.parametrize("rule", [no_state, no_decay, no_beta, queries_as_they_are])
-def test_each_part_of_the_delta_rule_is_noticed(qwen: tuple[Path, Any], rule: Any) -> None:
+def test_omitted_part_of_the_delta_rule_is_detected(qwen: tuple[Path, Any], rule: Any) -> None:
     with patch.object(reference_state, "_delta_rule", rule):
         assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
 
 
-def test_gate_of_attention_is_noticed(qwen: tuple[Path, Any]) -> None:
+def test_omitted_attention_gate_is_detected(qwen: tuple[Path, Any]) -> None:
     with patch.object(reference, "sigmoid_gate", no_gate):
         assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
 
 
-def test_fingerprint_says_how_far_apart_states_are(tmp_path: Path) -> None:
-    found: list[str] = []
+def test_fingerprint_includes_the_state_interval(tmp_path: Path) -> None:
+    unnoticed: list[str] = []
     for family, size in (("qwen3_5", 16), ("qwen3_5", 32), ("lfm2", 16)):
         folder = tiny_model(tmp_path / f"{family}-{size}", family)
         config = EngineConfig(
             model_path=str(folder), device="cpu", kv_cache_memory=2**22, block_size=size
         )
         with InferenceEngine(config) as engine:
-            found.append(engine.numerics.fingerprint)
-    assert found == [f"{found[2]}/states-of-16", f"{found[2]}/states-of-32", found[2]]
+            unnoticed.append(engine.numerics.fingerprint)
+    assert unnoticed == [
+        f"{unnoticed[2]}/states-of-16",
+        f"{unnoticed[2]}/states-of-32",
+        unnoticed[2],
+    ]
 
 
-def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_tensors_are_ignored(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "qwen3_5")
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
@@ -161,11 +165,11 @@ def without_norms(spec: ModelSpec) -> ModelSpec:
 
 
 @pytest.mark.parametrize("change", [without_bias, without_norms])
-def test_what_lfm2_has_is_noticed(lfm2: tuple[Path, Any], change: Any) -> None:
+def test_omitted_feature_of_lfm2_is_detected(lfm2: tuple[Path, Any], change: Any) -> None:
     assert disagreement(*lfm2, lengths=(40,), change=change) > NOTICED
 
 
-def test_tokens_before_are_noticed(lfm2: tuple[Path, Any]) -> None:
+def test_convolution_uses_preceding_tokens(lfm2: tuple[Path, Any]) -> None:
     """A convolution that sees its own token alone is another model."""
     real = reference_state.causal_conv
 
@@ -180,7 +184,7 @@ def test_tokens_before_are_noticed(lfm2: tuple[Path, Any]) -> None:
 
 @pytest.mark.thorough(cases=["lfm2"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
-def test_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
+def test_memory_equals_the_table(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine:
@@ -198,7 +202,7 @@ def test_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
             assert engine.cache.num_free_units() >= budget.num_units - 5
 
 
-def test_prefix_is_found_whose_states_are_there(tmp_path: Path) -> None:
+def test_prefix_is_reused_up_to_a_saved_state(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "lfm2")
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine:
@@ -210,7 +214,7 @@ def test_prefix_is_found_whose_states_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
-def test_blocks_with_states_travel(tmp_path: Path, family: str) -> None:
+def test_blocks_with_states_transfer_between_engines(tmp_path: Path, family: str) -> None:
     """What one engine gives of a block, another takes: keys, values and states."""
     spec = load_spec(tiny_model(tmp_path, family))
     one, other = (KVStorage(spec, 6, 4, torch.float32, torch.device("cpu")) for _ in range(2))
@@ -236,7 +240,7 @@ def test_blocks_with_states_travel(tmp_path: Path, family: str) -> None:
         {"draft_model": "self", "draft_layers": 1},
     ],
 )
-def test_what_cannot_be_combined_is_refused_by_name(
+def test_unsupported_combination_is_rejected_by_name(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     folder = tiny_model(tmp_path, "lfm2")
@@ -244,7 +248,7 @@ def test_what_cannot_be_combined_is_refused_by_name(
         InferenceEngine(EngineConfig(model_path=str(folder), device="cpu", **options))
 
 
-def test_gradients_are_refused_by_name(tmp_path: Path) -> None:
+def test_gradients_are_rejected_by_name(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "lfm2")
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine, pytest.raises(ConfigError, match="Lfm2ForCausalLM"):
@@ -254,7 +258,7 @@ def test_gradients_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "types", [["conv"] * 4, ["conv", "full_attention"], ["mamba", "full_attention", "conv", "conv"]]
 )
-def test_layers_of_another_kind_are_refused(tmp_path: Path, types: list[str]) -> None:
+def test_layers_of_another_kind_are_rejected(tmp_path: Path, types: list[str]) -> None:
     folder = tiny_model(tmp_path, "lfm2")
     rewrite_config(folder, layer_types=types)
     with pytest.raises(ModelLoadError, match="layer_types"):

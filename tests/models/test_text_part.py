@@ -32,7 +32,7 @@ def engine_of(folder: Path) -> InferenceEngine:
     )
 
 
-def test_published_gemma_3_says_little_of_its_text() -> None:
+def test_published_gemma_3_config_uses_defaults() -> None:
     """As google/gemma-3-4b-it has it: what is not there is what transformers takes."""
     spec = spec_from_config(
         {
@@ -65,7 +65,7 @@ def test_published_gemma_3_says_little_of_its_text() -> None:
     assert (spec.activation, spec.eos_token_ids) == ("gelu_tanh", (1, 106))
 
 
-def test_published_qwen_has_its_text_beside_the_rest() -> None:
+def test_published_qwen_config_has_flat_text_fields() -> None:
     """As Qwen/Qwen2.5-VL-3B-Instruct has it."""
     flat = llama_config() | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -96,7 +96,7 @@ def spelled(name: str, model: str, head: str) -> str:
     return model + name.removeprefix("model.language_model.")
 
 
-def test_every_name_that_checkpoints_give_a_tensor(tmp_path: Path) -> None:
+def test_tensor_names_of_all_checkpoint_layouts_are_read(tmp_path: Path) -> None:
     strong_model(tmp_path, CASE.class_name, **CASE.config)
     expected = checksum(tmp_path)
     file = tmp_path / "model.safetensors"

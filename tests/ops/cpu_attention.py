@@ -214,8 +214,8 @@ class Kernels:
             :, (key > position) | ((key <= position - shape.window) if shape.window else False)
         ] = -np.inf
         if shape.sinks is not None:
-            own = np.broadcast_to(shape.sinks[:, None, None], (*scores.shape[:2], 1))
-            scores = np.concatenate([scores, own], axis=-1)
+            sink = np.broadcast_to(shape.sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, sink], axis=-1)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         p = (p / p.sum(axis=-1, keepdims=True))[..., : chunk.end]
         return np.einsum("hqk,khd->qhd", p, v), np.einsum("hqk,khd->qhd", p, np.abs(v))
@@ -263,13 +263,15 @@ class Kernels:
             (len(chunks), max(-(-chunk.end // size) for chunk in chunks)), dtype=np.int64
         )
         for i, chunk in enumerate(chunks):
-            own = 0
+            shared_blocks = 0
             if paging.share and i and chunks[i - 1].seq == chunk.seq - 1 and not self.shape.window:
-                own = min(self.shared[chunk.seq], chunks[i - 1].end, chunk.start) // size
-                tables[i, :own] = tables[i - 1, :own]
+                shared_blocks = min(self.shared[chunk.seq], chunks[i - 1].end, chunk.start) // size
+                tables[i, :shared_blocks] = tables[i - 1, :shared_blocks]
             count = -(-chunk.end // size)
-            tables[i, own:count] = np.arange(num_blocks, num_blocks + count - own)
-            num_blocks += count - own
+            tables[i, shared_blocks:count] = np.arange(
+                num_blocks, num_blocks + count - shared_blocks
+            )
+            num_blocks += count - shared_blocks
         order = np.random.default_rng(paging.seed).permutation(np.arange(1, num_blocks))
         tables = np.concatenate([[0], order])[tables]
         for i, chunk in enumerate(chunks):

@@ -20,10 +20,10 @@ def available(law: build.Law = "pairs") -> tuple[str, ...]:
     import this run in `rest` too.
     """
     has = build._processor_flags() | {"fast_pairs"}
-    found = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
-    pairs = [name for name in found if name != build.AMX]
+    names = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
+    pairs = [name for name in names if name != build.AMX]
     emulated = dict.fromkeys(each + build.TILES for each in (pairs[0], pairs[-1]))
-    tiles = (*(name for name in found if name == build.AMX), *emulated)
+    tiles = (*(name for name in names if name == build.AMX), *emulated)
     chosen = tuple(pairs) if law == "pairs" else tiles
     if depth.tier != "quick":
         return chosen

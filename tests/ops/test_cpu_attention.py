@@ -113,7 +113,7 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
     Paging(24),
     0,
 )
-def test_attention_is_that_of_double_precision(library, shape, drawn, paging, seed) -> None:
+def test_attention_agrees_with_double_precision(library, shape, drawn, paging, seed) -> None:
     chunks, shared = drawn
     kernels = Kernels(
         library, shape, make_texts(shape, [c.end for c in chunks], shared, seed), shared
@@ -128,7 +128,9 @@ def test_attention_is_that_of_double_precision(library, shape, drawn, paging, se
 @pytest.mark.thorough
 @FEW
 @given(shapes, chunk_lists(), pagings, st.data())
-def test_row_has_the_same_bits_however_it_is_computed(library, shape, drawn, paging, data) -> None:
+def test_attention_row_is_bitwise_independent_of_its_batch(
+    library, shape, drawn, paging, data
+) -> None:
     chunks, shared = drawn
     num_rows = sum(chunk.end - chunk.start for chunk in chunks)
     kernels = Kernels(library, shape, make_texts(shape, [c.end for c in chunks], shared, 0), shared)
@@ -163,7 +165,7 @@ def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, codes, is_bf16,
         texts = make_texts(shape, [chunk.end], [0], 0)
 
 
-def test_how_many_heads_are_shared_out_changes_no_bit(library) -> None:
+def test_attention_is_bitwise_independent_of_head_splits(library) -> None:
     """Query heads of one KV head whose keys are its values: 72 are four times 18."""
     whole = Shape(1, 72, 64, True, one_tensor=True)
     chunks = [Chunk(0, 70, 75), Chunk(1, 599, 600)]
@@ -172,8 +174,8 @@ def test_how_many_heads_are_shared_out_changes_no_bit(library) -> None:
     for heads in (slice(1), slice(5, 38)):
         shape = whole._replace(group=len(range(72)[heads]))
         some = [replace(text, q=text.q[:, heads]) for text in texts]
-        own = Kernels(library, shape, some, [0, 0]).attention(chunks, Paging())
-        for a, b in zip(together, own, strict=True):
+        bits = Kernels(library, shape, some, [0, 0]).attention(chunks, Paging())
+        for a, b in zip(together, bits, strict=True):
             assert (a.reshape(len(a), 72, -1)[:, heads] == b.reshape(len(b), shape.group, -1)).all()
 
 
@@ -210,7 +212,9 @@ def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16, shape
 @pytest.mark.parametrize(
     ("window", "has_sinks", "cap"), [(0, False, 0.0), (75, False, 1.5), (75, True, 0.0)]
 )
-def test_every_build_gives_the_same_bits(best, name, is_bf16, window, has_sinks, cap) -> None:
+def test_attention_has_same_bits_in_every_build(
+    best, name, is_bf16, window, has_sinks, cap
+) -> None:
     long = 300 if name.startswith("portable") else 1100
     chunks = [Chunk(0, 0, 70), Chunk(1, long, long + 1), Chunk(2, long, long + 3)]
     ordinary = Shape(2, 3, 16, is_bf16, window, has_sinks, cap)
@@ -230,7 +234,7 @@ def test_every_build_gives_the_same_bits(best, name, is_bf16, window, has_sinks,
             assert (a == b).all()
 
 
-def test_what_cannot_be_had_is_refused(library) -> None:
+def test_unsupported_attention_is_rejected(library) -> None:
     shape = Shape(1, 1, 24, False)
     kernels = Kernels(library, shape, make_texts(shape, [4], [0], 0), [0])
     with pytest.raises(AssertionError):

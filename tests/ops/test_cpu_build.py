@@ -98,7 +98,7 @@ def numerics(model: str, **options: Any) -> str:
 # -- where there are no kernels --------------------------------------------------------------------
 
 
-def test_without_a_compiler_the_reference_runs_and_says_so_once(
+def test_missing_compiler_falls_back_to_reference_and_logs_once(
     model: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -112,7 +112,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
 
 
 @NEEDS_COMPILER
-def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
+def test_compiler_error_is_reported_and_build_not_retried(
     model: str,
     sources: Path,
     fresh: None,
@@ -145,23 +145,23 @@ def test_libraries_of_a_wheel_need_no_compiler(
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     build.build_for_wheel(build.PREBUILT, "portable")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    found = build.build("portable")
-    assert found.is_relative_to(build.PREBUILT)
-    assert ctypes.CDLL(str(found)).nano_answer() == 42
+    path = build.build("portable")
+    assert path.is_relative_to(build.PREBUILT)
+    assert ctypes.CDLL(str(path)).nano_answer() == 42
     assert not (Path.home() / ".cache").exists()
-    whole = found.read_bytes()
-    found.unlink()  # this process has it loaded: it keeps the old file, whole
-    found.write_bytes(whole[:-1])
+    whole = path.read_bytes()
+    path.unlink()  # this process has it loaded: it keeps the old file, whole
+    path.write_bytes(whole[:-1])
     with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
         build.build("portable")
-    found.write_bytes(whole)
+    path.write_bytes(whole)
     (sources / "answer.cpp").write_text(SOURCE.replace("42", "43"))
     with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
         build.build("portable")
 
 
 @NEEDS_COMPILER
-def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> None:
+def test_library_of_other_sources_is_not_used(sources: Path, fresh: None) -> None:
     (sources / "sizes.cpp").write_text(
         'extern "C" void nano_sizes(long* sizes) { sizes[0] = 1; }\n'
     )
@@ -176,7 +176,7 @@ def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> N
         ({}, "multiples of 16 up to 576; got 24"),
     ],
 )
-def test_what_has_no_kernels_runs_on_the_reference(
+def test_model_without_kernels_runs_on_reference(
     tmp_path: Path,
     model: str,
     fresh: None,
@@ -194,7 +194,7 @@ def test_what_has_no_kernels_runs_on_the_reference(
         InferenceEngine(config(model, backend="cpu", **options))
 
 
-def test_who_asks_for_the_reference_is_told_nothing(
+def test_explicit_reference_backend_logs_nothing(
     model: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -232,7 +232,7 @@ def test_library_is_built_once(
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
-def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
+def test_build_by_two_processes_at_the_same_time(sources: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, str(sources), str(tmp_path / "root")]
     builders = [
         subprocess.Popen(
@@ -244,13 +244,13 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    for each in builders:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
-    for each in builders:
-        assert each.stdin is not None
-        each.stdin.write("\n")
-        each.stdin.flush()
+    for builder in builders:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "ready\n"
+    for builder in builders:
+        assert builder.stdin is not None
+        builder.stdin.write("\n")
+        builder.stdin.flush()
     said = [each.communicate(timeout=60) for each in builders]
     assert [each.returncode for each in builders] == [0] * 3, said
     paths = {out.strip() for out, _ in said}
@@ -268,7 +268,7 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""]
 )
-def test_damaged_library_is_noticed_and_built_anew(
+def test_damaged_library_is_rebuilt(
     sources: Path, tmp_path: Path, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Loading it would end the process by a signal."""
@@ -288,7 +288,7 @@ def test_damaged_library_is_noticed_and_built_anew(
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_build_removes_what_killed_builds_left(
+def test_build_removes_leftovers_of_killed_builds(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
     """Under the lock at once; where there are no locks another process may be at work there."""
@@ -373,7 +373,7 @@ def wait_for(is_true: Callable[[], bool]) -> None:
 
 
 @NEEDS_COMPILER
-def test_build_keeps_no_objects_that_others_can_write(sources: Path, tmp_path: Path) -> None:
+def test_build_discards_objects_writable_by_others(sources: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     name = build.build("portable", root).parent.name
     shutil.rmtree(root / name)
@@ -403,7 +403,7 @@ def test_build_stops_at_the_first_source_that_fails(
 
 
 @NEEDS_COMPILER
-def test_build_says_how_many_files_are_compiled(
+def test_build_logs_number_of_compiled_files(
     sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (sources / "one.cpp").write_text(SOURCE.replace("answer", "one"))
@@ -414,7 +414,7 @@ def test_build_says_how_many_files_are_compiled(
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_build_that_waits_for_another_says_so(tmp_path: Path) -> None:
+def test_build_logs_that_it_waits_for_another(tmp_path: Path) -> None:
     lines: list[str] = []
     with build_folders.alone(tmp_path), heard_by(lines.append), pytest.raises(TimeoutError):
         build_folders.alone(tmp_path, patience=0.1).__enter__()
@@ -432,7 +432,7 @@ def test_build_that_waits_for_another_says_so(tmp_path: Path) -> None:
         ("Darwin", None, "install one: xcode-select --install."),
     ],
 )
-def test_without_a_compiler_the_advice_is_this_systems_command(
+def test_missing_compiler_advice_names_the_system_command(
     monkeypatch: pytest.MonkeyPatch, system: str, release: dict[str, str] | None, advice: str
 ) -> None:
     def told() -> dict[str, str]:
@@ -448,7 +448,7 @@ def test_without_a_compiler_the_advice_is_this_systems_command(
     assert str(caught.value).endswith(advice)
 
 
-def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:
+def test_build_wait_times_out(sources: Path, tmp_path: Path) -> None:
     with (
         build_folders.alone(tmp_path),
         pytest.raises(TimeoutError, match=r"build\.lock for more than 0\.2 s; end that process"),
@@ -460,16 +460,16 @@ def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("base", "place"), [("", "home/.cache"), ("cache", "home/.cache"), ("/far/away", "/far/away")]
+    ("base", "folder"), [("", "home/.cache"), ("cache", "home/.cache"), ("/far/away", "/far/away")]
 )
-def test_caches_lie_where_the_environment_says(
-    tmp_path: Path, fresh: None, base: str, place: str, monkeypatch: pytest.MonkeyPatch
+def test_cache_folder_follows_environment(
+    tmp_path: Path, fresh: None, base: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", base)
-    assert cache_folder("kernels") == tmp_path / place / "nano-inference" / "kernels"
+    assert cache_folder("kernels") == tmp_path / folder / "nano-inference" / "kernels"
 
 
-def test_more_threads_than_a_machine_has_any_use_for_are_refused(model: str) -> None:
+def test_excessive_thread_count_is_rejected(model: str) -> None:
     with pytest.raises(
         ConfigError, match=r"num_threads=100000 exceeds this machine's limit \(\d+\); use \d+"
     ):
@@ -477,7 +477,7 @@ def test_more_threads_than_a_machine_has_any_use_for_are_refused(model: str) -> 
 
 
 @NEEDS_COMPILER
-def test_nobody_else_may_write_where_code_is_loaded_from(sources: Path, tmp_path: Path) -> None:
+def test_library_folder_is_not_writable_by_others(sources: Path, tmp_path: Path) -> None:
     path = build.build("portable", tmp_path / "root")
     assert (tmp_path / "root").stat().st_mode & 0o777 == 0o700
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -491,7 +491,7 @@ def test_nobody_else_may_write_where_code_is_loaded_from(sources: Path, tmp_path
     assert build.build("portable", tmp_path / "root") == path
 
 
-def test_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> None:
+def test_cache_error_names_the_folder(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(build.KernelsUnavailable, match="cannot be kept in"):
         build.build("portable", tmp_path / "file" / "root")
@@ -591,7 +591,7 @@ NEEDS_X86 = pytest.mark.skipif(
         ("avx_vnni", "-mavxvnni", "avx2"),
     ],
 )
-def test_compiler_that_is_older_than_the_processor_builds_what_it_knows(
+def test_old_compiler_builds_best_set_it_supports(
     compiler_without: Callable[[str, str], Path],
     flags: str,
     refused: str,
@@ -607,7 +607,7 @@ def test_compiler_that_is_older_than_the_processor_builds_what_it_knows(
 
 @NEEDS_COMPILER
 @NEEDS_X86
-def test_compiler_that_builds_nothing_says_so_once(
+def test_failing_compiler_is_reported_once(
     compiler_without: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler_without("-std=c++17", "avx_vnni")
@@ -617,7 +617,7 @@ def test_compiler_that_builds_nothing_says_so_once(
     assert "slower ones" not in caplog.text
 
 
-def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
+def test_native_tuning_is_for_x86_only() -> None:
     assert "-mtune=native" in build.compiler_flags("avx2", "x86_64")
     assert "-mtune=native" not in build.compiler_flags("neon", "aarch64")
     assert "-DNANO_NEON" in build.compiler_flags("neon", "arm64")
@@ -627,13 +627,13 @@ def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("law", build.LAWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_whole_generation_has_the_same_bits_on_every_instruction_set(
+def test_generation_has_same_bits_on_every_instruction_set(
     model: str, dtype: str, law: build.Law, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(
         temperature=0.8, top_p=0.9, max_tokens=24, seed=5, raw_logprobs=True, prompt_logprobs=True
     )
-    found: dict[str, list[TrainingSample]] = {}
+    samples_of: dict[str, list[TrainingSample]] = {}
     threads = torch.get_num_threads()
     for name in available(law):
         monkeypatch.setattr(
@@ -641,12 +641,12 @@ def test_whole_generation_has_the_same_bits_on_every_instruction_set(
         )
         with InferenceEngine(config(model, dtype=dtype, backend="cpu")) as engine:
             assert engine.model.ops.linear.__self__.kernels is library.load(name)  # pyright: ignore
-            found[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)
+            samples_of[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)
     torch.set_num_threads(threads)
-    fingerprints = {sample.numerics for samples in found.values() for sample in samples}
+    fingerprints = {sample.numerics for samples in samples_of.values() for sample in samples}
     assert ["/tiles" in each for each in fingerprints] == [law == "tiles" and dtype == "bfloat16"]
-    first = bits(next(iter(found.values())))
-    for samples in found.values():
+    first = bits(next(iter(samples_of.values())))
+    for samples in samples_of.values():
         assert bits(samples) == first
 
 

@@ -117,13 +117,13 @@ def test_same_tokens_as_the_reference_on_the_same_logits(
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
 
 
-def test_column_that_the_kernels_do_not_know_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_plan_column_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head.COLUMNS, "unknown", head.COLUMNS["top_p"])
     with pytest.raises(AssertionError, match="lacks unknown"):
         head._pointers()
 
 
-def test_noise_is_the_references(kernels: ctypes.CDLL) -> None:
+def test_noise_equals_the_reference(kernels: ctypes.CDLL) -> None:
     """All tokens equally likely: the smallest noise wins."""
     vocab, num = 8193, 200
     batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
@@ -173,7 +173,7 @@ def test_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, 
 
 
 @pytest.mark.thorough
-def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) -> None:
+def test_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) -> None:
     num, vocab = 100_000, 1000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
     one = sampling_batch([DrawRequest(SamplingParams(temperature=1.3), 0, (3, 0, 0))])
@@ -210,7 +210,7 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
     dead=st.sampled_from([0.0, 0.5, 0.999]),
 )
 @example(3, 40, 0.1, 21, 1.0, 0.0, 0.0)  # -0 and +0 are equal
-def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
+def test_filters_keep_the_shortest_sufficient_prefix(
     kernels: ctypes.CDLL,
     seed: int,
     vocab: int,
@@ -261,7 +261,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
-def test_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
+def test_sample_has_same_bits_in_any_batch_and_threads(
     kernels: ctypes.CDLL, seed: int, vocab: int, data: st.DataObject
 ) -> None:
     rng = random.Random(seed)
@@ -273,8 +273,8 @@ def test_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
     moved = CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, _raw([requests[i] for i in order]))
     assert same_bits(together, moved, list(order))
     for i, request in enumerate(requests):
-        own = hidden[request.row : request.row + 1]
-        alone = CpuHead(kernels, 1).sample(own, weight, UNSCALED, _raw([request._replace(row=0)]))
+        row = hidden[request.row : request.row + 1]
+        alone = CpuHead(kernels, 1).sample(row, weight, UNSCALED, _raw([request._replace(row=0)]))
         assert same_bits(together, alone, [i])
 
 
@@ -284,9 +284,7 @@ def _raw(requests: list[DrawRequest]) -> SamplingBatch:
 
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_every_logprob_of_a_row_agrees_to_the_bit(
-    kernels: ctypes.CDLL, seed: int, vocab: int
-) -> None:
+def test_logprobs_of_a_row_agree_bitwise(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
     """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
     hidden, weight = hidden_and_weight(vocab, 8, 1, torch.bfloat16, seed)
     plain = SamplingParams()
@@ -325,7 +323,7 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
         assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
 
 
-def test_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL) -> None:
+def test_score_at_a_temperature_equals_the_plain_logprob(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(700, 8, 4, torch.float32)
     temperatures = [0.6, 1.0, 1e-3, 0.6]
     requests = [
@@ -339,7 +337,7 @@ def test_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDLL)
     )
 
 
-def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
+def test_group_samples_equal_draws_from_separate_rows(
     kernels: ctypes.CDLL,
 ) -> None:
     hidden, weight = hidden_and_weight(2000, 8, 2, torch.bfloat16)
@@ -355,7 +353,7 @@ def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, law: Law) -> None:
+def test_head_has_same_bits_on_all_instruction_sets(dtype: torch.dtype, law: Law) -> None:
     builds = available(law)
     if len(builds) < 2:
         pytest.skip("this machine has one instruction set only")
@@ -377,7 +375,7 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, law: Law) -
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
 )
-def test_broken_row_says_so_and_spares_the_others(
+def test_broken_row_is_reported_without_affecting_others(
     kernels: ctypes.CDLL, poison: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
@@ -385,9 +383,9 @@ def test_broken_row_says_so_and_spares_the_others(
         [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
     )
     clean = CpuHead(kernels, 2).sample_logits(logits, batch)
-    for place in (0, 401, 999):
+    for token in (0, 401, 999):
         broken = logits.clone()
-        broken[1, place] = poison
+        broken[1, token] = poison
         drawn = CpuHead(kernels, 2).sample_logits(broken, batch)
         assert drawn.token_ids[1] == 0
         assert drawn.logprobs[1].isnan()
@@ -400,7 +398,7 @@ def test_broken_row_says_so_and_spares_the_others(
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_only_token_left_is_drawn_with_certainty(
+def test_single_remaining_token_is_drawn_with_certainty(
     kernels: ctypes.CDLL, temperature: float, filters: dict[str, Any]
 ) -> None:
     logits = torch.full((1, 900), -math.inf)
@@ -415,7 +413,7 @@ def test_only_token_left_is_drawn_with_certainty(
 
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
-def test_kept_mass_of_a_mask_may_be_next_to_nothing(
+def test_kept_mass_of_a_mask_may_be_tiny(
     kernels: ctypes.CDLL, temperature: float, options: dict[str, Any]
 ) -> None:
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(0)) * 3
@@ -441,7 +439,7 @@ def test_kept_mass_of_a_mask_may_be_next_to_nothing(
     temperature=st.sampled_from([0.4, 1.0]),
     num_samples=st.sampled_from([1, 3]),
 )
-def test_masked_draw_has_the_bits_of_one_from_what_is_left(
+def test_masked_draw_equals_draw_from_allowed_tokens(
     kernels: ctypes.CDLL, seed: int, left: float, temperature: float, num_samples: int
 ) -> None:
     """Whole blocks are cut, the highest of a block is, or only others are."""
@@ -465,7 +463,7 @@ def test_masked_draw_has_the_bits_of_one_from_what_is_left(
     assert torch.equal(masked.logprobs, expected.logprobs)
 
 
-def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> None:
+def test_disallowed_tokens_are_never_drawn(kernels: ctypes.CDLL) -> None:
     logits = torch.randn(1, 1500, generator=torch.Generator().manual_seed(0))
     allowed = frozenset({5, 390, 1400, 1499})
     for options in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 1e30}):
@@ -476,7 +474,7 @@ def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> No
         assert len(drawn) >= 2 or "top_k" in options or params.temperature == 0
 
 
-def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
+def test_mismatched_arguments_are_rejected(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 2, torch.float32)
     with pytest.raises(IndexError, match="2 rows"):
         CpuHead(kernels, 1).sample(
@@ -495,7 +493,7 @@ def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
         CpuHead(kernels, 1).sample_logits(hidden.bfloat16(), sampling_batch([]))
 
 
-def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
+def test_empty_batch_draws_nothing(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
     assert (
         len(CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, sampling_batch([])).token_ids) == 0

@@ -91,7 +91,7 @@ def test_weight_is_written_and_read_by_rows(
     assert torch.equal(copy.read(), expected)
 
 
-def test_what_does_not_fit_a_weight_is_refused() -> None:
+def test_weight_rejects_mismatched_tensors() -> None:
     weight = as_latent(plain_weight(4, SMALL, torch.float32), SMALL)
     rows = weight.rows
     for start, shape in ((-1, (1, 32)), (rows, (1, 32)), (0, (1, 33)), (0, (32,))):
@@ -162,7 +162,7 @@ def test_products_are_within_their_bound(shape: tuple[int, Latent], dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reference_says_the_same(dtype: torch.dtype) -> None:
+def test_reference_agrees_with_latent_kernels(dtype: torch.dtype) -> None:
     case, ops = Case(4, SMALL, dtype, 9), CpuOps(2)
     expected = reference.meet(case.q.to(dtype), case.c.to(dtype), case.plain, case.norm, SMALL)
     step = ULP[dtype]
@@ -174,7 +174,7 @@ def test_reference_says_the_same(dtype: torch.dtype) -> None:
 @pytest.mark.thorough
 @FEW
 @given(ROWS, st.sampled_from(SIZES), st.sampled_from(DTYPES))
-def test_row_has_the_same_bits_however_it_is_computed(
+def test_latent_row_is_bitwise_independent_of_its_batch(
     each_set: list[CpuOps], num_rows: int, shape: tuple[int, Latent], dtype: Any
 ) -> None:
     """Beside other rows, by other numbers of threads, on other instruction sets."""
@@ -195,14 +195,14 @@ def test_row_has_the_same_bits_however_it_is_computed(
 
 
 @pytest.mark.parametrize("what", ["q", "c", "attended"])
-def test_rows_that_do_not_fit_are_refused(what: str) -> None:
+def test_mismatched_rows_are_rejected(what: str) -> None:
     case = Case(4, SMALL, torch.float32, 3)
     setattr(case, what, getattr(case, what)[:, 1:].contiguous())
     with pytest.raises(ValueError, match="rows of"):
         case.values(CpuOps(1)) if what == "attended" else case.meet(CpuOps(1))
 
 
-def test_model_whose_sizes_have_no_kernels_is_refused() -> None:
+def test_unsupported_model_sizes_are_rejected() -> None:
     fields = llama_config() | MORE_FAMILIES["deepseek-v3"] | {"v_head_dim": 20}
     config = EngineConfig("of-these-sizes", device="cpu", backend="cpu")
     specs = {"policy": spec_from_config(fields)}

@@ -59,23 +59,23 @@ def digests(programs: tuple[Path, ...], emulator: tuple[str, ...] = ()) -> dict[
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Of each instruction set here."""
-    found: dict[str, dict[str, str]] = {}
+    by_set: dict[str, dict[str, str]] = {}
     for name in (*available("pairs"), *available("tiles")):
         kernels(name)
         library = build.build(name)
         command = (build._compiler()[0], *build.compiler_flags(name, platform.machine()))
         linked = (str(library), f"-Wl,-rpath,{library.parent}")
-        found[name] = digests(compiled(command, linked, tmp_path_factory.mktemp(name)))
-    return found
+        by_set[name] = digests(compiled(command, linked, tmp_path_factory.mktemp(name)))
+    return by_set
 
 
 @pytest.mark.thorough
-def test_every_operation_has_the_same_bits_on_every_instruction_set(
+def test_operation_has_same_bits_on_every_instruction_set(
     native: dict[str, dict[str, str]],
 ) -> None:
     assert len(native["portable"]) > 50
-    for name, found in native.items():
-        assert found == native[portable(name)], f"{name} computes other bits"
+    for name, digests_here in native.items():
+        assert digests_here == native[portable(name)], f"{name} computes other bits"
     pairs, tiles = native["portable"], native[portable(build.AMX)]
     assert {name for name, digest in pairs.items() if digest != tiles[name]}
 
@@ -103,7 +103,7 @@ def test_aarch64_has_the_same_bits(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, sources, objects))
     programs = compiled((*command, "-static"), objects, tmp_path)
-    found, here = digests(programs, (str(EMULATOR),)), dict(native[portable(name)])
-    assert found.pop(EDGE) == "0"
+    emulated, here = digests(programs, (str(EMULATOR),)), dict(native[portable(name)])
+    assert emulated.pop(EDGE) == "0"
     assert here.pop(EDGE) == ("0" if platform.machine() in build.ARM else "1")
-    assert found == here
+    assert emulated == here

@@ -207,7 +207,7 @@ def test_instruction_sets_agree_on_rows(
     dtypes,
     st.integers(0, 9),
 )
-def test_every_instruction_set_turns_heads_as_the_reference_does(
+def test_rope_equals_reference_on_every_instruction_set(
     each_set: list,
     head_dim: int,
     share: float,
@@ -248,11 +248,11 @@ def test_every_instruction_set_turns_heads_as_the_reference_does(
 
     # the kernels keep keys in an order of their own
     expected = turned(reference.rope_and_store)[0]
-    found = [turned(each.rope_and_store) for each in each_set]
-    for each in found:
-        assert torch.equal(each[0], expected)
-        assert each[1].any()
-        assert all(map(torch.equal, each, found[0]))
+    results = [turned(each.rope_and_store) for each in each_set]
+    for result in results:
+        assert torch.equal(result[0], expected)
+        assert result[1].any()
+        assert all(map(torch.equal, result, results[0]))
 
 
 @FEW
@@ -282,14 +282,14 @@ def test_packed_weight_gives_back_its_rows(
         lambda x, w: (x[:, :-1].contiguous(), w),
     ],
 )
-def test_what_does_not_fit_is_refused(ops: CpuOps, spoil: Any) -> None:
+def test_mismatched_tensors_are_rejected(ops: CpuOps, spoil: Any) -> None:
     x, weight = numbers(1, 4, 32), as_packed(numbers(2, 16, 32))
     x, weight = spoil(x, weight)
     with pytest.raises((ValueError, TypeError)):
         ops.linear(x, weight)
 
 
-def test_no_rows_and_wrong_tokens(ops: CpuOps) -> None:
+def test_linear_with_zero_rows_and_embed_with_wrong_tokens(ops: CpuOps) -> None:
     weight = as_packed(numbers(2, 16, 32))
     assert ops.linear(numbers(1, 0, 32), weight).shape == (0, 16)
     for token in (-1, 16):
@@ -303,7 +303,7 @@ def test_no_rows_and_wrong_tokens(ops: CpuOps) -> None:
         weight.read(10, 7)
 
 
-def test_unaligned_tensor_is_read_where_it_lies(ops: CpuOps) -> None:
+def test_unaligned_tensor_is_read_in_place(ops: CpuOps) -> None:
     memory = numbers(1, 4 * 33 + 1)
     x = memory[1:].view(4, 33)
     weight = as_packed(numbers(2, 17, 33))

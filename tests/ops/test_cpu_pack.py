@@ -27,12 +27,12 @@ def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.where(which < len(ODD), ODD[which % len(ODD)], drawn).to(dtype)
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(actual: Tensor, expected: Tensor) -> bool:
     """Equal bits, but for what a NaN carries."""
-    integers = torch.int16 if found.dtype == torch.bfloat16 else torch.int32
+    integers = torch.int16 if actual.dtype == torch.bfloat16 else torch.int32
     return bool(
         (
-            (found.view(integers) == expected.view(integers)) | (found.isnan() & expected.isnan())
+            (actual.view(integers) == expected.view(integers)) | (actual.isnan() & expected.isnan())
         ).all()
     )
 

@@ -134,8 +134,10 @@ def test_program_sees_new_weights(tmp_path: Path) -> None:
     expected = other.forward(with_logits(batch), storages[1]).hidden
     assert not torch.equal(before, expected)
     for name, param in other.params.items():
-        own = model.params[name]
-        own.copy_(param) if isinstance(own, Tensor) else own.write(0, param.read())
+        engine_param = model.params[name]
+        engine_param.copy_(param) if isinstance(engine_param, Tensor) else engine_param.write(
+            0, param.read()
+        )
     assert torch.equal(model.forward(with_logits(batch), storages[0]).hidden, expected)
 
 
@@ -179,7 +181,7 @@ def programs(draw: Any) -> tuple[list[Operation], list[Buffer], list[Buffer]]:
 @pytest.mark.thorough
 @settings(max_examples=at_depth(300), deadline=None)
 @given(programs())
-def test_no_buffer_is_overwritten_before_its_last_reader(
+def test_buffer_is_kept_until_its_last_reader(
     program: tuple[list[Operation], list[Buffer], list[Buffer]],
 ) -> None:
     operations, inputs, outputs = program
@@ -282,9 +284,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", SPOILED)
-def test_batch_that_cannot_be_is_refused_before_anything_is_written(
-    model: Decoder, name: str
-) -> None:
+def test_invalid_batch_is_rejected_before_any_write(model: Decoder, name: str) -> None:
     storage = storage_of(model)
     program = replay(model, storage)
     spoil, why = SPOILED[name]
@@ -299,7 +299,7 @@ def test_batch_that_cannot_be_is_refused_before_anything_is_written(
 @NEEDS_COMPILER
 @settings(max_examples=at_depth(150), deadline=None)
 @given(st.data())
-def test_no_batch_crashes(model: Decoder, data: Any) -> None:
+def test_arbitrary_batch_runs_or_is_rejected(model: Decoder, data: Any) -> None:
     """Whatever numbers stand in a batch, it runs or it is refused."""
     storage = storage_of(model)
     batch = batch_of(data.draw(st.sampled_from(STEPS)))
@@ -307,8 +307,8 @@ def test_no_batch_crashes(model: Decoder, data: Any) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(names))
         tensor = getattr(batch, name).clone()
-        place = data.draw(st.integers(0, tensor.numel() - 1))
-        tensor.view(-1)[place] += data.draw(
+        index = data.draw(st.integers(0, tensor.numel() - 1))
+        tensor.view(-1)[index] += data.draw(
             st.sampled_from([-(2**62), -1000, -1, 1, 7, 1000, 2**33, 2**62])
         )
         batch = replace(batch, **{name: tensor})
@@ -320,7 +320,7 @@ def test_no_batch_crashes(model: Decoder, data: Any) -> None:
 
 
 @NEEDS_COMPILER
-def test_batch_without_rows_gives_none(model: Decoder) -> None:
+def test_empty_batch_returns_zero_rows(model: Decoder) -> None:
     batch = batch_of(STEPS[0])
     empty = {
         name: getattr(batch, name)[:0]
@@ -330,7 +330,7 @@ def test_batch_without_rows_gives_none(model: Decoder) -> None:
 
 
 @NEEDS_COMPILER
-def test_storage_of_another_kind_is_refused(tmp_path: Path, model: Decoder) -> None:
+def test_storage_of_another_kind_is_rejected(tmp_path: Path, model: Decoder) -> None:
     other = decoder(tiny_model(tmp_path, "llama", num_key_value_heads=1), torch.float32)
     with pytest.raises(ValueError, match="KV storage"):
         replay(model, storage_of(other))

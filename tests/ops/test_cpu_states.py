@@ -57,7 +57,7 @@ def computed(
         tensor.fill_(torch.nan)
     operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
     parts = projected.split(LENGTHS)
-    found: list[list[Tensor]] = [[], []]
+    outputs: list[list[Tensor]] = [[], []]
     bounds = [(0, *cut, length) for cut, length in zip(cuts, LENGTHS, strict=True)]
     for step in range(max(map(len, bounds)) - 1):
         live = [i for i, each in enumerate(bounds) if step + 1 < len(each)]
@@ -71,10 +71,10 @@ def computed(
         )
         rows = torch.cat([parts[i][slice(*span)] for i, span in zip(live, spans, strict=True)])
         out = operation(rows, weights, batch, view, 0).to(dtype)
-        for i, each in zip(live, out.split([end - start for start, end in spans]), strict=True):
-            found[i].append(each)
+        for i, piece in zip(live, out.split([end - start for start, end in spans]), strict=True):
+            outputs[i].append(piece)
     kept = [t.view(torch.uint8) for t in view.tensors.values()]
-    return [torch.cat(each) for each in found], kept
+    return [torch.cat(each) for each in outputs], kept
 
 
 @pytest.fixture(params=available())
@@ -89,12 +89,12 @@ def test_instruction_sets_and_threads_agree(
 ) -> None:
     best, kept = computed(spec, dtype, CpuStates(kernels(), 1))
     for threads in (1, 3):
-        got, own = computed(spec, dtype, CpuStates(each_set, threads))
-        assert all(torch.equal(*pair) for pair in zip([*got, *own], [*best, *kept], strict=True))
+        got, memory = computed(spec, dtype, CpuStates(each_set, threads))
+        assert all(torch.equal(*pair) for pair in zip([*got, *memory], [*best, *kept], strict=True))
 
 
 @pytest.mark.parametrize("spec", [CONV, DELTA])
-def test_they_compute_what_the_reference_computes(spec: StateSpec) -> None:
+def test_state_kernels_agree_with_reference(spec: StateSpec) -> None:
     got, _ = computed(spec, torch.float32, CpuStates(kernels(), 2))
     expected, _ = computed(spec, torch.float32, reference_state)
     for pair in zip(got, expected, strict=True):
@@ -104,7 +104,7 @@ def test_they_compute_what_the_reference_computes(spec: StateSpec) -> None:
 @pytest.mark.thorough(cases=["spec1-reference"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("spec", [CONV, DELTA])
-def test_chunks_change_no_bit(spec: StateSpec, backend: str) -> None:
+def test_state_is_bitwise_independent_of_chunks(spec: StateSpec, backend: str) -> None:
     states = CpuStates(kernels(), 2) if backend == "cpu" else reference_state
     whole, kept = computed(spec, torch.float32, states)
     for cuts in (
@@ -112,13 +112,15 @@ def test_chunks_change_no_bit(spec: StateSpec, backend: str) -> None:
         (tuple(range(1, 43)), tuple(range(1, 20))),
         ((7, 24), ()),
     ):
-        got, own = computed(spec, torch.float32, states, cuts)
-        assert all(torch.equal(*pair) for pair in zip([*got, *own], [*whole, *kept], strict=True))
+        got, memory = computed(spec, torch.float32, states, cuts)
+        assert all(
+            torch.equal(*pair) for pair in zip([*got, *memory], [*whole, *kept], strict=True)
+        )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("spec", [CONV, DELTA])
-def test_nothing_behind_the_window_is_read(spec: StateSpec, backend: str) -> None:
+def test_state_kernels_read_only_the_window(spec: StateSpec, backend: str) -> None:
     """Its memory is anybody's: what the scheduler gives away is what the window leaves behind."""
     states: Any = CpuStates(kernels(), 1) if backend == "cpu" else reference_state
     operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv

@@ -264,7 +264,7 @@ def test_chunks_one_after_another_agree() -> None:
 
 
 @pytest.mark.thorough
-def test_scores_far_below_zero_are_not_lost() -> None:
+def test_very_negative_scores_are_kept() -> None:
     """The CPU kernel that torch would choose for single rows returns 0 here."""
     paged = Paged([600, 600])
     paged.q = [torch.ones_like(q) * 8 for q in paged.q]
@@ -277,7 +277,7 @@ def test_scores_far_below_zero_are_not_lost() -> None:
 
 
 @pytest.mark.thorough
-def test_nothing_outside_the_batch_is_changed() -> None:
+def test_storage_outside_the_batch_is_unchanged() -> None:
     """It clears the free tail of a block that it writes to, and nothing else."""
     paged = Paged([20, 40, 30])
     paged.store([Piece(0, 0, 20), Piece(1, 0, 40), Piece(2, 0, 30)])
@@ -367,7 +367,7 @@ def build(
 
 
 @pytest.mark.thorough
-def test_backend_says_that_it_is_not_invariant() -> None:
+def test_flex_backend_declares_itself_not_invariant() -> None:
     ops = build()
     assert ops.name == "reference+flex"
     assert not ops.schedule_invariant
@@ -383,12 +383,12 @@ def test_backend_says_that_it_is_not_invariant() -> None:
         ({"block_size": 48, "device": "cuda"}, "48"),
     ],
 )
-def test_refuses_by_value(change: dict[str, object], named: str) -> None:
+def test_unsupported_value_is_rejected(change: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build(**change)
 
 
-def test_kernels_that_compute_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incorrect_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sees a slot more than it should: torch's own for AVX2 and blocks of 8 slots is
     worse.
     """
@@ -404,7 +404,7 @@ def test_kernels_that_compute_other_values_are_refused(monkeypatch: pytest.Monke
         build()
 
 
-def test_machine_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_avx2_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(ConfigError, match="AVX2"):
         build()
@@ -435,7 +435,7 @@ def test_missing_compiler_is_named() -> None:
     assert "CXX" in done.stdout
 
 
-def test_what_does_not_compile_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_compilation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such\nkernel\n\nand a long trace")
 

@@ -23,11 +23,11 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
+def test_row_is_encoded_in_steps_of_a_127th_of_its_maximum() -> None:
     form = KvFormat(torch.float32, coded=True)
     row = torch.tensor([127.0, -2.5, 3.5, 0.4, -0.5, 1.5, -126.6, 0.0])
-    found = form.decode(form.encode(row[None]))[0]
-    assert found.tolist() == [127.0, -2.0, 4.0, 0.0, 0.0, 2.0, -127.0, 0.0]  # ties to even
+    decoded = form.decode(form.encode(row[None]))[0]
+    assert decoded.tolist() == [127.0, -2.0, 4.0, 0.0, 0.0, 2.0, -127.0, 0.0]  # ties to even
     many = rows(50, 3, 64)
     step = many.abs().amax(dim=-1, keepdim=True) / 127
     kept = form.encode(many)
@@ -37,41 +37,41 @@ def test_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
     assert torch.equal(form.decode(kept)[7:9, 1:], form.decode(form.encode(many[7:9, 1:])))
 
 
-def test_rows_of_zeros_stay_and_what_is_not_finite_makes_the_row_nan() -> None:
+def test_zero_rows_stay_zero_and_nonfinite_rows_become_nan() -> None:
     form = KvFormat(torch.bfloat16, coded=True)
-    given = torch.zeros(4, 16)
-    given[1, 3], given[2, 5], given[3] = math.inf, math.nan, 1e-35
-    found = form.decode(form.encode(given))
-    assert found[[0, 3]].eq(0).all()
-    assert found[1:3].isnan().all()
+    values = torch.zeros(4, 16)
+    values[1, 3], values[2, 5], values[3] = math.inf, math.nan, 1e-35
+    decoded = form.decode(form.encode(values))
+    assert decoded[[0, 3]].eq(0).all()
+    assert decoded[1:3].isnan().all()
 
 
 def test_plain_format_only_rounds() -> None:
-    form, given = KvFormat(torch.bfloat16), rows(5, 16)
-    assert torch.equal(form.decode(form.encode(given)), given.bfloat16().float())
+    form, values = KvFormat(torch.bfloat16), rows(5, 16)
+    assert torch.equal(form.decode(form.encode(values)), values.bfloat16().float())
     assert form.width(64) * form.stored.itemsize == 128
-    assert form.rounded(given) is given
+    assert form.rounded(values) is values
 
 
-def test_gradients_pass_the_rounding_as_they_are() -> None:
-    form, given = KvFormat(torch.float32, coded=True), rows(5, 2, 16).requires_grad_(True)
+def test_gradients_pass_through_rounding_unchanged() -> None:
+    form, values = KvFormat(torch.float32, coded=True), rows(5, 2, 16).requires_grad_(True)
     factors = rows(2, 16)
-    found = form.rounded(given)
-    (found * factors).sum().backward()
-    assert torch.equal(given.grad, factors.expand(5, 2, 16))  # pyright: ignore[reportArgumentType]
-    expected = form.decode(form.encode(given.detach()))
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert not torch.equal(found, given)
+    rounded = form.rounded(values)
+    (rounded * factors).sum().backward()
+    assert torch.equal(values.grad, factors.expand(5, 2, 16))  # pyright: ignore[reportArgumentType]
+    expected = form.decode(form.encode(values.detach()))
+    assert torch.allclose(rounded, expected, atol=1e-6)
+    assert not torch.equal(rounded, values)
 
 
-def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *given: Tensor) -> Tensor:
+def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *new_kv: Tensor) -> Tensor:
     """Rows of one chunk over themselves, in a cache of its own that begins as NaN."""
     count = len(q)
     storage = KVStorage(shape.spec(), 6, BLOCK, shape.dtype, CPU, kv_cache_dtype=kept)
     spoil(storage, slice(None))
     batch = batch_of_rows([Rows([0] * count, 0, range(1, 2 + count // BLOCK))], BLOCK)
     still = torch.ones(count, shape.head_dim // 2), torch.zeros(count, shape.head_dim // 2)
-    qkv = torch.cat([q, *given], dim=1).flatten(1)
+    qkv = torch.cat([q, *new_kv], dim=1).flatten(1)
     rope = RopeArgs(*still, shape.num_heads, shape.num_kv_heads)
     turned = ops.rope_and_store(qkv, rope, batch.positions, batch.slot_mapping, storage, 1)
     plan = ops.plan_attention(batch, BLOCK, 0)
@@ -79,14 +79,14 @@ def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *given: Tens
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_what_codes_stand_for_is_attended(name: str) -> None:
+def test_attention_uses_decoded_values(name: str) -> None:
     """As of a plain cache that holds those numbers, by the rows of the same step too."""
     ops, shape, form = backend(name, 2), Shape(2, 3, 16), KvFormat(torch.float32, coded=True)
     q, k, v = rows(70, 6, 16), rows(70, 2, 16) * 2, rows(70, 2, 16) * 3
-    found = attended(ops, shape, "int8", q, k, v)
+    actual = attended(ops, shape, "int8", q, k, v)
     exact = attended(ops, shape, "auto", q, *(form.decode(form.encode(each)) for each in (k, v)))
     if name == "reference":
-        assert torch.equal(found, exact)
+        assert torch.equal(actual, exact)
     else:  # which multiplies sums by scales instead
-        assert torch.allclose(found, exact, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(found, attended(ops, shape, "auto", q, k, v), atol=1e-3)
+        assert torch.allclose(actual, exact, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(actual, attended(ops, shape, "auto", q, k, v), atol=1e-3)

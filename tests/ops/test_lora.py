@@ -39,9 +39,9 @@ def adapter(
     return Adapter("own", 1, {"weight": tuple(parts)} if parts else {})
 
 
-def batch(num_rows: int, adapters: tuple[Adapter, ...], own: list[int]) -> ForwardBatch:
+def batch(num_rows: int, adapters: tuple[Adapter, ...], adapter_of: list[int]) -> ForwardBatch:
     rows = batch_of_rows([Rows([0] * num_rows, 0, range(num_rows))], 1)
-    return replace(rows, adapters=adapters, row_adapters=torch.tensor(own))
+    return replace(rows, adapters=adapters, row_adapters=torch.tensor(adapter_of))
 
 
 @pytest.fixture(scope="module", params=LAWS)
@@ -60,7 +60,7 @@ def backends(request: pytest.FixtureRequest) -> list[CpuOps]:
     num_rows=st.sampled_from([1, 2, 5, 70]),
     data=st.data(),
 )
-def test_row_gets_what_its_own_adapter_adds(
+def test_row_gets_the_sum_of_its_own_adapter(
     backends: list[CpuOps],
     seed: int,
     dtype: torch.dtype,
@@ -74,38 +74,40 @@ def test_row_gets_what_its_own_adapter_adds(
         st.sampled_from([0, 1, 3, 4, 8, 17]), min_size=len(columns), max_size=len(columns)
     )
     adapters = tuple(adapter(generator, width, columns, data.draw(ranks)) for _ in range(3))
-    own = data.draw(st.lists(st.integers(-1, 2), min_size=num_rows, max_size=num_rows))
+    adapter_of = data.draw(st.lists(st.integers(-1, 2), min_size=num_rows, max_size=num_rows))
     x, y = numbers(generator, num_rows, width).to(dtype), numbers(generator, num_rows, sum(columns))
-    rows = batch(num_rows, adapters, own)
-    found = [ops.lora(y, x, "weight", rows) for ops in backends]
-    assert all(torch.equal(each, found[0]) for each in found)  # any set, any number of threads
+    rows = batch(num_rows, adapters, adapter_of)
+    sums = [ops.lora(y, x, "weight", rows) for ops in backends]
+    assert all(torch.equal(each, sums[0]) for each in sums)  # any set, any number of threads
     expected = reference.lora(y, x, "weight", rows)
-    assert (found[0] - expected).abs().max() < 2e-6 * 20 * width * 17
+    assert (sums[0] - expected).abs().max() < 2e-6 * 20 * width * 17
     for row in range(min(num_rows, 5)):
-        alone = batch(1, (adapters[max(own[row], 0)],), [min(own[row], 0)])
+        alone = batch(1, (adapters[max(adapter_of[row], 0)],), [min(adapter_of[row], 0)])
         single = (y[row : row + 1], x[row : row + 1], "weight", alone)
-        assert torch.equal(backends[0].lora(*single), found[0][row : row + 1])
+        assert torch.equal(backends[0].lora(*single), sums[0][row : row + 1])
         assert torch.equal(reference.lora(*single), expected[row : row + 1])
-        if own[row] < 0 or "weight" not in adapters[own[row]].parts:
-            assert torch.equal(found[0][row], y[row])
+        if adapter_of[row] < 0 or "weight" not in adapters[adapter_of[row]].parts:
+            assert torch.equal(sums[0][row], y[row])
 
 
-def test_sum_is_that_of_its_matrices(backends: list[CpuOps]) -> None:
+def test_lora_sum_equals_the_product_of_its_matrices(backends: list[CpuOps]) -> None:
     generator = torch.Generator().manual_seed(0)
-    own = adapter(generator, 64, [32, 16], [4, 8])
+    matrices = adapter(generator, 64, [32, 16], [4, 8])
     x, y = numbers(generator, 3, 64), numbers(generator, 3, 48)
     expected = y.double()
-    for first, a, b, scale in own.parts["weight"]:
+    for first, a, b, scale in matrices.parts["weight"]:
         expected[:, first : first + b.shape[1]] += x.double() @ a.double().T * scale @ b.double()
-    rows = batch(3, (own,), [0, 0, 0])
-    for found in (backends[0].lora(y, x, "weight", rows), reference.lora(y, x, "weight", rows)):
-        assert (found - expected).abs().max() < 1e-3
+    rows = batch(3, (matrices,), [0, 0, 0])
+    for actual in (backends[0].lora(y, x, "weight", rows), reference.lora(y, x, "weight", rows)):
+        assert (actual - expected).abs().max() < 1e-3
 
 
-def test_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOps]) -> None:
-    own = adapter(torch.Generator().manual_seed(0), 16, [16], [4])
+def test_row_with_unknown_adapter_is_rejected(backends: list[CpuOps]) -> None:
+    matrices = adapter(torch.Generator().manual_seed(0), 16, [16], [4])
     with pytest.raises(ValueError, match="a row names an adapter that the step does not have"):
-        backends[0].lora(torch.zeros(1, 16), torch.zeros(1, 16), "weight", batch(1, (own,), [1]))
+        backends[0].lora(
+            torch.zeros(1, 16), torch.zeros(1, 16), "weight", batch(1, (matrices,), [1])
+        )
 
 
 @settings(max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -116,7 +118,7 @@ def test_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOps]
     wrong=st.sampled_from([None, torch.nan, torch.inf, -torch.inf]),
     data=st.data(),
 )
-def test_matrices_are_placed_bit_by_bit(
+def test_matrices_are_placed_bit_for_bit(
     backends: list[CpuOps],
     seed: int,
     shapes: list[tuple[int, int]],
@@ -126,25 +128,25 @@ def test_matrices_are_placed_bit_by_bit(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sources = [numbers(generator, *shape).to(dtype) for shape in shapes]
-    for each in sources:
-        each.view(-1)[0] = 1e-40  # a denormal in float32
+    for tensor in sources:
+        tensor.view(-1)[0] = 1e-40  # a denormal in float32
     if data.draw(st.booleans()):
         sources[-1] = sources[-1].T.contiguous().T
     places = st.lists(st.integers(0, len(sources) - 1), max_size=2)
     faults = [] if wrong is None else data.draw(places)
-    for place in faults:
-        at = data.draw(st.integers(0, sources[place].numel() - 1))
-        sources[place][at // shapes[place][1], at % shapes[place][1]] = wrong
+    for fault in faults:
+        at = data.draw(st.integers(0, sources[fault].numel() - 1))
+        sources[fault][at // shapes[fault][1], at % shapes[fault][1]] = wrong
     turned = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
     offset = data.draw(st.integers(0, 1))  # what is aligned is written past the caches
-    for own in (placed, *(each.placed for each in backends)):
+    for write_into in (placed, *(each.placed for each in backends)):
         outs = [
             torch.zeros(2 + rows * columns)[offset : offset + rows * columns].view(
                 (columns, rows) if turn else (rows, columns)
             )
             for (rows, columns), turn in zip(shapes, turned, strict=True)
         ]
-        write = own([Place(out, turn) for out, turn in zip(outs, turned, strict=True)])
+        write = write_into([Place(out, turn) for out, turn in zip(outs, turned, strict=True)])
         assert write(sources) == min(faults, default=-1)
         for out, turn, source in zip(outs, turned, sources, strict=True):
             expected = (source.T if turn else source).float().contiguous()

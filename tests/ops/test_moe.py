@@ -88,7 +88,7 @@ def experts_of(
         torch.randn(size, generator=generator)
         for size in ((count,), (count, 2 * inner), (count, HIDDEN))
     ]
-    own = (each[held.start : held.stop].flatten().to(dtype) for each in added[1:])
+    held_biases = (each[held.start : held.stop].flatten().to(dtype) for each in added[1:])
     return Experts(
         weights[0],
         weights[1],
@@ -98,7 +98,7 @@ def experts_of(
         activation,
         bias,
         Shared(weights[3], weights[4], shared == "gated") if shared else None,
-        Biases(added[0], *own) if biases else None,
+        Biases(added[0], *held_biases) if biases else None,
     )
 
 
@@ -114,10 +114,10 @@ def expected(x: Tensor, experts: Experts) -> Tensor:
         "clamped_swiglu": lambda z: z.clamp(max=7) * (1.702 * z.clamp(max=7)).sigmoid(),
     }
     clamped = experts.activation == "clamped_swiglu"
-    own = experts.biases or Biases(*(torch.zeros(1),) * 3)
+    biases = experts.biases or Biases(*(torch.zeros(1),) * 3)
     up_biases, down_biases = (
         each.double().view(-1, size) if len(each) > 1 else each.expand(experts.num_experts, 1)
-        for each, size in ((own.gate_up, len(gate_ups[0])), (own.down, len(downs[0])))
+        for each, size in ((biases.gate_up, len(gate_ups[0])), (biases.down, len(downs[0])))
     )
 
     def through(
@@ -129,7 +129,7 @@ def expected(x: Tensor, experts: Experts) -> Tensor:
 
     out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
     for row, total in zip(x.double(), out, strict=True):
-        logits = router @ row + own.router.double()
+        logits = router @ row + biases.router.double()
         for expert, weight in weights_of(logits[: experts.num_experts], experts).items():
             weights = gate_ups[expert], downs[expert], up_biases[expert], down_biases[expert]
             total += weight * through(row, *weights)
@@ -202,17 +202,17 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 def test_sum_over_a_rows_experts(name: str, routing: str) -> None:
     backend, options = BACKENDS[name], ROUTINGS[routing]
     x = rows_of(40)
-    found = backend.run(x, experts_of(backend, **options), None)
-    assert found.dtype == torch.float32
+    result = backend.run(x, experts_of(backend, **options), None)
+    assert result.dtype == torch.float32
     plain = experts_of(BACKENDS["reference"], **options)
-    torch.testing.assert_close(found.double(), expected(x, plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.double(), expected(x, plain), rtol=1e-5, atol=1e-5)
     assert backend.run(x[:0], experts_of(backend, **options), None).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_instruction_set_routes_to_the_same_bits(
+def test_routing_has_same_bits_on_every_instruction_set(
     law: Law, dtype: torch.dtype, routing: str
 ) -> None:
     x, experts = rows_of(40, dtype), experts_of(BACKENDS["cpu"], dtype=dtype, **ROUTINGS[routing])
@@ -226,16 +226,18 @@ def test_every_instruction_set_routes_to_the_same_bits(
 
 def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
     x = rows_of(33, torch.bfloat16)
-    found = CPU.moe(x, experts_of(BACKENDS["cpu"], dtype=torch.bfloat16))
+    result = CPU.moe(x, experts_of(BACKENDS["cpu"], dtype=torch.bfloat16))
     near = reference.moe(x, experts_of(BACKENDS["reference"], dtype=torch.bfloat16))
-    torch.testing.assert_close(found, near, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(result, near, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.thorough(but=["reference"])
 @pytest.mark.parametrize("name", BACKENDS)
 @CALM
 @given(data=st.data(), count=st.integers(1, 20))
-def test_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, count: int) -> None:
+def test_moe_row_is_bitwise_independent_of_others(
+    name: str, data: st.DataObject, count: int
+) -> None:
     """Any rows in any order: some experts get many of them, and some get none."""
     backend = BACKENDS[name]
     # the interpreter's product of bfloat16 is wrong
@@ -252,7 +254,7 @@ def test_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, co
 
 @pytest.mark.thorough(cases=["triton"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
+def test_routing_ties_choose_the_lower_ids(name: str) -> None:
     backend = BACKENDS[name]
     router = rows_of(2)[[0, 1, 0, 1, 1, 0]]
     ids, weights = backend.steps.route(rows_of(16), experts_of(backend, router=router))
@@ -264,17 +266,17 @@ def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
 
 @pytest.mark.thorough(cases=["triton"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_row_of_nan_is_its_own_misfortune(name: str) -> None:
+def test_row_of_nan_does_not_affect_other_rows(name: str) -> None:
     backend = BACKENDS[name]
     x, experts = rows_of(4), experts_of(backend)
     whole = backend.run(x, experts, None)
     x[1] = torch.nan
-    found = backend.run(x, experts, None)
-    assert bool(found[1].isnan().all())
-    assert torch.equal(found[[0, 2, 3]], whole[[0, 2, 3]])
+    result = backend.run(x, experts, None)
+    assert bool(result[1].isnan().all())
+    assert torch.equal(result[[0, 2, 3]], whole[[0, 2, 3]])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_experts_are_rejected() -> None:
     experts = experts_of(BACKENDS["cpu"])
     none = torch.empty(0, dtype=torch.int64)
     for rows, held, problem in ((5, 0, "a row does not exist"), (0, 6, "an expert does not exist")):
@@ -288,20 +290,20 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
     groups = ThreadGroup.make(size, patience=20)
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
 
     def work(group: ThreadGroup) -> None:
         try:
-            found[group.rank] = run(group)
+            results[group.rank] = run(group)
         finally:
-            group.close() if group.rank not in found else None
+            group.close() if group.rank not in results else None
 
     threads = [threading.Thread(target=work, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[rank] for rank in range(size)]
+    return [results[rank] for rank in range(size)]
 
 
 @pytest.mark.thorough(
@@ -309,7 +311,7 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
 )
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
-def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -> None:
+def test_expert_placement_changes_no_bit(name: str, size: int, shared: bool) -> None:
     """Ranks with the same rows, or with rows of their own, of which one has none."""
     backend = BACKENDS[name]
     routing: dict[str, Any] = {"shared": "plain", "biases": True}
@@ -321,18 +323,18 @@ def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -
 
         def run(group: ThreadGroup) -> Tensor:
             held = range(bounds[group.rank], bounds[group.rank + 1])
-            own = x if shared else x[cuts[group.rank] : cuts[group.rank + 1]]  # noqa: B023
+            rows = x if shared else x[cuts[group.rank] : cuts[group.rank + 1]]  # noqa: B023
             exchange = ExpertExchange(group, bounds, shared=shared)
-            return backend.run(own, experts_of(backend, held=held, **routing), exchange)
+            return backend.run(rows, experts_of(backend, held=held, **routing), exchange)
 
-        found = on_ranks(size, run)
+        results = on_ranks(size, run)
         if shared:
-            assert all(torch.equal(each, whole) for each in found)
+            assert all(torch.equal(each, whole) for each in results)
         else:
-            assert torch.equal(torch.cat(found), whole)
+            assert torch.equal(torch.cat(results), whole)
 
 
-def test_what_a_config_says_of_experts() -> None:
+def test_expert_fields_of_config_are_read() -> None:
     config = llama_config() | MORE_FAMILIES["qwen3-moe"]
     moe = spec_from_config(
         config | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}

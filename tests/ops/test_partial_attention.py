@@ -142,10 +142,10 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
     assert torch.equal(ops.partial.merge(states, parts.counts, dtype, sinks), whole[order])
 
 
-def test_context_of_one_segment_is_merged_with_nothing() -> None:
+def test_single_segment_context_is_not_merged() -> None:
     """So contexts up to 512 keys have the bits of plain online softmax, also the sign of a zero."""
     before = SoftmaxState(torch.tensor([[-math.inf]]), torch.zeros(1, 1), torch.zeros(1, 2))
-    found = SoftmaxState(torch.tensor([[3.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.0, 1.0]]))
-    for merged, expected in zip(_merge(before, found), found, strict=True):
+    state = SoftmaxState(torch.tensor([[3.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.0, 1.0]]))
+    for merged, expected in zip(_merge(before, state), state, strict=True):
         assert torch.equal(merged.view(torch.int32), expected.view(torch.int32))
     assert SEGMENT == 512  # of kernels/attention.h too

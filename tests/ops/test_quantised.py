@@ -58,11 +58,11 @@ def as_codes(weight: Tensor, form: Format, segments: tuple[int, ...] | None = No
 
 
 def stored(backend: str, weight: Tensor, form: Format, segments: Any = None) -> Any:
-    found: Any = ops_of(backend).allocate(
+    stored_weight: Any = ops_of(backend).allocate(
         tuple(weight.shape), weight.dtype, CPU, form=form, segments=segments
     )
-    found.write(0, weight)
-    return found
+    stored_weight.write(0, weight)
+    return stored_weight
 
 
 # -- the definition --------------------------------------------------------------------------------
@@ -70,9 +70,7 @@ def stored(backend: str, weight: Tensor, form: Format, segments: Any = None) -> 
 
 @settings(max_examples=at_depth(60))
 @given(form=formats, columns=st.sampled_from([1, 5, 32, 33, 64, 96]), seed=st.integers(0, 99))
-def test_codes_are_in_range_and_stand_for_numbers_nearby(
-    form: Format, columns: int, seed: int
-) -> None:
+def test_codes_are_in_range_and_near_the_numbers(form: Format, columns: int, seed: int) -> None:
     weight = random(5, columns, seed=seed)
     codes = as_codes(weight, form)
     low, high = (-127, 127) if form.bits == 8 else (0, 15) if form.mins else (-8, 7)
@@ -87,7 +85,7 @@ def test_codes_are_in_range_and_stand_for_numbers_nearby(
 @pytest.mark.thorough
 @settings(max_examples=at_depth(60))
 @given(form=formats, columns=st.sampled_from([4, 33, 64, 72, 96]), seed=st.integers(0, 99))
-def test_product_is_near_that_of_the_numbers(form: Format, columns: int, seed: int) -> None:
+def test_product_is_near_the_unquantised_product(form: Format, columns: int, seed: int) -> None:
     codes = as_codes(random(6, columns, seed=seed), form, SEGMENTS.get(columns))
     x = random(5, columns, seed=seed + 100)
     rounded, scales = quantise_rows(x, codes.groups)
@@ -114,34 +112,34 @@ def test_wider_format_holds_the_same_numbers(form: Format, other: Format) -> Non
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_codes_of_a_file_are_stored_as_they_are(form: Format, backend: str) -> None:
     """In runs of rows that begin and end within a panel, of this format and of one that it holds."""
-    given = as_codes(random(40, 288), form)
+    codes = as_codes(random(40, 288), form)
     wide = widest([form, FORMATS["int8-16-min"]])
-    for own in (form, wide):
-        weight: Any = ops_of(backend).allocate((40, 288), torch.float32, CPU, form=own)
+    for stored_form in (form, wide):
+        weight: Any = ops_of(backend).allocate((40, 288), torch.float32, CPU, form=stored_form)
         for first, last in ((0, 17), (17, 40)):
-            weight.write_codes(first, given.rows(first, last))
-        assert torch.equal(weight.read(), given.numbers())
+            weight.write_codes(first, codes.rows(first, last))
+        assert torch.equal(weight.read(), codes.numbers())
         with pytest.raises(ValueError, match="do not fit"):
-            weight.write_codes(38, given.rows(0, 3))
+            weight.write_codes(38, codes.rows(0, 3))
         x = random(3, 288, seed=1)
         assert torch.equal(
-            ops_of(backend).linear(x, weight), product(x, widened(given, own, (0, 288)))
+            ops_of(backend).linear(x, weight), product(x, widened(codes, stored_form, (0, 288)))
         )
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_columns_of_whole_groups_are_codes_themselves(form: Format) -> None:
-    given = as_codes(random(5, 288), form)
+def test_slice_of_whole_groups_is_valid_codes(form: Format) -> None:
+    codes = as_codes(random(5, 288), form)
     for first, last in ((0, 128), (128, 256), (256, 288), (0, 288)):
-        part = given.columns(first, last)
-        assert torch.equal(part.numbers(), given.numbers()[:, first:last])
+        part = codes.columns(first, last)
+        assert torch.equal(part.numbers(), codes.numbers()[:, first:last])
         assert part.bounds == (0, last - first)
 
 
 def test_smallest_format_that_holds_codes() -> None:
     def name(*codes: Any) -> str | None:
-        found = fitting(*codes)
-        return None if found is None else found.name
+        fit = fitting(*codes)
+        return None if fit is None else fit.name
 
     assert name(4, 128, False, False) == "int4-128-wide"
     assert name(4, 96, False, False) == "int4-32"
@@ -158,7 +156,7 @@ def test_smallest_format_that_holds_codes() -> None:
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_makes_a_scale_that_is_nan(form: Format, bad: float) -> None:
+def test_nonfinite_number_makes_its_scale_nan(form: Format, bad: float) -> None:
     weight = random(4, 64)
     weight[1, 40] = bad
     codes = as_codes(weight, form)
@@ -169,14 +167,14 @@ def test_what_is_not_finite_makes_a_scale_that_is_nan(form: Format, bad: float) 
     assert others.isfinite().all()
     x = random(3, 64)
     x[0, 0] = bad
-    found = product(x, as_codes(random(4, 64), form))
-    assert found[0].isnan().all()
-    assert found[1:].isfinite().all()
+    result = product(x, as_codes(random(4, 64), form))
+    assert result[0].isnan().all()
+    assert result[1:].isfinite().all()
 
 
 @pytest.mark.thorough(cases=["int8", "int4-32", "int8-16-wide", "int8-16-min"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_rows_products_know_nothing_of_other_rows(form: Format) -> None:
+def test_product_row_is_independent_of_other_rows(form: Format) -> None:
     codes, x = as_codes(random(40, 72), form, SEGMENTS[72]), random(50, 72, seed=1)
     together = product(x, codes)
     for row in range(len(x)):
@@ -185,7 +183,7 @@ def test_rows_products_know_nothing_of_other_rows(form: Format) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_numbers_that_were_read_make_the_same_codes(form: Format, dtype: torch.dtype) -> None:
+def test_dequantised_numbers_encode_to_the_same_codes(form: Format, dtype: torch.dtype) -> None:
     """An engine's weights, sent to another, are the same weights there, unless a group is so small
     that float16 has few digits for its scale.
     """
@@ -199,7 +197,7 @@ def test_numbers_that_were_read_make_the_same_codes(form: Format, dtype: torch.d
         assert torch.equal(again.codes[rows, first:last], codes.codes[rows, first:last])
 
 
-def test_segments_that_do_not_begin_with_a_group_are_one() -> None:
+def test_segments_not_aligned_to_groups_are_joined() -> None:
     assert bounds_of((0, 12, 48), 48, FORMATS["int8"]) == (0, 12, 48)
     assert bounds_of((0, 12, 48), 48, FORMATS["int8-32"]) == (0, 48)
     assert bounds_of((0, 10, 48), 48, FORMATS["int8"]) == (0, 48)
@@ -214,7 +212,7 @@ def test_segments_that_do_not_begin_with_a_group_are_one() -> None:
 @pytest.mark.parametrize("columns", SEGMENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_products_and_rows_have_the_bits_of_the_definition(
+def test_products_and_rows_equal_the_definition_bitwise(
     backend: str, columns: int, dtype: torch.dtype, form: Format
 ) -> None:
     ops, segments = ops_of(backend), SEGMENTS[columns]
@@ -239,7 +237,7 @@ def test_products_and_rows_have_the_bits_of_the_definition(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_rows_are_written_in_place_and_copies_stay(backend: str, form: Format) -> None:
+def test_rows_are_written_in_place_and_copies_are_unchanged(backend: str, form: Format) -> None:
     weight = stored(backend, random(40, 72), form)
     copy, address = weight.clone(), weight.data_ptr()
     before = weight.read()

@@ -103,8 +103,8 @@ def test_products_have_the_same_bits_with_any_number_of_threads() -> None:
     for threads in (2, 3, 5, 8, 16):
         torch.set_num_threads(threads)
         for (x, weight), one in zip(products, alone, strict=True):
-            found = reference.linear(x, weight)
-            assert torch.equal(found, one), f"{threads} threads, {tuple(weight.shape)}"
+            result = reference.linear(x, weight)
+            assert torch.equal(result, one), f"{threads} threads, {tuple(weight.shape)}"
 
 
 def test_norm_of_a_single_long_row_does_not_depend_on_threads() -> None:
@@ -194,7 +194,7 @@ def test_large_operations_are_independent_of_threads_and_neighbours(
         assert torch.equal(op(rows[20:21]), alone[20:21]), f"alone, {threads} threads"
 
 
-def test_gate_does_not_round_differently_where_a_threads_part_ends() -> None:
+def test_gate_rounding_is_independent_of_thread_boundaries() -> None:
     """A library's sigmoid does, one time in twenty: its vector and scalar forms differ."""
     for seed in range(40):
         rows = randn(67, 1106, seed=seed) * 4
@@ -224,7 +224,7 @@ def test_logits_of_bfloat16_are_not_rounded() -> None:
     )
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_linear_of_zero_rows_is_empty() -> None:
     weight = randn(5, 8)
     assert reference.linear(torch.empty(0, 8), weight).shape == (0, 5)
     assert reference.logits(torch.empty(0, 8), weight).shape == (0, 5)
@@ -245,7 +245,7 @@ def test_rms_norm_adds_then_scales() -> None:
     assert torch.equal(added, residual + x.bfloat16().float()), "the residual stream was rounded"
 
 
-def test_gate_is_silu_times_up() -> None:
+def test_gate_computes_silu_times_up() -> None:
     both = torch.cat(
         (torch.tensor([[-100.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4, -1e4]]), randn(1, 8)), dim=1
     )
@@ -397,21 +397,21 @@ class Paged:
         return self.step([(which, 0, len(each)) for which, each in enumerate(self.stories)])
 
 
-def exact(shape: Shape, each: Story) -> Tensor:
+def exact(shape: Shape, text: Story) -> Tensor:
     """Causal attention in float64, by an explicit mask."""
-    q, k, v = (part.double().transpose(0, 1) for part in (each.q, each.k, each.v))
+    q, k, v = (part.double().transpose(0, 1) for part in (text.q, text.k, text.v))
     k, v = k.repeat_interleave(shape.ratio, dim=0), v.repeat_interleave(shape.ratio, dim=0)
-    behind = torch.arange(len(each))[:, None] - torch.arange(len(each))
+    behind = torch.arange(len(text))[:, None] - torch.arange(len(text))
     seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
     scores = q @ k.transpose(1, 2) * shape.head_dim**-0.5
     if shape.cap:
         scores = shape.cap * torch.tanh(scores / shape.cap)
     scores = scores.masked_fill(~seen, -math.inf)
     if shape.sinks is not None:
-        own = shape.sinks.double()[:, None, None].expand(-1, len(each), 1)
-        scores = torch.cat([scores, own], dim=-1)
-    out = scores.softmax(dim=-1)[..., : len(each)] @ v
-    return out.transpose(0, 1).reshape(len(each), -1)
+        sink = shape.sinks.double()[:, None, None].expand(-1, len(text), 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    out = scores.softmax(dim=-1)[..., : len(text)] @ v
+    return out.transpose(0, 1).reshape(len(text), -1)
 
 
 SHAPES = st.builds(
@@ -441,15 +441,15 @@ def test_attention_agrees_with_float64(
     shape: Shape, lengths: list[int], block_size: int, seed: int
 ) -> None:
     stories = [story(shape, length, 10 * i + seed) for i, length in enumerate(lengths)]
-    for got, each in zip(Paged(shape, stories, block_size, seed).whole(), stories, strict=True):
+    for got, text in zip(Paged(shape, stories, block_size, seed).whole(), stories, strict=True):
         assert got.dtype == shape.dtype
         tolerance = 2e-5 if shape.dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(got.double(), exact(shape, each), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got.double(), exact(shape, text), rtol=tolerance, atol=tolerance)
 
 
 @CALM
 @given(shape=SHAPES, lengths=LENGTHS, block_size=BLOCK_SIZES, data=st.data())
-def test_attention_is_the_same_in_any_chunks_beside_any_others(
+def test_attention_has_same_bits_in_any_chunks_and_batch(
     shape: Shape, lengths: list[int], block_size: int, data: st.DataObject
 ) -> None:
     """The law itself. Unwritten slots are NaN, so a read past the context would show too."""
@@ -461,65 +461,63 @@ def test_attention_is_the_same_in_any_chunks_beside_any_others(
     torch.set_num_threads(data.draw(st.sampled_from([1, 2])))
     paged = Paged(shape, stories, block_size, seed=1)
     waiting = {which: cuts(data, length) for which, length in enumerate(lengths)}
-    found: dict[int, list[Tensor]] = {which: [] for which in waiting}
+    computed_rows: dict[int, list[Tensor]] = {which: [] for which in waiting}
     while any(waiting.values()):
         open_ones = [which for which in waiting if waiting[which]]
         chosen = data.draw(st.lists(st.sampled_from(open_ones), min_size=1, unique=True))
         rows = paged.step([(which, *waiting[which].pop(0)) for which in chosen])
         for which, got in zip(chosen, rows, strict=True):
-            found[which].append(got)
+            computed_rows[which].append(got)
     for which, expected in enumerate(alone):
-        assert torch.equal(torch.cat(found[which]), expected)
+        assert torch.equal(torch.cat(computed_rows[which]), expected)
 
 
 @CALM
 @given(shape=SHAPES, length=st.integers(1, 200))
 def test_attention_is_the_same_for_every_block_size(shape: Shape, length: int) -> None:
-    each = story(shape, length, 0)
-    first, *others = [Paged(shape, [each], size).whole()[0] for size in (1, 3, 16, 64, 100)]
+    text = story(shape, length, 0)
+    first, *others = [Paged(shape, [text], size).whole()[0] for size in (1, 3, 16, 64, 100)]
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 7])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_single_decode_row_equals_its_prefill_row_under_any_threads(
-    num_kv_heads: int, ratio: int
-) -> None:
+def test_decode_row_equals_its_prefill_row_with_any_threads(num_kv_heads: int, ratio: int) -> None:
     shape = Shape(num_kv_heads, ratio, 64)
-    each = story(shape, 200, 0)
+    text = story(shape, 200, 0)
     torch.set_num_threads(1)
-    expected = Paged(shape, [each], 16).whole()[0]
+    expected = Paged(shape, [text], 16).whole()[0]
     for threads in THREADS:
         torch.set_num_threads(threads)
-        paged = Paged(shape, [each], 16)
+        paged = Paged(shape, [text], 16)
         paged.step([(0, 0, 199)])
         assert torch.equal(paged.step([(0, 199, 200)])[0], expected[199:])
-        assert torch.equal(Paged(shape, [each], 16).whole()[0], expected)
+        assert torch.equal(Paged(shape, [text], 16).whole()[0], expected)
 
 
 @pytest.mark.parametrize("head_dim", [6, 10, 22])
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_head_that_fills_no_whole_vector_keeps_the_law_too(head_dim: int, ratio: int) -> None:
+def test_partial_vector_head_is_batch_invariant(head_dim: int, ratio: int) -> None:
     """Its matrices start at addresses of unequal alignment."""
     shape = Shape(1, ratio, head_dim)
-    each, other = story(shape, 66, 0), story(shape, 40, 7)
-    alone = Paged(shape, [each], 16).whole()[0]
-    assert torch.equal(Paged(shape, [each, other], 16).whole()[0], alone)
-    paged = Paged(shape, [each], 16)
+    text, other = story(shape, 66, 0), story(shape, 40, 7)
+    alone = Paged(shape, [text], 16).whole()[0]
+    assert torch.equal(Paged(shape, [text, other], 16).whole()[0], alone)
+    paged = Paged(shape, [text], 16)
     assert torch.equal(torch.cat([paged.step([(0, i, i + 1)])[0] for i in range(66)]), alone)
 
 
-def test_more_rows_than_a_group_holds() -> None:
+def test_attention_of_more_rows_than_one_group() -> None:
     shape = Shape(2, 2, 16)
     stories = [story(shape, 90, 0), story(shape, 150, 5), story(shape, 64, 9)]
-    for got, each in zip(Paged(shape, stories, 16).whole(), stories, strict=True):
-        torch.testing.assert_close(got.double(), exact(shape, each), rtol=2e-5, atol=2e-5)
+    for got, text in zip(Paged(shape, stories, 16).whole(), stories, strict=True):
+        torch.testing.assert_close(got.double(), exact(shape, text), rtol=2e-5, atol=2e-5)
 
 
 def test_large_scores_do_not_overflow() -> None:
     shape = Shape(1, 2, 16)
-    each = story(shape, 130, 0)
-    loud = Story(each.q * 200, each.k * 200, each.v)
+    text = story(shape, 130, 0)
+    loud = Story(text.q * 200, text.k * 200, text.v)
     torch.testing.assert_close(
         Paged(shape, [loud], 16).whole()[0].double(), exact(shape, loud), rtol=2e-3, atol=2e-3
     )
@@ -546,8 +544,10 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
         at = rows[:, 0].long()
         storage = KVStorage(shape.spec(), 4, 16, shape.dtype, torch.device("cpu"))
         storage.keys.zero_()
-        own = rows[:, 1:].to(shape.dtype)
-        q = reference.rope_and_store(own, RopeArgs(cos, sin, heads, kv_heads), at, at, storage, 1)
+        head_rows = rows[:, 1:].to(shape.dtype)
+        q = reference.rope_and_store(
+            head_rows, RopeArgs(cos, sin, heads, kv_heads), at, at, storage, 1
+        )
         keys, values = storage.gather(1, at)
         assert not storage.gather(0, at)[0].any(), "another layer was written"
         stored = [part.transpose(0, 1).flatten(1) for part in (keys, values)]
@@ -571,7 +571,7 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
     )
 
 
-def test_backend_is_complete_and_says_what_it_promises() -> None:
+def test_reference_backend_is_complete_and_declares_invariance() -> None:
     ops = reference_ops()
     assert ops.name == "reference"
     assert ops.schedule_invariant

@@ -78,13 +78,13 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(group=4, kv_heads=1, dtype=HALF, has_sinks=True), 0, Memory()),
     ],
 )
-def test_mix_of_chunks_agrees_with_the_specification(
+def test_attention_of_mixed_chunks_agrees_with_reference(
     heads: Heads, window: int, memory: Memory, batch_invariant: bool
 ) -> None:
     seqs = draw(LENGTHS, heads)
-    found = attend(small(batch_invariant=batch_invariant), seqs, MIX, heads, window, memory)
+    result = attend(small(batch_invariant=batch_invariant), seqs, MIX, heads, window, memory)
     torch.testing.assert_close(
-        found,
+        result,
         reference(seqs, MIX, heads, window, memory),
         atol=TOLERANCE[heads.dtype],
         rtol=TOLERANCE[heads.dtype],
@@ -93,13 +93,11 @@ def test_mix_of_chunks_agrees_with_the_specification(
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_decode_agrees_with_tiles_of_their_own_size(
-    dtype: torch.dtype, batch_invariant: bool
-) -> None:
+def test_decode_agrees_with_dedicated_tile_sizes(dtype: torch.dtype, batch_invariant: bool) -> None:
     heads = Heads(dtype=dtype, kv_heads=1)
     pieces = (Piece(0, 299, 300), Piece(1, 63, 64), Piece(2, 0, 1))
     seqs = draw([300, 64, 1], heads)
-    found = attend(
+    result = attend(
         Attention(batch_invariant=batch_invariant),
         seqs,
         pieces,
@@ -107,7 +105,7 @@ def test_decode_agrees_with_tiles_of_their_own_size(
         memory=Memory(padding=(2, 2)),
     )
     torch.testing.assert_close(
-        found, reference(seqs, pieces, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        result, reference(seqs, pieces, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
@@ -176,32 +174,32 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
 )
 @settings(max_examples=at_depth(6), deadline=None)
 @given(schedule=schedules())
-def test_rows_bits_are_its_own(
+def test_attention_row_is_bitwise_independent_of_its_batch(
     heads: Heads, window: int, schedule: tuple[list[list[Piece]], Memory, int, int]
 ) -> None:
     steps, memory, shared_items, row_parts = schedule
     seqs, alone = _alone(heads, window)
     attention = small(batch_invariant=True, shared_items=shared_items, row_parts=row_parts)
     for pieces in steps:
-        found = attend(attention, seqs, pieces, heads, window, memory)
+        result = attend(attention, seqs, pieces, heads, window, memory)
         expected = torch.cat([alone[piece.seq][piece.start : piece.end] for piece in pieces])
-        assert torch.equal(found, expected), (pieces, memory)
+        assert torch.equal(result, expected), (pieces, memory)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_what_is_shared_has_the_bits_of_what_is_not(has_sinks: bool) -> None:
+def test_shared_prefix_has_same_bits_as_unshared(has_sinks: bool) -> None:
     heads = Heads(kv_heads=1, dim=80, has_sinks=has_sinks)
     pieces = [Piece(0, 148, 150), Piece(1, 99, 100)]
     seqs = draw([150, 100], heads)
-    found = [
+    results = [
         attend(small(batch_invariant=True, shared_items=items, row_parts=60), seqs, pieces, heads)
         for items in (1, 3, 30)
     ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
-def test_padding_alone_is_no_work() -> None:
+def test_batch_of_padding_only_does_no_work() -> None:
     heads = Heads(kv_heads=1)
     q, batch, view = place(draw([5], heads), [Piece(0, 0, 5)], heads, 0, Memory())
     q, batch = padded(q, batch, Memory(padding=(0, 1)))

@@ -72,7 +72,7 @@ def batch_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
 @pytest.mark.thorough
 @settings(max_examples=at_depth(40), deadline=None)
 @given(cases())
-def test_every_row_has_every_key_once(case: Case) -> None:
+def test_plan_covers_every_key_of_a_row_once(case: Case) -> None:
     batch = batch_of(case.chunks)
     seen: dict[int, list[tuple[int, int]]] = {}  # by row: splits of its items, in order of parts
     places: set[int] = set()
@@ -83,7 +83,9 @@ def test_every_row_has_every_key_once(case: Case) -> None:
         counters: dict[int, int] = {}
         shared = 0
         for fields in items.items[:count].tolist():
-            table, row, rows, position, low, high, place, part, parts, taking, counter = fields[:11]
+            table, row, rows, position, low, high, first_slot, part, parts, taking, counter = (
+                fields[:11]
+            )
             if low >= high:
                 continue
             chunk = int(batch.row_chunks[row])
@@ -96,17 +98,19 @@ def test_every_row_has_every_key_once(case: Case) -> None:
             for place_of in range(row, row + rows):
                 seen.setdefault(place_of, []).append((low, high))
             if taking == 1:
-                assert place == -1
+                assert first_slot == -1
                 continue
             shared += 1
             counters[counter] = counters.get(counter, 0) + 1
             assert not items.counters[counter].any()
-            own = range(part, part + (high - low if case.part_is_split else 1))
-            assert own.stop <= parts
-            found = {place + number * rows + one for number in own for one in range(rows)}
-            assert not found & places, "two items have the same part of the workspace"
-            assert max(found) < case.bounds.row_parts
-            places |= found
+            parts_of_row = range(part, part + (high - low if case.part_is_split else 1))
+            assert parts_of_row.stop <= parts
+            slots = {
+                first_slot + number * rows + one for number in parts_of_row for one in range(rows)
+            }
+            assert not slots & places, "two items have the same part of the workspace"
+            assert max(slots) < case.bounds.row_parts
+            places |= slots
             assert (
                 items.items[:count, 9][
                     (items.items[:count, 10] == counter) & (items.items[:count, 6] >= 0)
@@ -126,7 +130,7 @@ def test_every_row_has_every_key_once(case: Case) -> None:
     assert not seen
 
 
-def test_long_row_is_shared_and_many_short_ones_are_not() -> None:
+def test_plan_splits_a_long_row_but_not_many_short_rows() -> None:
     case = Case([(1, 255)], 0, 8, 1, (4,), Bounds(16, 100), part_is_split=True)
     (items,) = case.plan(batch_of(case.chunks))
     assert int(items.count) == 16  # of two splits each: one each would be 31 beyond one a tile

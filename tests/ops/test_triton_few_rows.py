@@ -49,11 +49,11 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == expected.dtype
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == expected.dtype
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+        actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
     )
 
 
@@ -80,7 +80,7 @@ def norms(width: int, dtype: torch.dtype) -> dict[str, Norm | None]:
     ids=str,
 )
 @pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 1), (SHAPES[1], 2), (SHAPES[1], 3)])
-def test_kernel_is_what_the_plain_operations_are(
+def test_few_rows_kernel_equals_plain_operations(
     shape: tuple[int, int], rows: int, kind: str, dtype: torch.dtype
 ) -> None:
     norm, plain = norms(shape[1], dtype)[kind], reference_ops()
@@ -88,28 +88,28 @@ def test_kernel_is_what_the_plain_operations_are(
     x = drawn(rows, shape[1], seed=3, dtype=dtype if norm is None else torch.float32)
     residual = drawn(rows, shape[0], seed=4)
     read = x if norm is None else plain.rms_norm(None, x, norm, 1.0)[0]
-    for each, activation in ((None, "silu"), (bias, "gelu_tanh"), (bias, "clamped_swiglu")):
-        product = plain.linear(read, weight, each)
-        close(few_rows.product(x, norm, weight, each), product.to(dtype), dtype)
-        added = few_rows.product_added(x, norm, weight, each, residual, 0.3)
+    for added_bias, activation in ((None, "silu"), (bias, "gelu_tanh"), (bias, "clamped_swiglu")):
+        product = plain.linear(read, weight, added_bias)
+        close(few_rows.product(x, norm, weight, added_bias), product.to(dtype), dtype)
+        added = few_rows.product_added(x, norm, weight, added_bias, residual, 0.3)
         close(added, residual + product.to(dtype).float() * 0.3, dtype)
-        gated = few_rows.product_gated(x, norm, weight, each, activation)
+        gated = few_rows.product_gated(x, norm, weight, added_bias, activation)
         close(gated, plain.gate(product.to(dtype), activation).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("few", [(1, 2), (3, 8)])
-def test_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
+def test_row_is_independent_of_other_rows(few: tuple[int, int]) -> None:
     """Within each of the two ways to multiply; also where the others are NaN, as padding may be."""
     shape = SHAPES[1]
     weight, norm = drawn(*shape, seed=1), norms(shape[1], torch.float32)["norm"]
     x = drawn(few[1], shape[1], seed=3)
     whole = few_rows.product_gated(x, norm, weight, None, "silu")
-    own = x[: few[0]].clone()
-    own[1:] = torch.nan
-    assert torch.equal(few_rows.product_gated(own, norm, weight, None, "silu")[0], whole[0])
+    first_rows = x[: few[0]].clone()
+    first_rows[1:] = torch.nan
+    assert torch.equal(few_rows.product_gated(first_rows, norm, weight, None, "silu")[0], whole[0])
 
 
-def test_weight_is_cut_for_the_whole_card() -> None:
+def test_weight_is_split_over_the_whole_card() -> None:
     with patch.object(few_rows, "LEAST_BYTES", 8192):
         cut = {
             shape: few_rows.columns_of_vector(shape[0], 2 * shape[1])
@@ -131,10 +131,12 @@ CONTEXTS = (9, 1, 30)  # with the row that is computed
 
 def model_of(family: str, ops: Ops, dtype: torch.dtype) -> Decoder:
     kv_heads = 1 if family in ("gemma3", "qwen3") else 2
-    own = LAYERS.get(
+    layer_fields = LAYERS.get(
         family, {"num_hidden_layers": 2 if family in ("llama", "qwen2", "qwen3") else 1}
     )
-    config = llama_config() | FAMILIES[family] | SIZES | {"num_key_value_heads": kv_heads} | own
+    config = (
+        llama_config() | FAMILIES[family] | SIZES | {"num_key_value_heads": kv_heads} | layer_fields
+    )
     spec = spec_from_config({name: value for name, value in config.items() if value is not None})
     params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
     for seed, param in enumerate(params.values()):
@@ -191,10 +193,10 @@ def test_layer_is_six_kernels() -> None:
     """
     called: Counter[str] = Counter()
 
-    def counted(name: str, own: Any) -> Any:
+    def counted(name: str, kernel: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             called[name] += 1
-            return own(*args, **kwargs)
+            return kernel(*args, **kwargs)
 
         return call
 
@@ -215,7 +217,7 @@ def test_layer_is_six_kernels() -> None:
     }
 
 
-def test_more_rows_than_few_go_the_plain_way() -> None:
+def test_larger_batches_use_plain_operations() -> None:
     fused = few_rows.FewRows(reference_ops())
     weight, norm = drawn(16, 8, seed=1), Norm(None, 1e-5, 0.0, torch.float32)
     x, residual = drawn(9, 8, seed=2), drawn(9, 16, seed=3)
@@ -227,6 +229,6 @@ def test_more_rows_than_few_go_the_plain_way() -> None:
         )
 
 
-def test_only_the_default_mode_has_it() -> None:
+def test_few_rows_trunk_is_for_the_default_mode_only() -> None:
     assert cuda_ops(batch_invariant=True).few_rows is None
     assert reference_ops().few_rows is None

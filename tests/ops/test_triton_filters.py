@@ -98,7 +98,7 @@ def test_same_draws_and_masks_as_the_reference(
     capacity=st.sampled_from([16, 4096]),
 )
 @example(3, 40, 0.1, 21, 1.0, 0.0, 0.0, 4096)  # -0 and +0 are equal
-def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
+def test_filters_keep_the_shortest_sufficient_prefix(
     seed: int,
     vocab: int,
     scale: float,
@@ -159,16 +159,14 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
         ({"top_k": 3, "min_p": 0.5}, 3),
     ],
 )
-def test_of_equal_tokens_the_lowest_ids_stay(
-    capacity: int, params: dict[str, float], num: int
-) -> None:
+def test_filter_ties_keep_the_lowest_ids(capacity: int, params: dict[str, float], num: int) -> None:
     drawn, kept = draw_kept(torch.full((1, 40), -3.5), **params)
     assert kept == list(range(num))
     assert drawn.log_kept_mass.tolist() == pytest.approx([math.log(num / 40)], abs=1e-6)
     assert drawn.logprobs.tolist() == pytest.approx([-math.log(num)], abs=1e-6)
 
 
-def test_each_filter_works_on_what_the_one_before_left(capacity: int) -> None:
+def test_filters_apply_in_sequence(capacity: int) -> None:
     """Odds 1, 1/2, 1/4, 1/8 …: of the first three, 4/7 are reached by one, 6/7 by two."""
     logits = torch.tensor([[-i * math.log(2) for i in range(12)]])
     assert draw_kept(logits, top_k=3, top_p=0.57)[1] == [0]
@@ -212,9 +210,7 @@ def test_masks_of_samples_without_filters() -> None:
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(3))
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
-def test_sample_is_the_same_alone_and_in_any_batch(
-    seed: int, vocab: int, data: st.DataObject
-) -> None:
+def test_sample_has_same_bits_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
     requests = random_requests(random.Random(seed), 5, 2, vocab, top_logprobs=2)
     logits = rows(2, vocab, seed)
     together = sampling.draw(logits, masked(requests))
@@ -226,7 +222,7 @@ def test_sample_is_the_same_alone_and_in_any_batch(
     assert same_bits(together, alone, [2])
 
 
-def test_samples_without_filters_do_not_see_those_of_others() -> None:
+def test_unfiltered_sample_ignores_filters_of_others() -> None:
     logits = rows(2, BLOCK + 100)
     plain = [
         DrawRequest(SamplingParams(temperature=t), i % 2, (1, i, 0))
@@ -242,7 +238,7 @@ def test_samples_without_filters_do_not_see_those_of_others() -> None:
 
 
 @pytest.mark.thorough
-def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathering_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = rows(2, 500)
     batch = masked(random_requests(random.Random(4), 8, 2, 500, top_logprobs=2))
     gathered = sampling.draw(logits, batch)
@@ -251,12 +247,12 @@ def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(gathered.kept, sampling.draw(logits, batch).kept)  # pyright: ignore[reportArgumentType]
 
 
-def test_kernels_ask_for_every_filter_that_there_is() -> None:
+def test_kernels_support_every_filter() -> None:
     asked = inspect.signature(filters.asks.fn).parameters
     assert {column.name for column in fields(FilterColumns)} < set(asked)
 
 
-def test_top_p_counts_what_top_k_leaves() -> None:
+def test_top_p_counts_only_tokens_kept_by_top_k() -> None:
     """The first token has 0.885 of the mass of 20 and 0.875 of all: 0.9 is reached by two, however
     near it seems.
     """

@@ -47,7 +47,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("path")
-def test_it_is_the_product(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_invariant_product_agrees_with_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias = drawn(*shape, seed=1, dtype=dtype), drawn(shape[0], seed=2, dtype=dtype)
     x = drawn(70, shape[1], seed=3, dtype=dtype)
     expected = x.double() @ weight.double().t()
@@ -76,7 +76,7 @@ def of_200_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     first=st.integers(0, 199),
     most_split_tiles=st.sampled_from([0, 2, 48]),
 )
-def test_row_has_the_same_bits_beside_any_others(
+def test_product_row_is_bitwise_independent_of_its_batch(
     shape: tuple[int, int], dtype: torch.dtype, num_rows: int, first: int, most_split_tiles: int
 ) -> None:
     """Among 200 rows, among any number, at any place, whichever way its segments are computed."""
@@ -88,7 +88,7 @@ def test_row_has_the_same_bits_beside_any_others(
     assert torch.equal(some, every[places])
 
 
-def test_other_rows_may_hold_anything() -> None:
+def test_product_row_ignores_contents_of_other_rows() -> None:
     weight, x = (
         drawn(128, 512, seed=1, dtype=torch.float32),
         drawn(20, 512, seed=3, dtype=torch.float32),
@@ -112,7 +112,7 @@ def test_segments_cover_the_weight(num_columns: int, depth: int, dtype: torch.dt
     assert cut.num_segments <= matmul.MOST_SEGMENTS
 
 
-def test_rows_of_another_kind() -> None:
+def test_product_handles_unusual_layouts_and_dtypes() -> None:
     """No rows, rows that are not side by side, rows of another dtype, a weight that is part of
     another.
     """
@@ -127,7 +127,7 @@ def test_rows_of_another_kind() -> None:
     assert torch.equal(got, expected)
 
 
-def test_float32_products_are_exact_whatever_the_process_allows() -> None:
+def test_float32_products_ignore_the_tf32_setting() -> None:
     """The vendor's library is not asked where it may round inputs to TF32; here there is no such
     device to ask.
     """
@@ -136,15 +136,15 @@ def test_float32_products_are_exact_whatever_the_process_allows() -> None:
         drawn(40, 64, seed=1, dtype=torch.float32),
         drawn(6, 64, seed=3, dtype=torch.float32),
     )
-    own = matmul.invariant_product(x, weight, None, torch.float32)
+    product = matmul.invariant_product(x, weight, None, torch.float32)
     before = torch.backends.cuda.matmul.fp32_precision
-    with on_cuda, patch.object(matmul, "invariant_product", return_value=own) as called:
-        assert matmul.product(x, weight) is not own
+    with on_cuda, patch.object(matmul, "invariant_product", return_value=product) as called:
+        assert matmul.product(x, weight) is not product
         try:
             torch.backends.cuda.matmul.fp32_precision = "tf32"
-            assert matmul.product(x, weight) is own
-            assert matmul.product_float32(x, weight) is own
+            assert matmul.product(x, weight) is product
+            assert matmul.product_float32(x, weight) is product
         finally:
             torch.backends.cuda.matmul.fp32_precision = before
-        assert matmul.product_float32(x, weight) is not own
+        assert matmul.product_float32(x, weight) is not product
         assert called.call_count == 2

@@ -96,8 +96,8 @@ class Case:
             order = torch.randperm(
                 pool.num_units, generator=torch.Generator().manual_seed(self.seed)
             ).tolist()
-            for place in range(len(pool.unit_of)):
-                pool.unit_of[place] = order[place]
+            for index in range(len(pool.unit_of)):
+                pool.unit_of[index] = order[index]
             units = UnitMap(pool, DEVICE)
         storage = KVStorage(spec, NUM_BLOCKS, BLOCK_SIZE, self.cache_dtype, DEVICE, units)
         storage.keys.fill_(torch.nan)
@@ -194,7 +194,7 @@ def test_rope_and_store(case, ratio, num, layer, data):
     cache=st.sampled_from([None, torch.float32]),
     num=st.integers(1, 3),
 )
-def test_without_a_norm_every_number_is_rounded_once(case, dtype, cache, num):
+def test_rope_without_a_norm_rounds_once(case, dtype, cache, num):
     case = replace(case, dtype=dtype, cache_dtype=cache or dtype, norm="none")
     for ours, wanted in zip(
         called(case, rope_and_store, *case.rows(num)),
@@ -206,7 +206,7 @@ def test_without_a_norm_every_number_is_rounded_once(case, dtype, cache, num):
 
 @pytest.mark.parametrize("norm", ["head", "full", "offset", "rounded"])
 @pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
-def test_normed_heads_are_rounded_before_they_turn(norm, norm_dtype):
+def test_normed_heads_are_rounded_before_rotation(norm, norm_dtype):
     """float16, which the interpreter rounds as a GPU does. A factor's last bit may move few
     numbers, by a step.
     """
@@ -223,7 +223,7 @@ def test_normed_heads_are_rounded_before_they_turn(norm, norm_dtype):
 
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_know_nothing_of_each_other(norm, dtype):
+def test_rope_rows_are_independent(norm, dtype):
     """Bitwise: alone, elsewhere among fewer, and beside one full of NaN."""
     case = Case(6, 3, 20, dtype, dtype, norm)
     qkv, positions, slots = case.rows(4)
@@ -244,7 +244,7 @@ def test_rows_know_nothing_of_each_other(norm, dtype):
     assert torch.equal(op([0, 1, 2])[[0, 2]], together[[0, 2]])
 
 
-def test_blocks_beyond_two_billion_numbers_are_found():
+def test_cache_offsets_use_64_bits():
     """Offsets are of 64 bits: a view of a small memory whose strides are those of a large cache."""
     if DEVICE.type == "cuda":
         pytest.skip("the interpreter's check")
@@ -273,7 +273,7 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
 
 
-def test_norm_of_another_width_is_refused():
+def test_norm_of_another_width_is_rejected():
     case = Case()
     norm = Norm(torch.ones(8, device=DEVICE), 1e-6, 0.0, torch.float32)
     angles, (qkv, positions, slots) = torch.zeros(POSITIONS, 8, device=DEVICE), case.rows(1)

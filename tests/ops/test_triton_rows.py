@@ -64,7 +64,7 @@ def test_rms_norm(num, width, dtype, added, weighted, out, offset, scale, seed):
 
 @CALM
 @given(width=st.sampled_from([96, 3584]), dtype=DTYPES, seed=SEEDS)
-def test_rms_norm_of_what_is_not_the_residual_stream(width, dtype, seed):
+def test_rms_norm_of_a_block_output(width, dtype, seed):
     """Norms of a block's output read the weights' dtype and give float32."""
     x = randn(2, width, seed=seed, dtype=dtype)
     norm = Norm(randn(width, seed=seed + 1), 1e-6, 1.0, torch.float32)
@@ -83,7 +83,7 @@ def test_rms_norm_of_the_widest_rows():
         )
 
 
-def test_rows_that_pad_a_batch_hold_anything():
+def test_padding_rows_may_hold_anything():
     """Nothing of them is told, and the others know nothing of them."""
     residual, norm = randn(6, 96, seed=1), Norm(randn(96, seed=2), 1e-6, 0.0, torch.float32)
     alone = kernels.rms_norm(residual, residual, norm)[0]
@@ -141,7 +141,7 @@ def operations(width: int, dtype: torch.dtype):
 @pytest.mark.parametrize("name", operations(1, torch.float32))
 @settings(deadline=None, max_examples=at_depth(6))
 @given(num=st.integers(2, 5), width=st.sampled_from([96, 1000]), dtype=DTYPES, data=st.data())
-def test_rows_know_nothing_of_each_other(name, num, width, dtype, data):
+def test_rows_are_independent(name, num, width, dtype, data):
     """Bitwise: alone, among others, elsewhere among fewer; one full of NaN spoils only itself."""
     op, rows = operations(width, dtype)[name], randn(num, width, seed=data.draw(SEEDS))
     together = op(rows)
@@ -156,7 +156,7 @@ def test_rows_know_nothing_of_each_other(name, num, width, dtype, data):
     assert torch.equal(result[others], together[others])
 
 
-def test_rows_with_gaps_and_off_the_grid_of_16_bytes_are_read_right():
+def test_strided_and_unaligned_rows_are_read_correctly():
     """They are copied first: other addresses would make Triton add in another order."""
     buffer, norm = randn(4 * 200 + 1, seed=5), Norm(randn(97, seed=6)[1:], 1e-6, 0.0, torch.float32)
     odd = buffer[1:].view(4, 200)[:, :96]
@@ -186,7 +186,7 @@ def test_relay_tokens(data):
     more=st.integers(0, 300),
     seed=SEEDS,
 )
-def test_noise_keys_are_those_of_the_host(draws, more, seed):
+def test_noise_keys_equal_the_host_keys(draws, more, seed):
     generator = np.random.default_rng(seed)
     streams = np.array([stream for stream, _ in draws], dtype=np.uint64)
     streams = np.concatenate([streams, generator.integers(0, 2**64, more, dtype=np.uint64)])

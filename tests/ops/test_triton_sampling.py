@@ -76,7 +76,7 @@ def mixed(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def test_noise_is_the_references() -> None:
+def test_noise_equals_the_reference() -> None:
     size, keys = 64, torch.randint(0, 2**32, (40, 2), generator=torch.Generator().manual_seed(1))
     keys[:4] = torch.tensor([[0, 0], [2**32 - 1, 2**31], [2**31 - 1, 2**32 - 1], [1, 0]])
     bits, drawn = torch.empty(40, size, dtype=torch.int64), torch.empty(40, size)
@@ -91,7 +91,7 @@ def test_noise_is_the_references() -> None:
     torch.testing.assert_close(drawn, expected, rtol=1e-6, atol=0)
 
 
-def test_of_equal_tokens_the_smallest_noise_wins() -> None:
+def test_smallest_noise_wins_among_equal_tokens() -> None:
     vocab, num = BLOCK + 40, 24
     batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
     drawn = sampling.draw(torch.full((1, vocab), -7.5), batch)
@@ -126,7 +126,7 @@ def test_samples_share_rows_and_blocks_are_weighed() -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
-def test_penalties_tell_the_prompt_from_the_completion() -> None:
+def test_penalties_distinguish_prompt_and_completion() -> None:
     """What only the prompt holds is repeated, but not present."""
     options: dict[str, Any] = {
         "repetition_penalty": 1.5,
@@ -142,7 +142,7 @@ def test_penalties_tell_the_prompt_from_the_completion() -> None:
 
 @pytest.mark.thorough(cases=["2049"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_greedy_is_the_lowest_of_equals(vocab: int) -> None:
+def test_greedy_tie_takes_the_lowest_id(vocab: int) -> None:
     logits = torch.zeros(2, vocab)
     logits[1, : vocab // 2] = -1
     drawn = sampling.draw(logits, greedy_batch(2, most_top=min(vocab, 5)))
@@ -150,7 +150,7 @@ def test_greedy_is_the_lowest_of_equals(vocab: int) -> None:
     assert_agree(drawn, reference.sample(logits, greedy_batch(2, most_top=min(vocab, 5))))
 
 
-def test_best_tokens_of_equals_are_the_lowest_ids_and_both_zeros_are_equal() -> None:
+def test_best_tokens_break_ties_by_lowest_id_with_equal_zeros() -> None:
     logits = torch.tensor([[-1.0, 0.0, -0.0, 0.0, -0.0, 2.0, -math.inf, -math.inf, -1.0]])
     for temperature in (0.0, 1.0, 0.7):
         batch = sampling_batch(
@@ -162,7 +162,7 @@ def test_best_tokens_of_equals_are_the_lowest_ids_and_both_zeros_are_equal() -> 
 
 
 @pytest.mark.thorough
-def test_more_samples_than_are_ranked_at_once() -> None:
+def test_draw_of_more_samples_than_one_ranking_pass() -> None:
     requests = [
         DrawRequest(SamplingParams(top_logprobs=2, temperature=i % 2), i % 5, (1, i, 0))
         for i in range(19)
@@ -174,9 +174,7 @@ def test_more_samples_than_are_ranked_at_once() -> None:
 @pytest.mark.thorough(cases=["options0-0.02"])
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
-def test_kept_mass_of_a_mask_may_be_next_to_nothing(
-    temperature: float, options: dict[str, Any]
-) -> None:
+def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, Any]) -> None:
     logits = rows(1, 900)
     allowed = [3, 100, 831]
     logits[0, allowed] = torch.tensor([-300.0, -301.0, -299.5])
@@ -199,9 +197,7 @@ def test_kept_mass_of_a_mask_may_be_next_to_nothing(
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
-def test_sample_is_the_same_alone_and_in_any_batch(
-    seed: int, vocab: int, data: st.DataObject
-) -> None:
+def test_sample_has_same_bits_in_any_batch(seed: int, vocab: int, data: st.DataObject) -> None:
     requests = random_requests(random.Random(seed), 6, 3, vocab)
     logits = rows(3, vocab, seed)
     together = sampling.draw(logits, raw(requests))
@@ -210,14 +206,14 @@ def test_sample_is_the_same_alone_and_in_any_batch(
         together, sampling.draw(logits, raw([requests[i] for i in order])), list(order)
     )
     for i in (0, 3):
-        own = logits[requests[i].row : requests[i].row + 1]
-        assert same_bits(together, sampling.draw(own, raw([requests[i]._replace(row=0)])), [i])
+        row = logits[requests[i].row : requests[i].row + 1]
+        assert same_bits(together, sampling.draw(row, raw([requests[i]._replace(row=0)])), [i])
 
 
 @pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
-def test_every_logprob_of_a_row_agrees_to_the_bit(seed: int, vocab: int) -> None:
+def test_logprobs_of_a_row_agree_bitwise(seed: int, vocab: int) -> None:
     """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
     logits = rows(1, vocab, seed)
     others = [
@@ -248,7 +244,7 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(seed: int, vocab: int) -> None
         )
 
 
-def test_score_at_a_temperature_is_the_plain_logprob_there() -> None:
+def test_score_at_a_temperature_equals_the_plain_logprob() -> None:
     temperatures = [0.6, 1.0, 1e-3, 0.6, 1e-45, 1e30, 1e300, 2.5]
     logits = rows(len(temperatures), 700)
     requests = [
@@ -287,7 +283,7 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_draw_does_not_wait_for_the_device() -> None:
     requests = random_requests(random.Random(3), 5, 3, 60, top_logprobs=2)
     batch, logits = replace(raw(requests), any_kept=True, any_filter=True), rows(3, 60)
     with NoHostReads():
@@ -304,15 +300,17 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"logit_bias": {3: 1.0}}]
 )
-def test_broken_row_says_so_and_spares_the_others(poison: float, options: dict[str, Any]) -> None:
+def test_broken_row_is_reported_without_affecting_others(
+    poison: float, options: dict[str, Any]
+) -> None:
     logits = rows(3, 200)
     batch = raw(
         [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
     )
     clean = sampling.draw(logits, batch)
-    for place in (0, 199):
+    for token in (0, 199):
         broken = logits.clone()
-        broken[1, place] = poison
+        broken[1, token] = poison
         drawn = sampling.draw(broken, batch)
         assert drawn.token_ids[1] == 0
         assert drawn.logprobs[1].isnan()
@@ -329,7 +327,7 @@ FIELDS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
 )
-def test_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> None:
+def test_row_without_candidates_is_reported(whole: float, options: dict[str, Any]) -> None:
     drawn = sampling.draw(torch.full((1, 50), whole), raw([DrawRequest(SamplingParams(**options))]))
     assert drawn.token_ids.tolist() == [0]
     assert drawn.logprobs.isnan().all()
@@ -337,7 +335,7 @@ def test_row_of_nothing_is_reported(whole: float, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-3, 1.0, 1e30, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}])
-def test_only_token_left_is_drawn_with_certainty(
+def test_single_remaining_token_is_drawn_with_certainty(
     temperature: float, filters: dict[str, Any]
 ) -> None:
     logits = torch.full((1, 900), -math.inf)
@@ -350,7 +348,7 @@ def test_only_token_left_is_drawn_with_certainty(
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
 
 
-def test_low_temperature_neither_overflows_nor_loses_digits() -> None:
+def test_low_temperature_keeps_precision_without_overflow() -> None:
     logits = torch.tensor([[1000.0, 1000.0 + 2**-13, 3e38, -3e38, 3e38]])
     batch = sampling_batch(
         [DrawRequest(SamplingParams(temperature=t), 0, (1, 1, 1)) for t in (1e-30, 1.0, 1e37)]
@@ -360,7 +358,7 @@ def test_low_temperature_neither_overflows_nor_loses_digits() -> None:
     assert bool(drawn.logprobs.isfinite().all())
 
 
-def test_no_samples_are_no_work() -> None:
+def test_empty_batch_draws_nothing() -> None:
     for options in ({}, {"any_filter": True, "any_kept": True, "most_top": 3}):
         drawn = sampling.draw(torch.empty(0, 100), replace(sampling_batch([]), **options))
         assert drawn.token_ids.shape == drawn.logprobs.shape == (0,)
@@ -370,7 +368,7 @@ def test_no_samples_are_no_work() -> None:
     ).shape == (0,)
 
 
-def test_logits_must_be_float32_and_a_score_outside_the_vocabulary_is_none() -> None:
+def test_logits_must_be_float32_and_out_of_range_score_is_nan() -> None:
     with pytest.raises(ValueError, match="float32"):
         sampling.draw(rows(1, 100).half(), sampling_batch([DrawRequest(SamplingParams())]))
     with pytest.raises(ValueError, match="float32"):

@@ -180,13 +180,13 @@ def attend(
     """Attention of the pieces' rows [N, heads * D]."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     wider, batch = padded(q, batch, memory)
-    found = attention.attend(
+    result = attention.attend(
         *(wider, view, LAYER, attention.plan(batch, memory.block_size, window)),
         AttentionArgs(*heads.scores),
     )
-    assert found.shape == (len(wider), q.shape[1] * q.shape[2])
-    assert found.dtype == q.dtype
-    return found[: len(q)]
+    assert result.shape == (len(wider), q.shape[1] * q.shape[2])
+    assert result.dtype == q.dtype
+    return result[: len(q)]
 
 
 def reference(

@@ -34,15 +34,15 @@ class Difference:
         return self.concerns(case) and re.fullmatch(self.line, line) is not None
 
 
-def differing(theirs: Sequence[str], own: Sequence[str]) -> list[str]:
+def differing(theirs: Sequence[str], ours: Sequence[str]) -> list[str]:
     """Lines that only one of two outlines has. Where the statuses differ, they alone."""
-    pairs = [(theirs[:1], own[:1]), (theirs, own)]
+    pairs = [(theirs[:1], ours[:1]), (theirs, ours)]
     for one, other in pairs:
-        found = [f"- {line}" for line in one if line not in other] + [
+        lines = [f"- {line}" for line in one if line not in other] + [
             f"+ {line}" for line in other if line not in one
         ]
-        if found:
-            return found
+        if lines:
+            return lines
     return []
 
 

@@ -78,8 +78,8 @@ def _object(where: str, value: dict[str, Any], is_table: bool) -> Iterator[str]:
         yield f"{where}: {{}}"
     elif is_table:
         yield f"{where}: rows {list(value)}"
-        for each in value.values():
-            yield from _lines(f"{where}.*", each)
+        for entry in value.values():
+            yield from _lines(f"{where}.*", entry)
     else:
         for key in sorted(value):
             yield from _lines(f"{where}.{key}" if where else key, value[key])
@@ -89,5 +89,5 @@ def _list(where: str, value: list[Any], name: str) -> Iterator[str]:
     if not value or (name in _IDS and all(type(each) is int for each in value)):
         yield f"{where}: {value}"
         return
-    for each in value[:_ROWS] if name in _TABLES else value:
-        yield from _lines(f"{where}[]", each)
+    for entry in value[:_ROWS] if name in _TABLES else value:
+        yield from _lines(f"{where}[]", entry)

@@ -35,10 +35,10 @@ def recorded(folder: Path) -> Outlines:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = recorded(Path(folder))
-    rows = (f"{json.dumps(name)}: {json.dumps(lines)}" for name, lines in found.items())
+        cases = recorded(Path(folder))
+    rows = (f"{json.dumps(name)}: {json.dumps(lines)}" for name, lines in cases.items())
     GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
-    print(f"{GOLDEN.name}: {len(found)} replies")
+    print(f"{GOLDEN.name}: {len(cases)} replies")
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def lines_of(url: str) -> Callable[[Case], list[str]]:
     """The lines of a case that differ. Each case is asked once."""
 
-    own: dict[str, list[str]] = {}
+    our_lines: dict[str, list[str]] = {}
 
     def lines(case: Case) -> list[str]:
-        if case.name not in own:
-            own[case.name] = outline(ask(url, case))
-        return differing(THEIRS[case.name], own[case.name])
+        if case.name not in our_lines:
+            our_lines[case.name] = outline(ask(url, case))
+        return differing(THEIRS[case.name], our_lines[case.name])
 
     return lines
 
@@ -54,7 +54,7 @@ def lines_of(url: str) -> Callable[[Case], list[str]]:
     ]
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_answers_as_vllm_does(lines_of: Callable[[Case], list[str]], case: Case) -> None:
+def test_server_answers_like_vllm(lines_of: Callable[[Case], list[str]], case: Case) -> None:
     unexplained = [
         line
         for line in lines_of(case)
@@ -64,7 +64,7 @@ def test_answers_as_vllm_does(lines_of: Callable[[Case], list[str]], case: Case)
 
 
 @pytest.mark.thorough
-def test_every_difference_is_there_and_documented(lines_of: Callable[[Case], list[str]]) -> None:
+def test_differences_exist_and_are_documented(lines_of: Callable[[Case], list[str]]) -> None:
     page = (ROOT / "docs" / "differences.md").read_text()
     for each in DIFFERENCES:
         concerned = (case for case in CASES if each.concerns(case.name))
@@ -75,5 +75,5 @@ def test_every_difference_is_there_and_documented(lines_of: Callable[[Case], lis
 
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM.exists(), reason=f"there is no {VLLM}; make peers makes it")
-def test_vllm_still_answers_so(tmp_path: Path) -> None:
+def test_vllm_answers_match_the_record(tmp_path: Path) -> None:
     assert recorded(tmp_path) == THEIRS
