@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py,
 # test_training_service.py, ../ray_fleet/test_ray.py.
 ELSEWHERE = {
+    "docs/from-trl.md",
     "docs/server.md",
     "docs/routes.md",
     "docs/rl-frameworks.md",

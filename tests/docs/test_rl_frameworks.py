@@ -1,5 +1,5 @@
-"""The programs of docs/rl-frameworks.md, each in the environment of its framework (`make test-slow`
-makes them).
+"""The programs of docs/from-trl.md and docs/rl-frameworks.md, each in the environment of its
+framework (`make test-slow` makes them).
 """
 
 import ast
@@ -18,7 +18,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.docs.test_docs import ROOT
 
-TEXT = (ROOT / "docs" / "rl-frameworks.md").read_text()
+TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("from-trl.md", "rl-frameworks.md"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
 TRL, VERIFIERS = (Path(sys.prefix) / name / "bin" / "python" for name in ("trl", "rl-clients"))
 QUIET = os.environ | {
