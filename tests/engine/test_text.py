@@ -178,7 +178,7 @@ def test_generate_text_returns_the_shape_of_its_input(engine: InferenceEngine) -
 @pytest.mark.thorough
 def test_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
     running = engine.add_request(PROMPT, GREEDY)
-    with pytest.raises(InvalidRequest, match="chat message holds"):
+    with pytest.raises(InvalidRequest, match="a chat message contains a value of type object"):
         engine.generate([{"role": "user", "content": object()}], GREEDY)
     with pytest.raises(InvalidRequest, match="empty"):
         engine.generate([PROMPT, ""], GREEDY)

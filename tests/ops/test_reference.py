@@ -176,9 +176,7 @@ LARGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LARGE)
-def test_large_operations_are_independent_of_threads_and_neighbours(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_large_operations_ignore_threads_and_other_rows(name: str, dtype: torch.dtype) -> None:
     """Large enough that torch does use its threads, and odd: no thread's part ends where a row or a
     vector does.
     """

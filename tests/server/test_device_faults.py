@@ -46,7 +46,7 @@ FAULTS = {
     "bug": 'raise KeyError("/secret/of/another/client")',
 }
 TOLD = {
-    "access": "cannot use any more: AcceleratorError: CUDA error: an illegal memory access",
+    "access": "can no longer use: AcceleratorError: CUDA error: an illegal memory access",
     "memory": "lower gpu_memory_utilization from 0.9 to 0.85 or max_tokens_per_batch from 8192 to "
     "4096",
     "bug": "a step failed: KeyError",

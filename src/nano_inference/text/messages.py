@@ -89,7 +89,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise InvalidRequest(
-        f"a chat message contains a {type(value).__name__}; use only strings, numbers, lists and "
+        f"a chat message contains a value of type {type(value).__name__}; use only strings, numbers, lists and "
         "mappings"
     )
 
