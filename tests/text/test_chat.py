@@ -131,7 +131,7 @@ def test_messages_are_copied_to_plain_data() -> None:
 
 
 def test_object_with_methods_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="contains a PosixPath"):
+    with pytest.raises(InvalidRequest, match="contains a value of type PosixPath"):
         render(CHATML, [{"role": "user", "content": Path("/")}])
 
 

@@ -215,7 +215,7 @@ def test_template_kwargs() -> None:
     ):
         with pytest.raises(InvalidRequest, match="cannot be set by a request"):
             render("qwen", template_kwargs={name: "x"})
-    with pytest.raises(InvalidRequest, match="contains a function"):
+    with pytest.raises(InvalidRequest, match="contains a value of type function"):
         render("qwen", template_kwargs={"f": lambda: 1})
 
 

@@ -89,8 +89,8 @@ def _plain(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise InvalidRequest(
-        f"a chat message contains a value of type {type(value).__name__}; use only strings, numbers, lists and "
-        "mappings"
+        f"a chat message contains a value of type {type(value).__name__}; "
+        "use only strings, numbers, lists and mappings"
     )
 
 
