@@ -107,7 +107,7 @@ class GrammarCompiler:
         compiled = state.compiled or self.begin(state.grammar)
         if compiled.done() and not state.num_behind:
             self._give(state, compiled)
-        elif compiled.done():  # many tokens take long
+        elif compiled.done():  # processing many tokens takes long
             self._submit(lambda: self._give_and_tell(state, compiled, when_ready))
         else:
             compiled.add_done_callback(lambda done: self._give_and_tell(state, done, when_ready))
@@ -279,7 +279,7 @@ class GrammarCompiler:
 
 
 def _may_pass(outcome: Compiled | Exception) -> bool:
-    """Return True if another attempt may succeed: unless the grammar itself was rejected."""
+    """Return True if compiling failed for a reason other than the grammar itself."""
     is_refusal = isinstance(outcome, InvalidRequest) and not isinstance(outcome, CompilationStopped)
     return isinstance(outcome, Exception) and not is_refusal
 

@@ -70,7 +70,7 @@ class GrammarState:
         self._ends: frozenset[int] = frozenset()
         # None: the text is one of the grammar. Until then the matcher waits at the beginning.
         self._thought: Thought | None = None
-        # follows the text as one without a thought, while that is possible; then None
+        # matcher of the text as one without a thought; None once the text has one
         self._at_once: Matcher | None = None
 
     @property

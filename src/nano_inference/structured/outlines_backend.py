@@ -45,10 +45,10 @@ ABILITIES = Abilities(
         ]
     ),
 )
-# whitespace between the tokens of JSON: for the default, a part of it
+# `whitespace` of a grammar -> pattern of outlines-core, which covers only a part of the default
 WHITESPACE = {COMPACT: "", BOUNDED: "[ ]?"}
 KINDS = ("json", "regex", "choice")
-# depth of arrays and objects of unknown contents: automata have no recursion
+# nesting depth of arrays and objects without a schema: automata have no recursion
 DEPTH = 1
 _HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
 MOST_STEPS = 2**23  # transitions by one token, 8 bytes each

@@ -1,5 +1,5 @@
-"""Thought: free text before the text of a grammar. A closing marker ends it, and an opening marker
-may begin it.
+"""Thought: reasoning, as free text, before the text of a grammar. A closing marker ends it, and an
+opening marker may begin it.
 """
 
 from collections.abc import Callable, Iterable

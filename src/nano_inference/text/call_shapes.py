@@ -46,7 +46,7 @@ class CallShape:
 
 
 NATIVE = CallShape()  # the first shape to probe
-# rendered by every template that renders a chat
+# calls and answers as text: every template that renders a chat renders these
 _AS_TEXT = CallShape(calls="text", answers="user")
 
 
@@ -170,7 +170,7 @@ _ODD = ("'", '\\"')
 
 
 def _nothings(text: str) -> int:
-    """Count the words that missing content may have become."""
+    """Count the words `None` and `null`, which a template may print for missing content."""
     return len(re.findall(r"\b(?:None|null)\b", text))
 
 

@@ -4,7 +4,7 @@
    after its first character. The control tokens of the rendered text are then the template's.
 2. `encode_marked` replaces these by secret names and removes the marks.
 3. A tokenizer that knows control tokens only by their secret names encodes the text. The caller's
-   text is tokenised as if control tokens did not exist.
+   text is tokenized as if control tokens did not exist.
 
 Steps 2 and 3 are skipped if there are no marks, which is the usual case.
 """
