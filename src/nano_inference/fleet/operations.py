@@ -32,10 +32,10 @@ Engines = Mapping[str, EngineClient]
 class FleetOperations:
     """Pauses, memory, weight updates and queries of all replicas.
 
-    A replica that dies meanwhile leaves the fleet, and the others continue. Any other failure is
-    undone on all. Every replica first checks an update (`prepare_update`). Then all stop between
-    two steps, apply it, and continue. So none draws a token with the new weights while another
-    still has the old ones.
+    A replica that dies during an operation leaves the fleet, and the others continue. Any other
+    failure is undone on all. Every replica first checks an update (`prepare_update`). Then all
+    stop between two steps, apply it, and continue. No replica draws a token with the new weights
+    while another still has the old ones.
     """
 
     def __init__(self, supervisor: Supervisor, router: Router) -> None:

@@ -216,7 +216,7 @@ LEAST = 256  # prompt tokens; a shorter prompt is computed at the replica that d
 class Prefill:
     """Prefill and decode on different replicas.
 
-    A request runs on a prefill replica until all its samples have a token. Then it is cancelled
+    A request runs on a prefill replica until all its samples have a token. Then it is canceled
     there, and its prompt's blocks move to the replica that the router chose for the rest. The
     request resumes there as after a failover: same seed, positions and weights, so the same bits.
     Blocks that cannot be moved are recomputed.

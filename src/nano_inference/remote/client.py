@@ -177,7 +177,7 @@ class EngineClient(ABC):
 
     @property
     def public_reason(self) -> str:
-        """`why_dead` in a form that any client may see. Empty: there is none. See `EngineDead`."""
+        """`why_dead` in a form that any client may see. Empty: there is none."""
         return "" if self._dead is None else self._public
 
     @property
