@@ -1,4 +1,4 @@
-"""Output streams, log lines, the keyboard, and tokens coloured by their logprobs."""
+"""Output streams, log lines, the keyboard, and tokens colored by their logprobs."""
 
 import codecs
 import errno
@@ -278,7 +278,7 @@ class Interruptible(Generic[Item]):
 
 
 # (smallest probability, style, name). Styles set foreground and background outside a theme's 16
-# colours, so that they look the same on dark and light terminals. Less probable tokens are darker,
+# colors, so that they look the same on dark and light terminals. Less probable tokens are darker,
 # for readers who do not see the hues.
 _LEVELS = (
     (0.9, "", "≥ 90 %"),
@@ -290,12 +290,12 @@ _LEVELS = (
 
 
 def has_colors(console: Console) -> bool:
-    """Return whether a console shows colours: false in files, and if NO_COLOR is set."""
+    """Return whether a console shows colors: false in files, and if NO_COLOR is set."""
     return console.color_system is not None and not console.no_color
 
 
 def legend(console: Console) -> Text:
-    """Return a line that explains the colours."""
+    """Return a line that explains the colors."""
     if not has_colors(console):
         return Text("A logprob follows each token.")
     line = Text("probability of a token: ")
@@ -312,7 +312,7 @@ def colored(sample: "TrainingSample", tokenizer: "Tokenizer", console: Console) 
             text.append(f"{printable(piece)}[{logprob:z.2f}]")
             continue
         style = next(style for least, style, _ in _LEVELS if math.exp(logprob) >= least)
-        # a line end has no width to colour
+        # a line end has no width to color
         text.append(printable(piece).replace("\n", "↵\n" if style else "\n"), style)
     return text
 
