@@ -97,7 +97,7 @@ _RUSH = 2.0  # seconds for the engine to end after a second signal
 
 
 class Runner(uvicorn.Server):
-    """uvicorn server that ends as `Server` says. `url` is known once `started`.
+    """uvicorn server that ends as `Server` requires. `url` is known once `started`.
 
     Raises `ConfigError` for unreadable TLS files.
     """

@@ -1,4 +1,4 @@
-"""`Pauses` and `MemoryParts`: pausing the engine, and giving back its memory."""
+"""`Pauses` and `MemoryParts`: pausing the engine, and releasing its memory."""
 
 from collections.abc import Iterable
 from typing import get_args
@@ -103,7 +103,7 @@ class MemoryParts:
         await self._client.call("flush_cache")
 
     async def sleep(self, memory: Iterable[Memory] = ("kv_cache", "weights")) -> None:
-        """Give back parts of the memory that are awake. Nothing is computed until all of it is
+        """Release parts of the memory that are awake. Nothing is computed until all of it is
         awake again.
 
         Requests wait, and a pause continues. Raises a 409 for the weights while an update is open.

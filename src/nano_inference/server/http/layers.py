@@ -186,8 +186,8 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 
 
 class Outermost:
-    """Gives every request an id and a record, adds the id to every reply, and answers exceptions
-    that no inner layer caught.
+    """Layer that gives every request an id and a record, adds the id to every reply, and answers
+    exceptions that no inner layer caught.
 
     Args:
         app: Inner application.
@@ -280,7 +280,7 @@ def _strip(scope: Scope, root: str) -> None:
 
 
 class Gate:
-    """Admits requests that have a key and are within the limits.
+    """Layer that admits requests that have a key and are within the limits.
 
     Args:
         app: Routes.

@@ -180,8 +180,8 @@ async def reply_in_pieces(body: Any, *, aside: bool) -> Response:
 
 
 class PiecedReply(Response):
-    """Sends the pieces made so far, then the rest piece by piece. Ends early if the client
-    disconnects.
+    """Reply that sends the pieces made so far, then the rest piece by piece. Ends early if the
+    client disconnects.
 
     Args:
         made: Beginning of the body.

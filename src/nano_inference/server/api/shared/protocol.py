@@ -61,9 +61,9 @@ class Ask:
         limits: Limits on groups, weight versions (as the engine's integers) and cost (see
             `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is gone is
             answered with 409.
-        repeats_prompt: The answer describes the prompt once per sample instead of once.
-        experts_by_default: The client did not ask for `routed_experts`, so they are omitted if they
-            cost too much.
+        repeats_prompt: True if the answer describes the prompt once per sample instead of once.
+        experts_by_default: True if the client did not ask for `routed_experts`, so that they are
+            omitted if they cost too much.
     """
 
     prompt: list[int]

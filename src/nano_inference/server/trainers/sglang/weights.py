@@ -30,7 +30,7 @@ _RANK: Mapping[str, object] = {
 
 
 class Weights:
-    """Decides which requests belong to one weight update, since not every trainer marks that.
+    """Grouping of requests into weight updates, since not every trainer marks them.
 
     Miles marks the beginning and the end of an update. slime and AReaL pause, send one request per
     bucket, and continue. Requests during the pause are collected into one update, which takes
