@@ -121,8 +121,8 @@ class PrefixSharing:
         self._silent: set[str] = set()  # replicas whose last report failed
 
     def source(self, request: FleetRequest, ticket: Ticket) -> EngineClient | None:
-        """Return the replica to fetch a request's prefix from, or None. Fetch if a replica has more
-        of the prefix than the request's own, and if that is faster than computing it.
+        """Return the replica to fetch a request's prefix from. None: no replica has more of it than
+        the request's own, or computing it is faster.
         """
         if self.cost is None or request.has_begun or ticket.replica not in self._clients:
             return None

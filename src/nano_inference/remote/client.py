@@ -235,8 +235,8 @@ class EngineClient(ABC):
         return self._open.has_name(name)
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
-        """Queue a request whose deltas go to `receiver`, and return its new id. The id in `message` is
-        ignored. Used by clients of several engines. Raises like `submit`.
+        """Queue a request whose deltas go to `receiver`, and return its new id. The id in `message`
+        is ignored. Used by clients of several engines. Raises like `submit`.
         """
         self._require_alive()
         request_id = next(self._ids)

@@ -130,8 +130,8 @@ class Updates:
         is_explicit: bool = True,
         **checks: Unpack[Checks],
     ) -> OpenUpdate:
-        """Open an update, after a canceled one has ended. The update expires if none of its calls
-        arrives within the server's deadline. Raises a 409 if an update is open, or if the
+        """Open an update, after a canceled one has ended. The update expires if its next call does
+        not arrive within the server's deadline. Raises a 409 if an update is open, or if the
         weights are asleep.
 
         Args:
