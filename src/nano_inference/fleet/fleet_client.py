@@ -389,7 +389,7 @@ class FleetClient(EngineClient):
 
     def _hear(self, request: FleetRequest, delta: Delta) -> None:
         """Handle a delta from a replica."""
-        if request.samples[delta.sample_index].ended:  # a repetition of it
+        if request.samples[delta.sample_index].ended:  # the delta repeats it
             return None
         self.failover.heard(request, time.monotonic() - request.heard_at)
         if request.hear(delta):

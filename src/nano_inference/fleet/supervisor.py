@@ -29,8 +29,8 @@ _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in al
 
 
 class Supervisor:
-    """Manager that starts engines and ends those that hang. A new engine serves once it has the shared state of
-    the others: the weight version, the adapters, the pause and the sleep.
+    """Manager that starts engines and ends those that hang. A new engine serves once it has the
+    shared state of the others: the weight version, the adapters, the pause and the sleep.
 
     Args:
         report: Called with each event of the engines.
@@ -319,8 +319,8 @@ class Supervisor:
     # -- shared state ------------------------------------------------------------------------------
 
     def left_behind(self, replica: str, why: str) -> None:
-        """Take a replica that lacks the shared state out of service, and resync it. Its requests move
-        to other replicas.
+        """Take a replica that lacks the shared state out of service, and resync it. Its requests
+        move to other replicas.
         """
         entry = self.replicas[replica]
         log.warning("resyncing replica %s: %s", replica, why)

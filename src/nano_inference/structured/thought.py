@@ -61,7 +61,7 @@ class Thought:
         return self.masks.inside[self.closed] if self.is_open else self.masks.opening[self.opened]
 
     def or_none(self, words: np.ndarray) -> np.ndarray:
-        """Return the tokens that continue the thought, and those of `words`, the mask without it."""
+        """Return the tokens of the thought, and those of `words`, a mask of text without one."""
         return words & ~self.masks.both[self.opened] | self.words
 
     def behind(self, said: bytes) -> "Thought | None":

@@ -164,7 +164,8 @@ class OutputText:
         return text
 
     def finish(self) -> str:
-        """End the sample and return the rest of the text, with held back text if nothing matched.
+        """End the sample and return the rest of the text. It includes held-back text if no stop
+        string matched.
 
         Incomplete characters become U+FFFD. Stop strings do not match there.
         """

@@ -57,8 +57,8 @@ class Keys:
 
     Trainers send no key. So with `rl` and without an admin key, routes that change the engine
     require no more than other routes. `ServerConfig` allows that only on a loopback address, or
-    with `rl_open`. These routes never serve web pages, since any page opened on this machine could
-    reach them. Without `rl_open` they also reject requests forwarded by a proxy.
+    with `rl_open`. These routes reject requests of web pages, since any page opened on this machine
+    could reach them. Without `rl_open` they also reject requests forwarded by a proxy.
     """
 
     def __init__(self, config: ServerConfig) -> None:

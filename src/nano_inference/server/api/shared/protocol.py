@@ -278,7 +278,8 @@ class ApiProtocol:
     Attributes:
         request: Model of the body.
         builder: Makes a builder from the body, the served model and the request's id. Raises
-            `ApiError`, `InvalidRequest` and their like. May be slow (templates, tokenization).
+            `ApiError`, `InvalidRequest` and other errors of the package. May be slow (templates,
+            tokenization).
         openapi: Description of the route in `/openapi.json`, from `openapi.py`.
     """
 

@@ -117,8 +117,8 @@ class Weights:
         *,
         whole: bool = False,
     ) -> dict[str, object]:
-        """Receive a request's weights into the open update, or into a new one. `whole`: they are
-        all of the update, unless `begin` was called. An error cancels the update.
+        """Receive a request's weights into the open update, or into a new one. With `whole` they
+        are the complete update, unless `begin` was called. An error cancels the update.
         """
         control = self._control
         version, checks, flushes = fields.weight_version, fields.checks, fields.flush_cache
