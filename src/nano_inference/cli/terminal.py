@@ -149,7 +149,7 @@ def set_up_logging(*, verbose: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if not verbose:
-        # it logs much while it converts models
+        # transformers logs much while it converts models
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
@@ -213,8 +213,8 @@ def keys_for_later() -> Iterator[None]:
     """Keep keys pressed within the block for the next prompt, Ctrl-D included, without an echo.
     Ctrl-C still interrupts.
 
-    In the terminal's line mode, only a read in that mode sees Ctrl-D as the end of input. The line
-    editor switches modes and would read a zero byte.
+    In the terminal's line mode, a Ctrl-D would reach the line editor as a zero byte, because the
+    editor reads in another mode.
     """
     try:
         terminal = sys.stdin.fileno()

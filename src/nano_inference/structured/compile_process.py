@@ -246,8 +246,8 @@ class _Child:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
-            return "the process that compiled it does not answer"
+            return "its compiler process does not answer"
         if code == OUT_OF_MEMORY:
             return f"its compilation took more than {self._memory / 2**30:g} GiB"
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return f"the process that compiled it ended {how}; it may take {self._memory / 2**30:g} GiB"
+        return f"its compiler process ended {how}; its memory limit is {self._memory / 2**30:g} GiB"
