@@ -333,7 +333,7 @@ def _progress(finished: int, total: int, tokens: int, seconds: float) -> str:
 
 
 def has_tokenizer(engine: "InferenceEngine") -> bool:
-    """Return whether the engine has a tokenizer."""
+    """Return True if the engine has a tokenizer."""
     try:
         return engine.tokenizer is not None
     except ModelLoadError:
@@ -341,7 +341,7 @@ def has_tokenizer(engine: "InferenceEngine") -> bool:
 
 
 def has_chat_template(engine: "InferenceEngine") -> bool:
-    """Return whether the engine has a tokenizer with a chat template."""
+    """Return True if the engine has a tokenizer with a chat template."""
     return has_tokenizer(engine) and engine.tokenizer.chat_template is not None
 
 

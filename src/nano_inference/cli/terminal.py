@@ -94,7 +94,7 @@ def reason(file: Path, problem: OSError | UnicodeDecodeError) -> str:
 
 
 def is_full(problem: OSError) -> bool:
-    """Return whether writing failed because the disk is full or broken."""
+    """Return True if writing failed because the disk is full or broken."""
     return problem.errno in _FULL
 
 
@@ -290,7 +290,7 @@ _LEVELS = (
 
 
 def has_colors(console: Console) -> bool:
-    """Return whether a console shows colors: false in files, and if NO_COLOR is set."""
+    """Return True if a console shows colors: false in files, and if NO_COLOR is set."""
     return console.color_system is not None and not console.no_color
 
 

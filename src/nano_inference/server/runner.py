@@ -60,10 +60,9 @@ def socket_for_its_user(path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    # uvicorn keeps the mode of an existing file, and makes a new file open to all
     if not Path(path).exists():
-        with socket.socket(
-            socket.AF_UNIX
-        ) as mine:  # uvicorn keeps an existing mode, and makes a new file open to all
+        with socket.socket(socket.AF_UNIX) as mine:
             before = os.umask(0o177)
             try:
                 mine.bind(path)

@@ -98,9 +98,9 @@ class OutlinesBackend(Backend):
         self.processes = CompileProcesses(__name__, kept(token_bytes))
 
     def check(self, grammar: Grammar) -> None:
-        """Check a grammar as `Backend.check`, without outlines-core, which may still reject it."""
+        """Check a grammar without outlines-core, which may still reject it."""
         _job(grammar)
-        if grammar.kind == "regex":  # the same syntax
+        if grammar.kind == "regex":  # llguidance reads the same syntax
             backend_named("llguidance").check(grammar)
 
     def prepare(self, vocabulary: Vocabulary) -> None:

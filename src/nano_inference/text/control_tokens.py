@@ -104,7 +104,7 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
 
 
 def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
-    """Return a copy of plain data with marks in all strings and keys, and whether there are any."""
+    """Return a copy of plain data with marks in all strings and keys, and True if it has any."""
     finder = _finder(tokenizer)
     marked = False
     left = MAX_TEXT
@@ -209,7 +209,7 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
         )
         ids[_id(backend, name)] = token_id
     backend.add_special_tokens([AddedToken(_MARK, normalized=False)])
-    # any text may get this id
+    # any text may become the unknown token
     unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")
     control_ids = frozenset(control) - ids.keys() - {unknown}
     return _SecretTokenizer(backend, names, ids, control_ids, _id(backend, _MARK))

@@ -221,7 +221,7 @@ class ToolCallParser(TextReader):
         return call.is_announced
 
     def _member(self, call: _CallObject) -> Steps:
-        """Read a key and its value. False: the key is unknown or repeated, or the value is wrong."""
+        """Read a key and its value. False: the key is unknown or repeated, or the value invalid."""
         raw, parts = call.raw, list[str]()
         if not (yield from self._json('"', raw, parts.append)):
             return False
