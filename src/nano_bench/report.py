@@ -41,7 +41,7 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write an HTML page of samples, with coloured tokens.
+    """Write an HTML page of samples, with colored tokens.
 
     The page is a single file with groups side by side. Unreadable rows are skipped, counted and
     listed with their reasons.

@@ -143,7 +143,7 @@ def test_concurrent_compilations_have_separate_children(children: CompileProcess
 
 def test_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
     missing = CompileProcesses("tests.structured.no_compiler", lambda _: TOKENS)
-    with pytest.raises(InvalidRequest, match=r"process that compiles grammars.*no_compiler"):
+    with pytest.raises(InvalidRequest, match=r"grammar compiler did not start.*no_compiler"):
         compiled(missing, "")
 
 

@@ -1,4 +1,4 @@
-"""`nano-inference generate`: sample completions as text, coloured tokens or JSON lines."""
+"""`nano-inference generate`: sample completions as text, colored tokens or JSON lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +129,7 @@ def generate(
         bool,
         typer.Option(
             "--logprobs",
-            help="Colour each token by its probability. Without colours, print its logprob.",
+            help="Color each token by its probability. Without colors, print its logprob.",
         ),
     ] = False,
     as_json: Annotated[
@@ -154,7 +154,7 @@ def generate(
 
     nano-inference generate smollm2-135m -p "The sky is" -n 2 --temperature 0.6
     nano-inference generate smollm2-135m --file prompts.txt --json > samples.jsonl
-    nano-inference generate smollm2-135m --chat -p "Name a colour." --choice red --choice blue
+    nano-inference generate smollm2-135m --chat -p "Name a color." --choice red --choice blue
     nano-inference generate --url http://127.0.0.1:8000 -p "The sky is"
     """
     _check_given(ctx, model, url)
@@ -333,7 +333,7 @@ def _progress(finished: int, total: int, tokens: int, seconds: float) -> str:
 
 
 def has_tokenizer(engine: "InferenceEngine") -> bool:
-    """Return whether the engine has a tokenizer."""
+    """Return True if the engine has a tokenizer."""
     try:
         return engine.tokenizer is not None
     except ModelLoadError:
@@ -341,7 +341,7 @@ def has_tokenizer(engine: "InferenceEngine") -> bool:
 
 
 def has_chat_template(engine: "InferenceEngine") -> bool:
-    """Return whether the engine has a tokenizer with a chat template."""
+    """Return True if the engine has a tokenizer with a chat template."""
     return has_tokenizer(engine) and engine.tokenizer.chat_template is not None
 
 

@@ -103,7 +103,7 @@ COMMANDS = {
         error_code=2,
     ),
     "report": Row(
-        "nano_bench.report:report", "Write an HTML page of samples, with coloured tokens."
+        "nano_bench.report:report", "Write an HTML page of samples, with colored tokens."
     ),
     "draft-heads": Row(
         "nano_inference.cli.draft_heads:draft_heads",

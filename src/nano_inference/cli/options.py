@@ -401,7 +401,7 @@ def with_recommended(
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Return whether an option is set, on the command line or by an environment variable."""
+    """Return True if an option is set, on the command line or by an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 

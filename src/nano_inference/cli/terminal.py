@@ -1,4 +1,4 @@
-"""Output streams, log lines, the keyboard, and tokens coloured by their logprobs."""
+"""Output streams, log lines, the keyboard, and tokens colored by their logprobs."""
 
 import codecs
 import errno
@@ -94,7 +94,7 @@ def reason(file: Path, problem: OSError | UnicodeDecodeError) -> str:
 
 
 def is_full(problem: OSError) -> bool:
-    """Return whether writing failed because the disk is full or broken."""
+    """Return True if writing failed because the disk is full or broken."""
     return problem.errno in _FULL
 
 
@@ -149,7 +149,7 @@ def set_up_logging(*, verbose: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if not verbose:
-        # it logs much while it converts models
+        # transformers logs much while it converts models
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
@@ -213,8 +213,8 @@ def keys_for_later() -> Iterator[None]:
     """Keep keys pressed within the block for the next prompt, Ctrl-D included, without an echo.
     Ctrl-C still interrupts.
 
-    In the terminal's line mode, only a read in that mode sees Ctrl-D as the end of input. The line
-    editor switches modes and would read a zero byte.
+    In the terminal's line mode, a Ctrl-D would reach the line editor as a zero byte, because the
+    editor reads in another mode.
     """
     try:
         terminal = sys.stdin.fileno()
@@ -278,7 +278,7 @@ class Interruptible(Generic[Item]):
 
 
 # (smallest probability, style, name). Styles set foreground and background outside a theme's 16
-# colours, so that they look the same on dark and light terminals. Less probable tokens are darker,
+# colors, so that they look the same on dark and light terminals. Less probable tokens are darker,
 # for readers who do not see the hues.
 _LEVELS = (
     (0.9, "", "≥ 90 %"),
@@ -290,12 +290,12 @@ _LEVELS = (
 
 
 def has_colors(console: Console) -> bool:
-    """Return whether a console shows colours: false in files, and if NO_COLOR is set."""
+    """Return True if a console shows colors: false in files, and if NO_COLOR is set."""
     return console.color_system is not None and not console.no_color
 
 
 def legend(console: Console) -> Text:
-    """Return a line that explains the colours."""
+    """Return a line that explains the colors."""
     if not has_colors(console):
         return Text("A logprob follows each token.")
     line = Text("probability of a token: ")
@@ -312,7 +312,7 @@ def colored(sample: "TrainingSample", tokenizer: "Tokenizer", console: Console) 
             text.append(f"{printable(piece)}[{logprob:z.2f}]")
             continue
         style = next(style for least, style, _ in _LEVELS if math.exp(logprob) >= least)
-        # a line end has no width to colour
+        # a line end has no width to color
         text.append(printable(piece).replace("\n", "↵\n" if style else "\n"), style)
     return text
 

@@ -31,7 +31,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class FleetClient(EngineClient):
-    """Client of several engines, with the interface of a client of one.
+    """Client of several engines, with the interface of a single engine's client.
 
     A request gets a seed and the replica that the router chooses. The fleet keeps the request's
     tokens until it has ended. If its replica dies or is drained, another one resumes it with the
@@ -56,7 +56,7 @@ class FleetClient(EngineClient):
 
     Attributes:
         requests: Unfinished requests, by id.
-        failover: Decides which requests may move, and counts moves.
+        failover: Guard that decides which requests may move, and counts moves.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class FleetClient(EngineClient):
         """Move the blocks of a request's prompt to its next replica, then send the request there.
 
         The request is sent once: when its blocks have arrived, when they cannot arrive, or when it
-        is cancelled meanwhile. Missing blocks are computed.
+        is canceled meanwhile. Missing blocks are computed.
 
         Args:
             request: Request without a replica.
@@ -389,7 +389,7 @@ class FleetClient(EngineClient):
 
     def _hear(self, request: FleetRequest, delta: Delta) -> None:
         """Handle a delta from a replica."""
-        if request.samples[delta.sample_index].ended:  # a repetition of it
+        if request.samples[delta.sample_index].ended:  # the delta repeats it
             return None
         self.failover.heard(request, time.monotonic() - request.heard_at)
         if request.hear(delta):

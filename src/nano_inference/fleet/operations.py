@@ -32,10 +32,11 @@ Engines = Mapping[str, EngineClient]
 class FleetOperations:
     """Pauses, memory, weight updates and queries of all replicas.
 
-    A replica that dies meanwhile leaves the fleet, and the others continue. Any other failure is
-    undone on all. Every replica first checks an update (`prepare_update`). Then all stop between
-    two steps, apply it, and continue. So none draws a token with the new weights while another
-    still has the old ones.
+    A replica that dies during an operation leaves the fleet, and the others continue. If a change
+    fails on some replicas, it is undone on the others. A change that cannot be undone stays, and
+    the replicas without it are resynced. Every replica first checks an update (`prepare_update`).
+    Then all stop between two steps, apply it, and continue. No replica draws a token with the new
+    weights while another still has the old ones.
     """
 
     def __init__(self, supervisor: Supervisor, router: Router) -> None:
@@ -183,8 +184,8 @@ class FleetOperations:
         everywhere: bool = False,
         more: Callable[[int], Arguments] = lambda _: {},
     ) -> Answers:
-        """Call all replicas as `_all` does. If one fails, undo the call on the others, or with
-        `everywhere` on all.
+        """Call all replicas as `_all` does. If one fails, undo the call on the replicas on which it
+        succeeded, or with `everywhere` on all.
         """
         answers = await self._each(name, seconds, arguments, more=more)
         done = [replica for replica, answer in answers.items() if not _failed(answer)]
@@ -230,7 +231,7 @@ class FleetOperations:
         if arguments.get("mode") != "wait":
             async with self._lock:
                 return await self._pause_now(seconds, arguments)
-        asked = self._supervisor.living()  # without the lock: a resume may come meanwhile
+        asked = self._supervisor.living()  # without the lock: a resume must not wait for it
         answer = await self._pause_now(seconds, arguments)
         async with self._lock:
             living = self._supervisor.living()

@@ -73,10 +73,10 @@ class FleetRequest:
     replica is the only part of the fleet that it knows.
 
     `hand_to` lets another replica resume in one of three ways. If nothing has come, the replica
-    begins. Otherwise it resumes from the received tokens, with one prefill. With `sampling_mask` it
-    cannot, because masks come only at the end. Then it repeats the request from its beginning, and
-    the part that the client has is skipped. In each way the same seed, position and weights draw
-    the same tokens.
+    begins. Otherwise it resumes from the received tokens, with one prefill. If it rejects that, or
+    with `sampling_mask`, whose masks come only at the end, it repeats the request from its
+    beginning, and the part that the client has is skipped. In each way the same seed, position and
+    weights draw the same tokens.
 
     Args:
         message: The request, with a seed.
@@ -196,7 +196,7 @@ class FleetRequest:
             client: Client of the replica.
             ticket: Placement there.
             receiver: Receiver of the deltas.
-            version: Live weight version, if samples of the version before finish on that one
+            version: Live weight version if running samples finish on the previous one
                 (`kv_policy="finish_old"`), else None.
 
         Raises as `EngineClient.begin` does.

@@ -29,8 +29,8 @@ _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in al
 
 
 class Supervisor:
-    """Starts engines and ends those that hang. A new engine serves once it has the shared state of
-    the others: the weight version, the adapters, the pause and the sleep.
+    """Manager that starts engines and ends those that hang. A new engine serves once it has the
+    shared state of the others: the weight version, the adapters, the pause and the sleep.
 
     Args:
         report: Called with each event of the engines.
@@ -319,8 +319,8 @@ class Supervisor:
     # -- shared state ------------------------------------------------------------------------------
 
     def left_behind(self, replica: str, why: str) -> None:
-        """Resync a replica without the shared state before it serves again. Its requests move to
-        other replicas.
+        """Take a replica that lacks the shared state out of service, and resync it. Its requests
+        move to other replicas.
         """
         entry = self.replicas[replica]
         log.warning("resyncing replica %s: %s", replica, why)
@@ -332,7 +332,7 @@ class Supervisor:
         """Bring a replica to the shared weights, adapters, pause and sleep, and let it serve. Holds
         the lock, so that nothing changes meanwhile.
 
-        If no other replica is left, this one defines the state again, with the weights it has.
+        If no other replica is left, this one defines the shared state, with the weights it has.
         """
         self._require_there(replica, client)
         replica.state = "syncing"
@@ -394,8 +394,8 @@ class Supervisor:
     async def _from_a_donor(
         self, client: EngineClient, bring: Callable[[EngineClient], Awaitable[None]]
     ) -> bool:
-        """Bring an engine something from a serving replica, or from the next if that dies. Return
-        False if there is none.
+        """Call `bring` with a serving replica, or with the next one if that dies. Return False if
+        none is left.
         """
         while (donor := next(iter(self.living().values()), None)) is not None:
             try:

@@ -121,8 +121,8 @@ class PrefixSharing:
         self._silent: set[str] = set()  # replicas whose last report failed
 
     def source(self, request: FleetRequest, ticket: Ticket) -> EngineClient | None:
-        """Return the replica to fetch a request's prefix from, or None. Fetch if a replica has more
-        of the prefix than the request's own, and if that is faster than computing it.
+        """Return the replica to fetch a request's prefix from. None: no replica has more of it than
+        the request's own, or computing it is faster.
         """
         if self.cost is None or request.has_begun or ticket.replica not in self._clients:
             return None
@@ -216,7 +216,7 @@ LEAST = 256  # prompt tokens; a shorter prompt is computed at the replica that d
 class Prefill:
     """Prefill and decode on different replicas.
 
-    A request runs on a prefill replica until all its samples have a token. Then it is cancelled
+    A request runs on a prefill replica until all its samples have a token. Then it is canceled
     there, and its prompt's blocks move to the replica that the router chose for the rest. The
     request resumes there as after a failover: same seed, positions and weights, so the same bits.
     Blocks that cannot be moved are recomputed.

@@ -177,7 +177,7 @@ class EngineClient(ABC):
 
     @property
     def public_reason(self) -> str:
-        """`why_dead` in a form that any client may see. Empty: there is none. See `EngineDead`."""
+        """`why_dead` in a form that any client may see. Empty: there is none."""
         return "" if self._dead is None else self._public
 
     @property
@@ -235,8 +235,8 @@ class EngineClient(ABC):
         return self._open.has_name(name)
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
-        """Queue a request whose deltas go to `receiver`, and return its id, which `message` gets.
-        Used by clients of several engines. Raises like `submit`.
+        """Queue a request whose deltas go to `receiver`, and return its new id. The id in `message`
+        is ignored. Used by clients of several engines. Raises like `submit`.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -250,7 +250,7 @@ class EngineClient(ABC):
             self._send(Abort([request_id]))
 
     def end_soon(self, request_ids: list[int]) -> None:
-        """End requests as `"abort"` and return their partial samples."""
+        """End requests as `"abort"`. Their receivers get the partial samples."""
         self._send(Abort(request_ids, answered=True))
 
     def kill(self) -> None:

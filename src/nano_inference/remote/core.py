@@ -60,8 +60,8 @@ class _Request:
 
 
 class EngineCore:
-    """Steps an engine on the thread that calls `run`. One other thread calls `handle`, which never
-    waits for a step.
+    """Step loop of an engine, on the thread that calls `run`. One other thread calls `handle`,
+    which never waits for a step.
 
     Args:
         engine: Engine to run.

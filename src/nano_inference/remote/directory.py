@@ -1,5 +1,5 @@
-"""Directory of the blocks that replicas report, and the decision if fetching them is cheaper than
-computing them.
+"""Directory of the blocks that replicas report, and the decision to fetch blocks or to compute
+them.
 
 This module is pure: no asyncio, no clock, no engine. The router estimates a replica's blocks from
 the prompts sent to it. The directory has the actual blocks, about half a second late. An export
@@ -145,7 +145,7 @@ class Directory:
 
 
 class FetchCost:
-    """Decides if blocks are worth fetching: bytes over bandwidth against tokens over prefill rate.
+    """Estimate of the time that fetching saves: bytes / bandwidth against tokens / prefill rate.
 
     Both rates are measured while the fleet runs (`fetched`, `prefilled`), as moving averages in
     which a new measurement has weight 0.2. They start from the arguments.

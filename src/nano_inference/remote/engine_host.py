@@ -33,7 +33,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class EngineHost:
-    """Builds and steps an engine. No incoming message can stop the process.
+    """Builder and step loop of an engine. Invalid messages are logged and do not end the process.
 
     Args:
         emit: Sends a message to the client. Called by any thread.

@@ -19,7 +19,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class InProcessClient(EngineClient):
-    """Builds and steps the engine in a thread of this process."""
+    """Client that builds and steps the engine in a thread of this process."""
 
     def __init__(self, config: EngineConfig, max_backlog: int) -> None:
         super().__init__(max_backlog)

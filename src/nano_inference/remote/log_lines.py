@@ -21,7 +21,7 @@ def send_to_stderr(logger: logging.Logger, log_format: LogFormat, process: str =
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which may be replaced later."""
+    """Handler that writes to the current `sys.stderr`, even if that was replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

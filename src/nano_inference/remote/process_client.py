@@ -31,7 +31,7 @@ BYTES_AT_ONCE = 1 << 20  # the same limit in bytes
 
 
 class ProcessClient(RemoteClient):
-    """Starts an engine process and detects its end immediately. It holds a folder, a process and
+    """Client that starts an engine process and detects its end. Holds a folder, a process and
     two sockets from `start` until `close` or that end.
 
     Args:

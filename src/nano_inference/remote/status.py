@@ -59,7 +59,7 @@ class FleetReport:
     Attributes:
         weight_version: Weight version that all replicas serve.
         paused: True if a call paused the fleet.
-        asleep: Parts of the memory that were given back.
+        asleep: Parts of the memory that were released.
         replicas: State of each replica.
         deaths: Number of replicas that died after they were built.
         moves: Counts of requests that moved.

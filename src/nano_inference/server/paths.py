@@ -1,4 +1,4 @@
-"""Paths of the dialects and of the page. They decide access and the format of errors."""
+"""Paths of the dialects and the page, which decide access and the format of errors."""
 
 from typing import Any
 

@@ -60,10 +60,9 @@ def socket_for_its_user(path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    # uvicorn keeps the mode of an existing file, and makes a new file open to all
     if not Path(path).exists():
-        with socket.socket(
-            socket.AF_UNIX
-        ) as mine:  # uvicorn keeps an existing mode, and makes a new file open to all
+        with socket.socket(socket.AF_UNIX) as mine:
             before = os.umask(0o177)
             try:
                 mine.bind(path)
@@ -97,7 +96,7 @@ _RUSH = 2.0  # seconds for the engine to end after a second signal
 
 
 class Runner(uvicorn.Server):
-    """uvicorn server that ends as `Server` says. `url` is known once `started`.
+    """uvicorn server that ends as `Server` requires. `url` is known once `started`.
 
     Raises `ConfigError` for unreadable TLS files.
     """

@@ -65,7 +65,7 @@ class Server:
         started: `time.time()` when the engine was ready.
         stop: Called when the engine is lost permanently; ends the server.
         exchanges: For each request being read or answered, a function that ends it with an error.
-        beside: Coroutine functions started when the engine is ready, and cancelled at the end.
+        beside: Coroutine functions started when the engine is ready, and canceled at the end.
         linger: Seconds between the engine's end and the call of `stop`.
         lost: Reason why the engine is lost.
         url: Address of the server. Empty: it does not listen yet.

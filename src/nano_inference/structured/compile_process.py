@@ -1,7 +1,7 @@
 """Compilation of grammars in a child process, with limits on time and memory.
 
-Some compilers need too much time or memory, hold the interpreter's lock, or crash. In a child that
-fails only one grammar: the child is killed, and the next grammar gets a new one.
+Some compilers need too much time or memory, hold the interpreter's lock, or crash. In a child
+process, that affects one grammar only: the child is killed, and the next grammar gets a new one.
 """
 
 import socket
@@ -109,7 +109,7 @@ class CompileProcesses:
             job: The grammar, as the child reads it.
 
         Raises:
-            CompilationStopped: It took too long or too much memory, or the child crashed.
+            CompilationStopped: A limit on time or memory was reached, or the child crashed.
             InvalidRequest: The grammar cannot be compiled.
         """
         try:
@@ -206,10 +206,10 @@ class _Child:
             ready = self._exchange(words, START_LIMIT, lambda _: None)
         except _Ended as problem:
             self.kill()
-            raise CompilationStopped(f"the process that compiles grammars: {problem}.") from None
+            raise CompilationStopped(f"the grammar compiler did not start: {problem}.") from None
         if ready.problem:
             self.kill()
-            raise InvalidRequest(f"the process that compiles grammars: {ready.problem}.")
+            raise InvalidRequest(f"the grammar compiler did not start: {ready.problem}.")
 
     @property
     def runs(self) -> bool:
@@ -246,8 +246,8 @@ class _Child:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
-            return "the process that compiled it does not answer"
+            return "its compiler process does not answer"
         if code == OUT_OF_MEMORY:
             return f"its compilation took more than {self._memory / 2**30:g} GiB"
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return f"the process that compiled it ended {how}; it may take {self._memory / 2**30:g} GiB"
+        return f"its compiler process ended {how}; its memory limit is {self._memory / 2**30:g} GiB"

@@ -53,7 +53,7 @@ class GrammarCompiler:
     """Cache of the compiled grammars of one vocabulary. Thread-safe.
 
     Args:
-        vocabulary: Reads the vocabulary of the model, when the first grammar arrives. Raises
+        vocabulary: Function that reads the model's vocabulary, called for the first grammar. Raises
             `InvalidRequest` if the model has none.
         backend: Backend of grammars that name none.
         num_threads: Number of concurrent compilations; None: half of the cores.
@@ -107,7 +107,7 @@ class GrammarCompiler:
         compiled = state.compiled or self.begin(state.grammar)
         if compiled.done() and not state.num_behind:
             self._give(state, compiled)
-        elif compiled.done():  # many tokens take long
+        elif compiled.done():  # processing many tokens takes long
             self._submit(lambda: self._give_and_tell(state, compiled, when_ready))
         else:
             compiled.add_done_callback(lambda done: self._give_and_tell(state, done, when_ready))
@@ -224,7 +224,9 @@ class GrammarCompiler:
         self._keep(promise, outcome)
 
     def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:
-        """Fail a compilation over its time limit. Its thread is replaced, and ends with the job."""
+        """Fail a compilation over its time limit. Its thread ends with the job. Up to `MOST_STUCK`
+        such threads are replaced.
+        """
         with self._lock:
             self._cache.pop(grammar, None)
             if self._num_stuck < MOST_STUCK and not self._is_closed:
@@ -279,7 +281,7 @@ class GrammarCompiler:
 
 
 def _may_pass(outcome: Compiled | Exception) -> bool:
-    """Return True if another attempt may succeed: unless the grammar itself was rejected."""
+    """Return True if compiling failed for a reason other than the grammar itself."""
     is_refusal = isinstance(outcome, InvalidRequest) and not isinstance(outcome, CompilationStopped)
     return isinstance(outcome, Exception) and not is_refusal
 

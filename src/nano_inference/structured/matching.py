@@ -70,7 +70,7 @@ class GrammarState:
         self._ends: frozenset[int] = frozenset()
         # None: the text is one of the grammar. Until then the matcher waits at the beginning.
         self._thought: Thought | None = None
-        # follows the text as one without a thought, while that is possible; then None
+        # matcher of the text as one without a thought; None once that is ruled out
         self._at_once: Matcher | None = None
 
     @property
@@ -155,7 +155,7 @@ class GrammarState:
         return len(self._ahead)
 
     def mask_behind(self, num_drafts: int) -> np.ndarray:
-        """Return the mask after `num_drafts` of the last drafts; after none, `words`."""
+        """Return the mask after the first `num_drafts` drafts of `look_ahead`. 0: `words`."""
         return self._ahead[num_drafts - 1] if num_drafts else self.words
 
     def forced(self) -> Sequence[int]:

@@ -45,10 +45,10 @@ ABILITIES = Abilities(
         ]
     ),
 )
-# whitespace between the tokens of JSON: for the default, a part of it
+# `whitespace` of a grammar -> pattern of outlines-core, which covers only a part of the default
 WHITESPACE = {COMPACT: "", BOUNDED: "[ ]?"}
 KINDS = ("json", "regex", "choice")
-# depth of arrays and objects of unknown contents: automata have no recursion
+# nesting depth of arrays and objects without a schema: automata have no recursion
 DEPTH = 1
 _HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
 MOST_STEPS = 2**23  # transitions by one token, 8 bytes each
@@ -98,9 +98,9 @@ class OutlinesBackend(Backend):
         self.processes = CompileProcesses(__name__, kept(token_bytes))
 
     def check(self, grammar: Grammar) -> None:
-        """Check a grammar as `Backend.check`, without outlines-core, which may still reject it."""
+        """Check a grammar without outlines-core, which may still reject it."""
         _job(grammar)
-        if grammar.kind == "regex":  # the same syntax
+        if grammar.kind == "regex":  # llguidance reads the same syntax
             backend_named("llguidance").check(grammar)
 
     def prepare(self, vocabulary: Vocabulary) -> None:

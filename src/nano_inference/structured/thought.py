@@ -1,5 +1,5 @@
-"""Thought: free text before the text of a grammar. A closing marker ends it, and an opening marker
-may begin it.
+"""Thought: reasoning, as free text, before the text of a grammar. A closing marker ends it, and an
+opening marker may begin it.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,12 +21,12 @@ class ThoughtMasks:
 
     Attributes:
         opens, closes: The markers.
-        opening: Per number of bytes of `opens`, less than all: the tokens that continue it.
-        both: Per number of bytes of `opens`, less than all: the tokens that hold a whole thought
-            and more. No text may begin with them.
-        inside: Per number of bytes of `closes` at the end of the text, less than all: the tokens
-            of a thought. A token that closes the thought holds nothing after the marker, so the
-            next token is the first of the grammar.
+        opening: Tokens that continue `opens`, by the number of its bytes so far.
+        both: Tokens that complete `opens` and also hold `closes`, by the same number. No text may
+            begin with them.
+        inside: Tokens within a thought, by the number of bytes of `closes` at the end of the text.
+            A token that closes the thought holds nothing after the marker, so the next token is
+            the first of the grammar.
     """
 
     opens: bytes
@@ -61,7 +61,7 @@ class Thought:
         return self.masks.inside[self.closed] if self.is_open else self.masks.opening[self.opened]
 
     def or_none(self, words: np.ndarray) -> np.ndarray:
-        """Return the tokens that continue the thought, or a text of mask `words` without one."""
+        """Return the tokens of the thought, and those of `words`, a mask of text without one."""
         return words & ~self.masks.both[self.opened] | self.words
 
     def behind(self, said: bytes) -> "Thought | None":
@@ -97,7 +97,7 @@ class Thoughts:
         vocabulary = self._vocabulary
         size = vocabulary.drawable
         texts = [(i, vocabulary.bytes_of(i)) for i in range(size)]
-        # tokens that hold more than a marker, and tokens that hold a part of the opening marker
+        # tokens that may exceed the closing marker, and tokens that may be part of the opening one
         beyond = [(i, text) for i, text in texts if closes[-1] in text[:-1]]
         parts = [
             (i, text)

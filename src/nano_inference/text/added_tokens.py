@@ -74,7 +74,7 @@ def _numbered(
 
 
 def _is_token(value: object) -> bool:
-    """Return whether a value is a token. Keys that end in `_token` also have other values."""
+    """Return True if a value is a token. Keys that end in `_token` also have other values."""
     return isinstance(value, str) or (
         isinstance(value, Mapping) and isinstance(value.get("content"), str)
     )

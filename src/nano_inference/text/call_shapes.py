@@ -46,7 +46,7 @@ class CallShape:
 
 
 NATIVE = CallShape()  # the first shape to probe
-# rendered by every template that renders a chat
+# calls and answers as text: every template that renders a chat renders these
 _AS_TEXT = CallShape(calls="text", answers="user")
 
 
@@ -157,7 +157,7 @@ def _function(name: str, arguments: Message) -> Message:
 
 
 def _well_rendered(text: str, before: str, words: ProbeWords) -> bool:
-    """Return whether a text contains all of a call and its answer, with arguments neither in Python
+    """Return True if a text contains all of a call and its answer, with arguments neither in Python
     syntax nor as JSON within JSON.
     """
     there = all(text.count(each) > before.count(each) for each in words)
@@ -170,7 +170,7 @@ _ODD = ("'", '\\"')
 
 
 def _nothings(text: str) -> int:
-    """Count the words that missing content may have become."""
+    """Count the words `None` and `null`, which a template may print for missing content."""
     return len(re.findall(r"\b(?:None|null)\b", text))
 
 
@@ -229,7 +229,7 @@ def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
     alternating turns.
     """
     turns: list[Message] = []
-    answers = False  # whether the last turn has answers
+    answers = False  # True if the last turn has answers
     for message in messages:
         is_answer = message.get("role") == "tool"
         if is_answer:

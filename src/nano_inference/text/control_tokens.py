@@ -4,7 +4,7 @@
    after its first character. The control tokens of the rendered text are then the template's.
 2. `encode_marked` replaces these by secret names and removes the marks.
 3. A tokenizer that knows control tokens only by their secret names encodes the text. The caller's
-   text is tokenised as if control tokens did not exist.
+   text is tokenized as if control tokens did not exist.
 
 Steps 2 and 3 are skipped if there are no marks, which is the usual case.
 """
@@ -104,7 +104,7 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
 
 
 def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
-    """Return a copy of plain data with marks in all strings and keys, and whether there are any."""
+    """Return a copy of plain data with marks in all strings and keys, and True if it has any."""
     finder = _finder(tokenizer)
     marked = False
     left = MAX_TEXT
@@ -209,7 +209,7 @@ def _secret_tokenizer(tokenizer: Tokenizer) -> _SecretTokenizer:
         )
         ids[_id(backend, name)] = token_id
     backend.add_special_tokens([AddedToken(_MARK, normalized=False)])
-    # any text may get this id
+    # any text may become the unknown token
     unknown = tokenizer.backend.token_to_id(spec["model"].get("unk_token") or "")
     control_ids = frozenset(control) - ids.keys() - {unknown}
     return _SecretTokenizer(backend, names, ids, control_ids, _id(backend, _MARK))

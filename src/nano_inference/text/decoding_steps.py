@@ -50,7 +50,7 @@ def plan_of(tokenizer: Tokenizer) -> DecodingPlan:
     """Build the plan of a tokenizer."""
     backend = tokenizer.backend
     added = backend.get_added_tokens_decoder()
-    # Newer releases of the library decode an added token to its normalised text, which
+    # Newer releases of the library decode an added token to its normalized text, which
     # `id_to_token` does not return. A tokenizer with only these tokens and no decoder does.
     words = tokenizers.Tokenizer(models.BPE())
     if backend.normalizer is not None:

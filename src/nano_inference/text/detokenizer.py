@@ -1,7 +1,7 @@
 """Incremental detokenization. Returned text never changes, and all pieces together are the text of
 all ids.
 
-The text of a token depends on its neighbours. A character's bytes may span several tokens, the
+The text of a token depends on its neighbors. A character's bytes may span several tokens, the
 first token may lose its space, and one bad byte turns the bytes around it into U+FFFD. Decoding a
 window of the last tokens would only guess. This module splits the tokenizer's decoder into its
 steps, and runs each step incrementally with a state of a few bytes. A step that is unknown, or that
@@ -103,10 +103,10 @@ class OutputText:
         tokenizer: Tokenizer of the tokens.
         stop: Stop strings, none of them empty.
         skip_special_tokens: Give special tokens no text.
-        mark: stands before the text of each special token.
+        mark: Text to insert before each special token.
 
     Raises:
-        InvalidRequest: a stop string is empty.
+        InvalidRequest: A stop string is empty.
     """
 
     def __init__(
@@ -164,7 +164,8 @@ class OutputText:
         return text
 
     def finish(self) -> str:
-        """End the sample and return the rest of the text, with held back text if nothing matched.
+        """End the sample and return the rest of the text. It includes held-back text if no stop
+        string matched.
 
         Incomplete characters become U+FFFD. Stop strings do not match there.
         """

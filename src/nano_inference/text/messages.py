@@ -297,7 +297,7 @@ def _probe_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Ren
 
 @lru_cache(maxsize=64)
 def _renders_role(role: str, template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Return whether the template renders messages of a role. Also true if it fails on all of them
+    """Return True if the template renders messages of a role. Also true if it fails on all of them
     and so reports the problem itself.
     """
     word, probe = _new_word(), _probe_of(template, special_tokens)
@@ -313,7 +313,9 @@ def _renders_role(role: str, template: str, special_tokens: tuple[tuple[str, str
 
 
 def _content_shapes(word: str, probe: Render) -> tuple[bool, bool]:
-    """Return whether content may be a string, and whether it may be a list of text parts."""
+    """Return two flags: True if content may be a string, and True if it may be a list of text
+    parts.
+    """
     whole = probe([{"role": "user", "content": word}])
     parts = probe([{"role": "user", "content": [{"type": "text", "text": word}]}])
     if word in whole:

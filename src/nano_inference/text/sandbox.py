@@ -317,7 +317,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
-        # not optimised: constant folding would bypass the budget
+        # not optimized: constant folding would bypass the budget
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

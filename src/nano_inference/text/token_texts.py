@@ -38,7 +38,7 @@ class TokenTexts:
         self.longest = max(map(len, backend.get_vocab()), default=1) if self._byte_level else None
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special, so that texts omit it."""
+        """Return True if a token is special, so that texts omit it."""
         return token_id in self._added and self._added[token_id].special
 
     def _text(self, token_id: int) -> str:

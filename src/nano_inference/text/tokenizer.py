@@ -74,7 +74,7 @@ def encode_ids(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer, or a note on why it is missing."""
+    """Return True if a folder has a tokenizer, or a note on why it is missing."""
     return any((folder / name).is_file() for name in ("tokenizer.json", MISSING_TOKENIZER))
 
 

@@ -50,7 +50,7 @@ def ask_turns(
     """
 
     def shows(before: Sequence[Message], *said: Message) -> bool:
-        """Return whether the text contains all messages."""
+        """Return True if the text contains all messages."""
         marked = [
             each if each["role"] == "tool" else each | {"content": f"{word}x{number}x"}
             for number, each in enumerate(said)

@@ -15,7 +15,7 @@ log = logging.getLogger("nano_inference.server")
 
 
 class Adapters:
-    """Loads and unloads adapters, one at a time."""
+    """Adapters of one engine. They are loaded and unloaded one at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +56,8 @@ class Adapters:
         version: int | None = None,
     ) -> AdapterInfo:
         """Load an adapter from the bytes of a safetensors file and the content of PEFT's
-        `adapter_config.json`. `version` must exceed the earlier ones of this name; None counts up.
+        `adapter_config.json`. `version` must exceed the earlier ones of this name. None: the
+        next one.
         """
         checked_name(name, "lora_name")
         require_safetensors(content)

@@ -36,8 +36,8 @@ class VersionNames:
         return self._names.get(version, str(version))
 
     def number(self, name: str) -> int | None:
-        """Return the newest version with this name, which may still be in the making. A number that
-        was not given as a name stands for itself. None: there is no such version.
+        """Return the newest version with this name, which an open update may still be making. A
+        number that was not given as a name is that version. None: there is no such version.
         """
         for version, version_name in reversed(self._names.items()):
             if version_name == name:

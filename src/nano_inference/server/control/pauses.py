@@ -1,4 +1,4 @@
-"""`Pauses` and `MemoryParts`: pausing the engine, and giving back its memory."""
+"""`Pauses` and `MemoryParts`: pausing the engine, and releasing its memory."""
 
 from collections.abc import Iterable
 from typing import get_args
@@ -63,7 +63,7 @@ class Pauses:
         return bool(await self._client.call("is_paused", timeout=timeout))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """End requests by their clients' ids (None: all) and return their partial samples.
+        """End requests by their clients' ids (None: all). Their clients get the partial samples.
 
         An id is `Ask.client_id`, or the HTTP request's `x-request-id`. Unknown ids are ignored.
         Returns the number of prompts once they have ended.
@@ -73,7 +73,7 @@ class Pauses:
 
     async def loads(self) -> Loads:
         """Return the numbers of running and waiting samples. Paused requests, and those whose cache
-        is asleep, count in either.
+        is asleep, are included.
         """
         stats: EngineStats = await self._client.call("stats")
         total = self._client.num_samples
@@ -103,7 +103,7 @@ class MemoryParts:
         await self._client.call("flush_cache")
 
     async def sleep(self, memory: Iterable[Memory] = ("kv_cache", "weights")) -> None:
-        """Give back parts of the memory that are awake. Nothing is computed until all of it is
+        """Release parts of the memory that are awake. Nothing is computed until all of it is
         awake again.
 
         Requests wait, and a pause continues. Raises a 409 for the weights while an update is open.

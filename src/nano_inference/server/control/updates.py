@@ -55,7 +55,7 @@ class Groups:
         """Join a trainer's `torch.distributed` group at its TCP store.
 
         Raises a 409 if a live trainer has a group of this name, or has any group while an update is
-        open. A dead trainer's update is cancelled.
+        open. A dead trainer's update is canceled.
 
         Args:
             name: Name for `Updates.receive_broadcast` and `leave`.
@@ -130,9 +130,9 @@ class Updates:
         is_explicit: bool = True,
         **checks: Unpack[Checks],
     ) -> OpenUpdate:
-        """Open an update, after a cancelled one has ended. It expires if no call of it arrives
-        within the server's deadline. Raises a 409 if an update is open, or if the weights are
-        asleep.
+        """Open an update, after a canceled one has ended. The update expires if its next call does
+        not arrive within the server's deadline. Raises a 409 if an update is open, or if the
+        weights are asleep.
 
         Args:
             version: Trainer's name of the new version. None: its number, unless named later.
@@ -265,7 +265,7 @@ class Updates:
         return names.name(number)
 
     async def cancel(self, reason: str) -> bool:
-        """Cancel the open update, even during a call of it. Return False if there is none."""
+        """Cancel the open update, even during one of its calls. Return False if there is none."""
         return self.open is not None and await self._forget(self.open, reason)
 
     async def fail(self, problem: BaseException) -> None:
@@ -320,7 +320,7 @@ class Updates:
             self._turn.release()
 
     def _expire_later(self, update: OpenUpdate | None) -> None:
-        """Cancel the update unless a call of it arrives within the server's deadline. None: stop
+        """Cancel the update unless its next call arrives within the server's deadline. None: stop
         the timer.
         """
         if self._expiry is not None:
@@ -328,7 +328,7 @@ class Updates:
             self._expiry = None
         if update is not None:
             seconds = self._engine.config.rl_timeout
-            why = f"no call of it arrived within {seconds:g} s."
+            why = f"its next call did not arrive within {seconds:g} s."
             self._expiry = asyncio.get_running_loop().call_later(
                 seconds, lambda: self.open is update and self._forget(update, why)
             )
@@ -346,7 +346,7 @@ class Updates:
     async def _failed(self, update: OpenUpdate, problem: BaseException) -> None:
         reason = problem.message if isinstance(problem, ApiError) else "its caller left."
         task = self._forget(update, reason)
-        if isinstance(problem, Exception):  # do not delay a cancelled caller
+        if isinstance(problem, Exception):  # do not delay a canceled caller
             await asyncio.wait([task])
 
     def _forget(self, update: OpenUpdate, why: str) -> "asyncio.Task[bool]":

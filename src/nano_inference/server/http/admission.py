@@ -119,7 +119,7 @@ class Admission:
         """Raise `ApiError` 429 if the queue has no room for these samples, which need this weight
         version.
 
-        The status is 429 because load balancers take a server out that answers 503. A request of
+        The status is 429, because load balancers stop using a server that answers 503. A request of
         any size is admitted if nothing is running, since waiting would not help it.
         """
         self._look()
@@ -194,7 +194,7 @@ LARGE = 1 << 22  # bytes; larger bodies are joined in a thread
 
 
 class Bodies:
-    """Reads bodies.
+    """Reader of bodies that limits their total size.
 
     Args:
         limit: Maximum bytes of all bodies together, without the first `SMALL` of each.

@@ -51,7 +51,7 @@ class _Lane:
     """Threads, and the requests that wait for one.
 
     Attributes:
-        free: Counts the threads that may still start.
+        free: Semaphore that counts the threads that may still start.
         num_waiting: Number of waiting requests.
         num_stuck: Number of replaced threads that still run.
     """

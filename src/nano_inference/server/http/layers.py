@@ -57,8 +57,8 @@ class Keys:
 
     Trainers send no key. So with `rl` and without an admin key, routes that change the engine
     require no more than other routes. `ServerConfig` allows that only on a loopback address, or
-    with `rl_open`. These routes never serve web pages, since any page opened on this machine could
-    reach them. Without `rl_open` they also reject requests forwarded by a proxy.
+    with `rl_open`. These routes reject requests of web pages, since any page opened on this machine
+    could reach them. Without `rl_open` they also reject requests forwarded by a proxy.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -186,8 +186,8 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 
 
 class Outermost:
-    """Gives every request an id and a record, adds the id to every reply, and answers exceptions
-    that no inner layer caught.
+    """Layer that gives every request an id and a record, adds the id to every reply, and answers
+    exceptions that no inner layer caught.
 
     Args:
         app: Inner application.
@@ -280,7 +280,7 @@ def _strip(scope: Scope, root: str) -> None:
 
 
 class Gate:
-    """Admits requests that have a key and are within the limits.
+    """Layer that admits requests that have a key and are within the limits.
 
     Args:
         app: Routes.

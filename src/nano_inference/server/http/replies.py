@@ -136,7 +136,7 @@ def json_reply(status: int, body: Any, headers: Mapping[str, str] | None = None)
 def error_reply(problem: ApiError, record: RequestRecord) -> Response:
     """Return an error reply, and note the error for the log."""
     record.problem = problem.code or problem.message
-    # The client may still be sending its body, which nothing reads any more.
+    # The client may still be sending its body, which is no longer read.
     close = (
         {"connection": "close"}
         if problem.status in (408, 413) or problem.code == "draining"
@@ -180,8 +180,8 @@ async def reply_in_pieces(body: Any, *, aside: bool) -> Response:
 
 
 class PiecedReply(Response):
-    """Sends the pieces made so far, then the rest piece by piece. Ends early if the client
-    disconnects.
+    """Reply that sends the pieces made so far, then the rest piece by piece. Ends early if the
+    client disconnects.
 
     Args:
         made: Beginning of the body.
@@ -233,7 +233,7 @@ _HEADERS = [
 
 
 class EventStream(Response):
-    """Reply with server-sent events. It never raises the errors of `events`.
+    """Reply with server-sent events. Never raises the errors of `events`.
 
     Args:
         events: Events to send. Closed at the end.

@@ -20,7 +20,7 @@ OPERATIONS = {
 
 
 class Tracer:
-    """Sends spans to a collector in the background, in batches.
+    """Sender of spans to a collector, in the background and in batches.
 
     Args:
         endpoint: The collector's URL for traces over HTTP, such as

@@ -287,7 +287,7 @@ def docs_page(routes: Routes, address: str) -> str:
     """Return the page as HTML.
 
     Args:
-        routes: Routes of the server. Others of the table are left out.
+        routes: Routes of the server. Rows of the table for other routes are left out.
         address: Address of the server for the examples.
     """
     there = [family for family in FAMILIES if any(path in routes for path in family.paths)]

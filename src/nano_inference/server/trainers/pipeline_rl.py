@@ -86,7 +86,7 @@ async def _joined(server: Server) -> None:
 
 
 async def _stay_joined(server: Server) -> None:
-    """Join the group, and again whenever it is lost, until cancelled."""
+    """Join the group, and again whenever it is lost, until canceled."""
     config = server.config
     address: Any = urlsplit(config.weight_update_group_init_method)
     assert config.actor_llm_idx is not None

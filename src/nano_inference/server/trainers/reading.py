@@ -21,7 +21,7 @@ from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server, read_request
 
-# from a request's fields to the JSON of a 200, or to the response
+# function from a request's fields to the JSON of a 200, or to a response
 Answer = Callable[[Any], Awaitable[Any]]
 Fail = Callable[[BaseException], Awaitable[object]]  # called with the error that ends a request
 

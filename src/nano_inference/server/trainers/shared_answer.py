@@ -8,8 +8,8 @@ Told = TypeVar("Told")
 
 
 class SharedAnswer(Generic[Told]):
-    """Calls `question` once for all callers that arrive during the call, or within `fresh` seconds
-    of its answer. All of them get its error if it raises.
+    """Answer to `question`, which is called once for all callers that arrive during the call, or
+    within `fresh` seconds of its answer. If it raises, all of them get the error.
 
     Args:
         question: Makes an answer.
@@ -23,7 +23,7 @@ class SharedAnswer(Generic[Told]):
         self._answered = 0.0  # time of the last answer, by the loop's clock
 
     async def get(self) -> Told:
-        """Return the answer. Raises like `question`. Cancelling one caller does not affect
+        """Return the answer. Raises like `question`. Canceling one caller does not affect
         others.
         """
         asked = self._asked

@@ -44,8 +44,8 @@ def fingerprint(served: Served) -> str:
 
 
 def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, bool]:
-    """Return two flags: a stream ends with the usage, and each of its events has the usage. Raises
-    `ApiError` 400.
+    """Return two flags: True if a stream ends with the usage, and True if each of its events has
+    it. Raises `ApiError` 400.
     """
     if options is None:
         return False, False
@@ -164,7 +164,7 @@ class OpenAIBuilder(Builder):
         behind: Behind = AT_ONCE,
         **more: bool,
     ) -> Ask:
-        """Return one prompt for the engine. `more` are fields of `Ask`."""
+        """Return the `Ask` of one prompt. `more` holds further fields of `Ask`."""
         request = self.request
         params = sampling_params(
             request,
@@ -305,8 +305,8 @@ class OpenAIBuilder(Builder):
 
     @property
     def names_ids(self) -> bool:
-        """True if logprobs name tokens by their ids. The server's setting is the default of the
-        request's.
+        """True if logprobs name tokens by their ids. If the request does not say, the server's
+        setting decides.
         """
         asked = self.request.return_tokens_as_token_ids
         return self.served.config.return_tokens_as_token_ids if asked is None else asked

@@ -1,5 +1,5 @@
 """`POST /v1/embeddings`: the policy's hidden state after the last token of each input, from which
-the next token would be drawn. Only models that were trained so have useful embeddings.
+the next token would be drawn. The embeddings are useful only if the model was trained for them.
 """
 
 import base64

@@ -4,7 +4,7 @@ and recipient (https://github.com/openai/harmony, docs/format.md).
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
 `analysis` is reasoning. `final` is content, and so is `commentary` without a recipient. A message
-to `functions.x` is a call of x, and its body are the arguments: a JSON object, in which small
+to `functions.x` is a call of x, and its body holds the arguments: a JSON object, in which small
 mistakes are mended. If the arguments break, they are content. The markers are special tokens. The
 parser's input must include their text, after a mark that ordinary tokens cannot write.
 """

@@ -21,15 +21,15 @@ class ToolFormat:
     Attributes:
         begin: Marker that opens a section.
         sign: Regular expression that matches the family's chat templates.
-        other_sign: Regular expression that does not match them, but templates of another format
-            with the same markers.
+        other_sign: Regular expression that matches templates of other formats with the same
+            markers, but none of this family.
         bare: True if an answer may begin with a section without `begin`.
-        opener: Text between `begin` and the first call.
+        opener: Text that the parser requires between `begin` and the first call.
         separator: Text between calls. Optional in the output.
         end: Marker that closes a section. Optional in the output.
         no_arguments: True if a call may omit its arguments.
-        opening, joint, closing: Text that models write between `begin` and the first call, between
-            calls, and after the last.
+        opening, joint, closing: Text that a grammar writes between `begin` and the first call,
+            between calls, and after the last.
         arguments: Key of the arguments, as models write it.
     """
 
@@ -221,7 +221,7 @@ class ToolCallParser(TextReader):
         return call.is_announced
 
     def _member(self, call: _CallObject) -> Steps:
-        """Read a key and its value. False: a call has no such key, or not at this place."""
+        """Read a key and its value. False: the key is unknown or repeated, or the value invalid."""
         raw, parts = call.raw, list[str]()
         if not (yield from self._json('"', raw, parts.append)):
             return False

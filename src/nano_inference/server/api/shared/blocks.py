@@ -13,7 +13,7 @@ _KINDS: tuple[Kind, Kind] = ("thinking", "text")
 
 
 class Blocks:
-    """Opens and closes blocks. A protocol overrides the methods that append its events to
+    """Converter of pieces to blocks. A protocol overrides the methods that append its events to
     `_events`.
 
     Whitespace before a text is held back until more text comes. Text that comes while a call is

@@ -13,7 +13,9 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
 
-class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):  # made ten times faster than a dataclass
+class ChoiceDelta(
+    msgspec.Struct, frozen=True, gc=False
+):  # created ten times faster than a dataclass
     """New part of one choice. The last one has the finished sample.
 
     Attributes:

@@ -61,9 +61,9 @@ class Ask:
         limits: Limits on groups, weight versions (as the engine's integers) and cost (see
             `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is gone is
             answered with 409.
-        repeats_prompt: The answer describes the prompt once per sample instead of once.
-        experts_by_default: The client did not ask for `routed_experts`, so they are omitted if they
-            cost too much.
+        repeats_prompt: True if the answer describes the prompt once per sample instead of once.
+        experts_by_default: True if the client did not ask for `routed_experts`, so that they are
+            omitted if they cost too much.
     """
 
     prompt: list[int]
@@ -278,7 +278,8 @@ class ApiProtocol:
     Attributes:
         request: Model of the body.
         builder: Makes a builder from the body, the served model and the request's id. Raises
-            `ApiError`, `InvalidRequest` and their like. May be slow (templates, tokenization).
+            `ApiError`, `InvalidRequest` and other errors of the package. May be slow (templates,
+            tokenization).
         openapi: Description of the route in `/openapi.json`, from `openapi.py`.
     """
 

@@ -340,7 +340,7 @@ ROUTES = (
         access="user",
         family="weights",
     ),
-    Route("POST /release_memory_occupation", "Give memory back, by tags", ChangeMemory),
+    Route("POST /release_memory_occupation", "Release memory, by tags", ChangeMemory),
     Route("POST /resume_memory_occupation", "Reallocate memory, by tags", ChangeMemory),
     Route("GET /model_info", "Describe the served model", access="user"),
     Route("GET /get_model_info", "Describe the served model", access="user"),

@@ -253,7 +253,7 @@ ROUTES = (
         family="weights",
     ),
     Route("POST /reset_prefix_cache", "Drop cached prefixes", ResetPrefixCache),
-    Route("POST /sleep", "Give memory back, by level", Sleep),
+    Route("POST /sleep", "Release memory, by level", Sleep),
     Route("POST /wake_up", "Reallocate memory, by tags", Wake),
     Route("GET /is_sleeping", "Check if the engine is asleep or paused", access="user"),
     Route(

@@ -1,5 +1,5 @@
 // Sampling settings of both views: a table of fields, the form made from it, and the fields of a
-// request. An empty field shows the model's default in grey, which is sent: it may differ from the
+// request. An empty field shows the model's default in gray, which is sent: it may differ from the
 // route's default.
 
 import { byId, html } from "./dom.js";

@@ -79,8 +79,8 @@ def top_rows(
     texts: TokenTexts | None,
     log_kept_mass: Sequence[float] | None = None,
 ) -> list[list[tuple[Any, int, Any]]]:
-    """Return such rows of the `count` most probable tokens at each position that the filters
-    kept.
+    """Return `rows` of the `count` most probable tokens at each position, among those that the
+    filters kept.
     """
     return [
         rows([at_least(each + kept) for each in top.logprobs[:count]], top.token_ids[:count], texts)
@@ -165,7 +165,7 @@ class SglangBuilder(SglangAsked):
     # -- a stream ----------------------------------------------------------------------------------
 
     def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
-        """Return the event with all of a choice so far, and at its end the whole choice."""
+        """Return an event with all of a choice so far. The last event has the whole choice."""
         prompt = self._prompts[piece.index // self.num_samples]
         grown = self._grown.get(piece.index)
         if grown is None:

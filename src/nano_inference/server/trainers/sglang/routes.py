@@ -95,7 +95,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "POST /unload_lora_adapter": state.unload_adapter,
         **{call: _refuser(why) for call, why in NOT_HERE.items()},
     }
-    # If one of these is rejected, its weights are missing, so the update is cancelled.
+    # If one of these is rejected, its weights are missing, so the update is canceled.
     updates: dict[str, Answer] = {
         "POST /update_weights_from_distributed": weights.update_from_distributed,
         "POST /update_weights_from_disk": weights.update_from_disk,

@@ -30,7 +30,7 @@ _RANK: Mapping[str, object] = {
 
 
 class Weights:
-    """Decides which requests belong to one weight update, since not every trainer marks that.
+    """Grouping of requests into weight updates, since not every trainer marks them.
 
     Miles marks the beginning and the end of an update. slime and AReaL pause, send one request per
     bucket, and continue. Requests during the pause are collected into one update, which takes
@@ -117,8 +117,8 @@ class Weights:
         *,
         whole: bool = False,
     ) -> dict[str, object]:
-        """Receive a request's weights into the open update, or into a new one. `whole`: they are
-        all of the update, unless `begin` was called. An error cancels the update.
+        """Receive a request's weights into the open update, or into a new one. With `whole` they
+        are the complete update, unless `begin` was called. An error cancels the update.
         """
         control = self._control
         version, checks, flushes = fields.weight_version, fields.checks, fields.flush_cache

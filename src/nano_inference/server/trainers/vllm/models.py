@@ -43,7 +43,7 @@ class VllmSampling(SamplingFields):
     )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # They control how vLLM produces its results, and have no meaning or no effect here.
+    # These fields control how vLLM produces its results. They have no effect here.
     ignored = (
         *("detokenize", "output_kind", "stream_interval", "skip_clone"),
         "spaces_between_special_tokens",

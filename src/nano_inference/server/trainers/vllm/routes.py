@@ -222,7 +222,7 @@ class Transfer:
         return {"message": "Weights updated"}
 
     async def fail(self, problem: BaseException) -> None:
-        """Cancel the update after a request of it was rejected or failed. The old weights keep
+        """Cancel the update after one of its requests was rejected or failed. The old weights keep
         serving.
         """
         await self._control.updates.fail(problem)
