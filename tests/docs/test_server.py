@@ -53,9 +53,17 @@ def url() -> Iterator[str]:
     torch.set_num_threads(threads)
 
 
+def has_content_or_call(message: dict[str, Any]) -> bool:
+    if not message.get("tool_calls"):
+        return bool(message["content"])
+    (call,) = message["tool_calls"]
+    function = call["function"]
+    return function["name"] == "weather" and list(json.loads(function["arguments"])) == ["city"]
+
+
 KINDS: dict[str, Check] = {
     "/v1/chat/completions": lambda body: (
-        body["object"] == "chat.completion" and body["choices"][0]["message"]["content"]
+        body["object"] == "chat.completion" and has_content_or_call(body["choices"][0]["message"])
     ),
     "/v1/completions": lambda body: (
         len(body["choices"]) == 2 and body["choices"][1]["logprobs"]["top_logprobs"]
@@ -74,6 +82,7 @@ KINDS: dict[str, Check] = {
         'curl http://127.0.0.1:8000/v1/chat/completions -d \'{ "model"',
         "curl -N http://127.0.0.1:8000/v1/chat/completions -d '{ \"mod",
         'curl http://127.0.0.1:8000/v1/completions -d \'{ "model": "sm',
+        "curl http://127.0.0.1:8000/v1/chat/completions -d '{ \"messag",
     ]
 )
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -99,7 +108,10 @@ def test_curl_lines_are_answered_as_documented(block: str, url: str) -> None:
         )
         assert 1 <= chunks[-1]["usage"]["completion_tokens"] <= 16
     else:
-        assert KINDS[path[1]](json.loads(done.stdout)), done.stdout
+        body = json.loads(done.stdout)
+        assert KINDS[path[1]](body), done.stdout
+        if '"tool_choice"' in block:
+            assert body["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_page_shows_every_kind_of_answer() -> None:
