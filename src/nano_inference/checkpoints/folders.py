@@ -75,7 +75,7 @@ def gguf_of(model_path: str) -> Path | None:
 def load_spec(folder: Path) -> ModelSpec:
     """Read the model's specification from its folder.
 
-    Reads config.json and, if present, generation_config.json and further files on quantisation.
+    Reads config.json and, if present, generation_config.json and further files on quantization.
     """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
@@ -90,7 +90,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def require_plain_weights(folder: Path) -> None:
-    """Raise `ModelLoadError` if a folder holds an adapter or quantised weights."""
+    """Raise `ModelLoadError` if a folder holds an adapter or quantized weights."""
     _refuse_adapter(folder)
     if (said := quantisation_of(folder)) is not None:
         raise ModelLoadError(

@@ -41,7 +41,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
-# Old checkpoints' buffers, which are computed instead, and the parameters of quantised activations.
+# Old checkpoints' buffers, which are computed instead, and the parameters of quantized activations.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 _CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def load_params(
 ) -> dict[str, Any]:
     """Load all parameters of a model, or of a rank's part of it.
 
-    Parameters are streamed from safetensors or `.gguf` files. Codes are dequantised, unless the
+    Parameters are streamed from safetensors or `.gguf` files. Codes are dequantized, unless the
     format selected by `quantization` can hold them unchanged. Other ranks' parts are not read.
     Memory: the parameters and one tensor, both on the device.
 
@@ -122,7 +122,7 @@ def _file_formats(
 ) -> dict[str, Format]:
     """Return the format of each parameter whose tensors are all stored as codes that products read.
 
-    Other codes of a .gguf file are dequantised. In other files they raise `ModelLoadError`.
+    Other codes of a .gguf file are dequantized. In other files they raise `ModelLoadError`.
     """
     said = quantisation_of(folder)
     if said is None:
@@ -331,10 +331,10 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     """Yield (checkpoint name, tensor) of a model folder, or of a .safetensors or `.gguf` file.
 
     Tensors are read one at a time onto `device`, on CUDA directly from the file's pages. A head
-    that may be tied comes last. Blocks of a `.gguf` file are dequantised to float32.
+    that may be tied comes last. Blocks of a `.gguf` file are dequantized to float32.
 
     Raises `ModelLoadError` for a missing, truncated or unsupported file, and for a folder with an
-    adapter or quantised weights.
+    adapter or quantized weights.
     """
     if path.is_dir():
         require_plain_weights(path)

@@ -1,4 +1,4 @@
-"""A checkpoint's quantisation, read from config.json or a file next to it into one small
+"""A checkpoint's quantization, read from config.json or a file next to it into one small
 description. No tensors.
 """
 
@@ -48,11 +48,11 @@ class Quantisation:
     """Quantisation that a checkpoint declares.
 
     Attributes:
-        method: Name of the quantisation method.
+        method: Name of the quantization method.
         where: File that declares it.
         schemes: Schemes by patterns of module names. The first match applies.
-        left_out: Patterns of modules that are stored unquantised.
-        activations: Intended quantisation of activations, which is not applied here. Empty: none.
+        left_out: Patterns of modules that are stored unquantized.
+        activations: Intended quantization of activations, which is not applied here. Empty: none.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Quantisation:
     activations: str = ""
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the storage of a module's weight, or None if unquantised."""
+        """Return the storage of a module's weight, or None if unquantized."""
         if any(_compiled(pattern).match(module) for pattern in self.left_out):
             return None
         matching = (each for pattern, each in self.schemes if _compiled(pattern).match(module))
@@ -81,7 +81,7 @@ class Quantisation:
         return f"quantised with {self}, computed with its own codes"
 
     def becomes(self, dtype: str) -> str:
-        """Describe the dequantised weights, for a log line."""
+        """Describe the dequantized weights, for a log line."""
         left = f"; activations are not quantised, to {self.activations}" if self.activations else ""
         return f"quantised with {self}, dequantised to {dtype}{left}"
 
@@ -89,7 +89,7 @@ class Quantisation:
 # Keys of config.json: of transformers, of old compressed-tensors, of MLX. Each may also be inside
 # `text_config`.
 KEYS = ("quantization_config", "compression_config", "quantization")
-# Files next to config.json that declare a quantisation -> the method.
+# Files next to config.json that declare a quantization -> the method.
 SIDE_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
@@ -117,9 +117,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def read_quantisation(config: Config, folder: Path | None = None) -> Quantisation | None:
-    """Read the quantisation of a config.json or of a file next to it in `folder`.
+    """Read the quantization of a config.json or of a file next to it in `folder`.
 
-    Returns None if the weights are unquantised. Raises `ModelLoadError` naming the unknown method
+    Returns None if the weights are unquantized. Raises `ModelLoadError` naming the unknown method
     or value.
     """
     for source, fields, default in _descriptions(config, folder):
@@ -139,7 +139,7 @@ def read_quantisation(config: Config, folder: Path | None = None) -> Quantisatio
 
 
 def quantisation_of(folder: Path) -> Quantisation | None:
-    """Read the quantisation of a model's folder."""
+    """Read the quantization of a model's folder."""
     path = folder / "config.json"
     return read_quantisation(read_json(path) if path.exists() else {}, folder)
 
@@ -436,7 +436,7 @@ def _words(scheme: Scheme) -> str:
 
 
 def _method(fields: Config, default: str | None) -> str | None:
-    """Return the method's name, or None if the description declares no quantisation."""
+    """Return the method's name, or None if the description declares no quantization."""
     for key in ("quant_method", "quant_algo"):
         if key in fields and _is_none(fields[key]):
             return None
