@@ -129,7 +129,7 @@ def test_what_fits_into_no_format_is_refused_and_is_dequantised_without_the_opti
         load(folder, "reference")
     told = str(raised.value)
     assert "'model.layers.0.self_attn.q_proj.weight'" in told
-    assert told.endswith("omit the option to dequantise the checkpoint.")
+    assert told.endswith("omit the option to dequantize the checkpoint.")
     assert not formats_of(load(folder, "reference", None))
 
 
@@ -204,7 +204,7 @@ def test_scales_that_are_damaged_are_refused(tmp_path: Path) -> None:
     stored[f"{UP}.scales"][1, 7] = torch.inf
     fields = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write_model(tmp_path, config | {"quantization_config": fields}, stored)
-    with pytest.raises(ModelLoadError, match=f"'{UP}.weight' is dequantised to NaN or infinite"):
+    with pytest.raises(ModelLoadError, match=f"'{UP}.weight' is dequantized to NaN or infinite"):
         load(tmp_path, "reference")
 
 
@@ -234,9 +234,9 @@ def test_start_up_line_says_that_codes_are_computed(
 ) -> None:
     folder = write(tmp_path, "awq-64")
     with caplog.at_level("INFO", logger="nano_inference"), engine_of(folder, backend="reference"):
-        (line,) = [text for text in caplog.messages if "quantised with" in text]
+        (line,) = [text for text in caplog.messages if "quantized with" in text]
     assert line == (
-        f"{folder}: quantised with awq (4 bits, a scale for 64), computed with its own codes"
+        f"{folder}: quantized with awq (4 bits, a scale for 64), computed with its own codes"
     )
 
 

@@ -143,7 +143,7 @@ def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> Non
     told = " ".join(result.stdout.split())
     assert "bfloat16 (checkpoint float32)" in told
     assert (
-        "quantisation quantised with compressed-tensors (4 bits, a scale for 32), dequantised to "
+        "quantisation quantized with compressed-tensors (4 bits, a scale for 32), dequantized to "
         "bfloat16"
     ) in told
     assert "weights 0.2 MiB" in told

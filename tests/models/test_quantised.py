@@ -297,7 +297,7 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
     fields, told = REFUSED[name]
     with pytest.raises(
         ModelLoadError,
-        match=f"quantisation ({told}).*, declared in config.json,.*unquantised.*GGUF",
+        match=f"quantization ({told}).*, declared in config.json,.*unquantized.*GGUF",
     ):
         spec_from_config(llama_config() | wrap(fields))
 
@@ -322,7 +322,7 @@ def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any
     ],
 )
 def test_value_that_is_not_known_is_named(name: str, changes: Any, told: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{told}"):
+    with pytest.raises(ModelLoadError, match=f"config.json describes a quantization .*{told}"):
         said(QUANTISERS[name].fields | changes)
 
 
@@ -371,7 +371,7 @@ def test_file_beside_the_config_says_it_too(
     assert found is not None
     assert found.scheme_of(UP) == told
     assert found.where == str(folder / file)
-    with pytest.raises(WeightUpdateError, match=rf"quantised with .*{file} says.*plain weights"):
+    with pytest.raises(WeightUpdateError, match=rf"quantized with .*{file} says.*plain weights"):
         list(read_folder(folder))
 
 
@@ -538,7 +538,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "an infinite scale": (
         "fp8-blocks",
         put(".weight_scale_inv", lambda scales: scales * torch.inf),
-        "weight 'U.weight' is dequantised to NaN or infinite numbers",
+        "weight 'U.weight' is dequantized to NaN or infinite numbers",
     ),
 }
 

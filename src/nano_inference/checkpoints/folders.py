@@ -94,7 +94,7 @@ def require_plain_weights(folder: Path) -> None:
     _refuse_adapter(folder)
     if (said := quantisation_of(folder)) is not None:
         raise ModelLoadError(
-            f"the weights of {folder} are quantised with {said}, as {said.where} says; update with "
+            f"the weights of {folder} are quantized with {said}, as {said.where} says; update with "
             "plain weights, in the precision of training."
         )
 
@@ -195,7 +195,7 @@ def _hub_problem(problem: Exception) -> str:
     if isinstance(problem, errors.HFValidationError):
         return "no such path, and a hub id has the form owner/name"
     if isinstance(problem, errors.GatedRepoError):
-        return "accept its licence on the hub, then set HF_TOKEN"
+        return "accept its license on the hub, then set HF_TOKEN"
     if isinstance(problem, errors.RepositoryNotFoundError):
         return "no such path, and no public model on the hub (for a private one, set HF_TOKEN)"
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):

@@ -127,8 +127,8 @@ def _file_formats(
     said = quantisation_of(folder)
     if said is None:
         raise ModelLoadError(
-            f"quantization='file' needs a quantised checkpoint, but {folder} holds plain weights; "
-            "use 'int8', 'int8-32' or 'int4' to quantise them."
+            f"quantization='file' needs a quantized checkpoint, but {folder} holds plain weights; "
+            "use 'int8', 'int8-32' or 'int4' to quantize them."
         )
     formats: dict[str, Format] = {}
     for param in (each for each in table if each.codes is not None):
@@ -170,7 +170,7 @@ def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | N
         if why is not None:
             raise ModelLoadError(
                 f"quantization='file' cannot compute with the codes of {name!r}: {why}; omit the "
-                "option to dequantise the checkpoint."
+                "option to dequantize the checkpoint."
             )
 
 
@@ -308,8 +308,8 @@ def _require_plain(
     if (stored := weight.get_dtype()) not in _STORED_DTYPES:
         raise ModelLoadError(
             f"tensor {weight.name!r} of {weight.file} has dtype {stored}, expected one of "
-            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised, but its config.json does "
-            "not say how; use an unquantised checkpoint or a GGUF file."
+            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantized, but its config.json does "
+            "not say how; use an unquantized checkpoint or a GGUF file."
         )
     if (shape := tuple(weight.get_shape())) != needed:
         raise ModelLoadError(

@@ -466,5 +466,5 @@ def _require_plain(module: str, tensors: Mapping[str, Any], said: Quantisation) 
         if name := _codes_of(module, tensors, scheme):
             raise ModelLoadError(
                 f"tensor {name!r} holds codes ({said.method}), but {said.where} excludes "
-                f"{module!r} from quantisation."
+                f"{module!r} from quantization."
             )

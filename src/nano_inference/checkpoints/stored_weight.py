@@ -124,7 +124,7 @@ class Stored:
         """Numbers of rows and columns."""
         if len(self.shape) != 2:
             raise ModelLoadError(
-                f"weight {self.name!r} is quantised ({self.scheme.format}) but not a matrix: its "
+                f"weight {self.name!r} is quantized ({self.scheme.format}) but not a matrix: its "
                 f"shape is {self.shape}."
             )
         return self.shape[0], self.shape[1]
@@ -251,7 +251,7 @@ class QuantisedWeight:
     def _require_finite(self, values: Tensor) -> None:
         if not bool(values.isfinite().all()):
             raise ModelLoadError(
-                f"weight {self._stored.name!r} is dequantised to NaN or infinite numbers: its "
+                f"weight {self._stored.name!r} is dequantized to NaN or infinite numbers: its "
                 "scales are damaged."
             )
 

@@ -78,12 +78,12 @@ class Quantisation:
     @property
     def computed(self) -> str:
         """Description of a model loaded with `quantization="file"`, for a log line."""
-        return f"quantised with {self}, computed with its own codes"
+        return f"quantized with {self}, computed with its own codes"
 
     def becomes(self, dtype: str) -> str:
         """Describe the dequantized weights, for a log line."""
-        left = f"; activations are not quantised, to {self.activations}" if self.activations else ""
-        return f"quantised with {self}, dequantised to {dtype}{left}"
+        left = f"; activations are not quantized to {self.activations}" if self.activations else ""
+        return f"quantized with {self}, dequantized to {dtype}{left}"
 
 
 # Keys of config.json: of transformers, of old compressed-tensors, of MLX. Each may also be inside
@@ -132,7 +132,7 @@ def read_quantisation(config: Config, folder: Path | None = None) -> Quantisatio
             return _READERS[method](_Description(method, source, fields))
         except (TypeError, ValueError, AttributeError, KeyError, re.error) as problem:
             raise ModelLoadError(
-                f"{source} describes a quantisation ({method}) with a value of the wrong kind: "
+                f"{source} describes a quantization ({method}) with a value of the wrong kind: "
                 f"{problem}."
             ) from problem
     return None
@@ -161,8 +161,8 @@ def _descriptions(config: Config, folder: Path | None) -> Iterable[tuple[str, An
 def _unknown(method: str, detail: str, where: str) -> ModelLoadError:
     details = f" ({detail})" if detail else ""
     return ModelLoadError(
-        f"quantisation {method}{details}, declared in {where}, is not supported; use the "
-        "unquantised checkpoint, or a GGUF file of the model."
+        f"quantization {method}{details}, declared in {where}, is not supported; use the "
+        "unquantized checkpoint, or a GGUF file of the model."
     )
 
 
@@ -179,7 +179,7 @@ class _Description:
 
     def wrong(self, key: str, needed: str) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.where} describes a quantisation ({self.method}) with "
+            f"{self.where} describes a quantization ({self.method}) with "
             f"{key}={self.fields.get(key)!r}; it must be {needed}."
         )
 
