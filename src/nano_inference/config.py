@@ -108,8 +108,7 @@ class EngineConfig:
             dtype, with these exceptions. GGUF files use bfloat16 on CUDA and on CPUs that compute
             it faster (docs/models.md), and float32 on others. Quantized checkpoints, which are
             dequantized during loading, use bfloat16, and so does any model with `quantization`.
-            Float16 checkpoints use bfloat16 on CPU kernels that compute it at least as fast as
-            float32, because the kernels do not support float16.
+            Float16 checkpoints use bfloat16 on the CPU kernels, which do not support float16.
         quantization: Format of the weights of layers and head: codes of 8 or 4 bits with scales,
             which the kernels multiply directly (docs/models.md). `"int8"`: 8 bits, a scale per row
             (projections o and down: per segment of a row). `"int8-32"`: 8 bits, a scale per 32

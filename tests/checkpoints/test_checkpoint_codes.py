@@ -127,7 +127,7 @@ def test_unsupported_codes_are_rejected_or_dequantised(tmp_path: Path, name: str
         load(folder, "reference")
     message = str(raised.value)
     assert "'model.layers.0.self_attn.q_proj.weight'" in message
-    assert message.endswith("omit the option to dequantise the checkpoint.")
+    assert message.endswith("omit the option to dequantize the checkpoint.")
     assert not formats_of(load(folder, "reference", None))
 
 
@@ -202,7 +202,7 @@ def test_damaged_scales_are_rejected(tmp_path: Path) -> None:
     stored[f"{UP}.scales"][1, 7] = torch.inf
     fields = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     write_model(tmp_path, config | {"quantization_config": fields}, stored)
-    with pytest.raises(ModelLoadError, match=f"'{UP}.weight' is dequantised to NaN or infinite"):
+    with pytest.raises(ModelLoadError, match=f"'{UP}.weight' is dequantized to NaN or infinite"):
         load(tmp_path, "reference")
 
 
@@ -230,9 +230,9 @@ def test_engine_answers_with_a_checkpoints_codes(tmp_path: Path, name: str, back
 def test_start_up_line_reports_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path, "awq-64")
     with caplog.at_level("INFO", logger="nano_inference"), engine_of(folder, backend="reference"):
-        (line,) = [text for text in caplog.messages if "quantised with" in text]
+        (line,) = [text for text in caplog.messages if "quantized with" in text]
     assert line == (
-        f"{folder}: quantised with awq (4 bits, a scale for 64), computed with its own codes"
+        f"{folder}: quantized with awq (4 bits, a scale for 64), computed with its own codes"
     )
 
 

@@ -46,7 +46,7 @@ def hub_error(kind: type[Exception]) -> Exception:
     [
         (hub.HFValidationError, "no such path, and a hub id has the form owner/name"),
         (hub.RepositoryNotFoundError, "no public model on the hub"),
-        (hub.GatedRepoError, "accept its licence on the hub"),
+        (hub.GatedRepoError, "accept its license on the hub"),
         (hub.LocalEntryNotFoundError, "the hub is unreachable"),
         (hub.OfflineModeIsEnabled, "the hub is unreachable"),
         (hub.HfHubHTTPError, "returned status 503"),

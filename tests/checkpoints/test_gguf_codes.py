@@ -104,7 +104,7 @@ def test_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> No
 
 def test_folder_of_plain_weights_has_no_codes(tmp_path: Path) -> None:
     strong_model(tmp_path, "LlamaForCausalLM", **CONFIG)
-    with pytest.raises(ModelLoadError, match="'file' needs a quantised checkpoint"):
+    with pytest.raises(ModelLoadError, match="'file' needs a quantized checkpoint"):
         InferenceEngine(EngineConfig(str(tmp_path), quantization="file"))
 
 

@@ -143,7 +143,7 @@ def test_info_describes_a_quantised_checkpoint(tmp_path: Path) -> None:
     output = " ".join(result.stdout.split())
     assert "bfloat16 (checkpoint float32)" in output
     assert (
-        "quantisation quantised with compressed-tensors (4 bits, a scale for 32), dequantised to "
+        "quantisation quantized with compressed-tensors (4 bits, a scale for 32), dequantized to "
         "bfloat16"
     ) in output
     assert "weights 0.2 MiB" in output

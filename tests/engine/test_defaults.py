@@ -59,11 +59,12 @@ def test_choose_dtype_keeps_the_dtype_of_a_checkpoint(
     assert choose_dtype(EngineConfig("m"), spec, CPU) == stored
 
 
-def test_choose_dtype_of_float16_is_bfloat16_if_kernels_run(
-    tmp_path: Path, on: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("build", ["avx2", "portable", "neon"])
+def test_choose_dtype_of_float16_is_bfloat16_where_the_kernels_run(
+    tmp_path: Path, on: Any, caplog: pytest.LogCaptureFixture, build: str
 ) -> None:
     """The reference backend computes float16, but 100 times slower."""
-    on("avx2")
+    on(build)
     spec = load_spec(tiny_llama(tmp_path, dtype=torch.float16))
     with caplog.at_level(logging.INFO, "nano_inference"):
         for _ in range(2):
@@ -72,6 +73,12 @@ def test_choose_dtype_of_float16_is_bfloat16_if_kernels_run(
     assert "rounding weights to bfloat16. dtype='float32' keeps full precision" in line
     for options in ({"dtype": "float16"}, {"backend": "reference"}):
         assert choose_dtype(EngineConfig("m", **options), spec, CPU) == torch.float16
+
+
+def test_choose_dtype_of_float16_stays_float16_without_kernels(tmp_path: Path, on: Any) -> None:
+    on(None)
+    spec = load_spec(tiny_llama(tmp_path, dtype=torch.float16))
+    assert choose_dtype(EngineConfig("m"), spec, CPU) == torch.float16
 
 
 def test_float16_engine_logs_why_it_is_slow_and_the_fix(

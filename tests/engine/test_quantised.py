@@ -39,10 +39,10 @@ def test_startup_log_names_the_quantization(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nano_inference"), build(folders[0], dtype="auto"):
-        (line,) = [text for text in caplog.messages if "quantised with" in text]
+        (line,) = [text for text in caplog.messages if "quantized with" in text]
     assert line == (
-        f"{folders[0]}: quantised with fp8 (8 bits, a scale for 24 x 40), dequantised to bfloat16; "
-        "activations are not quantised, to fp8, dynamic; its weights take 0.2 MiB"
+        f"{folders[0]}: quantized with fp8 (8 bits, a scale for 24 x 40), dequantized to bfloat16; "
+        "activations are not quantized to fp8, dynamic; its weights take 0.2 MiB"
     )
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="nano_inference"), build(folders[1]):

@@ -299,7 +299,7 @@ def test_unknown_quantisation_is_rejected_by_name(name: str, wrap: Callable[[Any
     fields, message = REFUSED[name]
     with pytest.raises(
         ModelLoadError,
-        match=f"quantisation ({message}).*, declared in config.json,.*unquantised.*GGUF",
+        match=f"quantization ({message}).*, declared in config.json,.*unquantized.*GGUF",
     ):
         spec_from_config(llama_config() | wrap(fields))
 
@@ -323,8 +323,8 @@ def test_unknown_quantisation_is_rejected_by_name(name: str, wrap: Callable[[Any
         ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )
-def test_unknown_value_is_named(name: str, changes: Any, message: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{message}"):
+def test_value_that_is_not_known_is_named(name: str, changes: Any, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json describes a quantization .*{message}"):
         said(QUANTISERS[name].fields | changes)
 
 
@@ -373,7 +373,7 @@ def test_quantisation_is_read_from_a_separate_file(
     assert scheme is not None
     assert scheme.scheme_of(UP) == expected
     assert scheme.where == str(folder / file)
-    with pytest.raises(WeightUpdateError, match=rf"quantised with .*{file} says.*plain weights"):
+    with pytest.raises(WeightUpdateError, match=rf"quantized with .*{file} says.*plain weights"):
         list(read_folder(folder))
 
 
@@ -540,7 +540,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "an infinite scale": (
         "fp8-blocks",
         put(".weight_scale_inv", lambda scales: scales * torch.inf),
-        "weight 'U.weight' is dequantised to NaN or infinite numbers",
+        "weight 'U.weight' is dequantized to NaN or infinite numbers",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Model files: folders, safetensors, quantised formats, GGUF, adapters.
+"""Model files: folders, safetensors, quantized formats, GGUF, adapters.
 
 Imports only from: models, ops, parallel.
 Begin with: loading.py.

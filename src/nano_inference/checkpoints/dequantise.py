@@ -1,6 +1,6 @@
 """Dequantisation: one function per format from tensors of codes to float32 numbers.
 
-A matrix is [rows, columns], as in an unquantised checkpoint.
+A matrix is [rows, columns], as in an unquantized checkpoint.
 """
 
 import torch
@@ -62,7 +62,7 @@ def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
         words: Packed zero points, int32 [groups, rows * bits / 32].
         bits: Bits per code.
         offset: Number to add to each zero point: 1 in the first version of the layout. That version
-            subtracts it from whole words, so that a 0 borrows from its neighbour. The addition to
+            subtracts it from whole words, so that a 0 borrows from its neighbor. The addition to
             whole words reverses the borrow.
 
     Returns int32 [groups, rows].
@@ -88,7 +88,7 @@ def bitsandbytes_scales(maxima: Tensor) -> Tensor:
 
 
 def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int) -> Tensor:
-    """Dequantise NF4 or FP4: numbers from a table, times the maximum of their block.
+    """Dequantize NF4 or FP4: numbers from a table, times the maximum of their block.
 
     Args:
         packed: Bytes of two codes, uint8 [n]. The first code is in the high half.
@@ -105,7 +105,7 @@ def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int
 def bitsandbytes_maxima(
     codes: Tensor, values: Tensor, maxima: Tensor, offset: float, block: int
 ) -> Tensor:
-    """Dequantise maxima that are themselves quantised ("nested").
+    """Dequantize maxima that are themselves quantized ("nested").
 
     Args:
         codes: Codes of the maxima, uint8 [n].
@@ -118,7 +118,7 @@ def bitsandbytes_maxima(
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise OCP's microscaling format: 4-bit floats (e2m1) with an exponent per 32 numbers.
+    """Dequantize OCP's microscaling format: 4-bit floats (e2m1) with an exponent per 32 numbers.
 
     Args:
         blocks: Bytes of two numbers, uint8 [..., groups, 16]. The first number is in the low half.

@@ -75,7 +75,7 @@ def gguf_of(model_path: str) -> Path | None:
 def load_spec(folder: Path) -> ModelSpec:
     """Read the model's specification from its folder.
 
-    Reads config.json and, if present, generation_config.json and further files on quantisation.
+    Reads config.json and, if present, generation_config.json and further files on quantization.
     """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
@@ -90,11 +90,11 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def require_plain_weights(folder: Path) -> None:
-    """Raise `ModelLoadError` if a folder holds an adapter or quantised weights."""
+    """Raise `ModelLoadError` if a folder holds an adapter or quantized weights."""
     _refuse_adapter(folder)
     if (said := quantisation_of(folder)) is not None:
         raise ModelLoadError(
-            f"the weights of {folder} are quantised with {said}, as {said.where} says; update with "
+            f"the weights of {folder} are quantized with {said}, as {said.where} says; update with "
             "plain weights, in the precision of training."
         )
 
@@ -195,7 +195,7 @@ def _hub_problem(problem: Exception) -> str:
     if isinstance(problem, errors.HFValidationError):
         return "no such path, and a hub id has the form owner/name"
     if isinstance(problem, errors.GatedRepoError):
-        return "accept its licence on the hub, then set HF_TOKEN"
+        return "accept its license on the hub, then set HF_TOKEN"
     if isinstance(problem, errors.RepositoryNotFoundError):
         return "no such path, and no public model on the hub (for a private one, set HF_TOKEN)"
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):

@@ -41,7 +41,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
-# Old checkpoints' buffers, which are computed instead, and the parameters of quantised activations.
+# Old checkpoints' buffers, which are computed instead, and the parameters of quantized activations.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 _CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def load_params(
 ) -> dict[str, Any]:
     """Load all parameters of a model, or of a rank's part of it.
 
-    Parameters are streamed from safetensors or `.gguf` files. Codes are dequantised, unless the
+    Parameters are streamed from safetensors or `.gguf` files. Codes are dequantized, unless the
     format selected by `quantization` can hold them unchanged. Other ranks' parts are not read.
     Memory: the parameters and one tensor, both on the device.
 
@@ -122,13 +122,13 @@ def _file_formats(
 ) -> dict[str, Format]:
     """Return the format of each parameter whose tensors are all stored as codes that products read.
 
-    Other codes of a .gguf file are dequantised. In other files they raise `ModelLoadError`.
+    Other codes of a .gguf file are dequantized. In other files they raise `ModelLoadError`.
     """
     said = quantisation_of(folder)
     if said is None:
         raise ModelLoadError(
-            f"quantization='file' needs a quantised checkpoint, but {folder} holds plain weights; "
-            "use 'int8', 'int8-32' or 'int4' to quantise them."
+            f"quantization='file' needs a quantized checkpoint, but {folder} holds plain weights; "
+            "use 'int8', 'int8-32' or 'int4' to quantize them."
         )
     formats: dict[str, Format] = {}
     for param in (each for each in table if each.codes is not None):
@@ -170,7 +170,7 @@ def _require_no_codes(sources: Mapping[str, Any], forms: Mapping[str, Format | N
         if why is not None:
             raise ModelLoadError(
                 f"quantization='file' cannot compute with the codes of {name!r}: {why}; omit the "
-                "option to dequantise the checkpoint."
+                "option to dequantize the checkpoint."
             )
 
 
@@ -308,8 +308,8 @@ def _require_plain(
     if (stored := weight.get_dtype()) not in _STORED_DTYPES:
         raise ModelLoadError(
             f"tensor {weight.name!r} of {weight.file} has dtype {stored}, expected one of "
-            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised, but its config.json does "
-            "not say how; use an unquantised checkpoint or a GGUF file."
+            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantized, but its config.json does "
+            "not say how; use an unquantized checkpoint or a GGUF file."
         )
     if (shape := tuple(weight.get_shape())) != needed:
         raise ModelLoadError(
@@ -331,10 +331,10 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     """Yield (checkpoint name, tensor) of a model folder, or of a .safetensors or `.gguf` file.
 
     Tensors are read one at a time onto `device`, on CUDA directly from the file's pages. A head
-    that may be tied comes last. Blocks of a `.gguf` file are dequantised to float32.
+    that may be tied comes last. Blocks of a `.gguf` file are dequantized to float32.
 
     Raises `ModelLoadError` for a missing, truncated or unsupported file, and for a folder with an
-    adapter or quantised weights.
+    adapter or quantized weights.
     """
     if path.is_dir():
         require_plain_weights(path)

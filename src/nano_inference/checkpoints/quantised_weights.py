@@ -1,6 +1,6 @@
 """Quantised weights of a checkpoint: a table of storage formats, and the reader of a weight.
 
-A weight is read as if it were stored as numbers: each part is dequantised when it is read.
+A weight is read as if it were stored as numbers: each part is dequantized when it is read.
 """
 
 import json
@@ -38,7 +38,7 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _EXPONENTS = ("U8", "F8_E8M0")
 
 
-# Parameters of quantised activations and KV caches, which are not supported here.
+# Parameters of quantized activations and KV caches, which are not supported here.
 ACTIVATIONS = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub"),
     *(".output_scale", ".output_zero_point", ".activation_scale"),
@@ -431,7 +431,7 @@ def quantised_weight(
         name: Name of the weight.
         shape: Expected shape.
         tensors: Tensors of the checkpoint by name, read by slices with safetensors' methods.
-        said: Quantisation declared by the checkpoint.
+        said: Quantization declared by the checkpoint.
         dtype: Dtype of the numbers that are read.
 
     Raises `ModelLoadError` with the name of an invalid tensor.
@@ -461,10 +461,10 @@ def _codes_of(module: str, tensors: Mapping[str, Any], scheme: Scheme) -> str | 
 
 
 def _require_plain(module: str, tensors: Mapping[str, Any], said: Quantisation) -> None:
-    """Raise `ModelLoadError` if a module has codes although it is excluded from quantisation."""
+    """Raise `ModelLoadError` if a module has codes although it is excluded from quantization."""
     for _, scheme in said.schemes:
         if name := _codes_of(module, tensors, scheme):
             raise ModelLoadError(
                 f"tensor {name!r} holds codes ({said.method}), but {said.where} excludes "
-                f"{module!r} from quantisation."
+                f"{module!r} from quantization."
             )

@@ -1,4 +1,4 @@
-"""Weight of a checkpoint stored as codes and scales, which is cut and dequantised when it is read.
+"""Weight of a checkpoint stored as codes and scales, which is cut and dequantized when it is read.
 
 `quantised_weights.py` has the formats.
 """
@@ -20,7 +20,7 @@ from nano_inference.ops.quantised import Codes
 
 Shape = tuple[int, ...]
 Place = tuple[slice, ...]  # index among several matrices; empty if there is only one
-# Numbers dequantised at a time: the size of temporary float32 memory.
+# Numbers dequantized at a time: the size of temporary float32 memory.
 PANEL = 2**22
 _ALL = slice(None)
 
@@ -82,8 +82,8 @@ class Stored:
         name: Name of the weight.
         stem: Common prefix of its tensors' names.
         shape: Expected shape.
-        scheme: Quantisation scheme declared by the checkpoint.
-        method, where: Quantisation method, and the file that declares it.
+        scheme: Quantization scheme declared by the checkpoint.
+        method, where: Quantization method, and the file that declares it.
         tensors: Tensors of the checkpoint by name, read by slices with safetensors' methods.
     """
 
@@ -124,7 +124,7 @@ class Stored:
         """Numbers of rows and columns."""
         if len(self.shape) != 2:
             raise ModelLoadError(
-                f"weight {self.name!r} is quantised ({self.scheme.format}) but not a matrix: its "
+                f"weight {self.name!r} is quantized ({self.scheme.format}) but not a matrix: its "
                 f"shape is {self.shape}."
             )
         return self.shape[0], self.shape[1]
@@ -156,7 +156,7 @@ class Stored:
 
 
 class QuantisedWeight:
-    """Weight that is read by slices like a safetensors slice, and dequantised on reading.
+    """Weight that is read by slices like a safetensors slice, and dequantized on reading.
 
     Memory: the result in `dtype`, and some panels of `PANEL` float32 numbers.
     """
@@ -201,7 +201,7 @@ class QuantisedWeight:
             yield codes.rows(max(start - at, 0), min(end, stop) - at)
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the dequantised weight."""
+        """Return the shape of the dequantized weight."""
         return list(self._stored.shape)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
@@ -217,7 +217,7 @@ class QuantisedWeight:
         )
 
     def _matrix(self, which: Place, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """Return a part of a matrix, dequantised panel by panel."""
+        """Return a part of a matrix, dequantized panel by panel."""
         height, width = self._stored.shape[-2:]
         start, stop, _ = rows.indices(height)
         shape = (max(stop - start, 0), len(range(width)[columns]))
@@ -251,7 +251,7 @@ class QuantisedWeight:
     def _require_finite(self, values: Tensor) -> None:
         if not bool(values.isfinite().all()):
             raise ModelLoadError(
-                f"weight {self._stored.name!r} is dequantised to NaN or infinite numbers: its "
+                f"weight {self._stored.name!r} is dequantized to NaN or infinite numbers: its "
                 "scales are damaged."
             )
 

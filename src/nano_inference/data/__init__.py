@@ -17,9 +17,9 @@ The type of a field in `TrainingSample` determines how it is written:
 
 Floats keep all their digits. In JSON, nan is `null` and infinity is `"Infinity"`.
 
-`seed` is unsigned in Parquet. All columns must be present, and no others. A file from before a
-field existed is rejected with the name of the missing column, since the field's value is unknown.
-To read such a file, add the column with the field's default.
+`seed` is unsigned in Parquet. All columns must be present, and no others, except that a missing
+`group_id` is read as None. Any other missing column is rejected by name, since its values are
+unknown. To read a file from before the field existed, add the column with the field's default.
 
 Imports only from the base modules.
 """

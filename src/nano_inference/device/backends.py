@@ -104,16 +104,15 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     """Return the dtype of a model's weights and activations on this machine.
 
     `"auto"` is the result of `resolve_dtype` with two exceptions. Quantized weights use bfloat16,
-    since their products do not depend on the dtype. On a CPU whose kernels compute bfloat16 at
-    least as fast as float32, bfloat16 replaces float16, which has no CPU kernels.
+    since their products do not depend on the dtype. If the CPU kernels run, bfloat16 replaces
+    float16, which they do not support.
     """
     if config.dtype != "auto":
         return resolve_dtype(config.dtype, spec)
     if config.codes is not None:
         return torch.bfloat16
-    gains = bf16_gains(config, device)
-    dtype = resolve_dtype("auto", spec, bf16_gains=gains)
-    if dtype != torch.float16 or not gains:
+    dtype = resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device))
+    if dtype != torch.float16 or _cpu_build(config, device) is None:
         return dtype
     _tell_once(
         "The CPU kernels do not support the checkpoint's float16: rounding weights to bfloat16. "
@@ -124,9 +123,15 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
 
 def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
     """Return True if the CPU kernels run and bfloat16 is at least as fast as float32."""
+    build = _cpu_build(config, device)
+    return build is not None and build.removesuffix(TILES) in FAST_BF16
+
+
+def _cpu_build(config: EngineConfig, device: torch.device) -> str | None:
+    """Return the build of the CPU kernels that a config can use, or None."""
     if device.type != "cpu" or not wants_cpu_kernels(config):
-        return False
-    return (available_instruction_set() or "").removesuffix(TILES) in FAST_BF16
+        return None
+    return available_instruction_set()
 
 
 def wants_cpu_kernels(config: EngineConfig) -> bool:

@@ -381,7 +381,7 @@ class Decoder:
         return self._embedded(ops, rows)
 
     def _embedded(self, ops: Operations[X], rows: X) -> X:
-        """Normalise embeddings if the model does."""
+        """Normalize embeddings if the model does."""
         if not self.spec.embed_norm:
             return rows
         return ops.rms_norm(None, rows, self.norm._replace(dtype=torch.float32), 1.0)[0]

@@ -208,7 +208,7 @@ def _try(kernel: Kernel) -> None:
 
     def stored() -> tuple[Tensor, Tensor]:
         """Return the rows of the sequence in order, [slots, kv heads, D], and KV memory that holds
-        them. The rest of the memory is uninitialised.
+        them. The rest of the memory is uninitialized.
 
         Slots after the row hold large numbers.
         """

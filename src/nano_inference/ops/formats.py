@@ -78,7 +78,7 @@ FORMATS = {
         Format("int8-128-wide", 8, 128, wide=True),
     )
 }
-FILE = "file"  # `EngineConfig.quantization`: the formats of a quantised checkpoint
+FILE = "file"  # `EngineConfig.quantization`: the formats of a quantized checkpoint
 # Other values of `EngineConfig.quantization`: the formats of the layers and of the head.
 QUANTIZATIONS = {
     "int8": (FORMATS["int8"], FORMATS["int8"]),
@@ -88,7 +88,7 @@ QUANTIZATIONS = {
 
 
 def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
-    """Return the bounds of a quantised weight's segments. These are the requested ones if each
+    """Return the bounds of a quantized weight's segments. These are the requested ones if each
     begins at a whole group and at a multiple of 4 columns. Otherwise there is a single segment.
     """
     unit = form.group or 4

@@ -324,7 +324,7 @@ class DeltaNet(Protocol[X]):
         layer: int,
         /,
     ) -> X:
-        """Compute [N, C + V + 2 * heads] -> [N, V], normalised per head and gated. The input holds
+        """Compute [N, C + V + 2 * heads] -> [N, V], normalized per head and gated. The input holds
         the convolution's input, a gate, and two numbers per value head.
         """
         ...
@@ -481,7 +481,7 @@ class Allocate(Protocol):
         form: Format | None = None,
         segments: Segments | None = None,
     ) -> Weight:
-        """Return an uninitialised weight [out, in] that products can read: a tensor, or a class
+        """Return an uninitialized weight [out, in] that products can read: a tensor, or a class
         with its own memory layout, such as `ops.cpu.weights.PackedWeight`.
 
         Args:
@@ -667,7 +667,7 @@ class Numerics:
             otherwise 1.
         state_tokens: Tokens from one stored state to the next if this decides bits, otherwise 0.
         quantization: Quantization of the weights, as in `EngineConfig.quantization`. None: not
-            quantised.
+            quantized.
         kv_cache: Storage format of keys and values if it is not `dtype`, otherwise None.
         sums: `Ops.sums` if it decides bits and is not `"pairs"`, otherwise None.
     """

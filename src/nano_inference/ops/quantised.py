@@ -30,7 +30,7 @@ TINY = 1e-30  # groups whose largest magnitude is at most this count as zeros
 
 
 def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Quantise inputs [N, K] to codes float32 [N, K] and scales float32 [N, groups]. A group with a
+    """Quantize inputs [N, K] to codes float32 [N, K] and scales float32 [N, groups]. A group with a
     non-finite number gets the scale NaN and codes of 0.
     """
     x = x.float()
@@ -54,7 +54,7 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
 def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Quantise a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
+    """Quantize a weight [rows, K] to codes int8 [rows, K] (of 4 bits: -8 to 7) and scales float32
     [rows, groups]. Scales are rounded to float16 if the format stores them so. Non-finite numbers
     make a scale NaN.
     """
@@ -84,7 +84,7 @@ def quantise_weight(
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A quantised weight as plain tensors.
+    """A quantized weight as plain tensors.
 
     Attributes:
         codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum.

@@ -127,14 +127,14 @@ class ProcessGroup:
         return tensors
 
     def tree_sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' float32 tensors, neighbours first (`segments.tree_sum`).
+        """Return the sum of all ranks' float32 tensors, neighbors first (`segments.tree_sum`).
 
         All ranks get the same bits. The number of ranks must be a power of two.
         """
         if self.device.type == "cuda":
             return tree_sum(self.all_gather(x))
         total, step = x.to(torch.float32).contiguous(), 1
-        # each rank exchanges its partial sum with the neighbouring group of `step` ranks
+        # each rank exchanges its partial sum with the neighboring group of `step` ranks
         while step < self.size:
             theirs = torch.empty_like(total)
             self._exchange(self.rank ^ step, total, theirs)

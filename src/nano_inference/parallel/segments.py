@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return the float32 sum of 1, 2, 4, 8 … tensors, or of a tensor's rows, neighbours first.
+    """Return the float32 sum of 1, 2, 4, 8 … tensors, or of a tensor's rows, neighbors first.
 
     The order is ((p0 + p1) + (p2 + p3)) + …
     """

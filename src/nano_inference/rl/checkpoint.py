@@ -100,7 +100,7 @@ def save_checkpoint(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for fields in (config, config.get("text_config")):
         for name in KEYS if isinstance(fields, dict) else ():
-            fields.pop(name, None)  # the saved weights are not quantised
+            fields.pop(name, None)  # the saved weights are not quantized
     config.pop(CONVERTED, None)  # the dtype below is that of the saved weights
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")

@@ -50,9 +50,9 @@ class PolicyModel(ScoringModule):
 
     Backward: a forward pass in plain torch at the same cast weights is differentiated, sequence by
     sequence in a fixed order. Every row passes through the experts that the engine's forward pass
-    chose for it. The cast passes gradients unchanged. Quantised weights
-    (`EngineConfig.quantization`) are used at their dequantised values, with inputs that are not
-    quantised. Keys and values are rounded as the engine stores them
+    chose for it. The cast passes gradients unchanged. Quantized weights
+    (`EngineConfig.quantization`) are used at their dequantized values, with inputs that are not
+    quantized. Keys and values are rounded as the engine stores them
     (`EngineConfig.kv_cache_dtype`). Gradients pass both roundings unchanged too.
 
     The bits of gradients do not depend on the number of threads or on the engine's options, on
@@ -204,7 +204,7 @@ class PolicyModel(ScoringModule):
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the decoder's parameters as plain tensors with the engine's values.
 
-        Quantised ones are dequantised.
+        Quantized ones are dequantized.
         """
         model, products = self.engine.model, self._decoder.dtype
         params: dict[str, Tensor] = {}

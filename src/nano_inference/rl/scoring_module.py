@@ -163,7 +163,7 @@ def _require_base(ctx: Any) -> None:
 
 
 def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
-    """Raise `ConfigError` if `quantization="auto"` chose the quantised blocks of a file.
+    """Raise `ConfigError` if `quantization="auto"` chose the quantized blocks of a file.
 
     A trainer's weights would be rounded to such blocks without any setting that asked for it.
     """

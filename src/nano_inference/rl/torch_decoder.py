@@ -308,7 +308,7 @@ class TorchDecoder:
     def _turned(
         self, x: Tensor, params: Mapping[str, Tensor], norm: str, layer: int, places: Tensor
     ) -> Tensor:
-        """Normalise heads [N, heads * D] if the model does, and rotate them by position.
+        """Normalize heads [N, heads * D] if the model does, and rotate them by position.
 
         Returns float32 [N, heads, D].
         """
@@ -430,7 +430,7 @@ class TorchDecoder:
         return total + product * gates
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise [N, heads * D] by head, or all heads together if the weight is that wide."""
+        """Normalize [N, heads * D] by head, or all heads together if the weight is that wide."""
         return self._norm(x.float().view(len(x), -1, len(weight)), weight).view(x.shape)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -226,7 +226,7 @@ _NORMS_AFTER: Mapping[str, str] = {
     "post_attention_norm.weight": "post_attention_layernorm.weight",
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
-# Gemma normalises inputs and outputs of both attention and MLP.
+# Gemma normalizes inputs and outputs of both attention and MLP.
 _FOUR_NORMS: Mapping[str, str] = {
     "attn_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",

@@ -13,7 +13,7 @@ class SplitRule(NamedTuple):
 
     Attributes:
         splits: Expressions, each applied to the pieces of the previous one.
-        composes: True to normalise text to Unicode form C first.
+        composes: True to normalize text to Unicode form C first.
         whole_words: True to use a piece that is a token directly, without merges.
         adds_bos: True if sequences begin with BOS unless the file says otherwise.
     """

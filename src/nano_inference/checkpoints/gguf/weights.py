@@ -28,7 +28,7 @@ from nano_inference.ops.quantised import Codes
 
 Stored = Mapping[str, StoredTensor]
 
-CHUNK = 2**20  # numbers dequantised at a time
+CHUNK = 2**20  # numbers dequantized at a time
 # Types of plain numbers, with the same names as in safetensors.
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}

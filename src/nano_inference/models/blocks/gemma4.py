@@ -130,7 +130,7 @@ def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None
 def _join(
     norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
 ) -> None:
-    """Fill `out` with the sum of a row's projected embedding, normalised layer by layer, and the
+    """Fill `out` with the sum of a row's projected embedding, normalized layer by layer, and the
     rows of its token.
     """
     assert norm.weight is not None

@@ -42,7 +42,7 @@ class Layer:
 
 
 class NormedAfter:
-    """A block whose output is normalised before it is added to the residual stream."""
+    """A block whose output is normalized before it is added to the residual stream."""
 
     def __init__(self, block: Block, norm: Norm) -> None:
         self.block, self.norm = block, norm

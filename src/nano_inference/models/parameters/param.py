@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from nano_inference.ops.formats import QUANTIZATIONS, Format
 from nano_inference.ops.settings import Latent
 
-# Quantisation of weights: one of `QUANTIZATIONS`, or the format of each parameter by name.
+# Quantization of weights: one of `QUANTIZATIONS`, or the format of each parameter by name.
 Formats = str | Mapping[str, Format] | None
 
 
@@ -66,7 +66,7 @@ class ParamSpec:
         other_names: Alternative checkpoint names of a source or the tied head: (usual, other).
         fused: Tensors that hold all sources, in order, in a trainer's memory or in checkpoints.
         latent: Sizes of latents if `LatentOps` multiplies by it.
-        codes: Part of the model whose format applies if it is quantised. None: never quantised.
+        codes: Part of the model whose format applies if it is quantized. None: never quantized.
         segments: Bounds of its columns' segments, as the decoder passes them to `Ops.linear`.
     """
 
@@ -82,7 +82,7 @@ class ParamSpec:
     segments: tuple[int, ...] | None = None
 
     def form(self, quantization: "Formats") -> Format | None:
-        """Return its format under `EngineConfig.quantization`, or None if unquantised."""
+        """Return its format under `EngineConfig.quantization`, or None if unquantized."""
         if quantization is None or self.codes is None:
             return None
         if not isinstance(quantization, str):

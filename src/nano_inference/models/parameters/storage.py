@@ -23,7 +23,7 @@ def allocate(
     matrix: Allocate = reference.allocate,
     quantization: Formats = None,
 ) -> dict[str, Any]:
-    """Allocate parameters, uninitialised, by name.
+    """Allocate parameters, uninitialized, by name.
 
     `matrix` makes the matrices, in the formats of `quantization`. Vectors are plain tensors.
     """
@@ -53,7 +53,7 @@ def num_bytes(
 
 
 def codes_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats) -> int:
-    """Return the size in bytes of quantised copies of the parameters that may be quantised."""
+    """Return the size in bytes of quantized copies of the parameters that may be quantized."""
     forms = ((param, param.form(quantization)) for param in table)
     return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
 
@@ -70,7 +70,7 @@ def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
 def require_whole_groups(
     spec: ModelSpec, ranks: int, name: str, quantization: Formats = None
 ) -> None:
-    """Raise `ConfigError` if tensor ranks cannot divide the quantised weights.
+    """Raise `ConfigError` if tensor ranks cannot divide the quantized weights.
 
     A rank's columns must be whole groups, and its sums must equal those of a single rank.
 
@@ -93,7 +93,7 @@ def require_whole_groups(
 
 
 def form_of(param: Any) -> Format | None:
-    """Return the format of a parameter, or None if unquantised."""
+    """Return the format of a parameter, or None if unquantized."""
     return getattr(param, "form", None)
 
 
@@ -105,7 +105,7 @@ def numbers_of(param: Any) -> Tensor:
 def coded_copies(
     table: tuple[ParamSpec, ...], params: Mapping[str, Any], matrix: Allocate, quantization: Formats
 ) -> dict[str, Any]:
-    """Return the parameters with quantised copies of the matrices that may be quantised.
+    """Return the parameters with quantized copies of the matrices that may be quantized.
 
     The others are shared, not copied.
     """
@@ -120,5 +120,5 @@ def coded_copies(
 
 
 def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
-    """Return the format of each quantised parameter."""
+    """Return the format of each quantized parameter."""
     return {name: form for name, param in params.items() if (form := form_of(param)) is not None}

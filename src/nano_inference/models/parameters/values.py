@@ -8,7 +8,7 @@ from torch import Tensor
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.storage import form_of
 
-# Dtypes in which a weight may be stored or sent. Integers, booleans and 8-bit floats are quantised
+# Dtypes in which a weight may be stored or sent. Integers, booleans and 8-bit floats are quantized
 # codes, which are meaningless without their scales.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -26,20 +26,20 @@ def holds_numbers(tensor: Tensor) -> bool:
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
     """Write this rank's part of one checkpoint tensor (`Slot.take`) into its parameter, in place.
 
-    The values are cast to the parameter's dtype and then quantised if the parameter is.
+    The values are cast to the parameter's dtype and then quantized if the parameter is.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
         param.narrow(0, slot.start, slot.local_shape[0]).copy_(tensor)
     else:
-        # quantise from the model's dtype, even if a trainer sends more digits
+        # quantize from the model's dtype, even if a trainer sends more digits
         param.write(slot.start, tensor if form_of(param) is None else tensor.to(param.dtype))
 
 
 def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
     """Change single numbers of this rank's part of one checkpoint tensor, in place.
 
-    Takes flat row-major `indices` int64 [n] and `values` [n]. Not for quantised parameters.
+    Takes flat row-major `indices` int64 [n] and `values` [n]. Not for quantized parameters.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
@@ -52,7 +52,7 @@ def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
     """Return this rank's part of one checkpoint tensor, in the parameter's dtype.
 
-    The result is a view, or a copy if weights are packed. Codes are dequantised.
+    The result is a view, or a copy if weights are packed. Codes are dequantized.
     """
     param, rows = params[slot.param], slot.local_shape[0]
     if isinstance(param, Tensor):

@@ -162,7 +162,7 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Read softmax scores that are not normalised. A group scores as high as its best expert."""
+    """Read softmax scores that are not normalized. A group scores as high as its best expert."""
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelLoadError(

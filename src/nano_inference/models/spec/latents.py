@@ -58,7 +58,7 @@ def latent_scale(config: Config) -> dict[str, float]:
 def latent_ropes(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """Pair neighbours unless `rope_interleave` is false. A key's latent is not rotated."""
+    """Pair neighbors unless `rope_interleave` is false. A key's latent is not rotated."""
     sizes = read_latent(config).sizes
     share, interleaved = sizes.rotary / sizes.key, bool(config.get("rope_interleave", True))
     ropes = ropes_by_window(config, max_position, windows)

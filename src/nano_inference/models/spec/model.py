@@ -27,13 +27,13 @@ class ModelSpec:
         max_position: Context length that the model was trained for.
         eos_token_ids: Token ids that end a sample.
         checkpoint_dtype: Name of the dtype that the checkpoint declares.
-        quantisation: Storage of the weights that the checkpoint declares. None: unquantised.
-        quantized_source: The checkpoint was made from a quantised file, so its dtype is arbitrary.
+        quantization: Storage of the weights that the checkpoint declares. None: unquantized.
+        quantized_source: The checkpoint was made from a quantized file, so its dtype is arbitrary.
         windows: Number of tokens that a token attends to, itself included, for each layer. 0: all
             before it.
         ropes: Rotary embedding of each layer.
         qkv_bias, o_bias: The attention's projections have biases.
-        qk_norm: Normalisation of queries and keys before rotation: of each head (`"head"`) or of
+        qk_norm: Normalization of queries and keys before rotation: of each head (`"head"`) or of
             all heads of a token together (`"full"`).
         norms: Position of a layer's norms: before attention and MLP (`"pre"`), after them
             (`"post"`), or `"both"`.
@@ -41,7 +41,7 @@ class ModelSpec:
         activation: Activation of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`, or
             of an MLP without a gate, `"xielu"` or `"relu2"`.
         bare_norms: Norms have no weights.
-        embed_norm: Embeddings are normalised, by the last norm.
+        embed_norm: Embeddings are normalized, by the last norm.
         attention_scale: Factor of the products of queries and keys.
         attention_cap, logits_cap: Soft cap: a score or logit s becomes cap * tanh(s / cap). 0: no
             cap.
@@ -60,7 +60,7 @@ class ModelSpec:
         unused: Prefixes of checkpoint tensors that are not used.
         kinds: One entry for each layer if layers differ. `num_kv_heads`, `head_dim` and
             `intermediate_size` then describe most layers. Empty: all layers are alike (`layer`).
-        value_norm: Values are normalised by head too, without weights.
+        value_norm: Values are normalized by head too, without weights.
         layer_inputs: Width of the additional input of each layer, made from the token and its
             embedding. 0: no such inputs.
         layer_vocab: Number of tokens that have such inputs.

@@ -1,4 +1,4 @@
-"""A checkpoint's quantisation, read from config.json or a file next to it into one small
+"""A checkpoint's quantization, read from config.json or a file next to it into one small
 description. No tensors.
 """
 
@@ -48,11 +48,11 @@ class Quantisation:
     """Quantisation that a checkpoint declares.
 
     Attributes:
-        method: Name of the quantisation method.
+        method: Name of the quantization method.
         where: File that declares it.
         schemes: Schemes by patterns of module names. The first match applies.
-        left_out: Patterns of modules that are stored unquantised.
-        activations: Intended quantisation of activations, which is not applied here. Empty: none.
+        left_out: Patterns of modules that are stored unquantized.
+        activations: Intended quantization of activations, which is not applied here. Empty: none.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Quantisation:
     activations: str = ""
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the storage of a module's weight, or None if unquantised."""
+        """Return the storage of a module's weight, or None if unquantized."""
         if any(_compiled(pattern).match(module) for pattern in self.left_out):
             return None
         matching = (each for pattern, each in self.schemes if _compiled(pattern).match(module))
@@ -78,18 +78,18 @@ class Quantisation:
     @property
     def computed(self) -> str:
         """Description of a model loaded with `quantization="file"`, for a log line."""
-        return f"quantised with {self}, computed with its own codes"
+        return f"quantized with {self}, computed with its own codes"
 
     def becomes(self, dtype: str) -> str:
-        """Describe the dequantised weights, for a log line."""
-        left = f"; activations are not quantised, to {self.activations}" if self.activations else ""
-        return f"quantised with {self}, dequantised to {dtype}{left}"
+        """Describe the dequantized weights, for a log line."""
+        left = f"; activations are not quantized to {self.activations}" if self.activations else ""
+        return f"quantized with {self}, dequantized to {dtype}{left}"
 
 
 # Keys of config.json: of transformers, of old compressed-tensors, of MLX. Each may also be inside
 # `text_config`.
 KEYS = ("quantization_config", "compression_config", "quantization")
-# Files next to config.json that declare a quantisation -> the method.
+# Files next to config.json that declare a quantization -> the method.
 SIDE_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
@@ -117,9 +117,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def read_quantisation(config: Config, folder: Path | None = None) -> Quantisation | None:
-    """Read the quantisation of a config.json or of a file next to it in `folder`.
+    """Read the quantization of a config.json or of a file next to it in `folder`.
 
-    Returns None if the weights are unquantised. Raises `ModelLoadError` naming the unknown method
+    Returns None if the weights are unquantized. Raises `ModelLoadError` naming the unknown method
     or value.
     """
     for source, fields, default in _descriptions(config, folder):
@@ -132,14 +132,14 @@ def read_quantisation(config: Config, folder: Path | None = None) -> Quantisatio
             return _READERS[method](_Description(method, source, fields))
         except (TypeError, ValueError, AttributeError, KeyError, re.error) as problem:
             raise ModelLoadError(
-                f"{source} describes a quantisation ({method}) with a value of the wrong kind: "
+                f"{source} describes a quantization ({method}) with a value of the wrong kind: "
                 f"{problem}."
             ) from problem
     return None
 
 
 def quantisation_of(folder: Path) -> Quantisation | None:
-    """Read the quantisation of a model's folder."""
+    """Read the quantization of a model's folder."""
     path = folder / "config.json"
     return read_quantisation(read_json(path) if path.exists() else {}, folder)
 
@@ -161,8 +161,8 @@ def _descriptions(config: Config, folder: Path | None) -> Iterable[tuple[str, An
 def _unknown(method: str, detail: str, where: str) -> ModelLoadError:
     details = f" ({detail})" if detail else ""
     return ModelLoadError(
-        f"quantisation {method}{details}, declared in {where}, is not supported; use the "
-        "unquantised checkpoint, or a GGUF file of the model."
+        f"quantization {method}{details}, declared in {where}, is not supported; use the "
+        "unquantized checkpoint, or a GGUF file of the model."
     )
 
 
@@ -179,7 +179,7 @@ class _Description:
 
     def wrong(self, key: str, needed: str) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.where} describes a quantisation ({self.method}) with "
+            f"{self.where} describes a quantization ({self.method}) with "
             f"{key}={self.fields.get(key)!r}; it must be {needed}."
         )
 
@@ -436,7 +436,7 @@ def _words(scheme: Scheme) -> str:
 
 
 def _method(fields: Config, default: str | None) -> str | None:
-    """Return the method's name, or None if the description declares no quantisation."""
+    """Return the method's name, or None if the description declares no quantization."""
     for key in ("quant_method", "quant_algo"):
         if key in fields and _is_none(fields[key]):
             return None

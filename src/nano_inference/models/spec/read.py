@@ -23,8 +23,8 @@ def spec_from_config(
 ) -> ModelSpec:
     """Read config.json and generation_config.json of a model.
 
-    Files next to them in `folder` may declare a quantisation. Raises `ModelLoadError` if the
-    decoder lacks a feature, the quantisation is unknown, or a value is invalid.
+    Files next to them in `folder` may declare a quantization. Raises `ModelLoadError` if the
+    decoder lacks a feature, the quantization is unknown, or a value is invalid.
     """
     check_values({"architectures": config.get("architectures")})
     architectures = config.get("architectures") or []

@@ -8,7 +8,7 @@ _LAYER_NORM = "its norms subtract the mean (LayerNorm)"
 _MAMBA = "some or all of its layers are state-space models (Mamba)"
 _STATE = "some or all of its layers carry a recurrent state of an unsupported kind"
 _ENCODER = "it encodes the prompt with a separate encoder"
-_AFTER_ROPE = "it normalises queries and keys after rotary embedding"
+_AFTER_ROPE = "it normalizes queries and keys after rotary embedding"
 _BIDIRECTIONAL = "its attention is bidirectional"
 
 _REASONS: Mapping[str, tuple[str, ...]] = {

@@ -26,7 +26,7 @@ class RopeSpec:
             all lengths).
         share: Share of a head's dimensions that rotate, the first ones. For `"proportional"`: share
             of its pairs, with the same frequencies as if all rotated.
-        interleaved: A pair is two neighbours, not one coordinate from each half.
+        interleaved: A pair is two neighbors, not one coordinate from each half.
         query_beta: Queries are multiplied by 1 + query_beta * log(1 + n), with n the number of
             whole contexts of `original_max_position` before their position.
     """
@@ -116,7 +116,7 @@ def ropes_but_for_some(
 def interleaved_ropes(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """GLM, Ernie, Helium: pair neighbours."""
+    """GLM, Ernie, Helium: pair neighbors."""
     ropes = ropes_by_window(config, max_position, windows)
     return tuple(replace(rope, interleaved=True) for rope in ropes)
 

@@ -15,7 +15,7 @@ class StateColumn(NamedTuple):
     Attributes:
         shape: Shape for a token or for a block.
         per_token: One entry for each token of a block. False: one for the whole block, which
-            summarises all tokens up to the block's end.
+            summarizes all tokens up to the block's end.
         keep_float32: Stored as float32 even if the model has another dtype.
     """
 

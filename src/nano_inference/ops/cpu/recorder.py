@@ -123,7 +123,7 @@ class Recorder:
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         values["codes"] = weight.codes
-        # quantised weights have their own segments
+        # quantized weights have their own segments
         if segments is not None and not values["codes"]:
             check_segments(segments, weight.columns)
             _require(

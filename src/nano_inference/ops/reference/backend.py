@@ -148,7 +148,7 @@ def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int
 def rms_norm(
     x: Tensor | None, residual: Tensor, norm: Norm, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Add scale * x to the residual stream, then normalise it to unit root mean square
+    """Add scale * x to the residual stream, then normalize it to unit root mean square
     (arXiv:1910.07467), in float32.
     """
     if x is not None:
@@ -157,7 +157,7 @@ def rms_norm(
 
 
 def normed_rows(x: Tensor, norm: Norm) -> Tensor:
-    """Normalise x [..., width] along its last axis."""
+    """Normalize x [..., width] along its last axis."""
     if norm.weight is None:
         return x.to(norm.dtype)
     x = x.float()
@@ -177,7 +177,7 @@ def rope_and_store(
     layer: int,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
-    dtype = view.format.dtype  # qkv of a quantised weight is float32
+    dtype = view.format.dtype  # qkv of a quantized weight is float32
     num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
     count = num_heads + (1 if rope.joint else 2) * num_kv_heads
     heads = qkv.unflatten(1, (count, -1))  # also works for zero rows
@@ -212,7 +212,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 
 def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
-    """Normalise [N, heads, D] over D, or over all heads of a row if the norm is that wide."""
+    """Normalize [N, heads, D] over D, or over all heads of a row if the norm is that wide."""
     if norm is None or not heads.shape[1]:
         return heads
     width = heads.shape[-1] if norm.weight is None else len(norm.weight)
@@ -418,7 +418,7 @@ def moe(
 def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
     """Implement `LatentOps.meet` with a separate product for each head."""
     assert isinstance(kv, Tensor)
-    q = q.to(kv.dtype)  # q of a quantised weight is float32
+    q = q.to(kv.dtype)  # q of a quantized weight is float32
     of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
     num_heads = of_heads.shape[1]
     out = q.new_empty((len(q), num_heads + 2, sizes.key))

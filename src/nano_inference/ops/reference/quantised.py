@@ -25,7 +25,7 @@ class QuantisedWeight:
     Attributes:
         bounds: Bounds of the segments.
         data: uint8 [rows, bytes of one]: codes (two per byte if they have 4 bits), then scales,
-            then minima. Not initialised.
+            then minima. Not initialized.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ struct AttentionShape {
   }
 };
 
-// Growing memory, aligned to cache lines and never initialised.
+// Growing memory, aligned to cache lines and never initialized.
 class AlignedMemory {
  public:
   unsigned char* reserve(size_t bytes);

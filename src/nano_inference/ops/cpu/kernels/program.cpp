@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t ROWS_OF_A_THREAD = 32;  // with this many rows per thread, a thread keeps its rows across operations
 // rows that pass through a layer together: intermediate results stay in the cache
 constexpr int64_t BLOCK_OF_ROWS = 256;
-constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them instead of waiting
+constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalizes all of them instead of waiting
 constexpr double UNEVEN = 1.08;           // most rows of a thread, relative to an equal share, to own whole sequences
 
 enum Problem {
@@ -149,7 +149,7 @@ class Program {
   template <class T>
   void perform_by_columns(Team& team) {
     const int64_t n = step_->rows.num_rows;
-    static thread_local std::vector<T> own;  // normalised rows of this thread
+    static thread_local std::vector<T> own;  // normalized rows of this thread
     bool has_own = false;
     for (size_t i = size_t(step_->first); i < size_t(step_->last); i++) {
       const Op& op = ops_[i];

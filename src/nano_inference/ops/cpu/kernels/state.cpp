@@ -110,7 +110,7 @@ float dot(const float* a, const float* b, int64_t n) {
   return vsum(sum);
 }
 
-// Normalise to unit length, times scale.
+// Normalize to unit length, times scale.
 void normalise(const float* x, int64_t n, float scale, float* out) {
   const float length = vfirst(vsqrt(vset(dot(x, x, n) + L2_EPS)));
   for (int64_t d = 0; d < n; d += LANES) vstore(out + d, vdiv(vmul(vload(x + d), vset(scale)), vset(length)));
