@@ -178,8 +178,8 @@ def test_differing_tied_head_is_rejected(
 
 
 def sharded(folder: Path, num_files: int) -> Path:
-    """The tiny model in several files with an index; the head stands in the first, the embedding in
-    the last.
+    """Split the tiny model over several files with an index: head in the first, embedding in the
+    last.
     """
     config = llama_config()
     weights = llama_weights(config)
