@@ -1,5 +1,5 @@
-"""Panels: every instruction set lays out the same bits, those of torch's own cast, whatever the
-rows and columns.
+"""Weight panels: every instruction set writes the same bits, equal to torch's own cast, for all row
+and column counts.
 """
 
 import pytest
@@ -20,7 +20,7 @@ ODD = torch.tensor(
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random numbers, among them all that a cast may stumble over."""
+    """Return random numbers that include all edge cases of a cast."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(rows, columns, generator=generator)
     which = torch.randint(5 * len(ODD), (rows, columns), generator=generator)
@@ -28,7 +28,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal bits, but for what a NaN carries."""
+    """True if bits are equal, ignoring NaN payloads."""
     integers = torch.int16 if actual.dtype == torch.bfloat16 else torch.int32
     return bool(
         (
