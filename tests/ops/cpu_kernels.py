@@ -16,7 +16,8 @@ from tests import depth
 def available(law: build.Law = "pairs") -> tuple[str, ...]:
     """Return the instruction sets that run here and follow this summation law, best first.
 
-    Without AMX, the tile law has two sets: the best one and the portable one. The `quick` tier keeps
+    Without AMX, the tile law has two sets: the best one and the portable one. The `quick` tier
+    keeps
     the sets that the engine selects and the portable set of the pair law, because each set takes a
     minute to compile. Test modules that import this also run in `rest`.
     """

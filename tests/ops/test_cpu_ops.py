@@ -148,7 +148,6 @@ def test_rms_norm(
     scale = 1 / (after.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     # Four roundings (the root, offset + weight, two products) are 2 ulps. The sum of squares adds
     # half of its error.
-    # half of its error.
     require_within_ulps(normed, after.double() * scale * (offset + weight.double()), 2.5, 1e-30)
     same_bits_alone(lambda rows: ops.rms_norm(None, rows, norm)[0], residual)
     rounded, _ = ops.rms_norm(None, residual, Norm(None, 1e-5, 0.0, dtype))

@@ -32,7 +32,6 @@ Chunks = list[tuple[int, int, int]]  # sequence, start, end
 
 # Prefill, chunks of all lengths next to decodes, decodes only. Enough rows that threads can split
 # both rows and sequences.
-# and sequences.
 STEPS: list[Chunks] = [
     [(0, 0, 5), (1, 0, 40), (2, 0, 1)],
     [(0, 5, 6), (1, 40, 41), (2, 1, 2)],
@@ -113,9 +112,6 @@ def test_program_gives_the_bits_of_its_operations(
     # and its addition. Experts are one operation, and the next norm adds their sum. An activation
     # without a gate is a call. Latents add six operations before the attention and two after it. A
     # layer's own input adds five operations, its scale two.
-    # addition stays. Experts are one operation, and their sum is added by the next norm. An
-    # activation without a gate is a call. Latents have six operations more before the attention
-    # and two behind it. A layer's own input is five operations, its scale two.
     spec = model.spec
     of_a_layer = (8 if spec.norms == "pre" else 10) + (not spec.gated)
     of_a_layer += 8 * (spec.latent is not None)

@@ -1,4 +1,5 @@
-"""The few-row trunk in Triton's interpreter: every kernel, and trunks of every family, compared with the plain ops.
+"""The few-row trunk in Triton's interpreter: every kernel, and trunks of every family, compared
+with the plain ops.
 
 bfloat16 is left out because the interpreter multiplies it wrongly. tests/gpu tests the compiled
 kernels in bfloat16.
