@@ -1,5 +1,5 @@
-"""`python -m benchmarks.long_context`: decode of one stream behind a long context, and the time of
-a weight update.
+"""`python -m benchmarks.long_context`: decode speed of one stream after a long context, and the
+time of a weight update.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers.vllm_worker SETTING`: vLLM on a CPU. Runs in vLLM's own environment.
+"""vLLM on a CPU, in vLLM's own environment: `python -m benchmarks.peers.vllm_worker SETTING`.
 
-The setting is JSON: model, dtype, eager, batched_tokens, speculative. Threads and memory are told to vLLM by
-environment variables, which whoever starts this sets.
+The setting is JSON: model, dtype, eager, batched_tokens, speculative. The starting process sets
+threads and memory by environment variables.
 """
 
 import json
