@@ -156,7 +156,7 @@ def formats(
     if "own" in chosen:
         rows += measure(model, dtype, repeats, tuple(known[name] for name in asked))
     if "peers" in chosen:
-        # so that the engines are stopped at the end
+        # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         rows += file_formats.measure(Options(model, dtype, "auto", threads, repeats), sizes)
     write("formats", rows, {"model": model, "dtype": dtype, "repeats": repeats}, out, model)
@@ -339,7 +339,7 @@ def peers(
     """
     from benchmarks.peers import compare, install, llama_cpp, transformers_cpu, vllm_cpu
 
-    # so that the engines are stopped at the end
+    # stops the engines at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = compare.Choice(
@@ -390,7 +390,7 @@ def serve(
     from benchmarks.peers import install
     from benchmarks.serve import PARTS, Choice, measure
 
-    # so that the servers are stopped at the end
+    # stops the servers at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = Choice(
@@ -480,7 +480,7 @@ def rl_wire(
     """
     from benchmarks.rl_wire import PARTS, choice_of, measure
 
-    # so that the servers are stopped at the end
+    # stops the servers at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = choice_of(names(engines, ("nano-inference", "vllm")), requests, concurrency, cache)
@@ -608,7 +608,7 @@ def speculation(
     if "own" in chosen:
         rows += measure(options, source, picked)
     if "peers" in chosen:
-        # so that the engines are stopped at the end
+        # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         found = streams(model, picked, temperature)
         rows += drafts.measure(options, found, beside, vllm_dtype or dtype, cache or install.CACHE)

@@ -79,7 +79,7 @@ class Row:
     median: float
     least: float
     most: float
-    # of the stepping thread; compare this figure if other programs use the cores too
+    # CPU time of the stepping thread; compare this figure if other programs use the cores too
     cpu: float
     cpu_least: float
     phases: dict[str, float]

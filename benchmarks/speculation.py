@@ -59,7 +59,7 @@ class Task:
     params: dict[str, Any]
     samples: int = 1
     at_once: bool = False
-    lengths: tuple[int, ...] = field(default=())  # of the prompts' samples; empty: as in `params`
+    lengths: tuple[int, ...] = field(default=())  # max_tokens per prompt; empty: as in `params`
 
     def parts(self, round_: int) -> list[tuple[list[str], list[SamplingParams]]]:
         """Return the batches of arguments for `generate`."""

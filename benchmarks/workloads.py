@@ -126,7 +126,7 @@ def _separate(seed: int) -> list[Request]:
 
 
 def _mixed(seed: int) -> list[Request]:
-    shapes = random.Random(0)  # of every variant
+    shapes = random.Random(0)  # shared by every variant
     lengths = [(shapes.randint(32, 512), shapes.randint(16, 256)) for _ in range(64)]
     rng = random.Random(seed) if seed else shapes
     return [Request(_ids(rng, prompt), output) for prompt, output in lengths]

@@ -15,7 +15,7 @@ from nano_inference import InferenceEngine
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_HOST = frozenset({"cpu_op"})  # replacement in a dry run
-MOST_BYTES = 10_000_000  # of a trace that is kept
+MOST_BYTES = 10_000_000  # size limit of a kept trace
 
 
 def trace_decode(engine: InferenceEngine, batch: int, scale: Scale, steps: int, path: Path) -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LAUNCHES = 112  # products per chain: four in each of 28 layers
 CALLS = 20
-BLOCK = 128  # of k per iteration
+BLOCK = 128  # elements of k per iteration
 
 
 @triton.jit

@@ -50,7 +50,7 @@ class TorchLoop:
         self.dtype = dtype
         self._make_cache()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        # of the tokens in `tokens`
+        # position of each token in `tokens`
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.ropes[0].theta, device)

@@ -62,7 +62,7 @@ class Entry:
     begin: Callable[[], Engine]
     weight_bytes: int | None = None  # None: the engine reports it
     tensors: dict[str, int] = field(default_factory=dict[str, int])  # tensors of the file, by type
-    perplexity: Callable[[Engine], float | None] = lambda engine: None  # of the text
+    perplexity: Callable[[Engine], float | None] = lambda engine: None  # computes that of the text
 
     @property
     def key(self) -> tuple[str, str]:

@@ -75,7 +75,7 @@ DRAFTS = {
 
 
 class LlamaServer:
-    """Implements `Engine`."""
+    """A llama-server process as an `Engine`."""
 
     name = "llama.cpp"
 

@@ -34,7 +34,7 @@ def main() -> None:
         enable_prefix_caching=True,
         seed=0,
         speculative_config=speculative,
-        disable_log_stats=not speculative,  # they count drafts
+        disable_log_stats=not speculative,  # needed to count drafts
     )
 
     def counted(name: str) -> int:
