@@ -15,7 +15,7 @@ from nano_inference.fleet.router import Router, Ticket
 @pytest.mark.thorough(cases=["True"])
 @pytest.mark.parametrize("just_read", [False, True])
 def test_report_has_a_row_for_router_time(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(step=3000)  # of a clock that is read twice per request
+    ticks = itertools.count(step=3000)  # ticks of a clock that is read twice per request
 
     class Counted(Router):
         placed = 0

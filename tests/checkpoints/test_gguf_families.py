@@ -224,7 +224,7 @@ def strong(folder: Path, name: str, tied: bool = False) -> Any:
     # the converter omits Gemma's head
     tied = tied or case.architecture in ("gemma", "gemma2")
     config = {"rope_parameters": ROPE, **COMMON, **case.config, "tie_word_embeddings": tied}
-    sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # of gpt-oss
+    sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # gpt-oss
     # transformers modifies its arguments
     return strong_model(folder, case.class_name, sizes=sizes, **deepcopy(config))
 

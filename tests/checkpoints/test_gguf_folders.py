@@ -125,7 +125,7 @@ def test_info_reads_only_the_header(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: Any) -> Any:
-        raise AssertionError("it reads what is behind the header")
+        raise AssertionError("it read past the header")
 
     monkeypatch.setattr(StoredTensor, "rows", read)
     size = sparse_llama(tmp_path / "huge.gguf")

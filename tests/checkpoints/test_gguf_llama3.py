@@ -52,7 +52,7 @@ def rope_factors() -> np.ndarray:
         else:
             smooth = (context / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / SCALING["factor"] + smooth))
-    assert {1.0, 8.0} < set(factors), "all three bands are there"
+    assert {1.0, 8.0} < set(factors), "a frequency band is missing"
     return np.array(factors, dtype=np.float32)
 
 

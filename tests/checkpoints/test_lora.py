@@ -61,7 +61,7 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
 @pytest.mark.thorough(cases=["vaultgemma", "mixtral", *list(CASES)[::2]])
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # of PEFT's
+)  # raised by PEFT
 @pytest.mark.parametrize("family", CASES | STATE_CASES)
 def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
     case = (CASES | STATE_CASES)[family]

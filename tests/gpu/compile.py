@@ -44,7 +44,7 @@ class Shape:
     head_dim: int
     inner: int
     vocab: int
-    head_norms: bool  # of queries and keys
+    head_norms: bool  # size of query and key heads
     dtype: torch.dtype = torch.bfloat16
 
     @property

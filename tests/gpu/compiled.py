@@ -39,7 +39,7 @@ class Compiled:
     wgmma: int
     mma: int
     loads: int
-    wide_loads: int  # of 16 bytes
+    wide_loads: int  # 16 bytes each
     stores: int
     wide_stores: int
 

@@ -141,7 +141,7 @@ def test_sleep_and_wake_under_graphs(model: Path, target: Target, weights: bool)
         used = used_bytes(target)
         engine.sleep(weights=weights)
         if not target.dry:
-            assert used_bytes(target) < used, "nothing was given back"
+            assert used_bytes(target) < used, "no memory was freed"
         engine.wake()
         assert bits(engine.generate(*ask(target, target.size(8, 2)), progress=False)) == before
 

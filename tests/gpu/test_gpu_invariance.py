@@ -242,7 +242,7 @@ def compare(
             got = together.get((index, expected.sample_index))
             assert got is not None, "a sample is lost"
             assert same_bits(got, expected), (
-                f"request {index}, sample {expected.sample_index}: other bits"
+                f"request {index}, sample {expected.sample_index}: bits differ"
             )
 
 

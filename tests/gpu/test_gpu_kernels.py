@@ -65,7 +65,7 @@ def require_near(got: Tensor, exact: Tensor, ulps: float, floor: float | Tensor 
     allowed = ulps * ULP[got.dtype] * exact.abs() + floor
     error = (got.double() - exact).abs()
     assert bool((error <= allowed).all()), (
-        f"{(error / (allowed + 1e-300)).max():.3g} times what is allowed"
+        f"{(error / (allowed + 1e-300)).max():.3g} times the allowed error"
     )
 
 

@@ -156,12 +156,12 @@ def test_attention_row_is_bitwise_independent_of_its_batch(
             assert torch.equal(joined, expected[index]), f"chunks of {size}, {name}"
     last = [(index, len(queries) - 1, 1) for index, queries in enumerate(context.queries)]
     for rows, whole in zip(context.attend(attention, last, window), expected, strict=True):
-        assert torch.equal(rows, whole[-1:]), "a decode beside decodes"
+        assert torch.equal(rows, whole[-1:]), "a decode next to decodes"
     mixed = [wholes[-1], *last[:-1]]
     rows_of_mix = context.attend(attention, mixed, window)
-    assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt beside decodes"
+    assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt next to decodes"
     for rows, whole in zip(rows_of_mix[1:], expected[:-1], strict=True):
-        assert torch.equal(rows, whole[-1:]), "a decode beside a prompt"
+        assert torch.equal(rows, whole[-1:]), "a decode next to a prompt"
 
 
 def sampled(rows: range, device: str, temperature: float, **options: float) -> SamplingBatch:

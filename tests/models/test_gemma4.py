@@ -105,7 +105,7 @@ def test_full_layer_heads_have_two_equivalent_spellings() -> None:
     assert one.kinds[2][:3] == (1, 64, True)
     assert one.kinds[0][:3] == (4, 256, False)
     without = spec_of(**fields, num_global_key_value_heads=1)
-    assert without.kinds[2][:3] == (4, 512, False), "only where keys make values"
+    assert without.kinds[2][:3] == (4, 512, False), "only if keys are also the values"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class WithoutNumbers(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
-        raise AssertionError("it was computed with")
+        raise AssertionError("this tensor has no numbers to compute with")
 
 
 Rope = Literal["default", "linear", "llama3", "yarn"]

@@ -132,9 +132,9 @@ def test_compiler_error_is_reported_and_build_not_retried(
         InferenceEngine(config(model, backend="cpu"))
     assert len(asked) == 1
     (sources / "answer.cpp").write_text(SOURCE)
-    assert build.build("portable").is_file(), "another source is tried"
+    assert build.build("portable").is_file(), "a changed source was not retried"
     assert not list((Path.home() / ".cache/nano-inference/kernels").glob(".*")), (
-        "what failed leaves nothing behind"
+        "a failed build left files"
     )
 
 
@@ -225,7 +225,7 @@ def test_library_is_built_once(
     assert path.stat() == before
     (sources / "answer.cpp").write_text(SOURCE.replace("42", "43"))
     other = build.build("portable", tmp_path / "root")
-    assert other != path, "another source, another library"
+    assert other != path, "a changed source did not change the library"
     (sources / "answer.h").write_text("// a header counts too\n")
     assert build.build("portable", tmp_path / "root") not in (path, other)
 
@@ -256,10 +256,10 @@ def test_build_by_two_processes_at_the_same_time(sources: Path, tmp_path: Path) 
     paths = {out.strip() for out, _ in said}
     assert len(paths) == 1
     assert sum("Compiled the CPU kernels" in err for _, err in said) == 1
-    assert sum("Compiling" in err for _, err in said) == 1, "one builds, and the others wait for it"
+    assert sum("Compiling" in err for _, err in said) == 1, "more than one process built"
     (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build_folders.LOCK)
     assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build_folders.MANIFEST}, (
-        "nothing is left behind"
+        "temporary files remain"
     )
 
 
@@ -356,7 +356,7 @@ def test_build_resumes_after_it_was_killed(
     os.killpg(killed.pid, signal.SIGKILL)  # with a compiler that hangs
     killed.wait(30)
     killed.stdin.close()
-    assert len(list(root.glob(".portable-*"))) == 2, "objects, and an unfinished folder"
+    assert len(list(root.glob(".portable-*"))) == 2, "expected objects and an unfinished folder"
     (tools / "hold").unlink()
     asked.write_text("")
 
@@ -399,8 +399,8 @@ def test_build_stops_at_the_first_source_that_fails(
     monkeypatch.setattr(build, "_run", lambda command: (asked.append(command), run(command)))
     with pytest.raises(build.KernelsUnavailable, match="forty_two"):
         build.build("portable", tmp_path / "root")
-    assert "answer.cpp" in " ".join(asked[0]), "the longest is first"
-    assert len(asked) < 30, "the others are called off"
+    assert "answer.cpp" in " ".join(asked[0]), "the longest job was not first"
+    assert len(asked) < 30, "the other jobs were not cancelled"
     assert not list((tmp_path / "root").glob(".*"))
 
 

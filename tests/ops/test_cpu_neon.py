@@ -24,7 +24,7 @@ SOURCES = {
     "bits": ("bits.cpp", "codes.cpp"),
     "driver": ("driver.cpp", "codes.cpp", "experts.cpp", "states.cpp"),
 }
-ROUNDS = "1"  # of the driver
+ROUNDS = "1"  # rounds that the driver runs
 # Hide inline functions: otherwise the kernels would call the program's copies.
 OWN = ("-O1", "-fvisibility-inlines-hidden", f"-I{build.SOURCES}")
 CROSS = shutil.which("aarch64-linux-gnu-g++")
@@ -76,7 +76,7 @@ def test_operation_has_same_bits_on_every_instruction_set(
 ) -> None:
     assert len(native["portable"]) > 50
     for name, digests_here in native.items():
-        assert digests_here == native[portable(name)], f"{name} computes other bits"
+        assert digests_here == native[portable(name)], f"{name} computes different bits"
     pairs, tiles = native["portable"], native[portable(build.AMX)]
     assert {name for name, digest in pairs.items() if digest != tiles[name]}
 

@@ -55,7 +55,7 @@ def numbers(
 def require_within_ulps(got: Tensor, exact: Tensor, ulps: float, floor: float = 0.0) -> None:
     error = (got.double() - exact).abs()
     allowed = ulps * ULP[got.dtype] * exact.abs().clamp(min=2.0**-126) + floor
-    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what is allowed"
+    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times the allowed error"
 
 
 def same_bits_alone(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:
@@ -76,12 +76,12 @@ def test_linear_is_within_its_bound(
     bias = numbers(seed + 20, n, dtype=dtype) if with_bias else None
     packed = as_packed(weight)
     got = ops.linear(x, packed, bias)
-    assert got.dtype == torch.float32, "sums are not rounded"
+    assert got.dtype == torch.float32, "sums were rounded"
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     bound = 4 * 2.0**-24 * math.sqrt(k) * (x.double().abs() @ weight.double().abs().T + 1)
     assert ((got.double() - exact).abs() <= bound).all()
     same_bits_alone(lambda rows: ops.linear(rows, packed, bias), x)
-    assert torch.equal(CpuOps(1).linear(x, packed, bias), got), "threads change nothing"
+    assert torch.equal(CpuOps(1).linear(x, packed, bias), got), "threads changed the bits"
 
 
 @FEW

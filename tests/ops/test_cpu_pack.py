@@ -76,7 +76,7 @@ def test_rows_come_back_as_torch_casts_them(
     assert same(out[start : start + rows], given_rows.to(dtype))
     assert not out[:start].any()
     assert not out[start + rows :].any()
-    assert weight.data.count_nonzero() == out.count_nonzero(), "nothing is written into the padding"
+    assert weight.data.count_nonzero() == out.count_nonzero(), "the padding was written"
     other = torch.empty(rows, columns, dtype=dtype)
     c.nano_unpack(weight.data_ptr(), other.data_ptr(), is_bf16, start, rows, columns)
     assert same(other, out[start : start + rows])

@@ -290,7 +290,7 @@ def test_invalid_batch_is_rejected_before_any_write(model: Decoder, name: str) -
         program(spoil(batch_of(STEPS[0])))
     assert storage.keys.isnan().all()
     assert storage.values.isnan().all()
-    assert not program(batch_of(STEPS[0])).isnan().any(), "and the next one runs"
+    assert not program(batch_of(STEPS[0])).isnan().any(), "the next run failed"
 
 
 @pytest.mark.thorough

@@ -122,7 +122,7 @@ def test_layers_share_a_plan_and_its_workspace(batch_invariant: bool) -> None:
     assert torch.equal(first, second)
     (work,) = next(iter(plan.work.values()))
     items = work.items.items[: int(work.items.count)]
-    assert int((items[:, 6] >= 0).sum()) > 2, "nothing was shared"
+    assert int((items[:, 6] >= 0).sum()) > 2, "no block was shared"
     counters = items[items[:, 6] >= 0, 10]
     assert not work.items.counters[counters].any()
 

@@ -79,7 +79,7 @@ def test_same_draws_and_masks_as_the_reference(
     assert drawn.kept is not None
     assert expected.kept is not None
     differ = (drawn.kept != expected.kept).sum(dim=-1)
-    assert int(differ.max()) <= 1, "sums of float32 round a threshold to a neighbour, not further"
+    assert int(differ.max()) <= 1, "rounding moves a threshold only to a neighbour"
     same = differ == 0
     assert int(same.sum()) >= 5
     assert torch.equal(drawn.token_ids[same], expected.token_ids[same])
@@ -122,7 +122,7 @@ def test_filters_keep_the_shortest_sufficient_prefix(
         patch.setattr(filters, "CAPACITY", capacity)
         drawn, kept = draw_kept(logits, top_k=top_k, top_p=top_p, min_p=min_p)
     order, num, alive = rank(logits).ids[0], len(kept), int((~masked).sum())
-    assert sorted(order[:num].tolist()) == kept, "not the first of the ranking"
+    assert sorted(order[:num].tolist()) == kept, "not the highest-ranked tokens"
     odds = (logits[0, order].double() - logits.max().double()).exp()
     most = min(top_k or alive, alive)
     assert 1 <= num <= most

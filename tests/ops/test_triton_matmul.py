@@ -55,7 +55,7 @@ def test_invariant_product_agrees_with_torch(shape: tuple[int, int], dtype: torc
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-4)
     with_bias = matmul.invariant_product(x, weight, bias, dtype)
     assert torch.equal(with_bias, (got + bias.float()).to(dtype)), (
-        "the bias is added before the one rounding"
+        "the bias was added after the rounding"
     )
 
 

@@ -59,7 +59,7 @@ def test_rms_norm(num, width, dtype, added, weighted, out, offset, scale, seed):
     assert normed.dtype == norm.dtype
     assert_close(normed, expected)
     assert torch.equal(new, residual_expected)
-    assert torch.equal(residual, before), "the residual that came in was written"
+    assert torch.equal(residual, before), "the input residual was written"
 
 
 @CALM

@@ -87,7 +87,7 @@ def test_noise_equals_the_reference() -> None:
     expected = exponential_noise(keys, size)
     small = expected < 2.0**-6
     assert bool(small.any())
-    assert torch.equal(drawn[small], expected[small]), "the series is sums and products only"
+    assert torch.equal(drawn[small], expected[small]), "the series must use only sums and products"
     torch.testing.assert_close(drawn, expected, rtol=1e-6, atol=0)
 
 
