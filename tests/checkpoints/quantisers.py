@@ -56,7 +56,7 @@ def quantised(name: str, weights: Weights) -> tuple[Weights, Weights]:
 
 
 def _blocks(weight: Tensor, rows: int, columns: int) -> list[tuple[slice, slice]]:
-    """Yield the slices of the blocks, row by row."""
+    """Return the slices of the blocks, row by row."""
     return [
         (slice(row, row + rows), slice(column, column + columns))
         for row in range(0, weight.shape[0], rows)

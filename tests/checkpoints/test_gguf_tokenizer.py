@@ -192,7 +192,7 @@ def test_sentencepiece_ids_equal_transformers(
 
 
 def enumerate_bytes() -> Sequence[tuple[int, str]]:
-    """Yield each byte and its byte-level character."""
+    """Return each byte and its byte-level character."""
     level = ByteLevel(add_prefix_space=False, use_regex=False)
     plain = [(byte, level.pre_tokenize_str(chr(byte))[0][0]) for byte in range(128)]
     high = [(byte, level.pre_tokenize_str(chr(byte))[0][0][-1]) for byte in range(0x80, 0xC0)]

@@ -82,7 +82,7 @@ class _Queue:
         """Do nothing: no work is pending."""
 
     def new_pool(self) -> None:
-        """Return no memory pool."""
+        """Return None: there is no memory pool."""
 
     def capture(self, run: Callable[[], Any], pool: object) -> Any:
         return SimpleNamespace(output=run())
@@ -194,7 +194,7 @@ def serve(engine: Engine) -> None:
 
 
 def steps_of(config: EngineConfig) -> Iterator[list[int]]:
-    """Return chunk lengths per step: decodes, a prompt, and both, at many row counts."""
+    """Yield chunk lengths per step: decodes, a prompt, and both, at many row counts."""
     for rows in (*range(1, 20), *range(31, 1200, 37), 1536, 2048):
         yield [1] * min(rows, config.max_batch_size)
         yield [rows]

@@ -105,7 +105,7 @@ class Engines:
 
     @contextlib.contextmanager
     def open(self, config: EngineConfig) -> Iterator[InferenceEngine]:
-        """Return an engine without requests and with an empty prefix cache."""
+        """Yield an engine without requests and with an empty prefix cache."""
         engine, closing = self._kept.pop(config, None) or self._build(config)
         try:
             yield engine

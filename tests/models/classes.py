@@ -75,7 +75,7 @@ def class_names() -> list[str]:
 
 
 def default_configs(class_name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return each config.json that transformers writes for a class by default. Several model types
+    """Yield each config.json that transformers writes for a class by default. Several model types
     may share a class.
     """
     import transformers
