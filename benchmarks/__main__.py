@@ -1,5 +1,5 @@
-"""`python -m benchmarks COMMAND`: measure the engine. Run it on a quiet machine; every report says
-what it ran on.
+"""`python -m benchmarks COMMAND`: measure the engine. Use a quiet machine. Every report describes
+its machine.
 """
 
 import signal
@@ -36,7 +36,7 @@ Out = Annotated[
 
 
 def names(text: str, known: tuple[str, ...], separator: str = ",") -> tuple[str, ...]:
-    """Names, each of which must be known."""
+    """Split a list of names and reject unknown ones."""
     found = tuple(name.strip() for name in text.split(separator) if name.strip())
     unknown = [name for name in found if name not in known]
     if unknown or not found:
@@ -65,7 +65,7 @@ def throughput(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Tokens a second on the workloads; W1 and W2 also with one thread."""
+    """Measure tokens per second on the workloads; W1 and W2 also with one thread."""
     from benchmarks.throughput import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -82,7 +82,7 @@ def latency(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """First token, gaps between tokens, cold start, memory."""
+    """Measure first token, gaps between tokens, cold start and memory."""
     from benchmarks.latency import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -105,7 +105,7 @@ def prefill(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Prompts by length and by chunk size; a shared prefix."""
+    """Measure prompts by length and by chunk size, and a shared prefix."""
     from benchmarks.prefill import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -138,7 +138,9 @@ def formats(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put llama.cpp")] = None,
     out: Out = None,
 ) -> None:
-    """Weights in 8 and 4 bits: speed, memory and quality, in turns; and llama.cpp on the same files."""
+    """Measure weights in 8 and 4 bits in turns: speed, memory and quality, also against llama.cpp
+    on the same files.
+    """
     from benchmarks.formats import KINDS, measure
     from benchmarks.peers import file_formats, install
 
@@ -154,7 +156,7 @@ def formats(
     if "own" in chosen:
         rows += measure(model, dtype, repeats, tuple(known[name] for name in asked))
     if "peers" in chosen:
-        # so that the engines are stopped on the way out
+        # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         rows += file_formats.measure(Options(model, dtype, "auto", threads, repeats), sizes)
     write("formats", rows, {"model": model, "dtype": dtype, "repeats": repeats}, out, model)
@@ -169,7 +171,7 @@ def adapters(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Rows with adapters beside rows without, and updates of adapters; in turns."""
+    """Measure rows with and without adapters, and adapter updates, in turns."""
     from benchmarks.adapters import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -186,7 +188,7 @@ def training(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """A trainer's step: policies beside transformers on the same tokens, in turns."""
+    """Measure a trainer's step in turns: our policies and transformers on the same tokens."""
     from benchmarks.training import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -201,7 +203,9 @@ def kv_cache(
     repeats: Annotated[int, typer.Option(help="rounds of timing; 0: none")] = 3,
     out: Out = None,
 ) -> None:
-    """Keys and values in 8 bits: what fits, quality, and speed behind long contexts, in turns."""
+    """Measure keys and values in 8 bits in turns: capacity, quality, and speed after
+    long contexts.
+    """
     from benchmarks.formats import measure_caches
 
     rows = measure_caches(model, dtype, repeats)
@@ -210,7 +214,7 @@ def kv_cache(
 
 @app.command()
 def host(out: Out = None) -> None:
-    """What a step costs on the host, with a model that does nothing."""
+    """Measure the host time of a step, with a model that does nothing."""
     from benchmarks import host as null_model  # pyright: ignore
 
     rows = null_model.measure()
@@ -226,7 +230,7 @@ def host(out: Out = None) -> None:
 
 @app.command()
 def ranks(out: Out = None) -> None:
-    """What it costs to tell another rank of a step, with a model that does nothing."""
+    """Measure the cost of sending a step to another rank, with a model that does nothing."""
     from benchmarks.ranks import measure
 
     write("ranks", measure(), {"block_size": 16, "prompt_tokens": 256}, out)
@@ -245,7 +249,9 @@ def roofline(
     ] = True,
     out: Out = None,
 ) -> None:
-    """The least time that each workload can take at this machine's rates, and our share of it."""
+    """Compute each workload's minimum time at this machine's rates, and the engine's
+    share of it.
+    """
     from benchmarks.roofline import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -266,7 +272,7 @@ def rl(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """New weights against a copy of their bytes, scores, abort, gradients."""
+    """Measure weight updates against a copy of their bytes, scores, abort and gradients."""
     from benchmarks.rl import PARTS, measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -285,7 +291,7 @@ def mismatch(
     picture: Annotated[Path | None, typer.Option(help="not given: docs/rl-mismatch.png")] = None,
     out: Out = None,
 ) -> None:
-    """The engine's logprobs against those of trainers on transformers, and of ours (needs
+    """Compare the engine's logprobs with those of transformers and of our trainer (needs
     transformers, matplotlib).
     """
     from benchmarks.mismatch import measure
@@ -328,10 +334,12 @@ def peers(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """Ours and the installed peers in turns; ratios to each peer's best setting."""
+    """Measure the engine and the installed peers in turns, with ratios to each peer's
+    best setting.
+    """
     from benchmarks.peers import compare, install, llama_cpp, transformers_cpu, vllm_cpu
 
-    # so that the engines are stopped on the way out
+    # stops the engines at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = compare.Choice(
@@ -347,8 +355,8 @@ def peers(
 
 
 def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Settings by name, separated by semicolons (names hold commas); `all` for all, nothing for the
-    defaults.
+    """Split setting names at semicolons, because names contain commas. `all` selects all, an empty
+    text the defaults.
     """
     if text in ("", "all"):
         return known if text else ()
@@ -376,13 +384,13 @@ def serve(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """Our server against the engine without one and against vLLM's; single requests; a long prompt;
-    nothing.
+    """Measure the server against the bare engine and vLLM's server: load, single requests, an
+    arriving long prompt, idle cost.
     """
     from benchmarks.peers import install
     from benchmarks.serve import PARTS, Choice, measure
 
-    # so that the servers are stopped on the way out
+    # stops the servers at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = Choice(
@@ -414,7 +422,7 @@ def stages(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Which share of the time the stages of a pipeline wait. Every rank has one thread."""
+    """Measure the waiting share of pipeline stages. Every rank has one thread."""
     from benchmarks.stages import measure
 
     options = Options(model, dtype, backend, 1, repeats)
@@ -440,8 +448,8 @@ def replicas(
     routed: Annotated[int, typer.Option(help="replicas of the router's part", min=2)] = 1000,
     out: Out = None,
 ) -> None:
-    """The router's time; two replicas against two bare engines, one thread each; the pause when one
-    is killed.
+    """Measure the router's time, two replicas against two bare engines (one thread each), and the
+    pause after a kill.
     """
     from benchmarks.replicas import PARTS, Shape, measure
 
@@ -467,10 +475,12 @@ def rl_wire(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """Logprobs over HTTP in every form; new weights from a second process while streams run."""
+    """Measure logprobs over HTTP in every form, and weight updates from another process during
+    streams.
+    """
     from benchmarks.rl_wire import PARTS, choice_of, measure
 
-    # so that the servers are stopped on the way out
+    # stops the servers at the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = choice_of(names(engines, ("nano-inference", "vllm")), requests, concurrency, cache)
@@ -498,8 +508,8 @@ def rl_drafts(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """Whole runs of GRPO with drafts from history and without; an evaluation that runs again after
-    a small update.
+    """Measure GRPO runs with and without drafts from history, and an evaluation repeated after a
+    small update.
     """
     from benchmarks.rl_drafts import PARTS, measure
     from examples.grpo import Recipe
@@ -523,7 +533,9 @@ def mask(
     limit: Annotated[float, typer.Option(help="seconds a schema", min=1)] = 60.0,
     out: Out = None,
 ) -> None:
-    """MaskBench: documents that grammars of JSON schemas accept and refuse, and what masks take."""
+    """Run MaskBench: documents that JSON schema grammars accept and reject, and the
+    time of masks.
+    """
     from benchmarks.maskbench import NAMES, installed, measure
 
     chosen = names(backends, NAMES) if backends else installed(NAMES)
@@ -544,7 +556,7 @@ def grammars(
     dtype: DType = "bfloat16",
     out: Out = None,
 ) -> None:
-    """What a step costs more where its sequences follow grammars."""
+    """Measure the extra cost of a step whose sequences follow grammars."""
     from benchmarks.grammars import measure
 
     options = Options(model, dtype, backend, threads, repeats)
@@ -578,8 +590,10 @@ def speculation(
     cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """What drafts save: one stream of chat, of code, of JSON; long-tailed rollouts; a large batch.
-    Of one stream also beside the installed peers, in turns.
+    """Measure the savings of drafts: one stream of chat, code and JSON, long-tailed rollouts, a
+    large batch.
+
+    One stream also runs on the installed peers, in turns.
     """
     from benchmarks.peers import drafts, install
     from benchmarks.speculation import TASKS, measure, streams
@@ -594,7 +608,7 @@ def speculation(
     if "own" in chosen:
         rows += measure(options, source, picked)
     if "peers" in chosen:
-        # so that the engines are stopped on the way out
+        # stops the engines at the end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         found = streams(model, picked, temperature)
         rows += drafts.measure(options, found, beside, vllm_dtype or dtype, cache or install.CACHE)

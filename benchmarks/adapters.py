@@ -1,4 +1,4 @@
-"""Adapters: cost of rows with and without one, and of an update, measured in turns."""
+"""Adapters: the cost of rows with and without one, and of an update, measured in turns."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from nano_inference.rl import LoraPolicy
 
 RANK = 16
 HEAD = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-SHARES: dict[str, tuple[str | None, ...]] = {  # adapters of a step's requests, in turns
+SHARES: dict[str, tuple[str | None, ...]] = {  # adapters that the requests of a step cycle through
     "none": (None,),
     "one": ("0",),
     "8 by turns": tuple(map(str, range(8))),
@@ -32,7 +32,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def measure(options: Options) -> list[Row]:
-    """Return a row per share of adapters, and one of updates."""
+    """Return a row per share of adapters, and one for updates."""
     rng = random.Random(0)
     with opened(options, max_loras=9, max_model_len=1024, max_batch_size=64) as engine:
         for name in {each for names in SHARES.values() for each in names} - {None}:

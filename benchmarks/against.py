@@ -1,9 +1,9 @@
-"""`python -m benchmarks.against COMMIT [--out FILE]`: this tree and another commit in turns.
+"""Compare this tree with another commit, in turns: `python -m benchmarks.against COMMIT [--out
+FILE]`.
 
-Both are measured by their own copy of `benchmarks`: W1 (one stream), W2 (groups) and W4 (a long
-prompt), and the host's time for a step. Each turn is a process of its own. The ratio of a figure is
-taken turn by turn, and of the quickest turns, which other programs disturb least; above 1 this tree
-is faster.
+Each tree runs its own copy of `benchmarks`: W1 (one stream), W2 (groups), W4 (a long prompt) and
+the host time of a step. Each turn is a new process. Ratios are taken turn by turn, and between the
+fastest turns, which other programs disturb least. Above 1 this tree is faster.
 """
 
 import argparse
@@ -63,8 +63,8 @@ def git(*arguments: str) -> str:
 
 
 def turn(tree: Path) -> dict[str, float]:
-    """Measure a tree in new processes: tokens a second, and steps a second of the host by its
-    quickest window.
+    """Measure a tree in new processes: tokens per second, and the host's steps per second in its
+    fastest window.
     """
     printed = run(tree, "-c", TURN)
     line = next(each for each in printed.splitlines() if each.startswith("FIGURES"))

@@ -1,5 +1,5 @@
-"""Streams that run, and a long prompt that arrives among them: what it does to the time between
-their tokens.
+"""A long prompt that arrives among running streams, and its effect on the time between their
+tokens.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from nano_bench.shape import token_requests
 from nano_bench.wire import Broken, Connection, connect
 
 STREAMS = 8
-PROMPT = 64  # tokens, of each stream
-QUIET = 128  # pieces that each stream brings before the long prompt sets out
-SETTLE = 16  # of them the first, which are not counted
-# tokens of each stream, at most: they are dropped when the long prompt's first token is there
+PROMPT = 64  # tokens per stream
+QUIET = 128  # pieces that each stream receives before the long prompt is sent
+SETTLE = 16  # first pieces, which are not counted
+# token limit per stream: streams are dropped at the long prompt's first token
 OUTPUT = 1024
 POLL = 0.01  # seconds
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """99th percentiles of the times between tokens of all streams, in milliseconds; of the long
-    prompt seconds.
+    """99th percentiles of the time between tokens of all streams, in milliseconds. The long
+    prompt's time is in seconds.
     """
 
     before: float
@@ -34,7 +34,9 @@ class Arrival:
 
 
 async def arrive(target: Target, prompt_tokens: int, seed: int = 0) -> Arrival:
-    """Raises `Broken`, also where the streams end before the long prompt has its first token."""
+    """Run the streams and the long prompt. Raise `Broken` also if the streams end before its first
+    token.
+    """
     running = token_requests(STREAMS, PROMPT, OUTPUT, stream=True, seed=2 * seed)
     (long,) = token_requests(1, prompt_tokens, 1, stream=True, seed=2 * seed + 1)
     connections = [await connect(*target.address) for _ in range(STREAMS + 1)]
@@ -76,8 +78,8 @@ async def until_all_have(
 
 
 def gaps_ending_in(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
-    """Gaps between neighbours, of those that end between two times; each stream's first ones are
-    left out.
+    """Return the gaps between tokens that end within an interval, without each stream's
+    first gaps.
     """
     return [
         later - earlier

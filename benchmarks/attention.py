@@ -1,9 +1,9 @@
-"""`python benchmarks/attention.py --log FILE`: flex attention against the reference's, on the
-shapes of SmolLM2-135M.
+"""Flex attention against the reference's, on the shapes of SmolLM2-135M: `python
+benchmarks/attention.py --log FILE`.
 
-One layer's attention and the plan of a step, which all layers share: CPU time of one thread,
-medians. The KV cache has 100,000 slots. Compilation is wall-clock time, from an empty cache; the
-first one warms the compiler up too.
+Each figure is the median CPU time of one thread for one layer's attention, or for the plan of a
+step, which all layers share. The KV cache has 100,000 slots. Compilation is wall-clock time from an
+empty cache. The first compilation also warms up the compiler.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.closed_loop OPTIONS`: the engine alone in a process, what a server is
-compared with.
+"""The bare engine in a process, as the baseline of a server: `python -m benchmarks.closed_loop
+OPTIONS`.
 
-Two questions, as JSON lines (see `peers.channel`). `prompts`: the same closed loop that a load
-sends to a server, so many requests always under way; answered with seconds, tokens and CPU seconds.
-`singles`: one request after the other, streamed; answered with the seconds until each one's first
-token.
+The process answers two questions in JSON lines (see `peers.channel`). `prompts` runs the closed
+loop that a load sends to a server, with a constant number of requests in flight, and returns
+seconds, tokens and CPU seconds. `singles` streams one request after another and returns the seconds
+until each first token.
 """
 
 import json
@@ -22,7 +22,7 @@ def closed_loop(
 ) -> dict[str, Any]:
     waiting, tokens = iter(prompts), 0
     began, busy = time.perf_counter(), time.process_time()
-    # in this order: it must not drop a prompt
+    # in this order, so that no prompt is dropped
     for _, prompt in zip(range(concurrency), waiting, strict=False):
         engine.add_request(prompt, params)
     while engine.has_pending():

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.cold_start OPTIONS`: a fresh process up to its first token, then W2; prints
-times and memory.
+"""A fresh process up to its first token, then W2: `python -m benchmarks.cold_start OPTIONS`. It
+prints times and memory.
 
-Run by `latency`, which passes the options as JSON and watches the clock from outside.
+`latency` runs this program, passes the options as JSON and measures the time from outside.
 """
 
 import time
 
-BEGAN = time.perf_counter()  # before the imports, since their time counts
+BEGAN = time.perf_counter()  # before the imports, which are part of the measured time
 
 import json  # noqa: E402
 import sys  # noqa: E402
@@ -17,9 +17,9 @@ from benchmarks.workloads import workload  # noqa: E402
 
 
 def memory(field: str) -> int | None:
-    """Bytes from Linux's account of this process; None elsewhere.
+    """Return this process's memory in bytes by Linux's account, None on other systems.
 
-    Not `getrusage`: its maximum begins with what the parent process had.
+    `getrusage` does not work here: its maximum includes the parent process.
     """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []

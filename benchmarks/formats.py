@@ -1,4 +1,6 @@
-"""Weights in 8 and 4 bits, keys and values in 8: speed, memory and quality, in turns."""
+"""Weights in 8 and 4 bits, keys and values in 8 bits: speed, memory and quality,
+measured in turns.
+"""
 
 import hashlib
 import math
@@ -47,9 +49,11 @@ CACHE_COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def measure(model: str, dtype: str, repeats: int, kinds: tuple[str | None, ...]) -> list[Row]:
-    """A row a format: one stream of 128 behind 128 tokens, 8 prompts of 256 with 8 samples of 64
-    each, a prompt of 500; medians, with the first round left out. Then the logprobs of a text,
-    beside those of plain weights in float32.
+    """Return a row per weight format.
+
+    The speeds are medians without the first round: one stream of 128 tokens after 128, eight
+    prompts of 256 tokens with 8 samples of 64 each, and a prompt of 500 tokens. The quality compares
+    the logprobs of a text with those of plain float32 weights.
     """
     path = model if model in EMBEDDED_MODELS else str(model_path(model))
     rng = random.Random(3)
@@ -88,9 +92,10 @@ def measure(model: str, dtype: str, repeats: int, kinds: tuple[str | None, ...])
 
 
 def measure_caches(model: str, dtype: str, repeats: int) -> list[Row]:
-    """A row a format of keys and values: what fits, the logprobs of a text in one piece beside
-    those of a cache in `dtype`, and, of so many rounds in turns, 4 streams of 64 tokens behind
-    1,500 each.
+    """Return a row per KV format: capacity, quality and speed.
+
+    The quality compares the logprobs of a text, computed in one piece, with those of a cache in
+    `dtype`. The speed is measured in turns on 4 streams of 64 tokens after 1,500 tokens each.
     """
     path = model if model in EMBEDDED_MODELS else str(model_path(model))
     rng = random.Random(3)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks grammars`: what a step costs more where its sequences follow grammars.
+"""`python -m benchmarks grammars`: the extra cost of a step whose sequences follow grammars.
 
-Rows of 64 sequences decode with and without one, in turns on one engine: machines are not equally
-busy all the time. The ratio is of CPU seconds of the whole process; with `OMP_WAIT_POLICY=PASSIVE`
-threads that wait take none.
+Batches of 64 sequences decode with and without a grammar, in turns on one engine, because a
+machine's load varies. The ratio uses the CPU seconds of the whole process. With
+`OMP_WAIT_POLICY=PASSIVE`, waiting threads use no CPU time.
 """
 
 import gc
@@ -28,7 +28,7 @@ PERSON = {
     "required": ["name", "age", "kind", "tags"],
     "additionalProperties": False,
 }
-# tokens of samples with a grammar; none can end within a window
+# token limit of samples with a grammar; none can end within a window
 GRAMMARS: Mapping[str, Grammar | None] = {
     "none": None,
     "none again": None,  # difference of two equal runs
@@ -39,12 +39,12 @@ GRAMMARS: Mapping[str, Grammar | None] = {
 
 
 def measure(options: Options, sequences: int, steps: int) -> list[Row]:
-    """A row a grammar: milliseconds a step, and their ratio to a step without one.
+    """Return a row per grammar: milliseconds per step, and their ratio to a step without one.
 
     Args:
-        options: of the engine.
-        sequences: rows of a step.
-        steps: that are timed, of each grammar in each round.
+        options: Options of the engine.
+        sequences: Sequences per step.
+        steps: Timed steps per grammar and round.
     """
     windows: dict[str, list[dict[str, float]]] = {name: [] for name in GRAMMARS}
     with opened(options, max_batch_size=sequences) as engine:
@@ -64,7 +64,7 @@ def measure(options: Options, sequences: int, steps: int) -> list[Row]:
 def decode(
     engine: InferenceEngine, grammar: Grammar | None, sequences: int, steps: int, seed: int
 ) -> dict[str, float]:
-    """Milliseconds a step, when all sequences decode: of CPU and of wall, and of each phase."""
+    """Return the milliseconds per step while all sequences decode: CPU, wall, and each phase."""
     for place in range(sequences):
         params = SamplingParams(
             max_tokens=steps + 64,

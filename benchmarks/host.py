@@ -1,9 +1,8 @@
-"""`python -m benchmarks.host`: what a step costs on the host, by phase, with a model that does
-nothing.
+"""`python -m benchmarks.host`: host time of a step by phase, with a model that does nothing.
 
-The real loop, scheduler, cache, batches and commits; the runner answers at once with fixed tokens.
-Means over the steps of a window (sequences cross the end of a block every 16 steps), medians and
-extremes over windows.
+The loop, scheduler, cache, batches and commits are real. The runner immediately returns fixed
+tokens. Figures are means over the steps of a window (sequences cross a block boundary every 16
+steps), then medians and extremes over windows.
 """
 
 import argparse
@@ -41,8 +40,8 @@ RESULTS = Path(__file__).parent / "results" / "host.json"
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. `running` samples decode at once; `turnover` is how many tokens each of them
-    makes (0: no end).
+    """One workload. `running`: number of samples that decode. `turnover`: tokens of each sample, 0
+    for endless.
     """
 
     name: str
@@ -63,16 +62,14 @@ CASES = (
     Case("decode, top_p and top_k", 256, FILTERS),
     Case("decode, penalties", 256, PENALTIES),
     Case("groups of 8", 256, num_samples=8),
-    # samples end and new prompts enter, half of each found in the cache
+    # samples end and new prompts enter, half of each in the prefix cache
     Case("turnover", 256, turnover=64),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds a step: over windows the median, the least and the most of the window's mean;
-    phases: medians.
-    """
+    """Microseconds per step: median, minimum and maximum of the window means. Phases: medians."""
 
     case: str
     running: int
@@ -82,8 +79,7 @@ class Row:
     median: float
     least: float
     most: float
-    # of the thread that steps: where other programs want the cores too, this is the figure to
-    # compare
+    # CPU time of the stepping thread; compare this figure if other programs use the cores too
     cpu: float
     cpu_least: float
     phases: dict[str, float]
@@ -99,7 +95,7 @@ class NullRunner:
         self.draws: dict[int, Sampled] = {}
 
     def announce(self, *_: Any) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     announce_draw = announce
 
@@ -142,7 +138,7 @@ class Bench:
 
     def add(self) -> None:
         case, self.num_requests = self.case, self.num_requests + 1
-        # Ends are spread over time from the start.
+        # Spread the ends over time from the start.
         first = case.turnover * self.num_requests // case.running
         length = (first if first <= case.turnover else case.turnover) or 100_000
         params = SamplingParams(max_tokens=length, **case.params)
@@ -190,8 +186,8 @@ class Bench:
 
 
 def measure(windows: int = 7, steps: int = 64, cases: tuple[Case, ...] = CASES) -> list[Row]:
-    """Measure every case; `windows` times `steps` steps each, the cases in turn: a machine is not
-    busy all the time.
+    """Measure every case, with `windows` windows of `steps` steps. Cases take turns because a
+    machine's load varies.
     """
     rounds = [[measure_window(case, steps) for case in cases] for _ in range(windows)]
     return [
@@ -257,7 +253,7 @@ def report(rows: list[Row]) -> dict[str, Any]:
     return {
         "machine": processor(),
         "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),  # other programs' part in it is not known
+        "load": round(os.getloadavg()[0], 2),  # the share of other programs is unknown
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),

@@ -1,5 +1,5 @@
-"""Waiting times: the first token, gaps between tokens in a full batch, a cold start; and the memory
-that it takes.
+"""Waiting times: first token, gaps between tokens in a full batch, and a cold start with its
+memory.
 """
 
 import json
@@ -38,9 +38,10 @@ def measure(options: Options, workloads: Sequence[str]) -> list[Row]:
 
 
 def streamed(engine: InferenceEngine, name: str, repeats: int) -> list[Row]:
-    """Time to the first token and gaps between tokens, as a consumer of the stream sees them.
+    """Measure the time to the first token and the gaps between tokens, as a consumer of the stream
+    sees them.
 
-    All requests arrive at once, so the time to the first token includes the wait for the others'
+    All requests arrive together, so the time to the first token includes the wait for the other
     prompts.
     """
     run(engine, warm_up(name))
@@ -89,7 +90,7 @@ def arrivals(engine: InferenceEngine, load: Workload) -> tuple[list[float], list
 
 
 def cold_start(options: Options) -> list[Row]:
-    """From the start of a fresh process to its first token, and its memory. Files are in the
+    """Measure a fresh process from its start to its first token, and its memory. Files are in the
     system's cache.
     """
     runs = [fresh_process(options) for _ in range(options.repeats)]
@@ -117,7 +118,7 @@ def fresh_process(options: Options) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.cold_start", json.dumps(options.as_dict())]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # it prints a line at its first token
+        process.stdout.readline()  # the process prints a line at its first token
         started = time.perf_counter() - began
         report = json.loads(process.stdout.readline())
     return report | {"started": started}

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.logprobs`: what logprobs cost on W2, against kernels that were built
-without them.
+"""`python -m benchmarks.logprobs`: the cost of logprobs on W2, compared with kernels built without
+them.
 
-Two engines in turns: one as it is, one whose head skips the sums that logprobs need (what it
-reports is wrong).
+Two engines run in turns. The head of one skips the sums for logprobs, so the logprobs that it
+reports are wrong.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.long_context`: decode of one stream behind a long context, and the time of
-a weight update.
+"""`python -m benchmarks.long_context`: decode speed of one stream after a long context, and the
+time of a weight update.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def prefill(engine: InferenceEngine, context: int) -> None:
-    """Return with one running sequence that has computed this many tokens."""
+    """Step until one running sequence has computed this many tokens."""
     engine.flush_cache()
     ids = [random.randrange(100, 49000) for _ in range(context)]
     engine.add_request(ids, SamplingParams(max_tokens=2 * STEPS, ignore_eos=True))

@@ -1,9 +1,8 @@
-"""What a figure was measured on: processor, versions, commit, and where the cores sit while it is
-measured.
+"""Conditions of a measurement: processor, versions, commit, and the placement of the cores.
 
 On a virtual machine the host may move the cores between core complexes. Then a hand-over between
-two threads takes 300 ns instead of 50, single streams become faster and shared activations slower,
-so every timing says which it was.
+two threads takes 300 ns instead of 50, single streams become faster and shared activations slower.
+Every timing therefore records the placement.
 """
 
 import functools
@@ -24,7 +23,7 @@ from nano_inference.ops.cpu import build
 ROOT = Path(__file__).parents[1]
 HANDOVERS = 20_000  # 1 to 7 ms
 HIDDEN = {"native": (), "avx512": ("amx",), "avx2": ("amx", "avx512", "avx_vnni")}
-FAR_NS = 200.0  # 33 to 104 ns was seen where both cores share a cache, 300 to 330 where they do not
+FAR_NS = 200.0  # observed: 33 to 104 ns if both cores share a cache, else 300 to 330
 
 
 class Kernels:
@@ -34,7 +33,9 @@ class Kernels:
         self._c = functions
 
     def ping(self, rounds: int) -> float:
-        """Return the seconds of a barrier of two threads, which show the distance of their cores."""
+        """Return the seconds of a barrier of two threads, which show the distance of
+        their cores.
+        """
         return self._c.nano_ping(rounds)
 
     def read_rate(self, num_bytes: int, num_threads: int) -> float:
@@ -48,7 +49,7 @@ class Kernels:
         )
 
     def product_rate(self, num_threads: int) -> float:
-        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the
+        """Return the operations per second of bf16 products in cache, two per pair of numbers: the
         best of three.
         """
         return max(self._c.nano_product_rate(num_threads) for _ in range(3))
@@ -74,7 +75,7 @@ def handover_ns() -> float | None:
 
 
 def placement(handovers: list[tuple[float | None, float | None]]) -> str:
-    """`"near"`, `"far"`, or `"moved"` where the (before, after) pairs do not agree; `"unknown"`
+    """Return `"near"` or `"far"`, `"moved"` if the (before, after) pairs disagree, `"unknown"`
     without figures.
     """
     seen = [each for pair in handovers for each in pair if each is not None]
@@ -93,8 +94,8 @@ def available_cores() -> int:
 
 
 def others_load(seconds: float = 0.2) -> float:
-    """Cores that are busy while this thread sleeps: other programs, and threads of ours that
-    spin.
+    """Return the number of cores busy while this thread sleeps: other programs, and our own
+    spinning threads.
     """
     psutil.cpu_percent()
     time.sleep(seconds)
@@ -115,8 +116,8 @@ def machine() -> dict[str, Any]:
 
 
 def hide_instructions() -> None:
-    """Let the kernels think that the processor lacks what BENCHMARK_INSTRUCTIONS hides, `avx512`
-    AMX, `avx2` all of AVX-512 too: how a smaller machine would do, roughly.
+    """Hide the instructions named by BENCHMARK_INSTRUCTIONS from the kernels: `avx512` hides AMX,
+    `avx2` also hides AVX-512. This roughly simulates a smaller machine.
     """
     hidden = HIDDEN[os.environ.get("BENCHMARK_INSTRUCTIONS", "native")]
     if hidden:
@@ -142,8 +143,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this tree, with "-dirty" where files differ from it; "unknown" outside of
-    git.
+    """Return the commit of this tree, with "-dirty" if files differ from it, or "unknown" outside
+    of git.
     """
     try:
         done = subprocess.run(

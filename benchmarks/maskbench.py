@@ -1,10 +1,10 @@
 """`python -m benchmarks mask`: masks of JSON schemas, without a model.
 
-MaskBench of guidance-ai/jsonschemabench: schemas from the wild, each with documents that it allows
-and documents that it does not. A document is accepted where masks let all its tokens be drawn, as
-the tokenizer splits its text, and the end behind them. Each backend runs in a process of its own,
-which is killed where a schema takes longer than the limit. Times are CPU time: of the thread that
-asks for masks and commits, of the whole process and its children until the first mask.
+MaskBench of guidance-ai/jsonschemabench has real-world schemas, each with valid and invalid
+documents. A document is accepted if the masks allow all its tokens, as the tokenizer splits its
+text, and then the end. Each backend runs in a separate process, which is killed if a schema exceeds
+the time limit. Times are CPU time: for masks and commits that of the calling thread, for the first
+mask that of the whole process and its children.
 """
 
 import json
@@ -37,7 +37,7 @@ from nano_inference.text.tokenizer import load_tokenizer
 
 FOLDER = "maskbench/data"  # in the repository
 START_LIMIT = 120.0  # seconds for imports and the tokenizer
-# ours: behind our compiler, checks and states; the others are packages as they come
+# ours: with our compiler, checks and states; the others are the unmodified packages
 OURS: dict[str, BackendName] = {
     "ours": "llguidance",
     "ours-xgrammar": "xgrammar",
@@ -78,32 +78,32 @@ class Stopped(Exception):
     """A compilation exceeded one of our limits."""
 
 
-# A schema becomes what makes walks; raises `Refused`.
+# Compiles a schema to a factory of walks, or raises `Refused`.
 Compile = Callable[[str], Callable[[], Walk]]
 
 
 @dataclass
 class Outcome:
-    """Of one schema, or of many."""
+    """Outcome of one schema, or the total of many."""
 
     refusal: str | None = None  # at compile
     first_mask: float | None = None  # seconds
     masks: list[int] = field(default_factory=list[int])  # nanoseconds
     commits: list[int] = field(default_factory=list[int])
     right: int = 0  # documents
-    wrongly_accepted: list[int] = field(default_factory=list[int])  # places of documents
+    wrongly_accepted: list[int] = field(default_factory=list[int])  # indices of documents
     wrongly_refused: list[int] = field(default_factory=list[int])
 
 
 def measure(data: Path, model: str, backends: Sequence[str], every: int, limit: float) -> list[Row]:
-    """A row a backend, over every so-manieth schema.
+    """Return a row per backend, over every n-th schema.
 
     Args:
-        data: a clone of the repository, bare or not.
-        model: whose tokenizer splits the documents.
-        backends: of `NAMES`.
-        every: of how many schemas one is taken, in the order of their names.
-        limit: seconds a schema.
+        data: A clone of the repository, bare or not.
+        model: Model whose tokenizer splits the documents.
+        backends: Names from `NAMES`.
+        every: Step through the schemas, which are sorted by name.
+        limit: Seconds per schema.
     """
     cases = schemas(data, every)
     rows = [summary(name, run(name, model, cases, limit), cases) for name in backends]
@@ -161,7 +161,9 @@ class Worker:
             raise RuntimeError(f"{backend} does not start: {ready}.")
 
     def outcome(self, case: dict[str, Any], limit: float) -> Outcome | str:
-        """Of one schema, or why there is none; then the worker is of no use any more."""
+        """Return the outcome of one schema, or the reason why there is none. In that case the
+        worker is unusable.
+        """
         self._pipe.send(case)
         return self._answer(limit)
 
@@ -179,7 +181,7 @@ class Worker:
 
 
 def serve(backend: str, model: str, pipe: Connection) -> None:
-    """The worker's side."""
+    """Serve requests on the worker's side."""
     folder = resolve_model(model)
     tokenizer = load_tokenizer(folder)
     ends = json.loads((folder / "config.json").read_text())["eos_token_id"]
@@ -224,13 +226,13 @@ def examine(
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children."""
+    """Return the CPU seconds of this process and its children."""
     children = (child.cpu_times() for child in psutil.Process().children())
     return time.process_time() + sum(times.user + times.system for times in children)
 
 
 def try_document(walk: Walk, token_ids: list[int], ends: Collection[int], outcome: Outcome) -> bool:
-    """Whether masks let a document be drawn; its times are noted."""
+    """Return whether the masks accept a document, and record their times."""
     clock = time.thread_time_ns
     for token_id in token_ids:
         if not is_allowed(walk.words, token_id):
@@ -249,7 +251,7 @@ def is_allowed(words: np.ndarray, token_id: int) -> bool:
 
 
 def ours(backend: BackendName, vocabulary: Vocabulary) -> Compile:
-    """A backend behind our compiler, checked first as an engine does it."""
+    """Compile for our backend, with the checks of an engine."""
     compiler = GrammarCompiler(lambda: vocabulary, backend, num_threads=1, time_limit=1e6)
     backend_named(backend).prepare(vocabulary)
 
@@ -275,7 +277,7 @@ def ours(backend: BackendName, vocabulary: Vocabulary) -> Compile:
 
 
 def llguidance_alone(vocabulary: Vocabulary) -> Compile:
-    """llguidance as it comes: any whitespace."""
+    """Compile with unmodified llguidance: any whitespace."""
     from llguidance import LLMatcher, LLTokenizer  # pyright: ignore
 
     tokenizer = LLTokenizer(
@@ -308,7 +310,7 @@ def llguidance_alone(vocabulary: Vocabulary) -> Compile:
 
 
 def xgrammar_alone(vocabulary: Vocabulary) -> Compile:
-    """xgrammar as it comes: any whitespace, no properties but those named."""
+    """Compile with unmodified xgrammar: any whitespace, no additional properties."""
     import xgrammar  # pyright: ignore
     from tokenizers import Tokenizer
 
@@ -355,7 +357,7 @@ COMPILERS: dict[str, Callable[[Vocabulary], Compile]] = {
 
 
 def installed(names: Sequence[str]) -> tuple[str, ...]:
-    """Those whose package is there."""
+    """Return the backends whose package is installed."""
     found: list[str] = []
     for name in names:
         try:
@@ -369,7 +371,7 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
 def summary(
     backend: str, outcomes: dict[str, Outcome | str], cases: dict[str, dict[str, Any]]
 ) -> Row:
-    """A row of the report."""
+    """Return a row of the report."""
     done = {name: each for name, each in outcomes.items() if isinstance(each, Outcome)}
     compiled = {name: each for name, each in done.items() if each.refusal is None}
     refusals = [each.refusal for each in done.values() if each.refusal is not None]
@@ -406,7 +408,7 @@ def keyword_of(refusal: str) -> str:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95, p99, the largest and the mean."""
+    """Return p50, p95, p99, maximum and mean."""
     if not values:
         return {}
     points = np.percentile(values, (50, 95, 99, 100))

@@ -1,7 +1,7 @@
-"""Repeat, take the median, say on what: what all benchmarks share.
+"""Repeats, medians and machine descriptions, shared by all benchmarks.
 
-One warm-up rule for every engine: one run on the same prompt shapes with other token ids and
-completions cut to 32 tokens; then every timed run starts from an empty prefix cache. The hand-over
+All engines warm up by one rule: one run on the same prompt shapes with other token ids and
+completions cut to 32 tokens. Every timed run then starts from an empty prefix cache. The hand-over
 between the cores is measured right before and right after each timed run.
 """
 
@@ -27,14 +27,14 @@ if not console.is_terminal:  # files and pipes have no width
 
 
 def spread(values: Iterable[float]) -> dict[str, Any]:
-    """Median, extremes and all runs."""
+    """Return median, extremes and all runs."""
     runs = [round(value, 6) for value in values]
     return {"median": statistics.median(runs), "min": min(runs), "max": max(runs), "runs": runs}
 
 
 class Stopwatch:
-    """Times of one thing that is repeated, each with the hand-over between the cores before and
-    after it.
+    """Times of one repeated measurement, each with the hand-over between the cores before and after
+    it.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ def write(
     out: Path | None,
     model: str | None = None,
 ) -> Path:
-    """Write a report; rows of an earlier one whose `name` is not among the new ones are kept.
+    """Write a report. Rows of an earlier report are kept if no new row has their `name`.
 
-    So a long benchmark can be run workload by workload. Each row says when and on which commit it
-    was measured.
+    You can therefore run a long benchmark workload by workload. Each row records its date and
+    commit.
     """
     suffix = f"-{Path(model).name}" if model and model != "smollm2-135m" else ""
     path = out or RESULTS / f"{command}{suffix}.json"

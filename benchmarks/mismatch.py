@@ -1,5 +1,5 @@
-"""How far other trainers' logprobs are from the engine's: the same samples, scored by
-`transformers` and by ours.
+"""Distance between the engine's logprobs and those of trainers: the same samples, scored by
+`transformers` and by our trainer.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ TOPICS = ("rivers", "bread", "the moon", "a lost dog", "winter", "trains", "ches
 
 
 def measure(options: Options, tokens: int, picture: Path | None = None) -> list[Row]:
-    """Compare samples at temperature 1 with three trainers; draws the histogram of `transformers`
+    """Score samples at temperature 1 with three trainers, and draw the histogram of `transformers`
     in bfloat16.
     """
     with opened(options) as engine:
@@ -55,7 +55,7 @@ def row(name: str, report: MismatchReport) -> Row:
 
 
 def story_samples(engine: InferenceEngine, tokens: int) -> list[TrainingSample]:
-    """Eight groups of four, at temperature 1."""
+    """Sample eight groups of four at temperature 1."""
     prompts = [f"A story about {topic}. Once" for topic in TOPICS]
     params = [
         SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
@@ -75,7 +75,7 @@ def by_policy_model(engine: InferenceEngine, samples: list[TrainingSample]) -> l
 def by_transformers(
     engine: InferenceEngine, samples: list[TrainingSample], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """As trainers do it: the model in this dtype, logprobs from its logits in float32."""
+    """Score as trainers do: the model in this dtype, logprobs from its logits in float32."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:

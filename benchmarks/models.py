@@ -1,6 +1,4 @@
-"""Models by the names that the benchmarks use. Some are made from a seed: their shapes are real and
-their weights are noise.
-"""
+"""Models of the benchmarks by name. Some are made from a seed: real shapes with random weights."""
 
 import json
 import shutil
@@ -43,7 +41,8 @@ QWEN_CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-# Three layers of the gated delta rule to one of gated attention, as in Qwen3.5-0.8B; 0.63 billion
+# Three layers of the gated delta rule per layer of gated attention, as in Qwen3.5-0.8B; 0.63
+# billion
 # weights.
 QWEN35_CONFIG = QWEN_CONFIG | {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -82,8 +81,8 @@ RANDOM = {
 
 
 def model_path(name: str) -> Path:
-    """The folder of a model, which peers load too: any path that the engine takes, or one of
-    `RANDOM`, made when first asked for.
+    """Return a model's folder, which peers load too: any path that the engine accepts, or one of
+    `RANDOM`, made at its first use.
     """
     if name in RANDOM:
         return random_model(CACHE / name, RANDOM[name])
@@ -97,7 +96,7 @@ def model_path(name: str) -> Path:
 
 
 def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Write a shape with normal weights, and SmolLM2's tokenizer, which peers require."""
+    """Write a shape with normal weights, and with SmolLM2's tokenizer, which peers require."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +110,6 @@ def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("smollm2-135m") / name, folder)
-    # last, since it marks the folder as complete
+    # last, because it marks the folder as complete
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder

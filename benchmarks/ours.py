@@ -14,12 +14,12 @@ from benchmarks.workloads import Workload, warm_up, workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 MAX_MODEL_LEN = 4352
-KV_MEMORY = 4 << 30  # what vLLM is given too
+KV_MEMORY = 4 << 30  # vLLM gets the same value
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the commands have in common. `threads` None: the engine's own choice."""
+    """Options shared by the commands. `threads` None: the engine's own choice."""
 
     model: str = "smollm2-135m"
     dtype: str = "bfloat16"
@@ -59,7 +59,7 @@ def described(engine: InferenceEngine) -> str:
 
 
 def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], int]:
-    """What `generate` takes: prompts, their parameters, samples of each."""
+    """Return the arguments of `generate`: prompts, their parameters, samples of each."""
     prompts = [list(request.prompt) for request in load.requests]
     params = [
         SamplingParams(
@@ -76,7 +76,7 @@ def arguments(load: Workload) -> tuple[list[list[int]], list[SamplingParams], in
 
 
 def run(engine: InferenceEngine, load: Workload) -> int:
-    """Run a workload. Return the number of its tokens, which all have logprobs."""
+    """Run a workload and return the number of its tokens. All tokens have logprobs."""
     tokens = sum(
         len(sample.logprobs) for sample in engine.generate(*arguments(load), progress=False)
     )
@@ -86,8 +86,8 @@ def run(engine: InferenceEngine, load: Workload) -> int:
 
 
 def timed(engine: InferenceEngine, name: str, repeats: int) -> Row:
-    """Warm up, then time a workload by name. For W1 also the first token and the rate of the others
-    alone.
+    """Warm up, then time a workload by name. For W1, also time the first token and the rate of the
+    other tokens.
     """
     first, load = Stopwatch(), workload(name)
     run(engine, warm_up(name))
@@ -114,8 +114,8 @@ def timed_prompt(engine: InferenceEngine, load: Workload, warm: Workload, repeat
 
 
 def figures(load: Workload, whole: list[float], first: list[float]) -> Row:
-    """Rates of a workload from the times of its runs, and of its first token's where they were
-    measured.
+    """Return the rates of a workload from the times of its runs, and from those of its first token
+    if measured.
     """
     row: Row = {
         "workload": load.name,

@@ -1,6 +1,4 @@
-"""The reports as PNG pictures for the documents. A picture whose report is not there is left
-out.
-"""
+"""The reports as PNG pictures for the documents. A picture without a report is skipped."""
 
 import hashlib
 import json
@@ -14,20 +12,21 @@ from benchmarks.measure import RESULTS, Row
 from benchmarks.peers.compare import OURS, best
 
 PICTURES = ROOT / "docs"
-DIGEST = "Description"  # the PNG keyword of a picture's digest
+DIGEST = "Description"  # PNG keyword of a picture's digest
 COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
-# What a workload is about; of a row the first that it has. README's table shows the same.
+# Description of a workload, taken from the first of these that a row has. README's table shows the
+# same.
 RATES = ("decode_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
-LEAST_DRAFTS = 20  # at a place, of which a share is shown
-HOST_BUDGET_US = 3.9  # a sequence and step: 1 ms at 256 sequences
+LEAST_DRAFTS = 20  # drafts at a position, below which no share is shown
+HOST_BUDGET_US = 3.9  # per sequence and step: 1 ms at 256 sequences
 
-# What others report that exactness costs them, as extra time; each engine is compared with itself.
+# Published costs of exactness, as extra time. Each engine is compared with itself.
 PUBLISHED = {
     # "reduces performance overhead to just 34.35% (vs. TML's 61.5%)", on a GPU, average over their
     # tests: https://lmsys.org/blog/2025-09-22-sglang-deterministic
     "SGLang": 0.3435,
-    # The same place, of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/
+    # Same figures, from https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/
     "Thinking\nMachines": 0.615,
     # "2.4x slower", a whole RL run with TorchTitan, on GPUs:
     # https://blog.vllm.ai/2025/11/10/bitwise-consistent-train-inference.html
@@ -62,8 +61,8 @@ def draw(results: Path | None = None, out: Path | None = None) -> list[Path]:
 
 
 def digest_of(figure: Any) -> str:
-    """Of the numbers and words that a figure shows, which its file tells: whether a picture is of
-    today's reports can be seen without drawing it again.
+    """Return a digest of the numbers and words in a figure. Its file stores the digest, so a test
+    detects outdated pictures without drawing.
     """
     shown = [
         [
@@ -153,8 +152,8 @@ def share_of_bound(results: Path) -> Any:
 
 
 def host(results: Path) -> Any:
-    """Microseconds a step against sequences: lines where a case was measured at several numbers,
-    else points.
+    """Plot microseconds per step against sequences: a line for each case measured at several
+    numbers, else points.
     """
     report = results / "host.json"
     if not report.exists():
@@ -189,8 +188,8 @@ def host(results: Path) -> Any:
 
 
 def exactness(results: Path) -> Any:
-    """Extra time of exact logprobs: published figures, and ours against the best that is not exact
-    here.
+    """Plot the extra time of exact logprobs: published figures, and ours against the fastest engine
+    here without exactness.
     """
     own = own_costs(results)
     if not own:
@@ -212,8 +211,8 @@ def exactness(results: Path) -> Any:
 
 
 def own_costs(results: Path) -> dict[str, float]:
-    """Extra time by workload against the faster peer, and of the products against torch's at the
-    same rate of work.
+    """Plot extra time by workload against the faster peer, and of the products against torch's at
+    the same rate of work.
     """
     rows, costs = rows_of(results, "peers"), {}
     for name in sorted({row["workload"] for row in rows}):
@@ -233,8 +232,8 @@ def own_costs(results: Path) -> dict[str, float]:
 
 
 def server(results: Path) -> Any:
-    """Tokens a second through servers; and the time between tokens before and while a long prompt
-    arrives.
+    """Plot tokens per second through servers, and the time between tokens before and during a long
+    prompt's arrival.
     """
     rows = rows_of(results, "serve")
     rates = [row for row in rows if row["part"] == "throughput"]
@@ -271,7 +270,9 @@ def server(results: Path) -> Any:
 
 
 def drafts(results: Path) -> Any:
-    """What drafts save by task, how many of them were drawn by place, and a step by its rows."""
+    """Plot the savings of drafts by task, their acceptance by position, and the time of a step by
+    its rows.
+    """
     rows = rows_of(results, "speculation")
     tasks = [row for row in rows if "cpu_ratio" in row]
     if not tasks:
@@ -298,7 +299,7 @@ def drafts(results: Path) -> Any:
 
 
 def summed(counts: dict[str, list[int]]) -> list[int]:
-    """By place, all sources together."""
+    """Return sums by position over all sources."""
     return [sum(each) for each in zip_longest(*counts.values(), fillvalue=0)]
 
 

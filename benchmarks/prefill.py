@@ -22,7 +22,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 def measure(
     options: Options, lengths: Sequence[int], chunks: Sequence[int], workloads: Sequence[str]
 ) -> list[Row]:
-    """A prompt of each length whole; the longest one in chunks of each size; then whole
+    """Measure a prompt of each length whole, the longest one in chunks of each size, then whole
     workloads.
     """
     rows: list[Row] = []

@@ -1,8 +1,7 @@
-"""What it costs to tell another rank of a step: encoding, the socket, building its batches, in the
-real loop without a model.
+"""The cost of sending a step to another rank: encoding, socket, and batches, in the real loop
+without a model.
 
-The other end is a process that does what a worker does up to the model. The clock is the system's,
-which both read.
+The other end is a process that does a worker's tasks up to the model. Both use the system clock.
 """
 
 import gc
@@ -41,12 +40,10 @@ class TellingRunner(NullRunner):
         self.num_bytes = 0
 
     def announce(self, *step: Any) -> None:
-        """See `Runner`."""
         self.began.append(time.monotonic_ns())
         self._tell(self._steps.forward(*step))
 
     def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
-        """See `Runner`."""
         self.began.append(time.monotonic_ns())
         self._tell(self._steps.draw(chunks, masks))
 
@@ -58,8 +55,8 @@ class TellingRunner(NullRunner):
 
 
 def worker(end: socket.socket, told: Connection) -> None:
-    """The other rank: takes steps in until the link ends, then tells when it had built the batches
-    of each message.
+    """Receive steps as the other rank until the link ends. Then report the time at which each
+    message's batches were built.
     """
     link, replay, done = Link(end), StepReplay(BLOCK_SIZE), list[int]()
     link.settle(60.0)
@@ -79,10 +76,9 @@ def worker(end: socket.socket, told: Connection) -> None:
 
 
 def measure(steps: int = 128, windows: int = 5) -> list[Row]:
-    """Microseconds a step (both of its messages), over windows of so many steps: the median of the
-    windows' medians.
+    """Return microseconds per step (both of its messages): the median of the windows' medians.
 
-    `forward_us` is of the first message alone: then the other rank computes, and the draw arrives
+    `forward_us` covers the first message only: then the other rank computes, and the draw arrives
     meanwhile.
     """
     return [summary(case, [window(case, steps) for _ in range(windows)]) for case in CASES]
@@ -107,7 +103,7 @@ def window(case: Case, steps: int) -> dict[str, float]:
         gc.collect()
         for _ in range(steps):
             bench.step()
-            # as if a model ran: the worker waits for the next step, not behind the last one
+            # as if a model ran: the worker waits for the next step, not for the previous one
             time.sleep(0.0005)
         link.send(b"")
         done = told.recv()
@@ -126,7 +122,7 @@ def window(case: Case, steps: int) -> dict[str, float]:
 
 
 def summary(case: Case, windows: list[dict[str, float]]) -> Row:
-    """One row of the table."""
+    """Return one row of the table."""
     whole = [each["step"] for each in windows]
     return {
         "name": f"{case.name}, {case.running} sequences",

@@ -1,8 +1,8 @@
-"""`python benchmarks/reference.py --log FILE`: how fast the reference backend decodes and prefills,
-in both dtypes.
+"""Speed of the reference backend's decode and prefill in both dtypes: `python
+benchmarks/reference.py --log FILE`.
 
-One warm-up of the same shape with other token ids, then medians of `--repeats` runs with their
-spread. Run it on a quiet machine: every operation waits for its slowest thread.
+There is one warm-up of the same shape with other token ids, then medians of `--repeats` runs with
+their spread. Use a quiet machine: every operation waits for its slowest thread.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
-DECODES = 32  # completion tokens a sequence
+DECODES = 32  # completion tokens per sequence
 PROMPT = 32
 PREFILL = 256
 

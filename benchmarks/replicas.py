@@ -1,5 +1,5 @@
-"""Replicas: what the router costs, two behind one client against two bare engines, and the pause
-when one is killed.
+"""Replicas: the router's cost, two replicas of one client against two bare engines, and the pause
+after a kill.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ MAX_BACKLOG = 1 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Of what runs on real engines: `requests` of `prompt_tokens` and `output_tokens`, all at
-    once.
+    """Size of the runs on real engines: `requests` requests of `prompt_tokens` and `output_tokens`,
+    sent together.
     """
 
     requests: int = 64
@@ -90,17 +90,17 @@ def _of(name: str) -> Callable[[Row], Any]:
 def router_row(
     length: int, num_replicas: int, repeats: int, just_read: bool, requests: int = 2000
 ) -> Row:
-    """Placing, starting and finishing requests, half of whose prompt one in ten others has too, at
-    a steady load.
+    """Measure placing, starting and finishing requests at a steady load. One in ten other requests
+    has the same first half of the prompt.
 
     Args:
-        length: tokens of a prompt.
-        num_replicas: that the router has.
-        repeats: of all.
-        just_read: each prompt is decoded before it is placed, as a server does; that is not
-            counted. Else all of them were made beforehand, so that for long ones the core waits for
-            memory at each token that is looked at.
-        requests: how many.
+        length: Tokens of a prompt.
+        num_replicas: Replicas of the router.
+        repeats: Repetitions of the whole measurement.
+        just_read: Decode each prompt right before it is placed, as a server does; the decoding is
+            not timed. Otherwise all prompts are made beforehand, so for long prompts the core waits
+            for memory at each token.
+        requests: Number of requests.
     """
     rng, watch = random.Random(0), Stopwatch()
     stems = [_tokens(rng, length // 2) for _ in range(requests // 10)]
@@ -157,8 +157,8 @@ def asked(shape: Shape, seed: int, vocabulary: int) -> list[tuple[list[int], Sam
 
 
 def throughput_rows(config: EngineConfig, shape: Shape, repeats: int) -> list[Row]:
-    """Two engines that know nothing of each other, each with half of the requests; and a fleet of
-    two with all.
+    """Measure two independent engines with half of the requests each, and a fleet of two with all
+    requests.
     """
     watches = {name: Stopwatch() for name in ("two bare engines", "fleet", "fleet, streams")}
     bare = [_Bare(config) for _ in range(2)]
@@ -247,8 +247,8 @@ async def _read(stream: RequestStream) -> list[int]:
 
 
 def failover_row(config: EngineConfig, shape: Shape, repeats: int) -> Row:
-    """One of two replicas is killed (-9) in the middle of streams: how long nothing comes, and that
-    nothing changes.
+    """Kill one of two replicas (-9) during streams. Measure the pause, and check that the tokens do
+    not change.
     """
     return asyncio.run(_failover(config, shape, repeats))
 

@@ -1,4 +1,4 @@
-"""What the trainer's side costs: new weights, scores, gradients, abort. Whatever is compared is run
+"""Costs on the trainer's side: weight updates, scores, gradients, abort. Compared measurements run
 in turns.
 """
 
@@ -20,9 +20,9 @@ from nano_inference.rl import PolicyModel, score
 from nano_inference.weights.sync import WeightSyncManager
 
 RUNNING = 16  # running sequences during weight updates
-CONTEXT = 256  # tokens of each of them, where it matters
-SHARED, MEMBERS, OWN = 1024, 16, 64  # score: tokens in common, sequences, tokens of each
-ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens that each has by then
+CONTEXT = 256  # tokens of each of them, if relevant
+SHARED, MEMBERS, OWN = 1024, 16, 64  # score: shared tokens, sequences, tokens of each
+ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens of each at the abort
 BATCH, LENGTH = 32, 64  # gradients
 
 
@@ -45,8 +45,8 @@ def figure(row: Row) -> Any:
 
 
 def update(options: Options) -> Iterator[Row]:
-    """A blocking update of all weights against one copy of their bytes; and how long running
-    requests stand still.
+    """Measure a blocking update of all weights against one copy of their bytes, and the pause of
+    running requests.
     """
     with opened(options) as engine:
         weights = weight_transfer.state_dict(engine.model)
@@ -81,8 +81,8 @@ def update(options: Options) -> Iterator[Row]:
 
 
 def pause_of_background_update(engine: InferenceEngine, weights: dict[str, torch.Tensor]) -> float:
-    """Seconds by which the longest step exceeds the usual one while another thread hands over new
-    weights.
+    """Return the seconds by which the longest step exceeds the usual one while another thread
+    publishes new weights.
     """
     updates: list[Any] = []
     trainer = threading.Thread(
@@ -98,9 +98,7 @@ def pause_of_background_update(engine: InferenceEngine, weights: dict[str, torch
 
 
 def policies(options: Options) -> Iterator[Row]:
-    """What running requests wait between two tokens because of an update, by what becomes of their
-    context.
-    """
+    """Measure the pause between two tokens of running requests at an update, by context policy."""
     with opened(options) as engine:
         weights = weight_transfer.state_dict(engine.model)
         for policy in ("keep", "recompute", "finish_old", "abort"):
@@ -118,7 +116,7 @@ def policies(options: Options) -> Iterator[Row]:
 
 
 def gap(engine: InferenceEngine, weights: dict[str, torch.Tensor], policy: Any) -> None:
-    """An update and the next token of those that still run."""
+    """Update the weights and step until the remaining requests have a new token."""
     before = engine.stats().completion_tokens
     engine.update_weights(weights, kv_policy=policy)
     while engine.loop.sequences.by_id and engine.stats().completion_tokens < before + RUNNING:
@@ -126,8 +124,8 @@ def gap(engine: InferenceEngine, weights: dict[str, torch.Tensor], policy: Any) 
 
 
 def broadcast(options: Options) -> Iterator[Row]:
-    """An update that a second process sends by gloo against a bare `dist.broadcast` of as many
-    bytes.
+    """Measure an update that a second process sends by gloo against a bare `dist.broadcast` of
+    equal size.
     """
     with opened(options) as engine:
         runs = max(options.repeats, 3)
@@ -173,14 +171,14 @@ def abort(options: Options) -> Iterator[Row]:
                 samples = engine.abort()
                 watch.add(time.perf_counter() - began, None)
                 assert len(samples) == ABORTED
-                # or the next round would be timed with what it costs to let go of these
+                # otherwise the next round would include the cost of freeing them
                 del samples
             watch.seconds, watch.handovers = watch.seconds[1:], watch.handovers[1:]
             yield watch.row(name=f"abort of {ABORTED} running requests with {tokens} tokens each")
 
 
 def gradients(options: Options) -> Iterator[Row]:
-    """Logprobs and gradients of `PolicyModel`, a step of AdamW, and the weights back into the
+    """Measure logprobs and gradients of `PolicyModel`, a step of AdamW, and the publish into the
     engine.
     """
     rng = random.Random(0)
@@ -202,8 +200,8 @@ def gradients(options: Options) -> Iterator[Row]:
 
 
 def run_many(engine: InferenceEngine, number: int, tokens: int = 8) -> None:
-    """Let so many requests run, in groups of 8, until each has sampled so many tokens and is far
-    from its end.
+    """Run this many requests in groups of 8 until each has sampled this many tokens, far from its
+    end.
     """
     rng = random.Random(0)
     for _ in range(number // 8):

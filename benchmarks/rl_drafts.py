@@ -1,5 +1,5 @@
-"""Drafts in RL: whole runs of GRPO without drafts, with drafts from history, and with those of the
-policy's own layers too; and an evaluation that runs again after a small update.
+"""Drafts in RL: whole GRPO runs without drafts, with drafts from history, and also with drafts of
+the policy's own layers; and an evaluation repeated after a small update.
 """
 
 import resource
@@ -19,13 +19,13 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.loading import load_spec, resolve_model
 from nano_inference.rl import score
 
-# what the engine is told of drafts
+# draft options of the engine
 MODES: dict[str, dict[str, Any]] = {"none": {}, "history": {"speculation": "history"}}
 SELF = "history and self"
-KL = 0.002  # of a token, from the weights of one run to those of the next
-TOKENS = 64  # of each answer
-ANSWER = 32  # tokens of each answer of the whole runs
-CASES = ((1.0, 1), (0.0, 1), (1.0, 4))  # temperature, samples that run at once
+KL = 0.002  # per token, from the weights of one run to those of the next
+TOKENS = 64  # per answer
+ANSWER = 32  # tokens of each answer in the whole runs
+CASES = ((1.0, 1), (0.0, 1), (1.0, 4))  # temperature, concurrent samples
 SUBJECTS = (
     "The history of the bicycle begins",
     "To bake bread, first",
@@ -39,7 +39,7 @@ SUBJECTS = (
 
 
 def measure(options: Options, parts: tuple[str, ...], recipe: Recipe) -> list[Row]:
-    """The rows of these parts (`PARTS`). `recipe`: of the whole runs."""
+    """Return the rows of these parts (`PARTS`). `recipe` configures the whole runs."""
     rows: list[Row] = []
     for part in parts:
         found = list(PARTS[part](options, recipe))
@@ -52,7 +52,7 @@ def measure(options: Options, parts: tuple[str, ...], recipe: Recipe) -> list[Ro
 
 
 def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
-    """Whole runs, in turns, on prompts that come again in every epoch. They must end in the same
+    """Run GRPO in turns, on prompts that repeat in every epoch. All runs must end in the same
     checkpoint.
     """
     modes = {**MODES, SELF: {**MODES["history"], **self_drafts(options)}}
@@ -102,8 +102,8 @@ def low_ids() -> Task:
 
 
 def rerun(options: Options, _: Recipe) -> Iterator[Row]:
-    """An evaluation with the seeds of the last one, after noise was added to the weights. Answers
-    of all modes must be equal.
+    """Repeat an evaluation with the same seeds, after adding noise to the weights. All modes must
+    give equal answers.
     """
     engines = {
         mode: InferenceEngine(engine_config(options, max_model_len=512, **told))
@@ -151,7 +151,7 @@ def rerun(options: Options, _: Recipe) -> Iterator[Row]:
 def answer(
     engine: InferenceEngine, temperature: float, at_once: int, turn: int
 ) -> list[TrainingSample]:
-    """To all prompts, so many at a time."""
+    """Answer all prompts, this many at a time."""
     samples: list[TrainingSample] = []
     for first in range(0, len(SUBJECTS), at_once):
         places = range(first, first + at_once)
@@ -182,8 +182,8 @@ def common(last: list[TrainingSample], now: list[TrainingSample]) -> float:
 def weights_at(
     engine: InferenceEngine, old: dict[str, Tensor], wanted: float
 ) -> tuple[dict[str, Tensor], float]:
-    """Weights with so much noise that the KL divergence of a token is about `wanted`; and what it
-    is.
+    """Add noise to the weights so that the KL divergence per token is about `wanted`. Return them
+    and the divergence.
     """
     samples = answer(engine, 1.0, len(SUBJECTS), 99)
     generator = torch.Generator().manual_seed(0)
@@ -204,8 +204,8 @@ def weights_at(
 
 
 def divergence(engine: InferenceEngine, samples: list[TrainingSample]) -> float:
-    """KL(old || new) of a token, from samples of the old weights: the mean of r - 1 - log r, which
-    is never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+    """Return KL(old || new) per token from samples of the old weights: the mean of r - 1 - log r,
+    which is never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html).
     """
     total, count = 0.0, 0
     sequences = [each.prompt_tokens + each.completion_tokens for each in samples]
@@ -219,7 +219,7 @@ def divergence(engine: InferenceEngine, samples: list[TrainingSample]) -> float:
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of children that have ended."""
+    """Return the CPU seconds of this process and of its ended children."""
     ours, theirs = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )

@@ -1,11 +1,9 @@
-"""What RL costs over HTTP: logprobs with every token, and new weights while requests run.
+"""The cost of RL over HTTP: logprobs with every token, and weight updates while requests run.
 
-logprobs     a closed loop of completions without logprobs, with them in each dialect's form, and as
-flat arrays; the
-             forms take turns on one server. vLLM's server the same way.
-update       all weights from a second process over gloo while streams run: how much longer than
-usual they wait for a
-             token, against a blocking update in process.
+- `logprobs`: A closed loop of completions without logprobs, with them in each dialect's form, and
+  as flat arrays. The forms take turns on one server. vLLM's server runs the same loop.
+- `update`: All weights arrive from a second process over gloo while streams run. The result is the
+  extra wait for a token, compared with a blocking update in process.
 """
 
 import asyncio
@@ -39,9 +37,9 @@ from nano_bench.wire import connect
 
 PARTS = ("logprobs", "update")
 PLAIN = "/v1/completions, none"
-STREAMED = 600  # tokens of each stream that an update meets
-LEAD = 60  # that each has on average when the update sets out
-AFTER = 0.5  # seconds behind it in which they have had a token of the new weights
+STREAMED = 600  # tokens of each stream during an update
+LEAD = 60  # average tokens of each stream at the start of the update
+AFTER = 0.5  # seconds after it, enough for a token of the new weights
 
 
 def plain(body: Mapping[str, Any]) -> Ask:
@@ -49,7 +47,7 @@ def plain(body: Mapping[str, Any]) -> Ask:
 
 
 def as_trl(body: Mapping[str, Any]) -> Ask:
-    """Logprobs and token ids as TRL asks for them."""
+    """Return a request for logprobs and token ids as TRL sends it."""
     more = {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
     return Ask("/v1/completions", dict(body) | more)
 
@@ -94,7 +92,7 @@ def measure(options: Options, parts: Sequence[str], choice: Choice) -> list[Row]
 
 @dataclass
 class Seen:
-    """One form's figures of all rounds."""
+    """Figures of one form over all rounds."""
 
     rates: list[float]
     handovers: list[tuple[float | None, float | None]]
@@ -123,7 +121,9 @@ def logprobs(options: Options, choice: Choice) -> list[Row]:
 def forms(
     server: Running, engine: str, table: Mapping[str, Form], options: Options, choice: Choice
 ) -> list[Row]:
-    """Every form once a round, in turns; each against the round's completions without logprobs."""
+    """Run every form once per round, in turns. Compare each with the round's completions without
+    logprobs.
+    """
     seen = {name: Seen([], [], []) for name in table}
     for form in table.values():
         under_load(server, asks_of(form, choice, -1, choice.warm_up), choice)
@@ -149,7 +149,7 @@ def forms(
 
 
 def asks_of(form: Form, choice: Choice, variant: int, count: int) -> list[Ask]:
-    """No two variants have a prompt in common."""
+    """Return the requests. No two variants share a prompt."""
     made = token_requests(
         count, choice.prompt_tokens, choice.output_tokens, stream=False, seed=20_000 + variant
     )
@@ -211,7 +211,7 @@ def update(options: Options, choice: Choice) -> list[Row]:
 
 
 def in_process(options: Options) -> list[float]:
-    """Seconds of blocking updates between two steps of running requests."""
+    """Return the seconds of blocking updates between two steps of running requests."""
     with opened(options) as engine:
         weights = weight_transfer.state_dict(engine.model)
         weight_transfer.copy_and_update(engine, weights, 2)
@@ -227,7 +227,7 @@ def in_process(options: Options) -> list[float]:
 
 
 def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, swap: float) -> Row:
-    """Updates of one flow, each with streams of its own."""
+    """Measure updates of one flow, each with new streams."""
     pauses: list[float] = []
     lengths: list[float] = []
     steps: list[float] = []
@@ -256,7 +256,7 @@ def over_the_wire(server: Running, worker: Worker, flow: str, options: Options, 
 async def meet(
     server: Running, worker: Worker, flow: str, number: int
 ) -> tuple[Load, dict[str, Any]]:
-    """Streams, and an update that comes when they run."""
+    """Start streams, and send an update while they run."""
     asks = token_requests(RUNNING, 32, STREAMED, stream=True, seed=30_000 + number)
     before = await completion_tokens(server.target)
     streams = asyncio.create_task(drive(server.target, asks, concurrency=RUNNING))
@@ -267,7 +267,7 @@ async def meet(
 
 
 async def completion_tokens(target: Target) -> int:
-    """That the server's engine has drawn so far."""
+    """Return the completion tokens that the server's engine has drawn so far."""
     connection = await connect(*target.address)
     try:
         reply = await connection.ask(target.request("/stats"), 30.0)

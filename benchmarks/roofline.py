@@ -1,18 +1,17 @@
-"""How fast a workload could be on this machine: its arithmetic and its bytes at the rates measured
-in the same run.
+"""Lower bounds on a workload's time, from its arithmetic and bytes at the rates of the same run.
 
-The model of an ideal engine, step by step: the first step computes every distinct prompt token
-once; each later step computes one token of every sequence that is still running. A step costs
+The bounds assume an ideal engine. Its first step computes every distinct prompt token once. Each
+later step computes one token of every unfinished sequence. A step costs
 
-- arithmetic: the products of its rows with all weights, the head where a token is sampled, and
+- arithmetic: the products of its rows with all weights, the head for sampled tokens, and
   attention (4 x heads x head size for each row, key and layer: scores and weighted values);
 - bytes: all weights once, and the keys and values that its rows attend to, a shared prompt once.
 
-At the measured rates these are two times. `bound` takes the larger of the two in each step
-(arithmetic and reading overlap perfectly) and adds the steps up; `serial` adds both (no overlap at
-all). `arithmetic` and `reading` are the totals of each alone. No engine beats `bound` unless it
-batches prompts and decodes of different requests better than step by step, which can only gain
-where some steps read and others compute. Windows of attention are not modelled.
+The measured rates turn these into two times. `bound` takes the larger one in each step (arithmetic
+and reading overlap perfectly) and sums over the steps. `serial` adds both (no overlap at all).
+`arithmetic` and `reading` are the totals of one kind. No engine beats `bound` unless it batches
+prompts and decodes of different requests better than step by step. That only helps if some steps
+read and others compute. Attention windows are not modelled.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +28,9 @@ from benchmarks.workloads import Workload, distinct_prompt_tokens, with_shared_p
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.models.spec.model import ModelSpec
 
-READ_BYTES = 512 << 20  # far above the caches
+READ_BYTES = 512 << 20  # far larger than the caches
 RATE_RUNS = 5
-# SmolLM2-135M at 436 GFLOP/s, arithmetic alone, worked out by hand: what this module has to
-# reproduce.
+# SmolLM2-135M at 436 GFLOP/s, arithmetic only, calculated by hand. This module must reproduce it.
 REFERENCE_RATE = 436e9
 REFERENCE = {
     "W2": (1265, "output tok/s"),
@@ -44,13 +42,13 @@ REFERENCE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model costs. Products count two operations for each weight and row.
+    """Cost of a model. Products count two operations per weight and row.
 
     Attributes:
-        layers, head: operations of one row in all layers' products, and in the head.
-        attention: operations of one row with one key, all layers together.
-        weights: bytes of all weights that a step reads.
-        kv: bytes of one token's keys and values, all layers together.
+        layers, head: Operations per row in all layers' products, and in the head.
+        attention: Operations per row and key, all layers together.
+        weights: Bytes of all weights that a step reads.
+        kv: Bytes of one token's keys and values, all layers together.
     """
 
     layers: int
@@ -70,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes a second."""
+    """Operations and bytes per second."""
 
     product: float
     read: float
@@ -78,7 +76,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds of a workload; see the module."""
+    """Seconds of a workload, as the module docstring defines them."""
 
     arithmetic: float
     reading: float
@@ -100,8 +98,8 @@ def shape_of(spec: ModelSpec, bytes_per_value: int = 2) -> Shape:
 
 
 def steps_of(load: Workload, shape: Shape) -> list[Step]:
-    """The steps of an ideal engine: every distinct prompt token in the first, then one token a
-    sequence.
+    """Return the steps of an ideal engine: every distinct prompt token in the first, then one token
+    per sequence.
     """
     distinct = distinct_prompt_tokens(load.requests)
     pairs = sum(
@@ -125,7 +123,7 @@ def steps_of(load: Workload, shape: Shape) -> list[Step]:
 
 
 def triangle(length: int) -> int:
-    """Pairs of a row and a key in a causal prompt: row p attends to p + 1 keys."""
+    """Return the number of row and key pairs in a causal prompt: row p attends to p + 1 keys."""
     return length * (length + 1) // 2
 
 
@@ -136,7 +134,7 @@ def bound_of(steps: Sequence[Step], rates: Rates) -> Bound:
 
 
 def reference_rows(shape: Shape) -> list[Row]:
-    """The figures worked out by hand beside what this module says at the same rate."""
+    """Return the figures calculated by hand, and this module's figures at the same rate."""
     rows: list[Row] = []
     for name, (by_hand, unit) in REFERENCE.items():
         load = workload(name)
@@ -148,7 +146,9 @@ def reference_rows(shape: Shape) -> list[Row]:
 
 
 def measure_rates(threads: int) -> Row:
-    """Operations and bytes a second: of the engine's kernels where they are there, and of torch."""
+    """Measure operations and bytes per second of torch, and of the engine's kernels if they are
+    available.
+    """
     library, watch = machine.kernels(), Stopwatch()
     row: Row = {"name": f"rates, {threads} threads", "threads": threads}
     measures: dict[str, Callable[[], float]] = {
@@ -164,16 +164,14 @@ def measure_rates(threads: int) -> Row:
 
 
 def rates_in(row: Row) -> Rates:
-    """The better product rate and the better read rate of those measured: an engine may use
-    either.
-    """
+    """Return the better product rate and the better read rate, because an engine may use either."""
     products = [row[name]["median"] for name in ("kernel_product", "torch_product") if name in row]
     reads = [row[name]["median"] for name in ("kernel_read", "torch_read") if name in row]
     return Rates(max(products), max(reads))
 
 
 def torch_product_rate(size: int = 2048) -> float:
-    """Of bf16 matrices of this size, by torch's own product (not schedule-invariant)."""
+    """Measure torch's own product of bf16 matrices of this size (not schedule-invariant)."""
     x, weight = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
     torch.nn.functional.linear(x, weight)
     return rate(lambda: torch.nn.functional.linear(x, weight), 2.0 * size**3)
@@ -217,8 +215,8 @@ REFERENCE_COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def measure(options: Options, workloads: Sequence[str], *, run: bool = True) -> list[Row]:
-    """Rates, then bounds; with `run` each workload is also timed and its share of the bound
-    given.
+    """Measure the rates and compute the bounds. With `run`, also time each workload and compute its
+    share of the bound.
     """
     shape = shape_of(load_spec(model_path(options.model)), 4 if options.dtype == "float32" else 2)
     if options.model == "smollm2-135m":

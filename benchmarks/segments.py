@@ -1,8 +1,8 @@
-"""`python -m benchmarks.segments`: what adding up o and down in eight segments costs one rank.
+"""`python -m benchmarks.segments`: the cost for one rank of adding o and down in eight segments.
 
-The products by themselves, in turns with the same ones in one piece, one thread: the fastest of
-many rounds, so that other work on the machine matters little. And W1 and W2 on two engines in
-turns, one of them without segments (which makes other bits than its fingerprint says).
+The bare products run in turns with unsegmented ones, on one thread. The fastest of many rounds
+counts, so that other work on the machine matters little. W1 and W2 run on two engines in turns. One
+of them has no segments, so its bits do not match its fingerprint.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> None:
 def fastest(
     columns: int, outputs: int, batch: int, ways: Sequence[tuple[int, ...] | None], rounds: int
 ) -> list[float]:
-    """Microseconds of a product with each of these segments, in turns."""
+    """Return the microseconds of a product with each of these segments, measured in turns."""
     count = max(2, WEIGHTS // (2 * columns * outputs))
     weights = [PackedWeight(outputs, columns, torch.bfloat16, 1) for _ in range(count)]
     for weight in weights:

@@ -1,14 +1,15 @@
-"""Our server against the engine that it serves, and against vLLM's server, under the same load.
+"""Our server compared with its bare engine and with vLLM's server, under the same load.
 
-Parts, each with rounds in which every entrant runs once, in a process that is started for it and
-stopped behind it, so that nobody else computes:
+Each part has rounds in which every entrant runs once, in a process that exists only for its turn,
+so that nothing else computes:
 
-throughput   a closed loop of completions, answered whole and streamed; the same loop on the engine
-without a server. first        one request at a time: milliseconds to the first token, of the server
-and of the engine alone. arrival      streams that run, and a long prompt that arrives: the time
-between tokens before and meanwhile, with
-             prompts computed in pieces of several sizes, and at once.
-idle         what the server's processes cost while nobody asks anything.
+- `throughput`: A closed loop of completions, answered whole and streamed, and the same loop on the
+  bare engine.
+- `first`: One request at a time, in milliseconds to the first token, for the server and the bare
+  engine.
+- `arrival`: A long prompt arrives among running streams. Measured is the time between tokens before
+  and during its computation, in chunks of several sizes and in one piece.
+- `idle`: The CPU use of the server's processes without requests.
 """
 
 import json
@@ -40,18 +41,17 @@ from nano_bench.shape import token_requests
 ALONE = f"{OURS}, no server"
 PARTS = ("throughput", "first", "arrival", "idle")
 IDLE = 10.0  # seconds
-SINGLES_OUTPUT = 8  # tokens of each request, where only the first one's time counts
+SINGLES_OUTPUT = 8  # tokens per request, if only the time to the first one counts
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is sent, and to whom.
+    """The load and the entrants.
 
     Attributes:
-        engines: of "nano-inference" and "vllm"; the engine alone always runs with the first.
-        budgets: tokens that a step may have, by which long prompts are cut; the engine's own
-            default comes last.
-        setting: of vLLM, a name of `vllm_cpu.SETTINGS`.
+        engines: Names from "nano-inference" and "vllm". The bare engine always runs with the first.
+        budgets: Token budgets of a step, which split long prompts. The engine's default comes last.
+        setting: Setting of vLLM, a name from `vllm_cpu.SETTINGS`.
     """
 
     engines: tuple[str, ...] = (OURS, "vllm")
@@ -75,7 +75,7 @@ def measure(options: Options, parts: Sequence[str], choice: Choice) -> list[Row]
 
 @dataclass
 class Seen:
-    """One entrant's figures of all rounds."""
+    """Figures of one entrant over all rounds."""
 
     rates: list[float]
     loads: list[Row]
@@ -130,7 +130,7 @@ def ours_and_alone(options: Options, choice: Choice, number: int, table: Table) 
                 rate = done["tokens"] / done["seconds"]
                 note_run(table, (note, "whole"), rate, done, before, worker.config)
 
-    if number % 2:  # neither of the two always comes first
+    if number % 2:  # alternate the first of the two
         served(options, choice, number, table)
     with alone(options, choice) as worker:
         loop(worker)
@@ -161,7 +161,7 @@ THROUGHPUT: dict[str, Callable[[Options, Choice, int, Table], None]] = {
 
 
 def both_forms(server: Running, engine: str, choice: Choice, number: int, table: Table) -> None:
-    """Warm up, then the load, once answered whole and once streamed."""
+    """Warm up, then run the load once answered whole and once streamed."""
     for form in ("whole", "streamed"):
         stream = form == "streamed"
         under_load(server, token_prompts(choice, -1, choice.warm_up, stream), choice)
@@ -200,7 +200,7 @@ def under_load(server: Running, asks: list[Any], choice: Choice) -> Load:
 
 
 def token_prompts(choice: Choice, variant: int, count: int, stream: bool) -> list[Any]:
-    """The load's requests; no two variants have a prompt in common."""
+    """Return the load's requests. No two variants share a prompt."""
     return token_requests(
         count,
         choice.prompt_tokens,
@@ -219,7 +219,7 @@ def prompts_of(choice: Choice, variant: int, count: int | None = None) -> list[l
 
 @contextmanager
 def alone(options: Options, choice: Choice) -> Iterator[Worker]:
-    """The engine in a process of its own, without a server."""
+    """Start the engine in a separate process, without a server."""
     command = [sys.executable, "-m", "benchmarks.closed_loop", json.dumps(options.as_dict())]
     worker = Worker(ALONE, "", command, os.environ, log_of(choice, "alone"), "")
     try:
@@ -233,7 +233,7 @@ def log_of(choice: Choice, name: str) -> Path:
 
 
 def targets(table: Table) -> list[str]:
-    """Ratios, round by round."""
+    """Return the ratios, round by round."""
     lines: list[str] = []
     for (engine, form), against, what in (
         ((OURS, "whole"), (ALONE, "whole"), "of the engine alone"),
@@ -251,7 +251,7 @@ def targets(table: Table) -> list[str]:
 
 
 def first(options: Options, choice: Choice) -> list[Row]:
-    """Milliseconds to the first token of single requests, medians of each round."""
+    """Measure the milliseconds to the first token of single requests: medians per round."""
     middles: dict[str, list[float]] = {ALONE: [], OURS: []}
     asks = [
         token_requests(
@@ -293,7 +293,9 @@ def first(options: Options, choice: Choice) -> list[Row]:
 
 
 def arriving(options: Options, choice: Choice) -> list[Row]:
-    """The time between tokens before and while a long prompt arrives, for each budget of a step."""
+    """Measure the time between tokens before and while a long prompt arrives, for each token budget
+    of a step.
+    """
     rows: list[Row] = []
     for budget in (*choice.budgets, None):
         flags = ("--max-tokens-per-batch", str(budget)) if budget is not None else ()
@@ -325,7 +327,7 @@ def arrive(target: Target, choice: Choice, number: int) -> arrival.Arrival:
 
 
 def idle(options: Options, choice: Choice) -> list[Row]:
-    """Percent of a core, after a load, in each round."""
+    """Measure the idle CPU use after a load, in percent of a core per round."""
     seen: dict[str, list[float]] = {}
     with servers.ours(options, log_of(choice, "ours")) as server:
         under_load(server, token_prompts(choice, -1, choice.warm_up, True), choice)

@@ -1,5 +1,5 @@
-"""Servers under test as child processes: started, waited for until they are healthy, and stopped
-whatever happens.
+"""Servers under test as child processes: start them, wait until they are healthy, and always stop
+them.
 """
 
 import os
@@ -23,7 +23,7 @@ from benchmarks.peers.vllm_cpu import SETTINGS, environment
 from benchmarks.peers.vllm_worker import MAX_SEQUENCES
 from nano_bench.load import Target
 
-NAME = "the-model"  # under which all serve it
+NAME = "the-model"  # model name on all servers
 ENTRY = "from nano_inference.cli import app; app()"
 
 
@@ -33,9 +33,9 @@ class Running:
 
     target: Target
     pid: int
-    # how it was started, without what belongs to this machine: interpreter, port, path of the model
+    # its command line without this machine's interpreter, port and model path
     config: str
-    memory: int  # bytes, when it had started
+    memory: int  # bytes right after the start
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def started(
     limit: float = LOAD_LIMIT,
     config: str | None = None,
 ) -> Iterator[Running]:
-    """Start a server on a port. Raises `PeerFailed` where it ends or is not healthy within the
-    limit.
+    """Start a server on a port. Raise `PeerFailed` if it ends or is not healthy within
+    the limit.
     """
     log.unlink(missing_ok=True)
     processes = Processes(command, variables, log)
@@ -81,7 +81,7 @@ def wait_until_healthy(processes: Processes, target: Target, limit: float) -> No
 def ours(
     options: Options, log: Path, *more: str, in_process: bool = False
 ) -> AbstractContextManager[Running]:
-    """`nano-inference serve`, with the settings of `ours.engine_config`."""
+    """Start `nano-inference serve` with the settings of `ours.engine_config`."""
     port = free_port()
     settings = {
         "served-model-name": NAME,
@@ -111,7 +111,7 @@ def ours(
 def vllm(
     options: Options, cache: Path, log: Path, setting: str = "compiled"
 ) -> AbstractContextManager[Running]:
-    """vLLM's own server, with the settings of `peers.vllm_worker`."""
+    """Start vLLM's own server with the settings of `peers.vllm_worker`."""
     port, chosen = free_port(), SETTINGS[setting]
     settings = {
         "served-model-name": NAME,
@@ -135,5 +135,5 @@ def vllm(
 
 
 def flags_of(settings: Mapping[str, object]) -> list[str]:
-    """`--name value` of each."""
+    """Return `--name value` for each option."""
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]

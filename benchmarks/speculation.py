@@ -1,9 +1,9 @@
-"""`python -m benchmarks speculation`: what drafts save, on texts of a real model.
+"""`python -m benchmarks speculation`: the savings of drafts, on texts of a real model.
 
-Two engines in one process, one without drafts and one with, complete each prompt in turns, with the
-same seeds, so the same tokens: a difference ends the run. The ratios are of times of the same round:
-of CPU seconds of the whole process (with `OMP_WAIT_POLICY=PASSIVE` threads that wait take none) and
-of the wall clock.
+Two engines in one process, one of them with drafts, complete each prompt in turns with the same
+seeds. Their tokens must be equal, and a difference aborts the run. The ratios compare times of the
+same round: CPU seconds of the whole process (with `OMP_WAIT_POLICY=PASSIVE`, waiting threads use
+none) and wall-clock time.
 """
 
 import gc
@@ -51,7 +51,7 @@ PEOPLE = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 5}
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts that are completed one after the other, or all at once."""
+    """Prompts that are completed one after another, or together."""
 
     name: str
     what: str
@@ -59,10 +59,10 @@ class Task:
     params: dict[str, Any]
     samples: int = 1
     at_once: bool = False
-    lengths: tuple[int, ...] = field(default=())  # of the prompts' samples; empty: as in `params`
+    lengths: tuple[int, ...] = field(default=())  # max_tokens per prompt; empty: as in `params`
 
     def parts(self, round_: int) -> list[tuple[list[str], list[SamplingParams]]]:
-        """What is given to `generate` at once."""
+        """Return the batches of arguments for `generate`."""
         each: list[SamplingParams] = []
         for place in range(len(self.prompts)):
             options: dict[str, Any] = self.params | {"seed": 1000 * round_ + place}
@@ -75,8 +75,8 @@ class Task:
 
 
 def streams(model: str, tasks: tuple[Task, ...], temperature: float) -> list[Stream]:
-    """The tasks of one stream as other engines can run them: token ids, plain parameters, and the
-    schema as a dict.
+    """Return the single-stream tasks for other engines: token ids, plain parameters, and the schema
+    as a dict.
     """
     tokenizer = load_tokenizer(model_path(model))
     found: list[Stream] = []
@@ -96,7 +96,7 @@ def chat(text: str) -> str:
 
 
 def long_tail(count: int) -> tuple[int, ...]:
-    """Lengths as in W6, up to 512."""
+    """Return lengths as in W6, up to 512."""
     r = random.Random(6)
     each = [r.lognormvariate(0, TAIL_SIGMA) * TAIL_MEDIAN for _ in range(count)]
     return tuple(min(max(round(length), 16), 512) for length in each)
@@ -133,7 +133,7 @@ TASKS = (
 
 @dataclass
 class Turn:
-    """What one engine took for a task."""
+    """Time and drafts of one engine on a task."""
 
     cpu: float = 0.0
     wall: float = 0.0
@@ -142,12 +142,12 @@ class Turn:
 
 
 def measure(options: Options, source: str, tasks: tuple[Task, ...] = TASKS) -> list[Row]:
-    """A row a task: how many times faster it is with drafts.
+    """Return a row per task with the speedup by drafts.
 
     Args:
-        options: of the engines.
-        source: of the drafts; `EngineConfig.speculation`.
-        tasks: to run.
+        options: Options of the engines.
+        source: Source of the drafts, `EngineConfig.speculation`.
+        tasks: Tasks to run.
     """
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def timed(
     params: list[SamplingParams],
     samples: int,
 ) -> list[TrainingSample]:
-    """Complete prompts, and add to a turn what it took."""
+    """Complete prompts, and add the costs to a turn."""
     engine.flush_cache()
     gc.collect()
     steps = engine.stats().num_steps
@@ -213,7 +213,7 @@ def timed(
 def row(
     task: Task, turns: list[tuple[Turn, Turn]], before: SpeculationStats, after: SpeculationStats
 ) -> Row:
-    """A row of the report; drafts are those of this task alone."""
+    """Return a row of the report, with the drafts of this task only."""
     return {
         "name": task.name,
         "what": task.what,
@@ -236,7 +236,7 @@ def minus(counts: tuple[int, ...], earlier: tuple[int, ...]) -> list[int]:
 
 
 def accepted(row: Row) -> str:
-    """Share of the drafts at the first places that were drawn."""
+    """Return the accepted share of the drafts at the first positions."""
     drafted = [sum(column) for column in zip(*padded(row["drafted"]), strict=True)]
     taken = [sum(column) for column in zip(*padded(row["accepted"]), strict=True)]
     return " ".join(f"{t / d:.2f}" for t, d in zip(taken[:4], drafted, strict=False) if d)

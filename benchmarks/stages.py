@@ -1,4 +1,4 @@
-"""Bubbles of a pipeline: which share of the time its stages wait, by how many groups of sequences
+"""Bubbles of a pipeline: the waiting share of its stages, by the number of sequence groups that
 take turns.
 """
 
@@ -13,7 +13,7 @@ from benchmarks.ours import Options, described, opened
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID
 from nano_inference import InferenceEngine, SamplingParams
 
-BEAT = 1.5  # seconds until rank 0 knows how long the others have worked
+BEAT = 1.5  # seconds until rank 0 learns the working time of the others
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "what": lambda row: row["name"],
     "tok/s": lambda row: row["output_tokens_per_s"],
@@ -29,8 +29,8 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 def measure(
     options: Options, stages: int, groups: Sequence[int], sequences: int, tokens: int
 ) -> list[Row]:
-    """So many sequences decode: on one rank of one thread, and of as many as there are stages; then
-    in a pipeline.
+    """Decode this many sequences on one rank with one thread, on one rank with a thread per stage,
+    then in a pipeline.
     """
     rows: list[Row] = []
     for threads in sorted({1, stages}):

@@ -1,8 +1,7 @@
-"""`python benchmarks/step_shares.py`: which operation of the reference backend a step's CPU time
-goes to.
+"""`python benchmarks/step_shares.py`: the reference backend's CPU time per step by operation.
 
-One thread, and the thread's own CPU time, so that other work on the machine disturbs it little.
-Medians over steps.
+Figures are medians over steps of one thread's own CPU time, so that other work on the machine
+disturbs them little.
 """
 
 import argparse
@@ -39,7 +38,7 @@ DECODES = 16
 
 @dataclass(frozen=True)
 class Shares:
-    """Milliseconds of CPU time in a step: in all, by operation, and outside of all operations."""
+    """Milliseconds of CPU time per step: in total, by operation, and outside of all operations."""
 
     dtype: str
     batch: int

@@ -1,4 +1,4 @@
-"""Tokens a second: every workload at the engine's own number of threads, W1 and W2 also with one
+"""Tokens per second: every workload at the engine's own number of threads, W1 and W2 also with one
 thread.
 """
 
@@ -11,7 +11,7 @@ import torch
 from benchmarks.measure import Row, show
 from benchmarks.ours import Options, described, opened, timed
 
-ONE_THREAD = ("W1", "W2")  # the workloads that are also run with one thread
+ONE_THREAD = ("W1", "W2")  # workloads that also run with one thread
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "workload": lambda row: row["name"],
     "seconds": lambda row: row["seconds"],
@@ -33,7 +33,7 @@ def measure(options: Options, workloads: Sequence[str]) -> list[Row]:
 
 
 def measure_with(options: Options, workloads: Sequence[str]) -> tuple[list[Row], int]:
-    """Rows, and the number of threads that they were measured with."""
+    """Return the rows, and the number of threads that they were measured with."""
     rows: list[Row] = []
     with opened(options) as engine:
         threads = torch.get_num_threads()

@@ -1,5 +1,7 @@
-"""A trainer's step on the same tokens: `PolicyModel` and `LoraPolicy` beside transformers with
-torch's autograd, in turns. Groups share their prompt; without sharing each sample has its own.
+"""A trainer's step on the same tokens, in turns: `PolicyModel`, `LoraPolicy`, and transformers with
+torch's autograd.
+
+Groups share their prompt. Without sharing, each sample has a prompt of its own.
 """
 
 import random
@@ -18,7 +20,7 @@ from nano_inference import LoraSettings
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.rl import LoraPolicy, PolicyModel
 
-PROMPT, SAMPLES, TOKENS = 256, 8, 64  # of a group, as in W2
+PROMPT, SAMPLES, TOKENS = 256, 8, 64  # samples per group, as in W2
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "who": lambda row: row["name"],
     "forward s": lambda row: row["forward"],
@@ -29,7 +31,7 @@ Step = Callable[[list[list[int]]], tuple[float, float, float]]  # seconds of eac
 
 
 def measure(options: Options, peers: tuple[str, ...]) -> list[Row]:
-    """A row for each trainer and kind of group. `peers`: dtypes of transformers."""
+    """Return a row per trainer and kind of group. `peers`: dtypes of transformers."""
     rng = random.Random(0)
     with opened(options, max_loras=1, max_model_len=512) as engine:
         steps: dict[str, Step] = {

@@ -1,8 +1,8 @@
-"""How fast weights reach a live model: in process against a copy of their bytes, by gloo against a
+"""Speed of updates of a live model: in process against a copy of their bytes, by gloo against a
 bare broadcast.
 
-The functions return seconds, the two sides taken in turns; `python -m benchmarks.weight_transfer`
-prints their minima.
+The functions return seconds, measured in turns. `python -m benchmarks.weight_transfer` prints their
+minima.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Seconds = dict[str, list[float]]
 
 
 def state_dict(model: Decoder) -> dict[str, Tensor]:
-    """A model's weights under checkpoint names, copied."""
+    """Return copies of a model's weights under checkpoint names."""
     return {
         name: read(model.params, slot).clone()
         for name, slot in slots(param_table(model.spec)).items()
@@ -42,7 +42,9 @@ def state_dict(model: Decoder) -> dict[str, Tensor]:
 
 
 def copy_and_update(engine: InferenceEngine, weights: dict[str, Tensor], runs: int = 20) -> Seconds:
-    """Seconds of one copy of the weights' bytes in memory, and of a blocking update with them."""
+    """Return the seconds of one copy of the weights' bytes in memory, and of a blocking update with
+    them.
+    """
     whole = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
     target = torch.empty_like(whole).copy_(whole)
     seconds: Seconds = {"copy": [], "update": []}
@@ -57,10 +59,10 @@ def copy_and_update(engine: InferenceEngine, weights: dict[str, Tensor], runs: i
 def broadcast_and_send(
     manager: WeightSyncManager, runs: int = 10, bucket_bytes: int = BUCKET_BYTES
 ) -> Seconds:
-    """Seconds of a bare `dist.broadcast` of the weights' bytes, and of an update received and
-    staged; both gloo.
+    """Return the seconds of a bare `dist.broadcast` of the weights' bytes, and of a received and
+    staged update, both by gloo.
 
-    A second process sends ones of the weights' shapes and dtype. Nothing is written into the model.
+    A second process sends ones in the weights' shapes and dtype. Nothing is written into the model.
     """
     shapes = {name: list(shape) for name, shape in manager.shapes.items()}
     dtype = str(manager.model.dtype).removeprefix("torch.")
@@ -93,7 +95,7 @@ def _receive_all(
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
     target = torch.zeros(count, dtype=manager.model.dtype)
     seconds: Seconds = {"broadcast": [], "update": []}
-    for run in range(runs + 1):  # the first makes the group
+    for run in range(runs + 1):  # the first one creates the group
         dist.barrier()
         kept = seconds if run else {"broadcast": [], "update": []}
         with _timed(kept["broadcast"]):

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.wire_trainer URL MODEL DTYPE`: a trainer in a process of its own, what
-`rl_wire` updates with.
+"""The trainer of `rl_wire` in a separate process: `python -m benchmarks.wire_trainer URL MODEL
+DTYPE`.
 
-It knows torch and HTTP alone: gloo as rank 0 of an ordinary group, vLLM's routes. Asked in JSON
-lines (see `peers.channel`) for one update in one of `FLOWS`, it answers with when that began and
-ended (`time.perf_counter`, which all processes of a Linux machine share).
+It uses only torch and HTTP: gloo as rank 0 of an ordinary group, and vLLM's routes. A JSON line
+(see `peers.channel`) requests one update in one of `FLOWS`. The answer has the start and end times
+(`time.perf_counter`, which all processes of a Linux machine share).
 """
 
 import json
@@ -18,16 +18,16 @@ from typing import Any
 from benchmarks.peers.channel import open_channel, serve
 
 PATIENCE = 120.0  # seconds
-PACKED = 64 << 20  # bytes of a run
+PACKED = 64 << 20  # bytes per run
 PAUSED, GO_ON = "/pause?mode=keep&clear_cache=false", "/resume"
-FLOWS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # before the update, and behind it
+FLOWS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # before and after the update
     "in flight": ((), ()),
     "paused": ((PAUSED,), (GO_ON,)),
 }
 
 
 def post(url: str, path: str, body: Any = None) -> Any:
-    """A POST; raises what `urllib` does for any status but 200."""
+    """Send a POST. Raise the exception of `urllib` for any status but 200."""
     content = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         url + path, content, {"Content-Type": "application/json"}, method="POST"
@@ -37,7 +37,7 @@ def post(url: str, path: str, body: Any = None) -> Any:
 
 
 class Trainer:
-    """Holds weights under their checkpoint names and sends them again and again."""
+    """Holds weights under their checkpoint names and sends them repeatedly."""
 
     def __init__(self, url: str, model: str, dtype: str) -> None:
         import torch
@@ -90,8 +90,8 @@ class Trainer:
         return {"began": began, "ended": time.perf_counter(), "bytes": size}
 
     def _broadcast(self) -> None:
-        """vLLM's packed format: runs that are closed by the tensor that makes them longer than
-        `PACKED`.
+        """Send vLLM's packed format. A run ends with the tensor that makes it longer
+        than `PACKED`.
         """
         run: list[Any] = []
         for tensor in self._weights.values():
@@ -103,7 +103,7 @@ class Trainer:
             self._dist.broadcast(self._torch.cat(run), 0)
 
     def _beside(self, path: str, body: Any) -> Any:
-        """Send it on a thread; returns what waits for the answer."""
+        """Send the request on a thread. Return a function that waits for the answer."""
         failed: list[Exception] = []
 
         def ask() -> None:

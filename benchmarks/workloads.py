@@ -1,14 +1,14 @@
-"""The workloads: token ids in, a fixed number of tokens out. Standard library only, so that every
-engine can read it.
+"""The workloads: token ids in, a fixed number of tokens out. Every engine can import this module,
+because it uses only the standard library.
 
-All ids lie in [100, 49,000), which every model of the benchmarks knows; the end of a sequence is
-ignored, so lengths are fixed. `variant=k` has the same shapes and other ids: for warm-up, and so
-that no run finds another one's prefixes.
+All ids are in [100, 49,000), which every model of the benchmarks has. The end of a sequence is
+ignored, so lengths are fixed. `variant=k` has the same shapes with other ids. It serves for
+warm-up, and keeps a run from reusing another one's prefixes.
 
-W6 has the shape of a real rollout: 8 prompts, 8 samples of each, and a few samples much longer than
-the others. A request has one `max_tokens` for all its samples, so there it is 8 requests for each
-prompt, each with a length of its own; the prefix cache then computes a prompt once, but for the
-last, partial block of each request.
+W6 has the shape of a real rollout: 8 prompts with 8 samples each, a few of them much longer than
+the others. A request has one `max_tokens` for all its samples, so W6 has 8 requests per prompt with
+different lengths. The prefix cache then computes each prompt once, except for the last, partial
+block of each request.
 """
 
 import random
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LOWEST_ID, HIGHEST_ID = 100, 49_000
-WARM_UP_TOKENS = 32  # the warm-up run ends each completion here
-TAIL_MEDIAN, TAIL_SIGMA = 160, 1.0  # W6: of the log-normal that lengths are drawn from
+WARM_UP_TOKENS = 32  # the warm-up run cuts completions to this length
+TAIL_MEDIAN, TAIL_SIGMA = 160, 1.0  # W6: parameters of the log-normal distribution of lengths
 TAIL_SHORTEST, TAIL_LONGEST = 16, 1024
 
 
@@ -33,13 +33,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that all arrive at once.
+    """Requests that arrive together.
 
     Attributes:
         name: `"W1"` ...
-        what: one line for tables.
-        requests: in order of arrival.
-        sampling: what is asked for beside temperature 1, under the names of `SamplingParams`.
+        what: Description for tables, one line.
+        requests: Requests in order of arrival.
+        sampling: Sampling options in addition to temperature 1, named as in `SamplingParams`.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests, each prompt counted once a request."""
+        """Return the prompt tokens of all requests, counting each request's prompt once."""
         return sum(len(request.prompt) for request in self.requests)
 
     def cut(self, tokens: int) -> "Workload":
-        """The same with completions of at most `tokens` tokens."""
+        """Return the same workload with completions of at most `tokens` tokens."""
         shorter = tuple(
             replace(request, max_tokens=min(request.max_tokens, tokens))
             for request in self.requests
@@ -70,7 +70,7 @@ class Workload:
 
 
 def workload(name: str, variant: int = 0) -> Workload:
-    """A workload by name.
+    """Return a workload by name.
 
     Raises:
         KeyError: There is no such workload.
@@ -81,20 +81,18 @@ def workload(name: str, variant: int = 0) -> Workload:
 
 
 def warm_up(name: str) -> Workload:
-    """What is run once before anything is timed: the same prompt shapes with other ids, completions
-    cut short.
-    """
+    """Return the warm-up run: the same prompt shapes with other ids and short completions."""
     return workload(name, variant=999).cut(WARM_UP_TOKENS)
 
 
 def distinct_prompt_tokens(requests: Sequence[Request]) -> int:
-    """Prompt tokens that have to be computed where every shared prefix is computed once."""
+    """Return the number of prompt tokens to compute if every shared prefix is computed once."""
     return sum(len(request.prompt) - shared for request, shared in with_shared_prefix(requests))
 
 
 def with_shared_prefix(requests: Sequence[Request]) -> list[tuple[Request, int]]:
-    """Requests sorted by prompt, each with the length of the prefix that it shares with the one
-    before it.
+    """Return the requests sorted by prompt, each with the length of the prefix shared with the
+    previous one.
     """
     ordered = sorted(requests, key=lambda request: request.prompt)
     before: tuple[int, ...] = ()
@@ -128,7 +126,7 @@ def _separate(seed: int) -> list[Request]:
 
 
 def _mixed(seed: int) -> list[Request]:
-    shapes = random.Random(0)  # of every variant
+    shapes = random.Random(0)  # shared by every variant
     lengths = [(shapes.randint(32, 512), shapes.randint(16, 256)) for _ in range(64)]
     rng = random.Random(seed) if seed else shapes
     return [Request(_ids(rng, prompt), output) for prompt, output in lengths]

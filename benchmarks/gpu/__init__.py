@@ -1,3 +1,3 @@
-"""Benchmarks on a CUDA device: `python -m benchmarks.gpu --help`; `scripts/gpu_check.sh` runs them
-all.
+"""Benchmarks on a CUDA device: `python -m benchmarks.gpu --help`. `scripts/gpu_check.sh` runs all
+of them.
 """

@@ -1,6 +1,4 @@
-"""`python -m benchmarks.gpu COMMAND`: what `scripts/gpu_check.sh` runs, one part in a process of
-its own.
-"""
+"""`python -m benchmarks.gpu COMMAND`: run one part of `scripts/gpu_check.sh` in its own process."""
 
 import json
 import tempfile
@@ -24,8 +22,8 @@ Models = Annotated[
 
 @app.command()
 def missing(out: Out = Path("out/gpu"), dry_run: DryRun = False, models: Models = None) -> None:
-    """Say what this machine lacks, and what is left out for it. Exit code 1: nothing can be run at
-    all.
+    """List this machine's missing requirements and the skipped stages. Exit code 1: nothing can
+    run.
     """
     from benchmarks.gpu import needs
 
@@ -49,7 +47,7 @@ def part(
     models: Models = None,
     seconds: Annotated[float, typer.Option(help="that it may take")] = 300.0,
 ) -> None:
-    """Measure one part. Exit code 1 where some figure of it could not be measured."""
+    """Measure one part. Exit code 1: a figure could not be measured."""
     if dry_run:
         interpret()
     from benchmarks.gpu.parts import PARTS, Run
@@ -64,7 +62,7 @@ def part(
 
 @app.command()
 def report(out: Out = Path("out/gpu"), dry_run: DryRun = False) -> None:
-    """Join what the parts have measured: OUT/gpu.json, and tables."""
+    """Merge the measured parts into OUT/gpu.json and tables."""
     from benchmarks.gpu.card import describe
     from benchmarks.gpu.report import write_report
 
@@ -74,7 +72,7 @@ def report(out: Out = Path("out/gpu"), dry_run: DryRun = False) -> None:
 
 
 def folder_of(models: Path | None) -> Path:
-    """Where the random models are."""
+    """Return the folder of the random models."""
     return models or Path(tempfile.gettempdir()) / "nano-inference-gpu-models"
 
 

@@ -1,6 +1,4 @@
-"""The device: what it is, its clock, and its rates. On a CPU the same functions answer, for dry
-runs.
-"""
+"""The device: its description, clocks and rates. On a CPU the same functions support dry runs."""
 
 import hashlib
 import importlib.metadata
@@ -35,7 +33,7 @@ CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reason
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The card, its driver and the versions: what stands in every report."""
+    """Describe the card, its driver and the versions, for every report."""
     found = {
         "device": device,
         "python": platform.python_version(),
@@ -54,8 +52,8 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def tree_hash(folder: Path) -> str:
-    """The name that git has for a folder of sources: `git rev-parse COMMIT:src`, where there is no
-    .git. Files that git ignores are not counted.
+    """Return git's hash of a source folder (`git rev-parse COMMIT:src`) without using .git. Files
+    that git ignores are not counted.
     """
     entries: list[tuple[bytes, bytes]] = []
     for path in folder.iterdir():
@@ -99,7 +97,7 @@ def _cuda() -> dict[str, str]:
 
 
 def ask_driver(fields: str) -> str:
-    """What `nvidia-smi` says of the first card; "unknown" where there is none."""
+    """Query `nvidia-smi` for the first card. Return "unknown" if there is none."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     if shutil.which(command[0]) is None:
         return "unknown"
@@ -111,19 +109,21 @@ def ask_driver(fields: str) -> str:
 
 
 def clocks(device: str) -> str:
-    """Clocks, temperature, power and why it is throttled, right after work: `CLOCKS`."""
+    """Return clocks, temperature, power and throttling reasons (`CLOCKS`). Call it right after
+    work.
+    """
     return "none" if device == "cpu" else ask_driver(CLOCKS)
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def seconds_of(run: Callable[[], Any], device: str, repeats: int, calls: int = 1) -> list[float]:
-    """Seconds of one call, `repeats` times, each over `calls` calls; once more before, not
-    counted.
+    """Return the seconds per call of `repeats` runs of `calls` calls each. An extra run before is
+    not counted.
     """
     run()
     found: list[float] = []
@@ -144,7 +144,7 @@ def release(device: str) -> None:
 
 
 def peak_bytes(device: str) -> dict[str, int]:
-    """Memory by torch's books, and by the driver's."""
+    """Return the peak memory by torch's count and by the driver's."""
     if device == "cpu":
         return {"allocated": psutil.Process().memory_info().rss, "reserved": 0, "used": 0}
     free, total = torch.cuda.mem_get_info()
@@ -158,8 +158,8 @@ def peak_bytes(device: str) -> dict[str, int]:
 def measure_rates(
     device: str, copy_bytes: int, matrix: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Bytes a second of a copy (read and written) and of a sum (read); bf16 operations a second of
-    a product.
+    """Return bytes per second of a copy (read and write) and of a sum (read), and bf16 operations
+    per second of a product.
     """
     copies, sums = _bandwidth(device, copy_bytes, repeats)
     release(device)
@@ -174,7 +174,7 @@ def measure_rates(
 
 
 def _bandwidth(device: str, copy_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of a copy and of a sum."""
+    """Return the seconds of a copy and of a sum."""
     # random: zeros cost less power, and a card that compresses would move fewer bytes
     source = torch.randn(copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -183,6 +183,6 @@ def _bandwidth(device: str, copy_bytes: int, repeats: int) -> tuple[list[float],
 
 
 def rates_of(measured: dict[str, list[float]]) -> Rates:
-    """The better of the two bandwidths, and the product's rate: medians."""
+    """Return the medians of the better bandwidth and of the product's rate."""
     bandwidth = max(statistics.median(measured["copy"]), statistics.median(measured["read"]))
     return Rates(statistics.median(measured["product"]), bandwidth)

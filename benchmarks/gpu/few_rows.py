@@ -1,5 +1,5 @@
-"""A decode step's trunk on its own, captured: in the kernels of every step, and in the fewer ones
-for a few rows.
+"""The captured trunk of a decode step without the rest: with the ordinary kernels, and with the
+fused kernels for few rows.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ CALLS = 50
 
 @torch.inference_mode()
 def measure(engine: InferenceEngine, rows: int, scale: Scale) -> dict[str, list[float]]:
-    """Seconds of a trunk by name, for so many sequences at the scale's context."""
+    """Return the seconds of a trunk by name, for this many sequences at the scale's context."""
     model, device, block_size = engine.model, torch.device(scale.device), engine.config.block_size
     if model.ops.few_rows is None:
         raise ValueError(

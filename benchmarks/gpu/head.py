@@ -1,11 +1,10 @@
-"""The end of a step on its own: what drawing costs, and what the engine asks for beside the token.
+"""The end of a step without the rest: the cost of drawing, and of outputs in addition to the token.
 
-There is no kernel of ours that draws without the logprob, so the cost of logprobs is bounded from
-above: the draw must read the logits once, and everything that it takes longer than that is counted
-as if it were the logprobs'.
+We have no kernel that draws without the logprob, so the cost of logprobs is bounded from above. A
+draw must read the logits once, and all its time beyond that read is attributed to logprobs.
 
-The draws are captured and replayed, as in a step: launched from Python they would be timed by the
-host. Draws with the best tokens are eager in a step, too.
+The draws are captured and replayed, as in a step, because launches from Python would be limited by
+the host. Draws with the best tokens run eagerly, as in a step.
 """
 
 from collections.abc import Callable
@@ -32,14 +31,14 @@ EAGER = frozenset({"draw, top_logprobs=5"})
 
 
 def batch_of(rows: int, device: str, **options: Any) -> SamplingBatch:
-    """One draw from each row."""
+    """Return a batch with one draw from each row."""
     params = SamplingParams(temperature=0.6, **options)
     batch = sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)])
     return to_device(batch, torch.device(device))
 
 
 def token_alone(logits: Tensor, noise: Tensor) -> Tensor:
-    """A draw without logprob, in plain torch: Gumbel's maximum with noise that is there already."""
+    """Draw without logprob, in plain torch: Gumbel's maximum with precomputed noise."""
     return torch.argmax(logits / 0.6 + noise, dim=-1)
 
 
@@ -47,7 +46,9 @@ def token_alone(logits: Tensor, noise: Tensor) -> Tensor:
 def measure(
     engine: InferenceEngine, rows: int, scale: Scale, read_rate: float
 ) -> dict[str, list[float]]:
-    """Seconds of a call by name, and of reading the logits once at the measured bandwidth."""
+    """Return the seconds of a call by name, and the time to read the logits once at the measured
+    bandwidth.
+    """
     model, device = engine.model, scale.device
     hidden = torch.randn(rows, model.spec.hidden_size, device=device).to(model.dtype)
     logits = model.logits(hidden)

@@ -1,4 +1,4 @@
-"""Peers: `transformers` with a static cache, and its continuous batching, on the same card in the
+"""Peers: `transformers` with a static cache and with continuous batching, on the same card in the
 same run.
 """
 
@@ -16,7 +16,7 @@ POLL = 1.0  # seconds
 
 
 def load(folder: Path, device: str, dtype: str) -> Any:
-    """The model, which never ends a sequence by itself."""
+    """Load the model. It never ends a sequence by itself."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -31,8 +31,8 @@ def load(folder: Path, device: str, dtype: str) -> Any:
 def static_generate(
     model: Any, prompts: Sequence[Sequence[int]], tokens: int, device: str, *, compiled: bool
 ) -> float:
-    """Seconds of `generate` with a static cache; prompts of one length. Compiled: `generate`'s own
-    torch.compile.
+    """Return the seconds of `generate` with a static cache and prompts of one length, optionally
+    with its own torch.compile.
     """
     ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
     wait(device)
@@ -57,8 +57,8 @@ def static_generate(
 def continuous(model: Any, work: Workload, limit: float, **options: Any) -> tuple[float, int, int]:
     """Run a workload by continuous batching, for `limit` seconds at most.
 
-    Options are of its `ContinuousBatchingConfig`; what is not given it chooses by the card's
-    memory. Returns seconds, tokens of the requests that finished, and the number of those.
+    The options are those of `ContinuousBatchingConfig`. It chooses the others by the card's memory.
+    Return seconds, tokens of the finished requests, and their number.
     """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig

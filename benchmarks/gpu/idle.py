@@ -1,4 +1,4 @@
-"""How busy the device is in steady decode, by a trace of torch's profiler that is kept."""
+"""Device utilisation in steady decode, measured by a torch profiler trace that is kept."""
 
 import gzip
 import json
@@ -14,12 +14,12 @@ from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-ON_HOST = frozenset({"cpu_op"})  # what a dry run has instead
-MOST_BYTES = 10_000_000  # of a trace that is kept
+ON_HOST = frozenset({"cpu_op"})  # replacement in a dry run
+MOST_BYTES = 10_000_000  # size limit of a kept trace
 
 
 def trace_decode(engine: InferenceEngine, batch: int, scale: Scale, steps: int, path: Path) -> Path:
-    """Profile steps of a steady decode; writes a trace that Chrome and Perfetto read (.json.gz)."""
+    """Profile steps of a steady decode and write a trace for Chrome and Perfetto (.json.gz)."""
     device = [] if scale.device == "cpu" else [ProfilerActivity.CUDA]
     start_decode(engine, batch, scale)
     wait(scale.device)
@@ -34,13 +34,13 @@ def trace_decode(engine: InferenceEngine, batch: int, scale: Scale, steps: int, 
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace."""
+    """Return the events of a trace."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 
 
 def spans(events: Iterable[dict[str, Any]], kinds: frozenset[str]) -> list[tuple[float, float]]:
-    """(start, end) in microseconds of the events of some categories."""
+    """Return (start, end) in microseconds of the events of some categories."""
     chosen = (event for event in events if event.get("cat") in kinds and "dur" in event)
     return sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in chosen
@@ -48,8 +48,8 @@ def spans(events: Iterable[dict[str, Any]], kinds: frozenset[str]) -> list[tuple
 
 
 def busy(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Microseconds from the first start to the last end, and those of them in which something
-    ran.
+    """Return the microseconds from the first start to the last end, and the busy microseconds among
+    them.
     """
     if not spans:
         return 0.0, 0.0
@@ -61,7 +61,9 @@ def busy(spans: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def idle_share(path: Path, device: str) -> tuple[float, float, int]:
-    """(share of the time in which nothing ran on the device, milliseconds in all, events)."""
+    """Return (share of the time in which the device was idle, total milliseconds, number of
+    events).
+    """
     found = spans(read_trace(path), ON_HOST if device == "cpu" else ON_DEVICE)
     wall, worked = busy(found)
     return (1 - worked / wall if wall else 1.0), wall / 1000, len(found)

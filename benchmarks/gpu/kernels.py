@@ -1,5 +1,5 @@
-"""Part `kernels`: where a decode step's time goes, kernel by kernel, beside the floors of what it
-must read.
+"""Part `kernels`: the time of a decode step by kernel, compared with the lower bounds by memory
+traffic.
 """
 
 import gzip
@@ -15,8 +15,8 @@ from benchmarks.gpu.scale import Scale
 from benchmarks.roofline import Rates, Shape
 
 STEPS = 30  # under the profiler
-SHOWN = 14  # kernels of a batch that have a row
-# A kernel's group by a word in its name; the first that fits. Products are also the vendor's.
+SHOWN = 14  # kernels per batch size that get a row
+# A kernel's group by the first word that its name contains. Products may be the vendor's.
 GROUPS = (
     ("attention", ("attention_kernel",)),
     ("draw", ("_reduce_kernel", "_finish_kernel", "_filter", "_copy_kernel")),
@@ -27,7 +27,7 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel in an average step: how often it is launched, and microseconds of all of these."""
+    """A kernel in an average step: number of launches, and microseconds of all of them."""
 
     name: str
     count: float
@@ -37,7 +37,7 @@ class KernelTime:
 def times_of(
     events: Iterable[Mapping[str, Any]], steps: int, kinds: frozenset[str]
 ) -> list[KernelTime]:
-    """Kernels by name, those that take the most first."""
+    """Return the kernels by name, slowest first."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event.get("cat") in kinds and "dur" in event:
@@ -47,14 +47,14 @@ def times_of(
 
 
 def group_of(name: str) -> str:
-    """What a kernel is for, as far as its name says it."""
+    """Return a kernel's purpose, as far as its name shows it."""
     return next((group for group, words in GROUPS if any(word in name for word in words)), "others")
 
 
 def floors_of(
     shape: Shape, scale: Scale, batch: int, context: float, rates: Rates
 ) -> dict[str, float]:
-    """Microseconds that a group takes at the least in a step: bytes over the measured bandwidth.
+    """Return each group's minimum microseconds per step: bytes over the measured bandwidth.
 
     `context` counts the tokens of all sequences together.
     """
@@ -64,7 +64,7 @@ def floors_of(
 
 
 def measure_kernels(run: Any) -> None:
-    """Trace steady decodes at each batch size; `run` is a `parts.Run`."""
+    """Trace steady decodes at each batch size. `run` is a `parts.Run`."""
     scale, rates = run.scale, run.rates()
     part = Part(run.out, "kernels")
     shape = run.shape(scale.small)
@@ -91,8 +91,8 @@ def add_rows(
     kinds: frozenset[str],
     floors: Mapping[str, float],
 ) -> None:
-    """A step's launches and gaps, each group beside its floor, and the kernels that take the
-    most.
+    """Add rows for a step's launches and gaps, for each group with its lower bound, and for the
+    slowest kernels.
     """
     times = times_of(events, steps, kinds)
     wall, worked = idle.busy(idle.spans(events, kinds))

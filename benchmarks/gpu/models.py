@@ -1,5 +1,5 @@
-"""Model folders of real shapes with random weights, made on the device: nothing has to travel to a
-card's machine.
+"""Model folders of real shapes with random weights, made on the device, so that no files need
+copying to it.
 """
 
 import json
@@ -21,12 +21,12 @@ SHARD_BYTES = 4 << 30
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
-    """Bytes of a model's weights."""
+    """Return the bytes of a model's weights."""
     return num_bytes(param_table(spec_from_config(config)), getattr(torch, config["torch_dtype"]))
 
 
 def random_model(folder: Path, config: dict[str, Any], device: str, seed: int = 0) -> Path:
-    """Write a model of normal weights into `folder` unless it is there; returns the folder."""
+    """Write a model of normal weights into `folder` unless it exists, and return the folder."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def random_model(folder: Path, config: dict[str, Any], device: str, seed: int = 
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": metadata, "weight_map": index})
     )
-    # last: it says that all is there
+    # written last: it marks the folder as complete
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder
 
@@ -49,9 +49,7 @@ def random_model(folder: Path, config: dict[str, Any], device: str, seed: int = 
 def _write_shards(
     folder: Path, config: dict[str, Any], device: str, seed: int
 ) -> Iterator[list[str]]:
-    """Write shards one after the other, so that no more than one is in memory; yields the names in
-    each.
-    """
+    """Write shards one after another, so that only one is in memory. Yield the names in each."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     weights: dict[str, Tensor] = {}

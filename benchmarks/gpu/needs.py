@@ -1,4 +1,4 @@
-"""What the machine has of what a check needs, and what has to be left out where it does not."""
+"""Requirements of a check on this machine, and the stages that are skipped without them."""
 
 import importlib.util
 import os
@@ -34,19 +34,19 @@ STAGES = (
     "transformers",
     "races",
 )
-GRAMMARS = ("llguidance", "msgspec")  # what requests with a grammar need
+GRAMMARS = ("llguidance", "msgspec")  # required by requests with a grammar
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that is needed.
+    """A requirement.
 
     Attributes:
-        what: it is.
-        found: its version or size.
-        problem: None where all is well.
-        skips: stages that go without it.
-        fatal: without it nothing runs.
+        what: Name of the requirement.
+        found: Its version or size.
+        problem: The problem, or None.
+        skips: Stages that are skipped without it.
+        fatal: True if nothing can run without it.
     """
 
     what: str
@@ -57,14 +57,14 @@ class Need:
 
 
 def find(out: Path, models: Path, *, dry_run: bool) -> list[Need]:
-    """Look at this machine."""
+    """Check this machine's requirements."""
     found = [*packages(), *([] if dry_run else device()), compute_sanitizer(dry_run)]
     found += [] if dry_run else [compiler()]
     return [*found, *space(out, models, dry_run)]
 
 
 def packages() -> list[Need]:
-    """The Python packages."""
+    """Check the Python packages."""
     required = dict.fromkeys(
         ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "typer", "rich"), STAGES
     )
@@ -98,7 +98,7 @@ def too_old(name: str, version: str) -> str | None:
 
 
 def device() -> list[Need]:
-    """Driver and card."""
+    """Check the driver and the card."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -131,7 +131,7 @@ def device() -> list[Need]:
 
 
 def compiler() -> Need:
-    """What Triton builds its launchers with, unless it finds them in its cache."""
+    """Check the compiler that Triton builds its launchers with, unless they are cached."""
     path = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     lacks = [
@@ -146,14 +146,14 @@ def compiler() -> Need:
 
 
 def compute_sanitizer(dry_run: bool) -> Need:
-    """NVIDIA's checker of memory accesses; a dry run launches the same kernels without it."""
+    """Check NVIDIA's memory access checker. A dry run launches the same kernels without it."""
     path = shutil.which("compute-sanitizer")
     problem = None if path or dry_run else "compute-sanitizer is not on the PATH"
     return Need("compute-sanitizer", path or "none", problem, ("sanitize", "races"))
 
 
 def space(out: Path, models: Path, dry_run: bool) -> list[Need]:
-    """Disk and memory: the large model is written to a folder and read again."""
+    """Check disk and memory: the large model is written to a folder and read again."""
     needed = weight_bytes(REAL.large) + 2 * GIB
     disk = shutil.disk_usage(existing(models)).free
     memory = psutil.virtual_memory().available
@@ -170,18 +170,18 @@ def space(out: Path, models: Path, dry_run: bool) -> list[Need]:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above that is there."""
+    """Return the nearest existing parent folder."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def skipped(found: list[Need]) -> list[str]:
-    """Stages that are left out."""
+    """Return the skipped stages."""
     without = {stage for need in found if need.problem for stage in need.skips}
     return [stage for stage in STAGES if stage in without]
 
 
 def text(found: list[Need]) -> str:
-    """What is missing first, then what is left out, then all that is there."""
+    """Format the missing requirements, then the skipped stages, then the fulfilled requirements."""
     problems = [need for need in found if need.problem]
     lines = [f"missing: {need.problem}" for need in problems] or ["missing: nothing"]
     lines.append(f"left out: {', '.join(skipped(found)) or 'nothing'}")

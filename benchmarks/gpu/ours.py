@@ -19,8 +19,8 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.types import EngineStats
 
 WARM_STEPS = 10  # decode steps before the timed ones
-BLOCKS = 5  # the timed steps are cut into so many blocks, for their spread
-MOST_STEPS = 2000  # until all prompts are computed
+BLOCKS = 5  # blocks of timed steps, for the spread
+MOST_STEPS = 2000  # steps until all prompts are computed
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Decoded:
     """A steady decode.
 
     Attributes:
-        seconds: of a step, block by block.
-        context: mean of all sequences' tokens together.
-        phases: microseconds of the host in an average step, by phase of the loop.
-        clocks: of the card right after it.
+        seconds: Seconds per step, block by block.
+        context: Mean number of tokens of all sequences together.
+        phases: Host microseconds in an average step, by phase of the loop.
+        clocks: Clocks of the card right afterwards.
     """
 
     seconds: list[float]
@@ -40,12 +40,12 @@ class Decoded:
     clocks: str
 
     def rates(self, batch: int) -> list[float]:
-        """Tokens a second."""
+        """Return tokens per second."""
         return [batch / each for each in self.seconds]
 
 
 def engine_config(scale: Scale, folder: Path, **changes: Any) -> EngineConfig:
-    """The engine as it is measured, but for what is changed."""
+    """Return the measured engine's config with some changes."""
     values: dict[str, Any] = {
         "model_path": str(folder),
         "dtype": scale.dtype,
@@ -65,8 +65,8 @@ def opened(scale: Scale, folder: Path, **changes: Any) -> Iterator[InferenceEngi
 
 
 def warm_up_of(load: Workload, scale: Scale) -> Workload:
-    """The same shapes with other ids and short completions, so that nothing of the timed runs is
-    found in a cache.
+    """Return the same shapes with other ids and short completions, so that the timed runs find
+    nothing cached.
     """
     other = nano_vllm(seed=1)
     prompts = [token for request in other.requests for token in request.prompt]
@@ -81,7 +81,7 @@ def warm_up_of(load: Workload, scale: Scale) -> Workload:
 
 
 def timed(engine: InferenceEngine, load: Workload, scale: Scale, repeats: int) -> list[float]:
-    """Seconds of a workload, after a warm-up, each from an empty prefix cache."""
+    """Return the seconds of a workload's runs after a warm-up, each from an empty prefix cache."""
     run(engine, warm_up_of(load, scale))
     found: list[float] = []
     for _ in range(repeats):
@@ -96,7 +96,7 @@ def timed(engine: InferenceEngine, load: Workload, scale: Scale, repeats: int) -
 def start_decode(
     engine: InferenceEngine, batch: int, scale: Scale, params: dict[str, Any] | None = None
 ) -> None:
-    """Add `batch` sequences and step until every one of them decodes."""
+    """Add `batch` sequences and step until all of them decode."""
     rng = random.Random(batch)
     # never reached: the caller aborts
     most = scale.context + 2 * (scale.steps + WARM_STEPS) + MOST_STEPS
@@ -142,7 +142,7 @@ def decode(
 
 
 def phases_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Microseconds of the host in an average step since `before`, by phase."""
+    """Return the host's microseconds in an average step since `before`, by phase."""
     steps = after.num_steps - before.num_steps
     old = before.step_microseconds
     return {
@@ -152,7 +152,7 @@ def phases_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 
 def decode_bound(shape: Shape, rates: Rates, batch: int, context: float) -> float:
-    """Seconds of a decode step at the least: its bytes or its operations, whichever takes
+    """Return the minimum seconds of a decode step: its bytes or its operations, whichever takes
     longer.
     """
     reading = (shape.weights + context * shape.kv) / rates.read

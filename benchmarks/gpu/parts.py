@@ -1,5 +1,5 @@
-"""The parts of the benchmarks: each opens what it needs, measures, and writes its figures as they
-come.
+"""The parts of the benchmarks. Each part opens its engines, measures, and writes its figures
+immediately.
 """
 
 import gc
@@ -37,14 +37,13 @@ STATIC_BATCH = 64
 
 @dataclass(frozen=True)
 class Run:
-    """What all parts need to know.
+    """State shared by all parts.
 
     Attributes:
-        scale: sizes.
-        out: folder of the figures.
-        models: folder of the random models.
-        seconds: what the part may take; it does not begin what it cannot finish, as far as that can
-            be told.
+        scale: Sizes of the measurements.
+        out: Folder of the figures.
+        models: Folder of the random models.
+        seconds: Time limit of the part. It starts no measurement that would foreseeably exceed it.
     """
 
     scale: Scale
@@ -65,7 +64,7 @@ class Run:
         return self.scale.fit(nano_vllm())
 
     def rates(self) -> Rates:
-        """As an earlier part measured them in this run, or measured now."""
+        """Return the rates that an earlier part of this run measured, or measure them now."""
         if not runs_of(self.out, RATES):
             measure_rates(self)
         found = runs_of(self.out, RATES)
@@ -76,7 +75,7 @@ class Run:
 
 
 def attempt(part: Part, name: str, measure: Callable[[], None]) -> None:
-    """Measure; what fails is noted, and the rest goes on."""
+    """Run a measurement. Record a failure and continue."""
     try:
         measure()
     except Exception as error:
@@ -87,7 +86,7 @@ def attempt(part: Part, name: str, measure: Callable[[], None]) -> None:
 
 
 def measure_rates(run: Run) -> None:
-    """Bandwidth and arithmetic of the card."""
+    """Measure bandwidth and arithmetic of the card."""
     scale, part = run.scale, Part(run.out, RATES)
     found = card.measure_rates(scale.device, scale.copy_bytes, scale.matrix, max(3, scale.repeats))
     part.add("copy", [each / 1e9 for each in found["copy"]], "GB/s", note="read and written")
@@ -101,8 +100,8 @@ def measure_rates(run: Run) -> None:
 
 
 def measure_engine(run: Run) -> None:
-    """Start-up, steady decode, idle share, the nano-vllm workload, the draw, W1 to W6: the engine
-    as it is.
+    """Measure the default engine: start-up, steady decode, idle share, the nano-vllm workload, the
+    draw, W1 to W6.
     """
     scale, part, folder, rates = run.scale, Part(run.out, "engine"), run.small(), run.rates()
     began = time.perf_counter()
@@ -171,7 +170,7 @@ def sampling_of(tokens: int) -> Any:
 def decoded(
     part: Part, engine: InferenceEngine, batch: int, run: Run, shape: Shape, rates: Rates
 ) -> None:
-    """A steady decode and its share of the roofline."""
+    """Measure a steady decode and its share of the roofline."""
     found = ours.decode(engine, batch, run.scale)
     bound = ours.decode_bound(shape, rates, batch, found.context)
     part.add(
@@ -196,7 +195,7 @@ def decoded(
 
 
 def nano(part: Part, engine: InferenceEngine, run: Run, shape: Shape, rates: Rates) -> None:
-    """The nano-vllm workload and its share of the roofline of all its steps."""
+    """Measure the nano-vllm workload and its share of the roofline of all its steps."""
     load = run.nano()
     seconds = ours.timed(engine, load, run.scale, run.scale.repeats)
     bound = bound_of(steps_of(load, shape), rates)
@@ -209,9 +208,7 @@ def nano(part: Part, engine: InferenceEngine, run: Run, shape: Shape, rates: Rat
 
 
 def traced(part: Part, engine: InferenceEngine, batch: int, run: Run) -> None:
-    """The share of a steady decode in which nothing runs on the device, and the trace that shows
-    it.
-    """
+    """Measure the idle share of the device in a steady decode, with a trace as evidence."""
     steps = min(50, run.scale.steps)
     for size in sorted({1, batch}):
         path = idle.trace_decode(
@@ -230,7 +227,7 @@ def traced(part: Part, engine: InferenceEngine, batch: int, run: Run) -> None:
 
 
 def drawn(part: Part, engine: InferenceEngine, rows: int, run: Run, rates: Rates) -> None:
-    """The draw on its own, and a bound of what logprobs cost."""
+    """Measure the draw without the rest of a step, and bound the cost of logprobs."""
     found = head.measure(engine, rows, run.scale, rates.read)
     for name, seconds in found.items():
         part.add(f"{name}, {rows} rows", [each * 1e3 for each in seconds], "ms")
@@ -251,7 +248,7 @@ def drawn(part: Part, engine: InferenceEngine, rows: int, run: Run, rates: Rates
 def trunks(
     part: Part, engine: InferenceEngine, rows: int, run: Run, shape: Shape, rates: Rates
 ) -> None:
-    """Captured trunks of few rows, both ways."""
+    """Measure captured trunks of few rows with both sets of kernels."""
     found = few_rows.measure(engine, rows, run.scale)
     weights = shape.layers // 2 * getattr(torch, run.scale.dtype).itemsize
     bound = (weights + rows * run.scale.context * shape.kv) / rates.read * 1e6
@@ -265,7 +262,7 @@ def trunks(
 
 
 def asked(part: Part, engine: InferenceEngine, options: dict[str, Any], run: Run) -> None:
-    """A steady decode that asks for more, beside the plain one."""
+    """Measure a steady decode that requests more outputs, and a plain one for comparison."""
     batch = run.scale.batches[-1]
     found = ours.decode(engine, batch, run.scale, options)
     plain = median_of(run.out, part.name, f"decode, batch {batch}") or math.nan
@@ -278,7 +275,7 @@ def asked(part: Part, engine: InferenceEngine, options: dict[str, Any], run: Run
 def base(
     part: Part, engine: InferenceEngine, name: str, run: Run, shape: Shape, rates: Rates
 ) -> None:
-    """One of W1 to W6 and its share of its roofline."""
+    """Measure one of W1 to W6 and its share of the roofline."""
     load = run.scale.fit(workload(name))
     seconds = ours.timed(engine, load, run.scale, run.scale.repeats)
     counted, unit = (
@@ -296,7 +293,7 @@ def base(
 
 
 def measure_variants(run: Run) -> None:
-    """The nano-vllm workload and decode with one option changed at a time."""
+    """Measure the nano-vllm workload and decode with one option changed at a time."""
     scale, part, folder = run.scale, Part(run.out, "variants"), run.small()
     variants: dict[str, dict[str, Any]] = {
         "batch_invariant": {"batch_invariant": True},
@@ -327,7 +324,7 @@ def varied(part: Part, name: str, changes: dict[str, Any], folder: Path, run: Ru
 
 
 def measure_large(run: Run) -> None:
-    """The shape of Qwen3-8B: start-up and steady decode."""
+    """Measure start-up and steady decode at the shape of Qwen3-8B."""
     scale, part, rates = run.scale, Part(run.out, "large"), run.rates()
     began = time.perf_counter()
     folder = run.large()
@@ -346,7 +343,7 @@ def measure_large(run: Run) -> None:
 
 
 def measure_loop(run: Run) -> None:
-    """The plain torch loop: steady decodes and the nano-vllm workload."""
+    """Measure the plain torch loop on steady decodes and the nano-vllm workload."""
     part = Part(run.out, "torch-loop")
     scale, folder, load = run.scale, run.small(), run.nano()
     for batch in scale.batches:
@@ -356,7 +353,7 @@ def measure_loop(run: Run) -> None:
             lambda b=batch: loop_decode(part, folder, b, scale),
         )
         card.release(scale.device)
-    # Batches of like lengths, which it could not know beforehand: to its advantage.
+    # Batches of similar lengths, which the loop could not know beforehand: an advantage for it.
     requests = sorted(load.requests, key=lambda request: request.max_tokens)
     size = min(LOOP_BATCH, len(requests))
     groups = [requests[i : i + size] for i in range(0, len(requests), size)]
@@ -408,8 +405,8 @@ def loop_decode(part: Part, folder: Path, batch: int, scale: Scale) -> None:
 
 
 def measure_transformers(run: Run) -> None:
-    """`transformers`: continuous batching on the nano-vllm workload, and a static cache on W1 and
-    W2's shapes.
+    """Measure `transformers`: continuous batching on the nano-vllm workload, a static cache on the
+    shapes of W1 and W2.
     """
     scale, part, load = run.scale, Part(run.out, "transformers"), run.nano()
     began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Part `pdl`: what programmatic dependent launch would gain for a chain of products of one row.
+"""Part `pdl`: the gain of programmatic dependent launch for a chain of one-row products.
 
-A kernel that is launched so begins while the one before still runs: it asks for its tile of the
-weight, which nobody writes, and waits for the other kernel only before it reads x. The kernels here
-are those of `ops/cuda/few_rows.py` without norm and gate; no kernel of the engine is launched so
+A kernel launched this way starts while its predecessor still runs. It loads its tile of the weight,
+which is constant, and waits for the predecessor only before it reads x. The kernels here are those
+of `ops/cuda/few_rows.py` without norm and gate. The engine does not launch its kernels this way
 yet.
 """
 
@@ -24,9 +24,9 @@ from nano_inference.device.queues import queue_of
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Run
 
-LAUNCHES = 112  # of a chain: four products in each of 28 layers
+LAUNCHES = 112  # products per chain: four in each of 28 layers
 CALLS = 20
-BLOCK = 128  # of k, at once
+BLOCK = 128  # elements of k per iteration
 
 
 @triton.jit
@@ -54,13 +54,13 @@ def _row_product_kernel(
 
 
 def chain(x: Tensor, weights: Tensor, columns: int, *, overlaps: bool) -> Tensor:
-    """The last of so many products, each of which reads what the one before wrote.
+    """Return the last of a chain of products, each of which reads the previous result.
 
     Args:
-        x: [K].
-        weights: [launches, K, K]; K is a multiple of `columns` and of `BLOCK`.
-        columns: rows of a weight that a program multiplies.
-        overlaps: launch each kernel before the one before has ended.
+        x: Input [K].
+        weights: Weights [launches, K, K]. K is a multiple of `columns` and of `BLOCK`.
+        columns: Rows of a weight that a program multiplies.
+        overlaps: True to launch each kernel before its predecessor has ended.
     """
     places = torch.empty((2, len(x)), dtype=x.dtype, device=x.device)
     options = {"launch_pdl": True} if overlaps else {}
@@ -75,7 +75,7 @@ def chain(x: Tensor, weights: Tensor, columns: int, *, overlaps: bool) -> Tensor
 
 @torch.inference_mode()
 def measure_pdl(run: "Run") -> None:
-    """Chains at two widths, plain and overlapping, captured."""
+    """Measure captured chains at two widths, plain and overlapping."""
     scale, part, rates = run.scale, Part(run.out, "pdl"), run.rates()
     device = torch.device(scale.device)
     on_card = device.type == "cuda"

@@ -1,12 +1,12 @@
-"""What others have published of the same workload (Qwen3-0.6B, 133,966 output tokens). Not measured
-here.
+"""Published figures for the same workload (Qwen3-0.6B, 133,966 output tokens). They are not
+measured here.
 """
 
 from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """One figure and where it stands."""
+    """One figure and its source."""
 
     engine: str
     card: str

@@ -1,6 +1,4 @@
-"""What the parts of a check found: a file for each, written after every row, and all of them as one
-report.
-"""
+"""Results of a check: a file per part, written after every row, and one combined report."""
 
 import json
 from collections.abc import Iterable
@@ -15,9 +13,7 @@ MOST_STACK = 4000  # characters of an exception's stack
 
 
 class Part:
-    """One part's rows. What was measured before something fails or takes too long is on the
-    disk.
-    """
+    """Rows of one part. They are on disk even if a later measurement fails or takes too long."""
 
     def __init__(self, out: Path, name: str) -> None:
         self.name = name
@@ -37,7 +33,7 @@ class Part:
         at_most: float | None = None,
         **more: Any,
     ) -> float:
-        """Add a figure, maybe with its target; returns its median."""
+        """Add a figure, optionally with its target, and return its median."""
         figure = spread(runs)
         row: Row = {
             "part": self.name,
@@ -54,7 +50,9 @@ class Part:
         return figure["median"]
 
     def fail(self, name: str, problem: str, stack: str = "") -> None:
-        """Note what could not be measured, and why; `stack` is the end of the exception's."""
+        """Record a failed measurement and its reason. `stack` is the end of the exception's
+        traceback.
+        """
         row = {"part": self.name, "name": name, "problem": problem[:500]}
         self._write(row | ({"stack": stack[-MOST_STACK:]} if stack else {}))
 
@@ -67,18 +65,18 @@ class Part:
 
 
 def ratio(ours: float, whole: float) -> float:
-    """A share; 0 where there is nothing to divide by."""
+    """Return a share, or 0 if the divisor is 0."""
     return ours / whole if whole else 0.0
 
 
 def rows_of(out: Path) -> list[Row]:
-    """All rows on the disk, part by part as they were written."""
+    """Return all rows on disk, part by part in the order of writing."""
     files = sorted((out / PARTS).glob("*.json"), key=lambda path: path.stat().st_mtime)
     return [row for file in files for row in json.loads(file.read_text())]
 
 
 def median_of(out: Path, part: str, name: str) -> float | None:
-    """The median of a figure that an earlier part wrote; None where it did not."""
+    """Return the median of an earlier part's figure, or None if it is missing."""
     found = [
         row
         for row in rows_of(out)
@@ -88,7 +86,7 @@ def median_of(out: Path, part: str, name: str) -> float | None:
 
 
 def runs_of(out: Path, part: str) -> dict[str, list[float]]:
-    """The runs of every figure of a part by name."""
+    """Return the runs of every figure of a part by name."""
     return {
         row["name"]: row["figure"]["runs"]
         for row in rows_of(out)
@@ -97,7 +95,7 @@ def runs_of(out: Path, part: str) -> dict[str, list[float]]:
 
 
 def write_report(out: Path, described: dict[str, Any], stages: list[dict[str, Any]]) -> Path:
-    """OUT/gpu.json, and its tables on the terminal."""
+    """Write OUT/gpu.json and print its tables."""
     rows = rows_of(out)
     published = [each._asdict() for each in PUBLISHED]
     report = {
@@ -114,7 +112,7 @@ def write_report(out: Path, described: dict[str, Any], stages: list[dict[str, An
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """A report as text: one line a figure, with its extremes and its target."""
+    """Format a report as text: one line per figure, with its extremes and its target."""
     lines = ["", *(f"{key}: {value}" for key, value in report["machine"].items()), "", "stages"]
     for stage in report["stages"]:
         lines.append(

@@ -1,7 +1,8 @@
-"""Part `rl`: what a training loop asks of an engine beside tokens, in seconds and peak memory.
+"""Part `rl`: the engine operations of a training loop in addition to tokens, in seconds and peak
+memory.
 
-All weights from tensors of the same card, sleep and wake with the graphs captured again, and one
-step of a `PolicyModel`: forward, backward, publish.
+Measured are an update of all weights from tensors on the same card, sleep and wake with recaptured
+graphs, and one step of a `PolicyModel`: forward, backward, publish.
 """
 
 import gc
@@ -27,13 +28,15 @@ TOKENS = 128
 
 
 class Timer:
-    """Seconds and peak memory of one thing after the other."""
+    """Measures seconds and peak memory of consecutive operations."""
 
     def __init__(self, part: Part, device: str) -> None:
         self._part, self._device = part, device
 
     def __call__(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run it and add a row. Returns what it returns; None where it fails, which is noted."""
+        """Run an operation and add a row. Return its result, or None after recording
+        its failure.
+        """
         gc.collect()
         card.release(self._device)
         if self._device != "cpu":
@@ -56,7 +59,7 @@ class Timer:
 
 
 def measure_rl(run: "Run") -> None:
-    """The engine's half first, then the trainer's beside it."""
+    """Measure the engine first, then the trainer on the same card."""
     scale, part = run.scale, Part(run.out, "rl")
     timer, tokens = Timer(part, scale.device), max(2, TOKENS // scale.shrink)
     prompts = [[1 + i, 2, 3] for i in range(min(PROMPTS, scale.requests))]
@@ -82,7 +85,7 @@ def measure_rl(run: "Run") -> None:
 
 
 def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
-    """A model's tensors, on the device."""
+    """Return a model's tensors on the device."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file, device=device)
@@ -90,7 +93,7 @@ def weights_of(folder: Path, device: str) -> dict[str, Tensor]:
 
 
 def train(timer: Timer, engine: InferenceEngine, samples: Any) -> None:
-    """One step of a policy on the samples that the engine drew."""
+    """Train a policy for one step on the samples that the engine drew."""
     from nano_inference.rl import PolicyModel
 
     policy = timer("PolicyModel built", lambda: PolicyModel(engine))

@@ -1,6 +1,4 @@
-"""How large the measurements are: as they are meant on a card, or so small that an interpreter on a
-CPU runs them.
-"""
+"""Sizes of the measurements: full size on a card, or small enough for an interpreter on a CPU."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,21 +28,21 @@ TINY = QWEN_CONFIG | {
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of everything that is measured.
+    """Sizes of all measurements.
 
     Attributes:
-        device, dtype: of the engine and of its peers.
-        small, large: config.json of the two models.
-        shrink: lengths of workloads are divided by it.
-        requests: of a workload at most.
-        batches, large_batches: sequences of the steady decodes.
-        context: tokens of each before they are timed.
-        steps: timed steps of a decode.
-        repeats: timed runs.
-        copy_bytes: of the copy that bandwidth is measured with.
-        matrix: rows and columns of the product that arithmetic is measured with.
-        options: of the engine.
-        continuous: options of transformers' continuous batching.
+        device, dtype: Device and dtype of the engine and its peers.
+        small, large: The config.json of the two models.
+        shrink: Divisor of the workloads' lengths.
+        requests: Limit on the requests of a workload.
+        batches, large_batches: Numbers of sequences of the steady decodes.
+        context: Tokens of each sequence before the timed steps.
+        steps: Timed steps of a decode.
+        repeats: Timed runs.
+        copy_bytes: Bytes of the copy that measures bandwidth.
+        matrix: Rows and columns of the product that measures arithmetic.
+        options: Options of the engine.
+        continuous: Options of transformers' continuous batching.
     """
 
     device: str
@@ -64,7 +62,7 @@ class Scale:
     continuous: dict[str, Any]
 
     def fit(self, load: Workload) -> Workload:
-        """A workload at this scale."""
+        """Return a workload at this scale."""
         vocab = self.small["vocab_size"]
 
         def smaller(request: Request) -> Request:
@@ -96,7 +94,7 @@ REAL = Scale(
     options={"max_model_len": 4352, "gpu_memory_utilization": 0.9},
     continuous={},
 )
-# Triton's interpreter takes a millisecond for each element of a grid.
+# Triton's interpreter takes a millisecond per element of a grid.
 TOY = Scale(
     device="cpu",
     dtype="float32",

@@ -1,7 +1,8 @@
-"""Part `sweep`: the constants of the fast kernels, one at a time and where they matter together.
+"""Part `sweep`: the constants of the fast kernels, varied one at a time, and together if they
+interact.
 
-Fast mode only, whose bits nobody is promised. Constants of `batch_invariant` are part of the
-arithmetic: they are changed with `VERSION`, never by a measurement alone.
+Only fast mode is swept, because its bits are not guaranteed. Constants of `batch_invariant` are
+part of the arithmetic: they change with `VERSION`, never by a measurement alone.
 """
 
 import contextlib
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 REPEATS, CALLS = 3, 10
 BLOCK_SIZE = 16
-BEST = 3  # settings of a case that have a row, with the one that the engine has
+BEST = 3  # settings per case that get a row, including the engine's
 
 
-# Applies a setting; within it the function runs what is timed.
+# Applies a setting. Within its context, the yielded function runs the timed code.
 Opened = Callable[[], contextlib.AbstractContextManager[Callable[[], Any]]]
 
 
@@ -52,7 +53,7 @@ class _Tuned(attention.Attention):
 
 
 class Sweep:
-    """Times settings of a case, and keeps the best."""
+    """Times the settings of a case and keeps the best."""
 
     def __init__(self, run: "Run", part: Part) -> None:
         self.device, self.part = torch.device(run.scale.device), part
@@ -65,7 +66,7 @@ class Sweep:
         name: str,
         settings: Mapping[str, Opened],
     ) -> None:
-        """Time each setting by its captured run; the first is the engine's."""
+        """Time each setting by its captured run. The first setting is the engine's."""
         found: dict[str, list[float]] = {}
         for label, opened in settings.items():
             if time.monotonic() > self.end and found:
@@ -78,7 +79,7 @@ class Sweep:
                         graph.replay, self.device.type, REPEATS, CALLS if self.on_card else 1
                     )
                     found[label] = [each * 1e6 for each in seconds]
-            except Exception as error:  # a setting that does not fit is a result
+            except Exception as error:  # a setting that does not fit is a result too
                 print(f"  {name}, {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         ranked = sorted(found, key=lambda label: statistics.median(found[label]))
         own = next(iter(settings))
@@ -90,7 +91,7 @@ class Sweep:
 
 @torch.inference_mode()
 def measure_sweep(run: "Run") -> None:
-    """Decode attention, products of few rows, the draw."""
+    """Sweep decode attention, products of few rows, and the draw."""
     sweep = Sweep(run, Part(run.out, "sweep"))
     for rows, context in (
         ((1, 1024), (1, 8192), (1, 32_768), (256, 1024)) if sweep.on_card else ((1, 20),)
@@ -103,7 +104,7 @@ def measure_sweep(run: "Run") -> None:
 
 
 def decode_attention(sweep: Sweep, run: "Run", rows: int, context: int) -> None:
-    """KEY_TILE, warps, buffers, SPLIT and programs a processor."""
+    """Sweep KEY_TILE, warps, buffers, SPLIT and programs per processor."""
     spec, dtype = spec_from_config(run.scale.small), getattr(torch, run.scale.dtype)
     blocks = -(-context // BLOCK_SIZE)
     storage = KVStorage(spec, rows * blocks, BLOCK_SIZE, dtype, sweep.device)
@@ -141,11 +142,11 @@ def decode_attention(sweep: Sweep, run: "Run", rows: int, context: int) -> None:
 
 
 def products(sweep: Sweep, run: "Run", rows: int) -> None:
-    """PROGRAMS, VECTOR_TILE and VECTOR_ROWS, in the products of a layer."""
+    """Sweep PROGRAMS, VECTOR_TILE and VECTOR_ROWS in the products of a layer."""
     spec, dtype = spec_from_config(run.scale.small), getattr(torch, run.scale.dtype)
     hidden, inner = spec.hidden_size, run.scale.small["intermediate_size"]
     norm = Norm(torch.ones(hidden, device=sweep.device, dtype=dtype), 1e-6, 0.0, dtype)
-    layers = 8 if sweep.on_card else 1  # other weights each: none is found in the second cache
+    layers = 8 if sweep.on_card else 1  # different weights, so that none is in the L2 cache
     up = torch.randn(layers, 2 * inner, hidden, device=sweep.device).to(dtype)
     down = torch.randn(layers, hidden, inner, device=sweep.device).to(dtype)
     stream = torch.randn(rows, hidden, device=sweep.device)
@@ -175,7 +176,7 @@ def products(sweep: Sweep, run: "Run", rows: int) -> None:
 
 
 def draws(sweep: Sweep, run: "Run", rows: int) -> None:
-    """BLOCK: logits of a program."""
+    """Sweep BLOCK, the logits per program."""
     logits = torch.randn(rows, run.scale.small["vocab_size"], device=sweep.device)
     batch = batch_of(rows, run.scale.device)
 

@@ -1,10 +1,10 @@
-"""A peer: a decoding loop in plain torch with CUDA graphs, about what an engineer writes in an
+"""A peer: a decoding loop in plain torch with CUDA graphs, as an engineer might write in an
 afternoon.
 
-A static cache [batch, longest], torch's scaled_dot_product_attention, every decode step replayed
-from a graph (one for each bucket of lengths, so that short contexts read little), sampling inside
-of the graph. No paging, no scheduler, no prefix cache, no logprobs; a batch runs until its longest
-sequence is done. Llama and Qwen3 shapes.
+It has a static cache [batch, longest] and torch's scaled_dot_product_attention. Every decode step
+replays a graph, which includes sampling. There is one graph per bucket of lengths, so that short
+contexts read little. It has no paging, scheduler, prefix cache or logprobs. A batch runs until its
+longest sequence is done. It supports Llama and Qwen3 shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from torch.nn import functional
 from nano_inference.checkpoints.loading import load_spec
 
 BUCKET = 256  # positions
-PREFILL_ROWS = 8192  # rows in one product of the prefill
+PREFILL_ROWS = 8192  # rows per product in the prefill
 
 
 class TorchLoop:
-    """A model with room for `batch` sequences of `longest` tokens."""
+    """A model with space for `batch` sequences of `longest` tokens."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TorchLoop:
         self.dtype = dtype
         self._make_cache()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        # of the tokens in `tokens`
+        # position of each token in `tokens`
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.ropes[0].theta, device)
@@ -96,16 +96,14 @@ class TorchLoop:
 
     @torch.inference_mode()
     def decode(self, steps: int, longest: int) -> None:
-        """Draw `steps` tokens of every sequence, of which the longest context has `longest` tokens
-        now.
-        """
+        """Draw `steps` tokens of every sequence. The longest context has `longest` tokens now."""
         for i in range(steps):
             self._step_for(longest + i + 1)()
 
     @torch.inference_mode()
     def capture_all(self, longest: int) -> None:
-        """Make every graph that contexts of up to `longest` tokens need, so that none is made while
-        it is timed.
+        """Capture every graph for contexts of up to `longest` tokens, so that no
+        capture is timed.
         """
         self.positions.zero_()
         for reach in range(BUCKET, longest + BUCKET, BUCKET):
@@ -130,17 +128,19 @@ class TorchLoop:
         self.positions.add_(1).clamp_(max=self.longest - 1)
 
     def _store_prompts(self, i: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Keep keys and values [B, T, heads, D] of a layer, from sequence `start` on."""
+        """Store keys and values [B, T, heads, D] of a layer, starting at sequence `start`."""
         places = slice(start, start + len(k))
         self.keys[i, places, :, : k.shape[1]] = k.transpose(1, 2)
         self.values[i, places, :, : v.shape[1]] = v.transpose(1, 2)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Keep the newest key and value of each sequence, and attend to all that `mask` shows."""
+        """Store the newest key and value of each sequence, and attend to all positions
+        in `mask`.
+        """
         spec, reach = self.spec, mask.shape[-1]
         self.keys[i, self.rows, :, self.positions] = k[:, 0]
         self.values[i, self.rows, :, self.positions] = v[:, 0]
-        # Query heads of a key head stand as rows of it: no key is copied.
+        # Query heads of a key head are rows of its product, so no key is copied.
         group = spec.num_heads // spec.num_kv_heads
         grouped = q.view(self.batch, spec.num_kv_heads, group, spec.head_dim)
         keys, values = self.keys[i, :, :, :reach], self.values[i, :, :, :reach]
@@ -174,7 +174,7 @@ class TorchLoop:
 
 
 def _layer(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """A layer's tensors, with products of the same rows joined."""
+    """Return a layer's tensors, with products of the same rows fused."""
 
     def named(name: str) -> Tensor:
         return weights.pop(f"{prefix}{name}.weight")
@@ -204,7 +204,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def captured(step: Callable[[], None], device: str) -> Callable[[], None]:
-    """A step as a CUDA graph; on a CPU the step itself."""
+    """Return a step as a CUDA graph. On a CPU, return the step itself."""
     if device == "cpu":
         return step
     side = torch.cuda.Stream()

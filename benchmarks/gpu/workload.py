@@ -1,5 +1,5 @@
-"""The workload of nano-vllm's `bench.py`, draw for draw: 256 requests of random ids, 100 to 1,024
-tokens in and out.
+"""The exact workload of nano-vllm's `bench.py`: 256 requests of random ids, 100 to 1,024 tokens in
+and out.
 
 Source: https://github.com/GeeeekExplorer/nano-vllm/blob/main/bench.py
 """
@@ -15,10 +15,10 @@ NAME = "nano-vllm"
 
 
 def nano_vllm(seed: int = 0) -> Workload:
-    """The workload. Seed 0 is the published one; another has the same lengths and other ids, for
-    warm-up.
+    """Return the workload. Seed 0 is the published one. Another seed gives the same lengths and
+    other ids, for warm-up.
     """
-    rng = random.Random(0)  # what the module's functions draw after `seed(0)`
+    rng = random.Random(0)  # draws of the `random` module after `seed(0)`
     # A prompt's length is drawn before its ids, and all prompts before all lengths of completions.
     prompts = [
         tuple(rng.randint(0, HIGHEST_ID) for _ in range(rng.randint(SHORTEST, LONGEST)))

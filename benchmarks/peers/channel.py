@@ -1,5 +1,5 @@
-"""The worker's end of a conversation in JSON lines. Standard library only: it runs in the peers'
-own environments.
+"""The worker's side of an exchange in JSON lines. It uses only the standard library because it runs
+in the peers' environments.
 """
 
 import json
@@ -10,9 +10,9 @@ from typing import IO, Any
 
 
 def open_channel() -> IO[str]:
-    """Where answers go: the standard output, which from now on nobody else writes to.
+    """Return the stream for answers: the standard output, which nothing else writes to from now on.
 
-    Call it before anything is imported that prints.
+    Call it before you import anything that prints.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -22,7 +22,7 @@ def open_channel() -> IO[str]:
 def serve(
     answers: IO[str], answer: Callable[[dict[str, Any]], dict[str, Any]], ready: dict[str, Any]
 ) -> None:
-    """Say that the worker is ready, then answer questions until their sender closes."""
+    """Report that the worker is ready, then answer questions until the sender closes."""
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)

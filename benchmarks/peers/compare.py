@@ -1,9 +1,9 @@
-"""Ours against the peers that are installed, in turns: a round times each engine once, and the
-rounds repeat.
+"""Our engine against the installed peers, in turns: a round times each engine once, and rounds
+repeat.
 
-One engine computes at a time; the others are stopped. Of each peer the best of the settings tried
-counts, workload by workload. Peers are not asked for logprobs, ours always returns them. Round k
-uses the ids of variant k, so that no engine finds a prompt of an earlier run.
+One engine computes at a time, and the others are stopped. The best of a peer's settings counts for
+each workload. Peers are not asked for logprobs, but ours always returns them. Round k uses the ids
+of variant k, so no engine finds a prompt of an earlier run cached.
 """
 
 import json
@@ -26,7 +26,7 @@ from benchmarks.workloads import warm_up, workload
 
 OURS = "nano-inference"
 PEERS = ("vllm", "llama.cpp", "transformers")
-# what ours is told beside the options, by setting
+# additional options of our engine, by setting
 OURS_SETTINGS: dict[str, dict[str, Any]] = {"default": {}}
 ONE_STREAM = {"max_batch_size": 8, "max_model_len": 1024, "kv_cache_memory": 1 << 30}
 OURS_DRAFTS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ OURS_DRAFTS: dict[str, dict[str, Any]] = {
     "suffix, its own weights in int4": ONE_STREAM
     | {"speculation": "suffix", "draft_model": "self", "draft_quantization": "int4"},
 }
-FIRST_TOKEN_VARIANT = 500  # the run for the first token alone has ids of its own
+FIRST_TOKEN_VARIANT = 500  # the separate run for the first token has its own ids
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "workload": lambda row: row["workload"],
     "engine": lambda row: row["engine"],
@@ -53,15 +53,15 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 @dataclass
 class Entrant:
-    """An engine in one setting, and its times on the workload that is being run."""
+    """An engine in one setting, and its times on the current workload."""
 
     engine: Engine
     whole: Stopwatch = field(default_factory=Stopwatch)
     first: Stopwatch = field(default_factory=Stopwatch)
     memory: int = 0
     peak: int = 0
-    cpu: list[float] = field(default_factory=list[float])  # seconds of its processes
-    others: list[float] = field(default_factory=list[float])  # cores busy while all engines stood
+    cpu: list[float] = field(default_factory=list[float])  # CPU seconds of its processes
+    others: list[float] = field(default_factory=list[float])  # busy cores, all engines stopped
 
     @property
     def label(self) -> str:
@@ -102,12 +102,12 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engines take part. Empty settings: the default one of each workload.
+    """The engines that take part. Empty settings: the default one of each workload.
 
     Attributes:
-        engines: names, of "nano-inference", "vllm", "llama.cpp", "transformers".
-        vllm, llama, transformers: settings by name; a name that is not known is an error.
-        limit: seconds; an engine that took longer in one round is left out of the rest.
+        engines: Names from "nano-inference", "vllm", "llama.cpp", "transformers".
+        vllm, llama, transformers: Names of settings. An unknown name is an error.
+        limit: Seconds. An engine that takes longer in a round skips the remaining rounds.
     """
 
     engines: tuple[str, ...] = (OURS, "vllm", "llama.cpp")
@@ -119,8 +119,8 @@ class Choice:
 
 
 def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[Row]:
-    """All workloads. Where several settings of a peer are asked for, one pass for each: two vLLMs
-    fill the memory.
+    """Measure all workloads, with one pass per requested peer setting, because two vLLM processes
+    would fill the memory.
     """
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     rows: list[Row] = []
@@ -145,7 +145,9 @@ def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[
 
 
 def wanted(name: str, choice: Choice, number: int) -> list[tuple[str, str]]:
-    """(engine, setting) pairs for a workload in a pass. Ours takes part in the first one."""
+    """Return (engine, setting) pairs for a workload in a pass. Our engine takes part in the first
+    pass.
+    """
     pairs = [(OURS, "default")] if OURS in choice.engines and number == 0 else []
     for peer, asked, table in (
         ("vllm", choice.vllm, vllm_cpu),
@@ -165,8 +167,8 @@ def opened(
     loaded: dict[tuple[str, str], Engine | None],
     running: ExitStack,
 ) -> Engine | None:
-    """The engine, started when it is first asked for; None, with a line that says why, where it
-    cannot be had.
+    """Return the engine, started at its first use. If it is unavailable, print the reason and
+    return None.
     """
     if key not in loaded:
         loaded[key] = started(key, lambda: start(*key, options, cache), cache, running)
@@ -176,8 +178,8 @@ def opened(
 def started(
     key: tuple[str, str], begin: Callable[[], Engine], cache: Path, running: ExitStack
 ) -> Engine | None:
-    """What `begin` starts, stopped with `running`; None, with a line that says why, where it cannot
-    be had.
+    """Start an engine with `begin`; `running` stops it. If it is unavailable, print the reason and
+    return None.
     """
     name, setting = key
     try:
@@ -207,14 +209,14 @@ def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
 
 
 def ours(setting: str, options: Options, changes: Mapping[str, Any], log: Path) -> Worker:
-    """This engine in a process of its own. Raises `PeerFailed`."""
+    """Start this engine in a separate process. Raises `PeerFailed`."""
     command = [sys.executable, "-m", "benchmarks.peers.ours_worker"]
     command += [json.dumps(options.as_dict()), json.dumps(changes)]
     return Worker(OURS, setting, command, os.environ, log, "")
 
 
 def compete(name: str, engines: Sequence[Engine], rounds: int, limit: float) -> list[Row]:
-    """Rounds of one workload; who starts moves on by one each round."""
+    """Run the rounds of one workload. The starting engine rotates by one each round."""
     entrants: list[Entrant] = []
     for engine in engines:
         entrant = Entrant(engine)
@@ -232,7 +234,7 @@ def compete(name: str, engines: Sequence[Engine], rounds: int, limit: float) -> 
                 )
     rows = [entrant.row(name) for entrant in entrants if entrant.whole.seconds]
     for engine in engines:
-        if isinstance(engine, llama_cpp.LlamaServer):  # it is sized for one workload
+        if isinstance(engine, llama_cpp.LlamaServer):  # sized for one workload
             engine.stop()
     return rows
 
@@ -247,19 +249,19 @@ def attempt(entrant: Entrant, run: Callable[[], None]) -> bool:
 
 
 def best(rows: Sequence[Row], name: str, engine: str) -> Row | None:
-    """The row of an engine's fastest setting on a workload."""
+    """Return the row of an engine's fastest setting on a workload."""
     of_engine = [row for row in rows if row["workload"] == name and row["engine"] == engine]
     return min(of_engine, key=lambda row: row["seconds"]["median"], default=None)
 
 
 def ratio(ours: Row, peer: Row) -> dict[str, Any]:
-    """How many times as fast ours is, round by round: both ran in the same round."""
+    """Return our speedup, round by round: both ran in the same round."""
     pairs = list(zip(ours["seconds"]["runs"], peer["seconds"]["runs"], strict=False))
     return spread(theirs / own for own, theirs in pairs)
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
-    """One line a workload: ours against the best setting of each peer."""
+    """Return one line per workload: ours against the best setting of each peer."""
     lines: list[str] = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         ours = best(rows, name, OURS)

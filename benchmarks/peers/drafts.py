@@ -1,9 +1,9 @@
-"""What drafts save in ours and in the peers: one stream, each engine without drafts and with them,
-all in turns.
+"""Savings of drafts in ours and in the peers: one stream, each engine with and without drafts, all
+in turns.
 
-The prompts are those of `benchmarks.speculation`. Each engine draws with noise of its own, and vLLM
-and llama.cpp may draw other tokens with drafts than without; so rates are compared, not texts. Every
-setting that was tried is in the report.
+The prompts are those of `benchmarks.speculation`. Each engine draws with its own noise, and vLLM
+and llama.cpp may draw other tokens with drafts than without. Rates are compared, not texts. The
+report has every tried setting.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 @dataclass(frozen=True)
 class Stream:
-    """Prompts that are completed one after the other."""
+    """Prompts that are completed one after another."""
 
     name: str
     what: str
@@ -51,7 +51,7 @@ class Stream:
     sampling: dict[str, Any]
 
     def loads(self, round_: int) -> list[Workload]:
-        """A workload a prompt; in another round with another seed."""
+        """Return a workload per prompt. Each round has its own seed."""
         return [
             Workload(
                 self.name,
@@ -65,10 +65,10 @@ class Stream:
 
 @dataclass
 class Runner:
-    """An engine in one setting, and what it has made of the stream that is being run."""
+    """An engine in one setting, and its results on the current stream."""
 
     engine: Engine
-    made: list[Made] = field(default_factory=list[Made])  # one a round: all prompts together
+    made: list[Made] = field(default_factory=list[Made])  # one per round: all prompts together
     cpu: list[float] = field(default_factory=list[float])
     others: list[float] = field(default_factory=list[float])
 
@@ -113,7 +113,7 @@ class Runner:
             "config": engine.config,
             "tokens_per_s": spread(self.rates()),
             "gain": spread(gains) if gains else None,
-            # a step makes its newest token and those of its drafts that were drawn
+            # a step yields one new token plus its accepted drafts
             "tokens_a_step": spread(
                 made.tokens / (made.tokens - made.accepted) for made in self.made
             ),
@@ -133,15 +133,15 @@ def measure(
     vllm_dtype: str,
     cache: Path,
 ) -> list[Row]:
-    """A row for each stream, engine and setting. An engine that cannot be had is left out with a
-    line that says why.
+    """Return a row per stream, engine and setting. For an unavailable engine, print the reason and
+    omit it.
 
     Args:
-        options: of all engines.
-        streams: to run.
-        engines: of `OURS`, `"vllm"`, `"llama.cpp"`.
-        vllm_dtype: of vLLM's weights; without AVX-512 it computes in bfloat16 very slowly.
-        cache: where the peers are installed.
+        options: Options of all engines.
+        streams: Streams to run.
+        engines: Names from `OURS`, `"vllm"`, `"llama.cpp"`.
+        vllm_dtype: Dtype of vLLM's weights. Without AVX-512, vLLM is very slow in bfloat16.
+        cache: Folder where the peers are installed.
     """
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     told = {"vllm": replace(options, dtype=vllm_dtype)}
@@ -165,7 +165,7 @@ def measure(
 
 
 def compete(stream: Stream, engines: Sequence[Engine], rounds: int) -> list[Row]:
-    """Rounds of one stream; who starts moves on by one each round."""
+    """Run the rounds of one stream. The starting engine rotates by one each round."""
     runners = [Runner(engine) for engine in engines]
     runners = [each for each in runners if attempt(each, lambda each=each: each.warm_up(stream))]
     for round_ in range(rounds):
@@ -175,7 +175,7 @@ def compete(stream: Stream, engines: Sequence[Engine], rounds: int) -> list[Row]
                 console.print(
                     f"{stream.name} round {round_ + 1}: {each.label} {each.rates()[-1]:.1f} tok/s"
                 )
-            else:  # else its rounds would not be those of the others
+            else:  # otherwise its rounds would not match those of the others
                 runners.remove(each)
     plain = {each.engine.name: each for each in runners if each.engine.setting == WITHOUT}
     rows = [each.row(stream, plain.get(each.engine.name)) for each in runners]

@@ -1,9 +1,9 @@
-"""Weights in 8 and 4 bits beside llama.cpp on the same GGUF files: for each kind of file, ours and
-llama.cpp in turns.
+"""Weights in 8 and 4 bits compared with llama.cpp on the same GGUF files: for each kind of file,
+ours and llama.cpp in turns.
 
-A kind is a pass of its own, so that memory holds a few engines at a time. The files are the model's
-own one where it has one of that kind; the others llama-quantize makes of a bf16 GGUF, so of weights
-that may have been codes before.
+Each kind is a separate pass, so that only a few engines are in memory. If the model's own file is
+of a kind, it is used. llama-quantize makes the other files from a bf16 GGUF, so their weights may
+have been quantised before.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ from nano_inference.text.tokenizer import load_tokenizer
 KINDS = ("BF16", "Q8_0", "Q4_1", "Q4_0", "Q4_K_M")
 WORKLOADS = ("W1", "W4-512", "W2")
 OWN_FILES = {"smollm2-135m": "Q4_1", "gemma3-270m": "Q4_K_M"}
-# what ours is also measured with in the pass of a file of about that size
+# our formats of about the same size, measured in the same pass
 BESIDE = {"Q8_0": "int8"}
-CONTEXT = 512  # tokens of a piece of the text; its second half counts, as in llama-perplexity
+CONTEXT = 512  # tokens per piece of the text; its second half counts, as in llama-perplexity
 PIECES = 4
 LIMIT = 180.0  # seconds of a workload
 COLUMNS: dict[str, Callable[[Row], Any]] = {
@@ -60,9 +60,9 @@ class Entry:
     engine: str
     weights: str
     begin: Callable[[], Engine]
-    weight_bytes: int | None = None  # None: the engine tells
-    tensors: dict[str, int] = field(default_factory=dict[str, int])  # of the file, by their type
-    perplexity: Callable[[Engine], float | None] = lambda engine: None  # of the text
+    weight_bytes: int | None = None  # None: the engine reports it
+    tensors: dict[str, int] = field(default_factory=dict[str, int])  # tensors of the file, by type
+    perplexity: Callable[[Engine], float | None] = lambda engine: None  # computes that of the text
 
     @property
     def key(self) -> tuple[str, str]:
@@ -71,12 +71,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run.
+    """Selection of measurements.
 
     Attributes:
-        kinds: of files, of `KINDS`.
-        workloads: of `WORKLOADS`.
-        cache: where llama.cpp is installed, and where files are kept.
+        kinds: Kinds of files, from `KINDS`.
+        workloads: Names from `WORKLOADS`.
+        cache: Folder of llama.cpp and of the files.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -85,7 +85,9 @@ class Sizes:
 
 
 def measure(options: Options, sizes: Sizes) -> list[Row]:
-    """A row for each engine and kind of file; none, and a line that says why, without llama.cpp."""
+    """Return a row per engine and kind of file. Without llama.cpp, print the reason and return
+    none.
+    """
     if install.installed(sizes.cache, "llama.cpp") is None:
         console.print("llama.cpp is left out: it is not installed; `make peers` does that.")
         return []
@@ -105,7 +107,7 @@ def measure(options: Options, sizes: Sizes) -> list[Row]:
 
 
 def run(entries: Sequence[Entry], repeats: int, sizes: Sizes, text: str | None) -> list[Row]:
-    """Starts of all entries in turns, then the workloads in turns, then the text."""
+    """Measure the starts of all entries in turns, then the workloads in turns, then the text."""
     starts: dict[tuple[str, str], list[float]] = {entry.key: [] for entry in entries}
     for number in range(repeats):
         for entry in entries:
@@ -139,7 +141,7 @@ def run(entries: Sequence[Entry], repeats: int, sizes: Sizes, text: str | None) 
 
 
 def start_seconds(engine: Engine, number: int) -> float:
-    """From the start of its process to the first token of a prompt of 128."""
+    """Return the seconds from the start of the process to the first token of a prompt of 128."""
     first = workload("W1", 700 + number).cut(1)
     engine.prepare(first)
     assert isinstance(engine, Worker | LlamaServer)
@@ -182,7 +184,7 @@ def told_perplexity(entry: Entry, engine: Engine) -> float | None:
 
 
 def entries_of(kind: str, options: Options, cache: Path, text: "Text | None") -> list[Entry]:
-    """Who takes part with files of a kind: llama.cpp, ours on the file's own blocks (or on plain
+    """Return the engines for files of a kind: llama.cpp, ours on the file's own blocks (or on plain
     weights), and ours with codes of the same size. Raises `PeerFailed`.
     """
     threads, log = options.threads or 1, cache / "logs"
@@ -215,7 +217,7 @@ def entries_of(kind: str, options: Options, cache: Path, text: "Text | None") ->
 
 
 class Named(LlamaServer):
-    """A llama-server that is named by its file, in its default setting."""
+    """A llama-server in its default setting, named by its file."""
 
     def __init__(self, kind: str, path: Path, threads: int, cache: Path, log: Path) -> None:
         super().__init__("own KV", path, threads, cache, log)
@@ -223,7 +225,7 @@ class Named(LlamaServer):
 
 
 def file_of(kind: str, model: str, cache: Path) -> Path:
-    """A file of a kind: the model's own, or one that llama.cpp makes. Raises `PeerFailed`."""
+    """Return a file of a kind: the model's own, or one made by llama.cpp. Raises `PeerFailed`."""
     if OWN_FILES.get(model) == kind and model in EMBEDDED_MODELS:
         return find_embedded(model)
     plain = gguf_of(models.model_path(model), cache)
@@ -231,7 +233,7 @@ def file_of(kind: str, model: str, cache: Path) -> Path:
 
 
 def weights_of(path: Path) -> tuple[int, dict[str, int]]:
-    """Bytes of a file's tensors, and how many there are of each type."""
+    """Return the bytes of a file's tensors, and the number of tensors of each type."""
     tensors = gguf.GGUFReader(path).tensors
     kinds = Counter(tensor.tensor_type.name for tensor in tensors)
     return sum(int(tensor.n_bytes) for tensor in tensors), dict(sorted(kinds.items()))
@@ -247,7 +249,9 @@ class Text:
 
     @classmethod
     def of(cls, model: str, path: Path) -> "Text | None":
-        """The first pieces of this documentation; None of weights that are noise."""
+        """Return the first pieces of this documentation, or None for a model with
+        random weights.
+        """
         if model in models.RANDOM:
             return None
         tokenizer = load_tokenizer(models.model_path(model))
@@ -261,18 +265,18 @@ class Text:
 
 
 def scored(engine: Engine, text: Text) -> float:
-    """The perplexity that ours gives a text, over the same tokens as llama-perplexity."""
+    """Return our engine's perplexity of a text, over the same tokens as llama-perplexity."""
     assert isinstance(engine, Worker)
     answer = engine.ask({"score": [list(piece) for piece in text.pieces]})
     return of_second_halves(answer["logprobs"])
 
 
 def of_second_halves(pieces: Sequence[Sequence[float]]) -> float:
-    """The perplexity of what stands behind the first token of the second half of each piece, where
-    llama-perplexity begins to count.
+    """Return the perplexity of the tokens after the first one of each piece's second half, as
+    llama-perplexity counts.
 
     Args:
-        pieces: of each piece the logprobs of its tokens from the second on.
+        pieces: Logprobs of each piece's tokens from the second on.
     """
     counted = [value for each in pieces for value in each[(len(each) + 1) // 2 :]]
     return math.exp(-sum(counted) / len(counted))

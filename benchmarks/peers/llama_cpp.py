@@ -1,5 +1,5 @@
-"""llama.cpp's llama-server on localhost: token ids in, token ids out. One server a workload, sized
-for it.
+"""llama.cpp's llama-server on localhost: token ids in, token ids out. Each workload has its own
+server, sized for it.
 """
 
 import http.client
@@ -22,19 +22,20 @@ from benchmarks.peers.process import LOAD_LIMIT, Made, PeerFailed, Processes, ex
 from benchmarks.workloads import Workload
 
 ANSWER_LIMIT = 1800.0  # seconds
-SPARE_CONTEXT = 16  # tokens a slot, beyond what the longest request needs
+SPARE_CONTEXT = 16  # tokens per slot in addition to those of the longest request
 
 
 @dataclass(frozen=True)
 class LlamaSetting:
-    """Arguments of llama-server that may matter for speed.
+    """Arguments of llama-server that may affect speed.
 
     Attributes:
-        slots: sequences at once, at most; never more than the workload has.
-        unified: one KV buffer for all slots. Its attention spans all of it.
-        cache_mib: memory for prompts of idle slots.
-        draft: type of the weights of a draft model, which is the model itself: `"Q4_0"`; empty: none.
-        more: further arguments.
+        slots: Limit on concurrent sequences, never more than in the workload.
+        unified: One KV buffer for all slots. Its attention spans all of it.
+        cache_mib: Memory for prompts of idle slots.
+        draft: Weight type of a draft model, which is the model itself: `"Q4_0"`. Empty: no draft
+            model.
+        more: Further arguments.
     """
 
     slots: int = 64
@@ -44,7 +45,8 @@ class LlamaSetting:
     more: tuple[str, ...] = ()
 
 
-# The first is the default; what is better for a workload by a first measurement stands in DEFAULTS.
+# The first setting is the default. DEFAULTS has better ones for some workloads, by an initial
+# measurement.
 SETTINGS = {
     "own KV": LlamaSetting(),
     "unified KV": LlamaSetting(unified=True),
@@ -56,7 +58,7 @@ SETTINGS = {
     "own KV, micro-batch 2048": LlamaSetting(more=("-ub", "2048")),
 }
 DEFAULTS = {"W1": "unified KV", "W5": "1 slot"}
-# One stream with drafts. ngram-simple waits for a match of 12 tokens and drafts 48 unless told.
+# One stream with drafts. By default, ngram-simple waits for a match of 12 tokens and drafts 48.
 DRAFTS = {
     "no drafts": LlamaSetting(unified=True),
     "ngram-simple": LlamaSetting(unified=True, more=("--spec-type", "ngram-simple")),
@@ -73,7 +75,7 @@ DRAFTS = {
 
 
 class LlamaServer:
-    """Implements `Engine`."""
+    """A llama-server process as an `Engine`."""
 
     name = "llama.cpp"
 
@@ -90,7 +92,7 @@ class LlamaServer:
         self.load_seconds = 0.0
 
     def prepare(self, load: Workload) -> None:
-        """Start a server with as many slots and as much context as the workload needs."""
+        """Start a server with the slots and the context size that the workload needs."""
         self.stop()
         slots = min(self.chosen.slots, load.num_sequences)
         needs = sorted(
@@ -158,7 +160,7 @@ class LlamaServer:
                     answers = list(senders.map(self._post, bodies))
                     seconds = time.perf_counter() - began
                 except BaseException:
-                    # else the senders would be waited for, which wait for the server
+                    # otherwise the senders, which wait for the server, would be joined
                     self.stop()
                     raise
         finally:
@@ -209,8 +211,8 @@ class LlamaServer:
 
 
 def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dict[str, Any]:
-    """A request to /completion that samples from the whole vocabulary at temperature 1 and does not
-    end before `max_tokens`, unless told otherwise.
+    """Return a request to /completion that samples the whole vocabulary at temperature 1 and ends
+    only at `max_tokens`, unless overridden.
     """
     penalties = {
         "presence_penalty": sampling.get("presence_penalty", 0.0),
@@ -239,7 +241,9 @@ def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dic
 
 
 def made_of(seconds: float, answers: Iterable[str]) -> Made:
-    """What llama-server's answers tell of a run; each holds one result or several."""
+    """Return the totals of a run from llama-server's answers. Each answer holds one result or
+    several.
+    """
     results: list[dict[str, Any]] = []
     for answer in answers:
         told = json.loads(answer)
@@ -254,7 +258,7 @@ def made_of(seconds: float, answers: Iterable[str]) -> Made:
 
 
 def gguf_of(folder: Path, cache: Path) -> Path:
-    """The model as bf16 GGUF in the cache, converted when it is first asked for. Raises
+    """Return the model as bf16 GGUF in the cache, converted at its first use. Raises
     `PeerFailed`.
     """
     out = cache / "gguf" / f"{folder.name}-bf16.gguf"
@@ -266,7 +270,7 @@ def gguf_of(folder: Path, cache: Path) -> Path:
 
 
 def quantised(plain: Path, kind: str, cache: Path) -> Path:
-    """What llama-quantize makes of a bf16 GGUF, beside it, when it is first asked for. Raises
+    """Quantise a bf16 GGUF with llama-quantize at its first use, into the same folder. Raises
     `PeerFailed`.
     """
     out = plain.with_name(f"{plain.name.removesuffix('-bf16.gguf')}-{kind}.gguf")
@@ -278,8 +282,8 @@ def quantised(plain: Path, kind: str, cache: Path) -> Path:
 
 
 def perplexity(gguf: Path, text: Path, context: int, threads: int, cache: Path) -> float:
-    """What llama-perplexity finds: pieces of `context` tokens, of each the second half behind the
-    first. Raises `PeerFailed`.
+    """Run llama-perplexity on pieces of `context` tokens. The tokens after the first one of each
+    second half count. Raises `PeerFailed`.
     """
     tool = [str(llama_bin(cache) / "llama-perplexity"), "-m", str(gguf), "-f", str(text)]
     said = output_of([*tool, "-c", str(context), "-t", str(threads), "-tb", str(threads)])
@@ -290,7 +294,7 @@ def perplexity(gguf: Path, text: Path, context: int, threads: int, cache: Path) 
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Both streams of one of llama.cpp's tools. Raises `PeerFailed` where it fails."""
+    """Return both streams of one of llama.cpp's tools. Raises `PeerFailed` if it fails."""
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -301,8 +305,8 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what is meant for our own process: a peer's threads wait as its own
-    settings say.
+    """Return this environment without variables for our own process, so that a peer's threads wait
+    by its own settings.
     """
     unwanted = ("OMP_", "KMP_", "GOMP_", "PYTHON", "LD_PRELOAD", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}

@@ -1,5 +1,7 @@
-"""`python -m benchmarks.peers.ours_worker OPTIONS [CHANGES]`: this engine as one of the peers, in a
-process of its own. CHANGES are fields of `EngineConfig`, as JSON.
+"""Run this engine as a peer, in a separate process: `python -m benchmarks.peers.ours_worker OPTIONS
+[CHANGES]`.
+
+CHANGES are fields of `EngineConfig`, as JSON.
 """
 
 import json
@@ -23,7 +25,7 @@ def main() -> None:
     changes = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
 
     def drafts(engine: InferenceEngine) -> tuple[int, int]:
-        """Drafts so far, and those of them that became tokens."""
+        """Return the numbers of drafts and of accepted drafts so far."""
         found = engine.stats().speculation
         counts = (found.drafted, found.accepted) if found else ({}, {})
         drafted, accepted = (sum(map(sum, each.values())) for each in counts)

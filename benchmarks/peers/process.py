@@ -1,5 +1,5 @@
-"""Engines as processes that take turns: who is not being timed is stopped by a signal, so that
-nothing of it spins.
+"""Engines as processes that take turns. A signal stops all engines but the timed one, so that none
+of them spins.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ STOP_LIMIT = 2.0
 
 
 class PeerFailed(Exception):
-    """An engine ended, or did not do what it was asked to."""
+    """An engine ended, or did not do its task."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a run has made.
+    """Results of a run.
 
     Attributes:
-        seconds: that it took.
-        tokens: of all its samples.
-        drafted: drafts that its steps computed.
-        accepted: of these, those that became tokens.
+        seconds: Duration.
+        tokens: Tokens of all samples.
+        drafted: Drafts computed by its steps.
+        accepted: Drafts that became tokens.
     """
 
     seconds: float
@@ -52,11 +52,11 @@ class Engine(Protocol):
     config: str
 
     def prepare(self, load: Workload) -> None:
-        """Be ready for a workload of this shape."""
+        """Prepare for a workload of this shape."""
         ...
 
     def run(self, load: Workload) -> float:
-        """As `make`, of a workload whose lengths are fixed; returns its seconds."""
+        """Run a workload of fixed lengths as `make` does, and return its seconds."""
         ...
 
     def make(self, load: Workload) -> Made:
@@ -64,24 +64,24 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """End all its processes."""
+        """End all processes."""
         ...
 
     def memory(self) -> int:
-        """Bytes that its processes hold now."""
+        """Return the bytes that the processes hold now."""
         ...
 
     def peak_memory(self) -> int:
-        """The most bytes that its processes have held."""
+        """Return the peak memory of the processes in bytes."""
         ...
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that its processes have taken so far."""
+        """Return the CPU seconds of the processes so far."""
         ...
 
 
 class Processes:
-    """A process in a group of its own, with all that it starts."""
+    """A process in a separate group, with all its children."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, **pipes: Any
@@ -110,15 +110,15 @@ class Processes:
         return total
 
     def peak_memory(self) -> int:
-        """The sum of the most that each of it has held, files that it maps included."""
+        """Return the sum of the processes' peaks, including mapped files."""
         return sum(peak_memory(process.pid) for process in self.members())
 
     def cpu_seconds(self) -> float:
-        """Of all of it that runs, and of what it started and has ended."""
+        """Return the CPU seconds of all running processes and of their ended children."""
         return sum(cpu_seconds(process.pid) for process in self.members())
 
     def sleep(self) -> None:
-        """Stop all of it; returns when it has stopped."""
+        """Stop all processes and wait until they have stopped."""
         os.killpg(self.process.pid, signal.SIGSTOP)
         deadline = time.perf_counter() + STOP_LIMIT
         while time.perf_counter() < deadline and any(
@@ -151,7 +151,7 @@ class Processes:
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes that a process has held; 0 where it has ended."""
+    """Return the peak memory of a process in bytes, or 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -160,7 +160,7 @@ def peak_memory(pid: int) -> int:
 
 
 def exact(name: str, load: Workload, made: Made) -> float:
-    """Seconds of a run that made all tokens it was asked for. Raises `PeerFailed`."""
+    """Return the seconds of a run that made all requested tokens. Raises `PeerFailed`."""
     if made.tokens != load.output_tokens:
         raise PeerFailed(
             f"{name} made {made.tokens} tokens of {load.output_tokens} in {load.name}."
@@ -176,7 +176,7 @@ def running(process: psutil.Process) -> bool:
 
 
 class Worker:
-    """An engine that is asked in JSON lines; see `channel`."""
+    """An engine that answers JSON lines (see `channel`)."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Worker:
         )
         try:
             ready = self._answer()
-        except BaseException:  # an interrupt too: nothing else would stop it
+        except BaseException:  # also on an interrupt: nothing else would stop it
             self.processes.stop()
             raise
         self.load_seconds = time.perf_counter() - began
@@ -220,7 +220,7 @@ class Worker:
         return Made(**answer)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One line and its answer, while the worker is awake. Raises `PeerFailed`."""
+        """Send one line and return its answer, while the worker is awake. Raises `PeerFailed`."""
         self.processes.wake()
         try:
             stdin = self.processes.process.stdin
@@ -247,7 +247,7 @@ class Worker:
         stdout = self.processes.process.stdout
         assert stdout is not None
         line = stdout.readline()
-        if not line:  # it closed its end, so it is about to be gone
+        if not line:  # it closed its end, so it will exit soon
             self.processes.process.wait(timeout=60)
             self.processes.require_alive()
         return json.loads(line)

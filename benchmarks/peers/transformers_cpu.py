@@ -1,4 +1,6 @@
-"""transformers' settings, and how a worker with one of them is started. It is of this environment."""
+"""transformers' settings, and the start of a worker with one of them. It runs in this
+environment.
+"""
 
 import importlib.util
 import json
@@ -13,10 +15,10 @@ from benchmarks.peers.process import PeerFailed, Worker
 
 @dataclass(frozen=True)
 class TransformersSetting:
-    """What may matter for its speed on a CPU.
+    """Settings that may affect its speed on a CPU.
 
     Attributes:
-        experts: how the experts of a mixture are computed; None: as the model chooses.
+        experts: Computation of a mixture's experts. None: the model's default.
     """
 
     experts: str | None = None
@@ -30,7 +32,7 @@ DEFAULTS: Mapping[str, str] = {}
 
 
 def transformers_worker(setting: str, model: Path, dtype: str, threads: int, log: Path) -> Worker:
-    """Start it. Raises `PeerFailed`."""
+    """Start a worker with a setting. Raises `PeerFailed`."""
     if importlib.util.find_spec("transformers") is None:
         raise PeerFailed("it is not installed; `pip install transformers` does that.")
     chosen = SETTINGS[setting]

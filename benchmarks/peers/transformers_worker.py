@@ -1,8 +1,8 @@
-"""`python -m benchmarks.peers.transformers_worker SETTING`: `generate` of transformers on a CPU.
+"""`generate` of transformers on a CPU: `python -m benchmarks.peers.transformers_worker SETTING`.
 
-The setting is JSON: model, dtype, threads, experts. Requests of one shape are a batch; batches are
-run one behind the other, since it has no batches of several lengths without padding. A prompt that
-several requests begin with is computed for each of them.
+The setting is JSON: model, dtype, threads, experts. Requests of one shape form a batch. Batches run
+one after another, because there are no batches of several lengths without padding. A prompt prefix
+shared by several requests is computed for each of them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""vLLM's settings, and how a worker with one of them is started."""
+"""vLLM's settings, and the start of a worker with one of them."""
 
 import json
 from collections.abc import Mapping
@@ -15,18 +15,17 @@ KV_GIB = 4
 
 @dataclass(frozen=True)
 class VllmSetting:
-    """What may matter for vLLM's speed on a CPU.
+    """Settings that may affect vLLM's speed on a CPU.
 
     Attributes:
-        eager: without torch.compile.
-        intel_openmp: preload the OpenMP runtime that comes with the wheel, as vLLM's documentation
-            advises.
-        own_process: the engine runs in a process of its own, vLLM's default.
-        batched_tokens: tokens a step.
-        set_threads: set OMP_NUM_THREADS; else vLLM gives the workers their threads and torch one
-            outside of them.
-        ngram: tokens that the n-gram drafter guesses at most; 0: no drafts.
-        kv_gib: memory of the KV cache.
+        eager: Run without torch.compile.
+        intel_openmp: Preload the OpenMP runtime from the wheel, as vLLM's documentation advises.
+        own_process: Run the engine in a separate process, vLLM's default.
+        batched_tokens: Tokens per step.
+        set_threads: Set OMP_NUM_THREADS. Otherwise vLLM sets the threads of the workers, and torch
+            those outside of them.
+        ngram: Limit on the tokens that the n-gram drafter proposes. 0: no drafts.
+        kv_gib: Memory of the KV cache in GiB.
     """
 
     eager: bool = False
@@ -49,7 +48,7 @@ SETTINGS = {
     "eager, GNU OpenMP": VllmSetting(eager=True, intel_openmp=False),
 }
 DEFAULTS: Mapping[str, str] = {}
-# One stream with drafts: what followed the last 2 to 4 tokens in the sequence's own text.
+# One stream with drafts: continuations of the last 2 to 4 tokens in the sequence's own text.
 DRAFTS = {
     "no drafts": VllmSetting(kv_gib=1),
     "ngram": VllmSetting(kv_gib=1, ngram=4),
@@ -82,7 +81,7 @@ def vllm_worker(
 
 
 def drafter(most: int) -> dict[str, Any] | None:
-    """What vLLM is told of the n-gram drafter that guesses so many tokens; None: of none."""
+    """Return vLLM's config of an n-gram drafter with this many tokens. None: no drafter."""
     if not most:
         return None
     return {

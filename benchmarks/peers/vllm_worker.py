@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers.vllm_worker SETTING`: vLLM on a CPU. Runs in vLLM's own environment.
+"""vLLM on a CPU, in vLLM's own environment: `python -m benchmarks.peers.vllm_worker SETTING`.
 
-The setting is JSON: model, dtype, eager, batched_tokens, speculative. Threads and memory are told to vLLM by
-environment variables, which whoever starts this sets.
+The setting is JSON: model, dtype, eager, batched_tokens, speculative. The starting process sets
+threads and memory by environment variables.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
         enable_prefix_caching=True,
         seed=0,
         speculative_config=speculative,
-        disable_log_stats=not speculative,  # they count drafts
+        disable_log_stats=not speculative,  # needed to count drafts
     )
 
     def counted(name: str) -> int:

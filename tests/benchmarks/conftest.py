@@ -1,4 +1,4 @@
-"""A tiny model whose vocabulary the workloads' token ids fit into."""
+"""A tiny model whose vocabulary contains the token ids of the workloads."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     words = Tokenizer(
         models.WordLevel({f"w{place}": place for place in range(49_152)}, unk_token="w0")
     )
-    words.decoder = decoders.ByteLevel()  # every id has a text that does not wait for the next one
+    words.decoder = decoders.ByteLevel()  # every id has a complete text of its own
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)

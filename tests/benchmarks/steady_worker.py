@@ -1,4 +1,4 @@
-"""`benchmarks.peers.ours_worker` with guessed costs of steps: on a busy machine measured ones may
+"""`benchmarks.peers.ours_worker` with estimated step costs. On a busy machine, measured costs may
 say that drafts do not pay.
 """
 

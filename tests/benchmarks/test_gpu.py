@@ -1,4 +1,4 @@
-"""Benchmarks of the GPU path, as far as a CPU can tell: what they count, and that the peer computes
+"""Benchmarks of the GPU path, as far as a CPU can test them: their counts, and a peer that computes
 the same model.
 """
 
@@ -41,7 +41,7 @@ def test_workload_is_the_published_one() -> None:
         == (PROMPT_TOKENS, OUTPUT_TOKENS)
         == (142_827, 133_966)
     )
-    # after `seed(0)`, the first length and the first ids
+    # the first length and the first ids after `seed(0)`
     assert load.requests[0].prompt[:2] == (6311, 6890)
     assert [len(r.prompt) for r in other.requests] == [len(r.prompt) for r in load.requests]
     assert other.requests[0].prompt != load.requests[0].prompt
@@ -49,7 +49,7 @@ def test_workload_is_the_published_one() -> None:
 
 
 def test_roofline_of_the_workload_is_as_published() -> None:
-    """At 3.0 TB/s and 800 TFLOP/s about 25.6 thousand tokens a second."""
+    """At 3.0 TB/s and 800 TFLOP/s the bound is about 25.6 thousand tokens per second."""
     bound = bound_of(
         steps_of(nano_vllm(), shape_of(spec_from_config(REAL.small))), Rates(800e12, 3.0e12)
     )
@@ -99,8 +99,8 @@ def test_trace_counts_only_device_events(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_plain_loop_computes_the_same_model(tmp_path: Path, tied: bool) -> None:
-    """Its greedy tokens (a temperature near 0) are the engine's, for prompts of several lengths in
-    one batch.
+    """Its greedy tokens (a temperature near 0) equal the engine's, for prompts of several lengths
+    in one batch.
     """
     folder = random_model(
         tmp_path, TINY | {"num_hidden_layers": 2, "tie_word_embeddings": tied}, "cpu"
@@ -167,7 +167,7 @@ def test_rows_are_written_to_disk_immediately(tmp_path: Path) -> None:
 
 
 def test_stages_end_before_the_machine_is_released() -> None:
-    """Three commands of at most ten minutes each, of which some seconds go to the report."""
+    """Each of three commands takes at most ten minutes, including a few seconds for the report."""
     groups: dict[str, int] = {}
     names: list[str] = []
     for line in check("--list", seconds=60).stdout.splitlines():
@@ -216,7 +216,7 @@ def test_kernel_times_count_launches_of_a_step() -> None:
 
 
 def test_source_tree_hash_equals_the_git_tree_hash(tmp_path: Path) -> None:
-    """So results from a machine without .git say which sources they are of."""
+    """Results from a machine without .git can therefore name their sources."""
     folder = tmp_path / "src"
     for name, text in (("a.py", "1"), ("a/b.py", "2"), ("a.b/c", "3"), ("run.sh", "4")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def test_failing_part_keeps_its_traceback(tmp_path: Path) -> None:
 def test_stopped_shard_keeps_its_output(tmp_path: Path) -> None:
     path = tmp_path / "shard.txt"
     command = ["bash", "-c", "echo so far; exec sleep 600"]
-    for seconds in (1.0, 5.0, 30.0):  # a busy machine needs longer to write the line
+    for seconds in (1.0, 5.0, 30.0):  # a busy machine takes longer to write the line
         assert shards.run_command(command, path, seconds) == shards.STOPPED
         if path.read_text():
             break
@@ -257,7 +257,7 @@ def test_stopped_shard_keeps_its_output(tmp_path: Path) -> None:
 
 
 def test_gpu_tests_are_each_in_one_shard() -> None:
-    """And the tests of memory, which want the card to themselves, come first."""
+    """The memory tests come first, because they need the whole card."""
     chosen = [*shards.ALONE, *shards.TOGETHER, *shards.LAW]
     files = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert {shard.file for shard in chosen} == files - {
@@ -283,7 +283,7 @@ def check(*options: str, seconds: int) -> subprocess.CompletedProcess[str]:
 
 
 def slow_python(folder: Path) -> Path:
-    """A program in Python's place that says what it is asked for; its smoke test never ends."""
+    """Replace Python by a program that logs its arguments. Its smoke test never ends."""
     path = folder / "python"
     path.write_text(
         """#!/bin/bash
@@ -300,7 +300,7 @@ fi
 
 
 def test_killed_check_archives_its_results(tmp_path: Path) -> None:
-    """Also of the stage that was running, and whether its machine is taken away or not."""
+    """The archive includes the running stage, with and without loss of the machine."""
     ready, out = tmp_path / "ready", tmp_path / "out"
     (tmp_path / "bin").mkdir()
     python = slow_python(tmp_path / "bin")
@@ -315,7 +315,7 @@ def test_killed_check_archives_its_results(tmp_path: Path) -> None:
         assert running.poll() is None
         time.sleep(0.05)
     running.terminate()
-    running.communicate(timeout=30)  # at once, and not when the stage ends
+    running.communicate(timeout=30)  # immediately, before the stage ends
     assert running.returncode == 1
     with tarfile.open(out / "gpu_check.tgz") as archive:
         names = set(archive.getnames())

@@ -27,7 +27,7 @@ UNIQUE = {"schema": {"type": "array", "uniqueItems": True}, "tests": []}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, as far as grammars need it."""
+    """Return a model folder with the files that grammars need."""
     folder = tmp_path_factory.mktemp("model")
     byte_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
@@ -50,7 +50,7 @@ def test_documents_are_counted_by_mask_acceptance(folder: Path, name: str) -> No
     assert outcome.masks
     assert len(outcome.masks) == len(outcome.commits)
     refusal = examine(compile_schema, UNIQUE, tokenizer.encode, (EOS,)).refusal
-    # the package xgrammar, as it comes, leaves out what it cannot enforce and says nothing
+    # the package xgrammar silently ignores constraints that it cannot enforce
     keyword = keyword_of(refusal) if refusal is not None else None
     assert keyword == (None if name == "xgrammar" else "uniqueItems")
 

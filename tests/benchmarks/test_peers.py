@@ -1,4 +1,6 @@
-"""Drafts and weight formats beside the peers, with stand-ins for what is not installed here."""
+"""Drafts and weight formats compared with the peers, with stand-ins for peers that are not
+installed here.
+"""
 
 import json
 import math
@@ -32,7 +34,7 @@ STREAM = Stream("chat", "", ((1, 2), (3, 4)), 40, {"temperature": 1.0, "ignore_e
 
 
 class Fake:
-    """An engine whose figures are known: each prompt takes `seconds`."""
+    """An engine with known figures: each prompt takes `seconds`."""
 
     config = ""
 
@@ -73,7 +75,7 @@ def test_gain_is_relative_to_the_same_engine_without_drafts() -> None:
     assert rows["chat, a, no drafts"]["gain"]["runs"] == [1.0, 1.0]
     assert rows["chat, a, ngram"]["gain"]["runs"] == [2.0, 2.0]
     assert rows["chat, a, ngram"]["tokens_per_s"]["runs"] == [40.0, 40.0]
-    # of 40 tokens 10 were drafts, so 30 steps made them
+    # 10 of 40 tokens were drafts, so there were 30 steps
     assert rows["chat, a, ngram"]["tokens_a_step"]["median"] == pytest.approx(4 / 3, abs=1e-5)
     assert rows["chat, a, ngram"]["accepted_share"] == 0.5
     assert rows["chat, b, no drafts"]["accepted_share"] is None
@@ -108,7 +110,7 @@ def test_ours_drafts_in_a_process_of_its_own(
         return worker(name, setting, steady_command, *rest)
 
     monkeypatch.setattr(compare, "Worker", steady)
-    # the tiny model says one word again and again, so that drafts are drawn
+    # the tiny model repeats one word, so drafts are accepted
     stream = Stream("chat", "", ((100, 101),), 24, {"temperature": 0.0, "ignore_eos": True})
     plain, drafted = drafts.measure(options, [stream], (OURS, "vllm"), "float32", tmp_path)
     assert plain["tokens"] == drafted["tokens"] == [24]
@@ -190,7 +192,7 @@ def test_perplexity_of_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_perplexity_counts_the_second_half_of_a_piece() -> None:
-    # of 8 tokens the logprobs of tokens 1 to 7; llama-perplexity counts tokens 5, 6 and 7
+    # tokens 1 to 7 of 8 have logprobs; llama-perplexity counts tokens 5, 6 and 7
     logprobs = [0.0, 0.0, 0.0, 0.0, math.log(0.5), math.log(0.5), math.log(0.5)]
     assert file_formats.of_second_halves([logprobs, logprobs]) == pytest.approx(2.0)
 
@@ -222,7 +224,7 @@ def test_formats_beside_llama_cpp(
     assert file_formats.measure(options, sizes) == []
     assert "make peers" in capsys.readouterr().out
 
-    (tmp_path / "llama.cpp.json").write_text("{}")  # but its server is not there
+    (tmp_path / "llama.cpp.json").write_text("{}")  # but its server is missing
     path = written(tmp_path / "x.gguf")
     monkeypatch.setattr(file_formats, "file_of", lambda *_: path)
     text = file_formats.Text(tmp_path / "text", (tuple(range(100, 116)),) * 2, "a text")

@@ -1,4 +1,4 @@
-"""The benchmark of replicas, as far as it needs no engine."""
+"""The parts of the replica benchmark that need no engine."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from nano_inference.fleet.router import Router, Ticket
 @pytest.mark.thorough(cases=["True"])
 @pytest.mark.parametrize("just_read", [False, True])
 def test_report_has_a_row_for_router_time(just_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(step=3000)  # of a clock that is read twice for each request
+    ticks = itertools.count(step=3000)  # ticks of a clock that is read twice per request
 
     class Counted(Router):
         placed = 0
@@ -28,7 +28,7 @@ def test_report_has_a_row_for_router_time(just_read: bool, monkeypatch: pytest.M
     monkeypatch.setattr(replicas, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
     row = router_row(300, 5, 2, just_read, requests=40)
     assert Counted.placed == 2 * 40
-    assert row["us"]["median"] == pytest.approx(3.0)  # of a request, not of all
+    assert row["us"]["median"] == pytest.approx(3.0)  # per request, not in total
     assert (row["prompt_tokens"], row["replicas"], row["just_read"]) == (300, 5, just_read)
     json.dumps(row)
 

@@ -1,4 +1,4 @@
-"""The benchmark of the trainer's side runs, on a tiny model, and measures what its rows say."""
+"""The benchmark of the trainer's side runs on a tiny model and measures what its rows claim."""
 
 import json
 from pathlib import Path

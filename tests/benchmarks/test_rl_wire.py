@@ -11,7 +11,7 @@ from benchmarks.peers.compare import OURS
 from benchmarks.serve import Choice
 from benchmarks.wire_trainer import FLOWS
 
-# Servers and trainers are started as processes.
+# Servers and trainers are separate processes.
 pytestmark = pytest.mark.slow
 
 

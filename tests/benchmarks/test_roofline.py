@@ -1,4 +1,4 @@
-"""The arithmetic of the bounds, against figures worked out by hand."""
+"""The arithmetic of the bounds, compared with figures calculated by hand."""
 
 import pytest
 from hypothesis import given, settings
@@ -54,10 +54,10 @@ def test_bounds_by_hand_are_reproduced(row: dict[str, float]) -> None:
 def test_steps_of_a_group_and_a_longer_neighbour() -> None:
     group, single = Request((1, 2, 3), 2, n=2), Request((1, 2), 3)
     first, second, third = steps_of(Workload("", "", (group, single)), ONE_EACH)
-    # Three distinct tokens, of which the second prompt is a prefix; rows attend to 1 + 2 + 3 keys;
-    # two rows of logits.
+    # Three distinct tokens, because the second prompt is a prefix. Rows attend to 1 + 2 + 3 keys,
+    # and two rows have logits.
     assert first == Step(3_000_000 + 20_000 + 6, 7 + 300)
-    # Two samples at 4 keys, one at 3; they read the 3 shared tokens and one of their own each.
+    # Two samples at 4 keys, one at 3. All read the 3 shared tokens, and each reads one more.
     assert second == Step(3_030_000 + 11, 7 + 600)
     assert third == Step(1_010_000 + 4, 7 + 400)
 

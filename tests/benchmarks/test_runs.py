@@ -1,5 +1,5 @@
-"""The benchmarks run, on a tiny model: throughput in this process, and the engine as one of the
-peers in its own.
+"""The benchmarks run on a tiny model: throughput in this process, and the engine as a peer in a
+subprocess.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The benchmark of the server: its parts on a tiny model, and what it does with servers that
-fail.
-"""
+"""The benchmark of the server: its parts on a tiny model, and its handling of servers that fail."""
 
 import asyncio
 import contextlib
@@ -40,7 +38,9 @@ def test_engine_without_server_runs_the_same_loop(options: Options) -> None:
 
 
 def engine_processes() -> set[psutil.Process]:
-    """Ours among the processes that this one has started. Fixtures of other tests keep some."""
+    """Return the engine processes that this process has started, except those of other tests'
+    fixtures.
+    """
     seen = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -152,7 +152,7 @@ QUICK, SLOW, LONG = 0.004, 0.06, 0.9
 async def shared(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: dict[str, Any]
 ) -> None:
-    """Streams that are slower while a request of many tokens is under way."""
+    """Simulate streams that slow down while a request of many tokens is running."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
         int(line.split(b":")[1])
@@ -176,7 +176,7 @@ async def shared(
                 await writer.drain()
             writer.write(b"data: [DONE]\n\n")
     except (ConnectionError, RuntimeError):
-        # uvloop says the second of a connection that is closed already
+        # uvloop reports the second message for a closed connection
         state["dropped"] += 1
     writer.close()
     state["open"] -= 1

@@ -1,4 +1,4 @@
-"""Workloads have the stated shapes and ids, and every variant has the same shapes."""
+"""Workloads have the documented shapes and ids, and every variant has the same shapes."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
-"""What llama.cpp's `convert_hf_to_gguf.py` does, as far as tiny models need it: names by the gguf
-package's own table, metadata and changed tensors as its converters write them.
+"""A port of llama.cpp's `convert_hf_to_gguf.py` for tiny models: tensor names come from the gguf
+package's table, metadata and converted tensors follow its converter classes.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.models.tiny_gguf import gguf, permute_rows, write_gguf
 Arrays = dict[str, np.ndarray]
 Config = Mapping[str, Any]
 
-# Converters that derive from `LlamaModel` reorder query and key rows; Gemma's write norms as 1 + w.
+# Converters derived from `LlamaModel` reorder query and key rows. Gemma's store norms as 1 + w.
 PERMUTED = frozenset({"llama", "granite", "granitemoe", "mistral3", "smollm3"})
 PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
@@ -35,13 +35,13 @@ def hf_to_gguf(
     """Write the model of a Hugging Face folder as a GGUF file.
 
     Args:
-        folder: of config.json and safetensors.
-        path: of the file.
-        architecture: GGUF's name of it.
-        matrices: quantisation of all but vectors; None: none.
-        experts: quantisation of tensors of several experts alone; None: none.
-        extra: metadata that is not the architecture's.
-        changes: metadata keys without the architecture; None: without that key.
+        folder: Folder with config.json and safetensors files.
+        path: Path of the new file.
+        architecture: GGUF's name of the architecture.
+        matrices: Quantisation of all tensors but vectors. None: no quantisation.
+        experts: Quantisation of stacked expert tensors only. None: no quantisation.
+        extra: Metadata outside the architecture's namespace.
+        changes: Values by metadata key, without the architecture prefix. None removes the key.
     """
     config = json.loads((folder / "config.json").read_text())
     keys = {**metadata_of(architecture, config), **changes}
@@ -60,7 +60,7 @@ def hf_to_gguf(
 
 
 def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
-    """A checkpoint's tensors by GGUF's names, with GGUF's values."""
+    """Return a checkpoint's tensors under GGUF's names, with GGUF's values."""
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
     arrays: Arrays = {}
@@ -75,7 +75,7 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
             values = permute_rows(values, config["num_key_value_heads"])
         if architecture in PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
-        # files of llama.cpp before 2025 have a vector here
+        # llama.cpp before 2025 wrote a vector here
         values = values[0] if "shared_expert_gate" in name else values
         arrays[gguf_name] = values[:, 0] if name.endswith("conv.conv.weight") else values
     rope = _rope(config)
@@ -85,7 +85,7 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
 
 
 def _apart(architecture: str, weights: Arrays) -> Arrays:
-    """Gate and up by themselves, as `GraniteMoeModel` writes them."""
+    """Split gate and up, as `GraniteMoeModel` does."""
     if architecture == "gpt-oss":
         return _gpt_oss_apart(weights)
     if architecture != "granitemoe":
@@ -107,7 +107,7 @@ def _apart(architecture: str, weights: Arrays) -> Arrays:
 
 
 def _gpt_oss_apart(weights: Arrays) -> Arrays:
-    """As `GptOssModel` writes what is not in MXFP4: rows instead of columns."""
+    """Convert tensors that are not in MXFP4 as `GptOssModel` does: transpose them."""
     arrays: Arrays = {}
     for name, values in weights.items():
         start = name.rsplit("experts", 1)[0] + "experts."
@@ -128,8 +128,8 @@ def _gpt_oss_apart(weights: Arrays) -> Arrays:
 
 
 def latents_apart(config: Config, weights: Arrays) -> Arrays:
-    """As `DeepseekV2Model.modify_tensors`: what makes keys of latents, turned, and what makes
-    values.
+    """Split the latent projection as `DeepseekV2Model.modify_tensors` does: a transposed key part
+    and a value part.
     """
     heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
     arrays: Arrays = {}
@@ -146,7 +146,7 @@ def latents_apart(config: Config, weights: Arrays) -> Arrays:
 
 
 def stacked_experts(weights: Arrays) -> Arrays:
-    """All experts of a layer in one tensor for each of their matrices."""
+    """Stack the experts of a layer: one tensor per matrix."""
     arrays: Arrays = {}
     experts: dict[str, Arrays] = {}
     for name, values in weights.items():
@@ -155,7 +155,7 @@ def stacked_experts(weights: Arrays) -> Arrays:
             arrays[name] = values
             continue
         merged = f"{expert[1]}.{expert[3]}"
-        # as `LlamaModel` names Mixtral's
+        # `LlamaModel`'s names for Mixtral
         merged = re.sub(r"^model\.(.*)\.block_sparse_moe\.", r"\1.feed_forward.", merged)
         experts.setdefault(merged, {})[expert[2]] = values
     for merged, stacked in experts.items():
@@ -169,7 +169,7 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
-    """What divides each frequency (`LlamaModel.generate_extra_tensors`)."""
+    """Return the divisor of each rotary frequency (`LlamaModel.generate_extra_tensors`)."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context, factor = rope["original_max_position_embeddings"], rope["factor"]
     factors: list[float] = []
@@ -186,7 +186,7 @@ def llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
 
 
 def metadata_of(architecture: str, config: Config) -> dict[str, Any]:
-    """As `TextModel.set_gguf_parameters` and what its subclasses add."""
+    """Return the metadata that `TextModel.set_gguf_parameters` and its subclasses write."""
     rope = _rope(config)
     keys = {
         "block_count": config["num_hidden_layers"],
@@ -281,7 +281,9 @@ def _gemma(config: Config) -> dict[str, Any]:
 
 
 def _deepseek2(config: Config) -> dict[str, Any]:
-    """As `DeepseekV2Model` writes it since April 2025, with groups since September."""
+    """Return the metadata of `DeepseekV2Model` since April 2025, with expert groups since
+    September.
+    """
     rope, is_v3 = _rope(config), config["model_type"] == "deepseek_v3"
     rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     mscale = rope.get("mscale_all_dim")
@@ -308,7 +310,7 @@ def _deepseek2(config: Config) -> dict[str, Any]:
 
 
 def _windows(config: Config) -> dict[str, Any]:
-    """As `Olmo2Model` and `Exaone4Model` write them."""
+    """Return the window metadata of `Olmo2Model` and `Exaone4Model`."""
     if config.get("sliding_window") is None:
         return {}
     kinds = config["layer_types"]

@@ -1,5 +1,5 @@
-"""Checkpoints as quantisation tools write them, by packers of plain Python and numpy: each format as
-its specification has it, a code at a time, and the numbers that its codes stand for.
+"""Checkpoints in the formats of quantisation tools, written by plain Python and numpy packers. Each
+packer follows its format's specification code by code and returns the dequantised numbers.
 """
 
 import json
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from tests.models.tiny import Weights, write_model
 
-GROUP = 32  # columns that share a scale
-BLOCK = (24, 40)  # rows and columns that do; of which the last ones are cut short
+GROUP = 32  # columns per scale
+BLOCK = (24, 40)  # rows and columns per scale; the last block is shorter
 
-# A matrix [rows, columns] -> tensors by the end of their name, and the numbers in float32.
+# A matrix [rows, columns] -> tensors by name suffix, and the dequantised numbers in float32.
 Pack = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A format: what its config says, and how it stores a matrix."""
+    """A format: its entry in config.json, and its packer of a matrix."""
 
     fields: dict[str, Any]
     pack: Pack
@@ -32,7 +32,7 @@ class Quantiser:
 def write_quantised(
     folder: Path, name: str, config: dict[str, Any], weights: Weights, **fields: Any
 ) -> Weights:
-    """Write a model whose projections are quantised, and return the weights that it stands for."""
+    """Write a model with quantised projections and return its dequantised weights."""
     quantiser = (QUANTISERS | GROUPED)[name]
     stored, reference = quantised(name, weights)
     write_model(folder, config | {"quantization_config": quantiser.fields | fields}, stored)
@@ -40,8 +40,8 @@ def write_quantised(
 
 
 def quantised(name: str, weights: Weights) -> tuple[Weights, Weights]:
-    """The tensors of a checkpoint whose projections are quantised, and the weights that they stand
-    for.
+    """Return the tensors of a checkpoint with quantised projections, and the
+    dequantised weights.
     """
     stored: Weights = {}
     reference: Weights = {}
@@ -56,7 +56,7 @@ def quantised(name: str, weights: Weights) -> tuple[Weights, Weights]:
 
 
 def _blocks(weight: Tensor, rows: int, columns: int) -> list[tuple[slice, slice]]:
-    """The places of the blocks, a row of them after the other."""
+    """Return the slices of the blocks, row by row."""
     return [
         (slice(row, row + rows), slice(column, column + columns))
         for row in range(0, weight.shape[0], rows)
@@ -83,7 +83,7 @@ def _fp8(
 
 
 def _mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Groups of 32 columns that share a power of two."""
+    """Pack groups of 32 columns that share a power of two."""
     groups = weight.unflatten(1, (-1, 32))
     exponents = (groups.abs().amax(-1) / 448).log2().ceil()
     codes = (groups / exponents.exp2().unsqueeze(-1)).to(torch.float8_e4m3fn)
@@ -95,7 +95,7 @@ def _mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 def _rounded(
     weight: Tensor, bits: int, symmetric: bool, group: int, stored: torch.dtype = torch.float16
 ) -> tuple[Tensor, ...]:
-    """Codes [rows, columns] from 0 to 2^bits - 1, scales and zero points [rows, groups]."""
+    """Return codes [rows, columns] from 0 to 2^bits - 1, scales and zero points [rows, groups]."""
     groups, top = weight.unflatten(1, (-1, group)), 2**bits - 1
     if symmetric:
         scales = groups.abs().amax(-1) / (2 ** (bits - 1) - 1)
@@ -110,12 +110,12 @@ def _rounded(
 
 
 def _numbers(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Tensor:
-    """`groups`: of each column."""
+    """Dequantise. `groups`: the group of each column."""
     return (codes - zeros[:, groups]) * scales[:, groups]
 
 
 def _words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Codes [n, m] in words [n, ceil(m * bits / 32)]; `order`: which code stands at which place."""
+    """Pack codes [n, m] into words [n, ceil(m * bits / 32)]. `order`: the code at each position."""
     per_word = 32 // bits
     order = order or tuple(range(per_word))
     values = codes.long().numpy().astype(np.uint64)
@@ -128,7 +128,7 @@ def _words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 
 def _int8(symmetric: bool) -> Pack:
-    """compressed-tensors': signed codes, a scale a row."""
+    """Pack signed codes with a scale per row, as compressed-tensors does."""
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, scales, zeros = _rounded(weight, 8, symmetric, weight.shape[1])
@@ -149,13 +149,15 @@ def _pack_quantized(
     group: int | None = GROUP,
     stored: torch.dtype = torch.float16,
 ) -> Pack:
-    """`group`: None: a row; `stored`: dtype of scales."""
+    """Pack `pack-quantized` tensors. `group`: columns per scale, None: the row. `stored`: dtype of
+    scales.
+    """
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         order = _order(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
         size = group or weight.shape[1]
         groups = order // size
-        # columns of a group come together to be rounded
+        # gather the columns of each group before rounding
         sorted_ = weight[:, order.argsort()]
         codes, scales, zeros = _rounded(sorted_, bits, symmetric, size, stored)
         codes = codes[:, order]
@@ -178,7 +180,9 @@ def _order(columns: int) -> torch.Tensor:
 
 
 def _gptq(bits: int, symmetric: bool, ordered: bool, first: bool, group: int = GROUP) -> Pack:
-    """`first`: zero points are stored less 1, which a word with a 0 borrows."""
+    """Pack GPTQ tensors. `first`: the first version, which stores zero points minus 1 with borrow
+    across a word.
+    """
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         order = _order(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
@@ -279,19 +283,19 @@ _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _float4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and what they stand for, of numbers up to 6."""
+    """Return 4-bit float codes of numbers up to 6, and their decoded values."""
     table = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)])
     codes = (values.unsqueeze(-1) - table).abs().argmin(-1)
     return codes, table[codes]
 
 
 def _bytes(codes: Tensor) -> Tensor:
-    """Two codes of 4 bits in a byte, the first in its low half."""
+    """Pack two 4-bit codes per byte, the first in the low half."""
     return (codes[..., ::2] + 16 * codes[..., 1::2]).byte()
 
 
 def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """compressed-tensors': as gpt-oss' experts, but for the names."""
+    """Pack MXFP4 for compressed-tensors: gpt-oss' layout under other names."""
     groups = weight.unflatten(-1, (-1, 32))
     exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
     codes, values = _float4(groups / exponents.exp2())
@@ -359,7 +363,7 @@ def _packed(bits: int, symmetric: bool, group: int | None, stored: torch.dtype) 
 
 
 _BLOCKED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-_GPTQ = {  # bits, symmetric, with an order of columns, the first version
+_GPTQ = {  # bits, symmetric, column order, first version
     "gptq": (4, True, False, True),
     "gptq-8bit": (8, False, False, True),
     "gptq-2bit": (2, False, False, True),
@@ -455,7 +459,7 @@ QUANTISERS: dict[str, Quantiser] = {
         _bitsandbytes_4bit(True, torch.bfloat16),
     ),
 }
-# The same formats with other groups and scales: matrices of a multiple of 128 columns.
+# The same formats with other groups and scales, for matrices with a multiple of 128 columns.
 GROUPED: dict[str, Quantiser] = {
     "compressed-int4-64": _packed(4, True, 64, torch.bfloat16),
     "compressed-int4-32-bfloat16": _packed(4, True, 32, torch.bfloat16),
@@ -466,7 +470,7 @@ GROUPED: dict[str, Quantiser] = {
     "compressed-int4-float32-zeros": _packed(4, False, 128, torch.float32),
     "compressed-int8-128": _packed(8, True, 128, torch.bfloat16),
     "compressed-int8-rows": _packed(8, True, None, torch.float16),
-    # its config speaks of an order, and its tensors have the usual one
+    # config.json names an order, but the tensors have the default order
     "gptq-128": Quantiser(_gptq_fields(4, True, True, True, 128), _gptq(4, True, False, True, 128)),
     "gptq-8bit-128": Quantiser(
         _gptq_fields(8, True, False, False, 128), _gptq(8, True, False, False, 128)

@@ -1,6 +1,4 @@
-"""Checkpoints of compressed-tensors, GPTQ, AWQ and bitsandbytes that are computed with their own
-codes.
-"""
+"""Engines that compute with the stored codes of compressed-tensors, GPTQ, AWQ and bitsandbytes."""
 
 import json
 import os
@@ -148,7 +146,7 @@ def test_plain_rows_among_codes_are_rejected(tmp_path: Path) -> None:
 
 
 def test_mixed_formats_in_a_matrix_use_the_wider_one(tmp_path: Path) -> None:
-    """gptqmodel's changes of some modules: 8 bits in one projection, 4 in its neighbour."""
+    """gptqmodel's per-module overrides: 8 bits in one projection, 4 bits in its neighbour."""
     config = llama_config(**SIZES)
     weights = llama_weights(config)
     stored, _ = quantised("gptq", weights)
@@ -188,7 +186,7 @@ def test_tied_head_in_codes_is_compared(tmp_path: Path, same: bool) -> None:
 
 
 def test_matching_codes_are_kept_unchanged(tmp_path: Path) -> None:
-    """`quantization="int8"` of a checkpoint of such codes: they are not rounded once more."""
+    """With `quantization="int8"`, stored int8 codes are not rounded a second time."""
     folder = write(tmp_path, "compressed-int8")
     params, exact = load(folder, "reference", "int8"), load(folder, "reference", None)
     assert torch.equal(params["layers.0.o"].read(), exact["layers.0.o"])
@@ -223,7 +221,7 @@ def test_engine_answers_with_a_checkpoints_codes(tmp_path: Path, name: str, back
         for one, other in zip(results[-1], alone, strict=True):
             assert one.completion_tokens == other.completion_tokens
             assert one.logprobs == other.logprobs
-    for coded, exact in zip(*results, strict=True):  # inputs are rounded to codes of 8 bits
+    for coded, exact in zip(*results, strict=True):  # inputs are rounded to 8-bit codes
         assert 0 < abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
@@ -259,7 +257,9 @@ def test_memory_is_reported_by_format_and_updates_keep_it(tmp_path: Path, name: 
 
 
 def test_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path) -> None:
-    """Before that the engine has the checkpoint's codes, and the trainer its own of the numbers."""
+    """Before the first publish, the engine has the checkpoint's codes and the trainer has codes
+    made from its own weights.
+    """
     with engine_of(write(tmp_path, "compressed-int4-64"), backend="cpu") as engine:
         model = PolicyModel(engine)
         for _ in range(2):
@@ -277,7 +277,7 @@ def test_sample_is_replayed_with_the_checkpoint_codes(tmp_path: Path) -> None:
         (sample,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, raw_logprobs=True))
         engine.update_weights(weights, blocking=True)
         assert not differences(sample, Replayer(engine, {0: str(folder)}).replay(sample))
-        other = {0: llama_weights(llama_config(**SIZES))}  # before they were quantised
+        other = {0: llama_weights(llama_config(**SIZES))}  # the weights before quantisation
         assert differences(sample, Replayer(engine, other).replay(sample))
 
 
@@ -298,11 +298,11 @@ def test_coded_weights_are_never_dequantised_in_memory(tmp_path: Path, name: str
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # return freed memory to the system
     )
     report = json.loads(done.stdout)
     assert report["size"] < 4 * hidden * inner
-    assert report["peak"] < report["size"] + hidden * inner  # a matrix in bfloat16 is twice that
+    assert report["peak"] < report["size"] + hidden * inner  # a bfloat16 matrix takes twice as much
 
 
 def test_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:

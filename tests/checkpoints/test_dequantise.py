@@ -1,4 +1,4 @@
-"""Numbers of quantised formats, against the implementations of others."""
+"""Dequantised numbers of every format, compared with other implementations."""
 
 import torch
 
@@ -11,13 +11,13 @@ def test_mxfp4_agrees_with_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
-    # transformers holds experts as [experts, columns, rows]
+    # transformers stores experts as [experts, columns, rows]
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
     assert torch.equal(mxfp4(blocks, scales), expected)
 
 
 def test_float4_values_follow_their_bit_fields() -> None:
-    """By their fields: a sign, two bits of exponent around 1, one of fraction."""
+    """The fields are a sign, two exponent bits with a bias of 1, and one fraction bit."""
     for code in range(16):
         sign, exponent, fraction = code >> 3, code >> 1 & 3, code & 1
         size = (1 + fraction / 2) * 2.0 ** (exponent - 1) if exponent else fraction / 2

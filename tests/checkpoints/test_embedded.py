@@ -1,4 +1,4 @@
-"""Models inside packages: fake packages of random bytes, and the real ones where they are
+"""Models inside Python packages: fake packages of random bytes, and the real packages if they are
 installed.
 """
 
@@ -27,11 +27,11 @@ SITE = "site"
 def install(
     root: Path, parts: list[bytes], monkeypatch: pytest.MonkeyPatch, sha256: str | None = None
 ) -> list[Path]:
-    """Packages that hold one part each, none of which can be imported, and the row that names them
-    as `"tiny"`.
+    """Install unimportable packages of one part each, and the table row that lists them as
+    `"tiny"`.
     """
     files = []
-    # No two tests share a package's name: the import system remembers what it found.
+    # Package names are unique among tests because the import system caches its lookups.
     names = [
         f"part_{hashlib.sha256(str(root).encode()).hexdigest()[:12]}_{i}" for i in range(len(parts))
     ]
@@ -108,7 +108,7 @@ def test_leftover_of_a_killed_join_is_not_used(
     leftover.parent.mkdir()
     leftover.write_bytes(b"G")
     assert find_embedded("tiny", tmp_path / "cache").read_bytes() == b"GGUF"
-    assert leftover.exists()  # it may belong to a process that is still writing
+    assert leftover.exists()  # another process may still be writing it
 
 
 def test_concurrent_joins_all_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_installed_files_match_the_table(name: str) -> None:
 
 @pytest.mark.slow
 def test_smollm2_is_read(tmp_path: Path) -> None:
-    """The weights alone: transformers' part is slow, and its results are what it gives."""
+    """Read weights only: transformers' part is slow, and its results are pinned here."""
     folder = describe_gguf(
         find_or_skip("smollm2-135m"), tmp_path, tokenizer_writer=lambda path, folder: None
     )
@@ -196,8 +196,8 @@ def test_smollm2_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a checkpoint. What describes it stays in the user's cache: its tokenizer takes half a
-    minute.
+    """Load Gemma 3 as a checkpoint. Its description stays in the user's cache because building the
+    tokenizer takes half a minute.
     """
     find_or_skip("gemma3-270m")
     return checkpoint_of("gemma3-270m", tmp_path_factory.mktemp("gemma3"))
@@ -216,7 +216,7 @@ def test_gemma3_equals_the_transformers_loader(gemma3: Path) -> None:
     our_config, their_config = ours.config.to_dict(), theirs.config.to_dict()
     for key in our_config.keys() & their_config.keys() - {"architectures", "_name_or_path"}:
         assert our_config[key] == their_config[key], key
-    assert ours.generation_config.eos_token_id == 1  # a base model: <end_of_turn> ends nothing
+    assert ours.generation_config.eos_token_id == 1  # a base model has no use for <end_of_turn>
     weights = ours.state_dict()
     assert weights.keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
@@ -235,7 +235,7 @@ ENGLISH = (
 
 @pytest.mark.slow
 def test_gemma3_predicts_english(gemma3: Path) -> None:
-    """Norms that keep their 1, permuted rows or a wrong rope leave a perplexity of thousands."""
+    """Norms without their 1, permuted rows or a wrong rope give a perplexity in the thousands."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -276,8 +276,8 @@ TEXTS = (
 
 @pytest.mark.slow
 def test_gemma3_tokenizer_follows_the_file(gemma3: Path) -> None:
-    """Against the rule of SentencePiece's BPE, spelled out: whole user-defined tokens first, then
-    the best pair.
+    """Compare with SentencePiece's BPE rule written out: first whole user-defined tokens, then the
+    best pair.
     """
     from gguf import GGUFReader
 

@@ -1,4 +1,4 @@
-"""What is said where a name or a folder is no model."""
+"""Error messages for names and folders that do not hold a model."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from tests.system.test_progress import Clock
 
 
 class Reply:
-    """As much of an HTTP reply as an error of the hub reads."""
+    """The part of an HTTP reply that a hub error reads."""
 
     status_code = 503
     headers: dict[str, str] = {}  # noqa: RUF012
@@ -154,8 +154,8 @@ def test_folder_of_pickles_is_reported_as_pickles(tmp_path: Path, described: boo
 
 
 def hub_that_gives(sizes: list[int], folder: Path, clock: Any) -> Any:
-    """`snapshot_download` as it uses its bars: two of bytes, of which one counts what comes over
-    the net, and one of files.
+    """A `snapshot_download` that uses its progress bars as the hub does: two bars of bytes (one for
+    network traffic) and one of files.
     """
 
     def snapshot_download(_model: str, *, tqdm_class: Any, **_given: Any) -> str:
@@ -181,7 +181,7 @@ def test_download_logs_its_bytes(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # another test may have made the logger write to a terminal, and nowhere else
+    # another test may have sent the logger's output to a terminal only
     logger = logging.getLogger("nano_inference")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
@@ -196,13 +196,12 @@ def test_download_logs_its_bytes(
         "downloading someone/something: 0.2 of 1.0 MiB (25%), 128 KiB/s",
         "downloading someone/something: 5.0 MiB in 16 s",
     ]
-    assert capsys.readouterr().err == ""  # the hub's own bars are not shown
+    assert capsys.readouterr().err == ""  # the hub's own bars are hidden
 
 
 def test_loading_logs_loaded_and_dequantised_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of it, and no more."""
     config = llama_config()
     weights = llama_weights(config)
     write_model(tmp_path / "plain", config, weights)
@@ -239,7 +238,7 @@ def test_error_names_the_whole_folder_path(tmp_path: Path, monkeypatch: pytest.M
 def test_current_folder_as_an_update_leaves_the_message_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name, ".", was taken out of the message wherever a sentence ends."""
+    """A folder named "." must not remove the full stops from the message."""
     config = llama_config()
     write_model(tmp_path, config, llama_weights(config) | {"x": torch.zeros(1)})
     (tmp_path / "model.safetensors").write_bytes(b"cut")

@@ -1,5 +1,5 @@
-"""GGUF files as models: small synthetic Llamas. Other families: test_gguf_families.py; what engines
-compute with: test_gguf_numbers.py.
+"""GGUF files as models, with small synthetic Llamas. test_gguf_families.py has the other families
+and test_gguf_numbers.py the arithmetic.
 """
 
 import json
@@ -71,7 +71,7 @@ def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
 def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: str) -> None:
     kind = gguf.GGMLQuantizationType[quantisation]
     stored = stored_weights(hf_weights())
-    # Values that the types round, and a permuted tensor among them.
+    # Values that the types round, including a permuted tensor.
     types = {"token_embd.weight": kind, "blk.0.attn_q.weight": kind}
     path = write_gguf(tmp_path / "m.gguf", stored, types=types)
     tensors = tensors_in(described(path, tmp_path / "cache"))
@@ -92,11 +92,11 @@ def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: s
     assert config["torch_dtype"] == ("float16" if quantisation == "F16" else "bfloat16")
 
 
-WIDE = {**METADATA, "llama.feed_forward_length": 256}  # a block of the largest types
+WIDE = {**METADATA, "llama.feed_forward_length": 256}  # one block of the largest types
 
 
 def with_a_tensor_of(path: Path, kind: Any) -> np.ndarray:
-    """A file of which one matrix holds random blocks of some type, [HIDDEN, 256]; these."""
+    """Write a file with one matrix [HIDDEN, 256] of random blocks; return the blocks too."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (HIDDEN, 256 // block * block_bytes), dtype=np.uint8)
@@ -146,7 +146,7 @@ def test_type_unknown_to_the_gguf_package_is_rejected(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     raw = path.read_bytes()
     name = b"blk.1.ffn_up.weight"
-    at = raw.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two
+    at = raw.index(name) + len(name) + 4 + 2 * 8  # after the dimension count and two sizes
     path.write_bytes(raw[:at] + (211).to_bytes(4, "little") + raw[at + 4 :])
     with pytest.raises(
         ModelLoadError, match=r"blk\.1\.ffn_up\.weight has an unsupported type: .* type 211"
@@ -342,7 +342,7 @@ def test_other_contents_get_another_folder(tmp_path: Path) -> None:
 
 
 def test_other_weights_under_the_same_header_get_another_folder(tmp_path: Path) -> None:
-    """What is kept of a model by its folder, as keys and values on the disk are, is of one file."""
+    """Per-folder data, such as keys and values on disk, belongs to one file."""
     weights = hf_weights()
     path = write_gguf(tmp_path / "m.gguf", stored_weights(weights))
     first = described(path, tmp_path / "cache")
@@ -362,7 +362,7 @@ def test_leftover_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
     (leftover / "config.json").write_bytes(b"half")
     folder = described(path, root)
     assert (folder / "config.json").read_bytes() == (expected / "config.json").read_bytes()
-    assert leftover.is_dir()  # it may belong to a process that is still writing
+    assert leftover.is_dir()  # another process may still be writing it
 
 
 def test_failed_description_leaves_no_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files that are computed as they are."""
+"""Engines that compute with the blocks of GGUF files without conversion."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.models.strong import strong_model
 from tests.models.tiny_gguf import described, gguf
 
-# Where float16 numbers stand in a block.
+# Offsets of the float16 numbers in a block.
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 CONFIG = {
     "num_hidden_layers": 2,
@@ -57,7 +57,7 @@ def test_blocks_agree_with_the_gguf_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_file_codes_are_read_unchanged(tmp_path: Path, name: str) -> None:
-    """Every weight in codes stands for the very numbers of the file."""
+    """Every weight stored as codes decodes to exactly the file's numbers."""
     kind = gguf.GGMLQuantizationType[name]
     strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", matrices=kind)
@@ -98,7 +98,7 @@ def test_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> No
         for one, other in zip(results[-1], alone, strict=True):
             assert one.completion_tokens == other.completion_tokens
             assert one.logprobs == other.logprobs
-    for coded, exact in zip(*results, strict=True):  # inputs are rounded to codes of 8 bits
+    for coded, exact in zip(*results, strict=True):  # inputs are rounded to 8-bit codes
         assert abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 

@@ -1,4 +1,6 @@
-"""Every family of GGUF files there and back: transformers' own weights, named by the gguf package."""
+"""Round trip of every GGUF family: transformers' weights, written under the gguf
+package's names.
+"""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +45,7 @@ YARN: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A family: GGUF's name, transformers' class, and what its config says beside `COMMON`."""
+    """A family: GGUF's name, transformers' class, and config values in addition to `COMMON`."""
 
     architecture: str
     class_name: str
@@ -217,18 +219,18 @@ CASES: Mapping[str, Case] = {
 
 
 def strong(folder: Path, name: str, tied: bool = False) -> Any:
-    """A model of transformers with strong random weights, saved into a folder."""
+    """Save a transformers model with strong random weights into a folder."""
     case = CASES[name]
-    # the converter leaves Gemma's head out
+    # the converter omits Gemma's head
     tied = tied or case.architecture in ("gemma", "gemma2")
     config = {"rope_parameters": ROPE, **COMMON, **case.config, "tie_word_embeddings": tied}
-    sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # of gpt-oss
-    # transformers changes its arguments
+    sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # gpt-oss
+    # transformers modifies its arguments
     return strong_model(folder, case.class_name, sizes=sizes, **deepcopy(config))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-# the experts of gpt-oss get other names
+# experts of gpt-oss are renamed
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gpt-oss"])
 def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tied: bool) -> None:
     from transformers import AutoConfig
@@ -240,7 +242,7 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
     tensors = tensors_in(folder)
     assert tensors.keys() == weights.keys()
     for tensor, values in weights.items():
-        # 1 + w - 1 has the rounding of 1 + w
+        # 1 + w - 1 rounds like 1 + w
         rounding = 1.2e-7 if CASES[name].architecture in PLUS_ONE else 0
         np.testing.assert_allclose(tensors[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
 
@@ -253,9 +255,9 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
         "nano_inference_converted_from",
         "_name_or_path",
         "transformers_version",
-        # the two names of one thing, of which LFM2 reads the other
+        # two aliases of one setting; LFM2 reads the other one
         *(("rms_norm_eps",) if "norm_eps" in CASES[name].config else ()),
-        # what GGUF says of a rope by factors is another kind for transformers
+        # transformers uses another rope type for GGUF's frequency factors
         *(("rope_parameters",) if CASES[name].config.get("rope_parameters") is LLAMA3 else ()),
     }
     ours, theirs = config.to_dict(), model.config.to_dict()
@@ -276,8 +278,8 @@ def test_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: s
 def test_old_latent_file_agrees_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values are made by one tensor there, and metadata says heads as transformers does.
-    Groups, too, are younger.
+    """Old files make keys and values with one tensor, and their metadata counts heads as
+    transformers does. They have no expert groups.
     """
 
     def whole(_config: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -351,7 +353,7 @@ def test_quantised_file_agrees_with_its_dequantised_weights(
         return torch.from_numpy(gguf.dequantize(coded, kind))
 
     for parameter_name, parameter in oracle.named_parameters():
-        if "kv_b_proj" in parameter_name:  # what makes keys lies turned in the file
+        if "kv_b_proj" in parameter_name:  # the key part is stored transposed
             keys, values = parameter.unflatten(0, (4, -1)).split([32, 48], dim=1)
             parts = (rounded(keys.transpose(1, 2)).transpose(1, 2), rounded(values))
             parameter.data = torch.cat(parts, dim=1).flatten(0, 1)
@@ -444,7 +446,7 @@ def test_gemma3_chat_model_stops_at_end_of_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_layers", [26, 62])
 def test_query_scale_of_the_largest_gemma3(num_layers: int) -> None:
-    # 27B: 5376 / 32 = 168, by 62 layers. Every other size: head_dim.
+    # 27B: 5376 / 32 = 168, recognised by its 62 layers. All other sizes use head_dim.
     config = {
         "num_hidden_layers": num_layers,
         "hidden_size": 5376,
@@ -481,8 +483,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 def tokenizer_of(
     tmp_path: Path, architecture: str, vocabulary: Mapping[str, int], **extra: Any
 ) -> Tokenizer:
-    """The converted tokenizer of a file whose tokens are `vocabulary`: text -> type, in order, best
-    merge first.
+    """Return the converted tokenizer of a file. `vocabulary`: token -> type, in order, best merge
+    first.
     """
     tokens = {
         "tokenizer.ggml.tokens": list(vocabulary),
@@ -518,7 +520,7 @@ def test_tokenizer_of_gemma3(tmp_path: Path) -> None:
     }
     tokenizer = tokenizer_of(tmp_path, "gemma3", vocabulary, **model, **special_ids)
     expected = {
-        "he": ["he"],  # no space is put before
+        "he": ["he"],  # no leading space is added
         " he": ["▁he"],
         "he  he": ["he", "  ", "he"],
         "he\n\n\nhe": ["he", "\n\n", "\n", "he"],

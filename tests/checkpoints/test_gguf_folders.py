@@ -1,4 +1,4 @@
-"""Where GGUF files come from, and what they take: parts, folders, headers alone, memory, disk."""
+"""Sources and costs of GGUF files: split files, folders, header-only reads, memory and disk."""
 
 import json
 import tracemalloc
@@ -66,7 +66,9 @@ def test_folder_of_several_models_is_rejected_with_choices(tmp_path: Path) -> No
 
 
 def sparse_llama(path: Path, layers: int = 80, hidden: int = 8192, inner: int = 28672) -> int:
-    """The header of a 70B Llama of Q4_0, and a hole in the place of its weights. Its bytes."""
+    """Write the header of a 70B Llama in Q4_0 with a sparse hole for the weights; return the file's
+    size.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     values = {
         "block_count": layers,
@@ -123,7 +125,7 @@ def test_info_reads_only_the_header(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: Any) -> Any:
-        raise AssertionError("it reads what is behind the header")
+        raise AssertionError("it read past the header")
 
     monkeypatch.setattr(StoredTensor, "rows", read)
     size = sparse_llama(tmp_path / "huge.gguf")
@@ -171,8 +173,8 @@ def test_description_equals_the_loaded_folder(tmp_path: Path, cache: Path) -> No
 
 
 def test_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor takes the memory of its numbers, and some pieces in float32 of what is dequantised
-    at a time.
+    """Loading a tensor takes the memory of its numbers plus a few float32 pieces that are
+    dequantised at a time.
     """
     monkeypatch.setattr(gguf_weights, "CHUNK", 2**16)
     vocab = 2**16
@@ -182,7 +184,7 @@ def test_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     types = {name: kind for name, tensor in tensors.items() if tensor.ndim > 1}
     path = write_gguf(tmp_path / "m.gguf", tensors, types=types)
     weight = GgufReader(path, torch.bfloat16).get_slice("model.embed_tokens.weight")
-    assert weight[:10].dtype == torch.bfloat16  # brings in what is large to import
+    assert weight[:10].dtype == torch.bfloat16  # import large modules before measuring
     tracemalloc.start()
     whole = weight[:]  # torch's memory is not counted
     peak = tracemalloc.get_traced_memory()[1]

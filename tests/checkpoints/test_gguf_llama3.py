@@ -1,6 +1,4 @@
-"""What GGUF files of newer Llamas have: factors of the rotary frequencies, and files that were
-split.
-"""
+"""GGUF files of newer Llamas: rotary frequency factors and split files."""
 
 import json
 import math
@@ -36,7 +34,9 @@ Arrays = dict[str, np.ndarray]
 
 
 def rope_factors() -> np.ndarray:
-    """As llama.cpp's `convert_hf_to_gguf.py` writes them (`LlamaModel.generate_extra_tensors`)."""
+    """Return the factors that llama.cpp's `convert_hf_to_gguf.py` writes
+    (`LlamaModel.generate_extra_tensors`).
+    """
     low, high, context = (
         SCALING["low_freq_factor"],
         SCALING["high_freq_factor"],
@@ -52,7 +52,7 @@ def rope_factors() -> np.ndarray:
         else:
             smooth = (context / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / SCALING["factor"] + smooth))
-    assert {1.0, 8.0} < set(factors), "all three bands are there"
+    assert {1.0, 8.0} < set(factors), "a frequency band is missing"
     return np.array(factors, dtype=np.float32)
 
 
@@ -64,7 +64,7 @@ def with_factors(path: Path, factors: np.ndarray, **changes: Any) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_rope_freqs_equal_llama3_scaling(tmp_path: Path) -> None:
-    # slow to import, so only here
+    # slow to import
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -78,10 +78,10 @@ def test_rope_freqs_equal_llama3_scaling(tmp_path: Path) -> None:
     positions = torch.arange(4096, dtype=torch.float64)
     angles = positions[:, None] * llama.inv_freq.double()
     cos, sin = rope_table(load_spec(folder).ropes[0], HEAD_DIM, 4096, torch.device("cpu"))
-    # An angle of up to 4,096 has 2.4e-4 of rounding in float32.
+    # Angles up to 4,096 have a float32 rounding error of 2.4e-4.
     torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=1e-3)
     torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=1e-3)
-    # And the folder is what transformers reads: the same frequencies under its own name for them.
+    # transformers reads the folder too: the same frequencies under its own name.
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_scaling"]["short_factor"] == [float(each) for each in factors]
     rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
@@ -128,8 +128,8 @@ def test_family_without_rope_factors_rejects_them(tmp_path: Path) -> None:
 
 
 def split(folder: Path, tensors: Arrays, parts: int = 3) -> list[Path]:
-    """Parts as `gguf-split` writes them: all metadata in the first, the tensors shared out in
-    order.
+    """Split a file as `gguf-split` does: all metadata in the first part, tensors spread over the
+    parts in order.
     """
     names = list(tensors)
     size = -(-len(names) // parts)

@@ -1,4 +1,6 @@
-"""The numbers of a GGUF file: what an engine computes with, and what stays on the disk."""
+"""The numbers that an engine computes with after it loaded a GGUF file, and the data that stays on
+disk.
+"""
 
 import json
 import subprocess
@@ -38,7 +40,7 @@ from tests.models.tiny_gguf import (
     write_gguf,
 )
 
-HIDDEN = 256  # a block of the largest types
+HIDDEN = 256  # one block of the largest types
 CPU = torch.device("cpu")
 WIDE: Mapping[str, Any] = {
     **METADATA,
@@ -46,7 +48,7 @@ WIDE: Mapping[str, Any] = {
     "llama.feed_forward_length": HIDDEN,
     "llama.rope.dimension_count": HIDDEN // HEADS,
 }
-# Bytes of a block that hold a float16, and about which number makes weights of the usual size.
+# Bytes of a block that hold a float16, and a value for it that gives weights of normal size.
 HALVES: Mapping[str, Mapping[int, float]] = {
     "Q2_K": {80: 6e-3, 82: 1e-2},
     "Q3_K": {108: 2e-3},
@@ -59,7 +61,7 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of models. Kernels stay where they are: to compile them takes half a minute."""
+    """Use an empty model cache. Compiled kernels are kept because compiling takes half a minute."""
     kernels, cache = cache_folder("kernels"), tmp_path / "cache" / "nano-inference"
     kernels.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True)
@@ -69,8 +71,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def weights_of(tied: bool = False) -> dict[str, np.ndarray]:
-    """Strong weights of a small Llama by GGUF's names: matrices keep the size of what goes through
-    them one and a half times.
+    """Return strong weights of a small Llama under GGUF's names. Each matrix scales its input by
+    about 1.5.
     """
     kv = HIDDEN * KV_HEADS // HEADS
     shapes: dict[str, tuple[int, ...]] = {
@@ -94,7 +96,7 @@ def weights_of(tied: bool = False) -> dict[str, np.ndarray]:
 
 
 def blocks_of(weight: np.ndarray, name: str) -> np.ndarray:
-    """A matrix in blocks; of types that the gguf package does not write, any blocks of its size."""
+    """Return a matrix as blocks. Types that the gguf package cannot write get random blocks."""
     kind = gguf.GGMLQuantizationType[name]
     if name in WRITTEN:
         return gguf.quantize(weight, kind)
@@ -108,7 +110,7 @@ def blocks_of(weight: np.ndarray, name: str) -> np.ndarray:
 
 
 def file_of(path: Path, name: str, tied: bool = False) -> Path:
-    """A file whose matrices have a type."""
+    """Write a file whose matrices have this type."""
     stored = stored_weights(weights_of(tied))
     kind = gguf.GGMLQuantizationType[name]
     raw = {key: (blocks_of(each, name), kind) for key, each in stored.items() if each.ndim > 1}
@@ -116,8 +118,8 @@ def file_of(path: Path, name: str, tied: bool = False) -> Path:
 
 
 def numbers_in(path: Path) -> dict[str, np.ndarray]:
-    """All numbers of a file by Hugging Face's names, in float32: as the gguf package reads and
-    dequantises them, and here put into Hugging Face's order.
+    """Return all numbers of a file in float32 under Hugging Face's names: dequantised by the gguf
+    package, then reordered.
     """
     names = {
         "token_embd": "model.embed_tokens",
@@ -143,7 +145,7 @@ def numbers_in(path: Path) -> dict[str, np.ndarray]:
 
 
 def oracle_of(path: Path, folder: Path) -> Path:
-    """The model of a file as an ordinary folder of float32."""
+    """Write the model of a file as an ordinary float32 folder."""
     folder.mkdir()
     config = json.loads((resolve_model(str(path)) / "config.json").read_text())
     config.pop(CONVERTED)
@@ -229,7 +231,7 @@ def test_slice_read_from_file_equals_slice_of_the_tensor(
 
 
 def test_loaded_tensor_is_unaffected_by_file_changes(tmp_path: Path) -> None:
-    """What an update has checked must not be pages of a file that somebody writes."""
+    """An update must not validate pages of a file that another process may still rewrite."""
     path = file_of(tmp_path / "m.gguf", "F32")
     tensors = dict(read_tensors(path))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -255,7 +257,7 @@ def test_damaged_scales_of_blocks_are_reported(tmp_path: Path) -> None:
     stored = stored_weights(weights_of())
     kind = gguf.GGMLQuantizationType.Q8_0
     blocks = blocks_of(stored["blk.1.ffn_down.weight"], "Q8_0")
-    blocks[7, 1] = 0x7C  # an infinite scale
+    blocks[7, 1] = 0x7C  # a scale of infinity
     path = write_gguf(
         tmp_path / "m.gguf", stored, WIDE, raw={"blk.1.ffn_down.weight": (blocks, kind)}
     )
@@ -328,7 +330,7 @@ def test_layouts_equal_the_gguf_package() -> None:
 
 @pytest.mark.parametrize("kind", [each for each in LAYOUTS.values() if each.name not in KINDS])
 def test_numbers_equal_the_gguf_package(kind: Any) -> None:
-    """Those of blocks: test_gguf_codes.py."""
+    """Block types are in test_gguf_codes.py."""
     raw = np.random.default_rng(1).integers(0, 256, (7, 64 * kind.block_bytes), dtype=np.uint8)
     wanted = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
     numbers = numbers_of(kind.name, raw, 64)

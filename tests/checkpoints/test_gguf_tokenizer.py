@@ -1,5 +1,7 @@
 # ruff: noqa: RUF001 - these letters are meant
-"""Tokenizers of GGUF files: of every architecture, by every rule, beside transformers' own."""
+"""Tokenizers of GGUF files, for every architecture and rule, compared with transformers'
+tokenizers.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ from tests.models.tiny_gguf import write_gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 ALPHABET = sorted(ByteLevel.alphabet())
-# what llama.cpp's converter writes for models of an architecture
+# llama.cpp's metadata for models of each architecture
 KINDS: Mapping[str, tuple[str, str]] = {
     "deepseek2": ("gpt2", "deepseek-v3"),
     "ernie4_5": ("llama", "default"),
@@ -62,7 +64,7 @@ TEXTS = [
 
 
 def tokens_of(tokens: Mapping[str, int], /, **more: Any) -> dict[str, Any]:
-    """Metadata of a vocabulary: text -> type, in the order of ids; best merge first."""
+    """Return the metadata of a vocabulary. `tokens`: text -> type in id order, best merge first."""
     return {
         "tokenizer.ggml.tokens": list(tokens),
         "tokenizer.ggml.token_type": list(tokens.values()),
@@ -91,7 +93,7 @@ def byte_level(*controls: str, pre: str = "gpt-2", **more: Any) -> dict[str, Any
 
 
 def pieces(**more: Any) -> dict[str, Any]:
-    """Metadata of a SentencePiece vocabulary."""
+    """Return the metadata of a SentencePiece vocabulary."""
     tokens = {
         "<unk>": UNKNOWN,
         "<s>": CONTROL,
@@ -134,18 +136,18 @@ def test_gpt_oss_rope_factors_do_not_affect_its_tokenizer(tmp_path: Path) -> Non
     assert load_tokenizer(describe_gguf(path, tmp_path / "cache")).encode("hell")
 
 
-# -- beside transformers ---------------------------------------------------------------------------
+# -- comparison with transformers -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> dict[str, Any]:
-    """What SmolLM2's file says of its tokenizer."""
+    """Return SmolLM2's tokenizer metadata."""
     metadata = read_header(find_embedded("smollm2-135m"), token_lists=True).metadata
     return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 
 
 def theirs(path: Path) -> Any:
-    """transformers' own conversion, which knows nothing of the model's config."""
+    """Convert with transformers, which does not read the model's config."""
     gguf = pytest.importorskip("transformers.integrations.gguf")
     architecture, tokenizer, _ = gguf.get_gguf_tokenizer(str(path))
     return gguf.convert_gguf_tokenizer(architecture, tokenizer)[0]
@@ -173,7 +175,7 @@ def test_byte_level_ids_equal_transformers(
 def test_sentencepiece_ids_equal_transformers(
     tmp_path: Path, smollm2: dict[str, Any], architecture: str
 ) -> None:
-    """Of a vocabulary of real words, which are byte-level tokens written out."""
+    """Use a vocabulary of real words: decoded byte-level tokens."""
     alphabet = {written: byte for byte, written in enumerate_bytes()}
     words = dict[str, int]()
     for token in smollm2["tokenizer.ggml.tokens"][17:12_000]:
@@ -190,7 +192,7 @@ def test_sentencepiece_ids_equal_transformers(
 
 
 def enumerate_bytes() -> Sequence[tuple[int, str]]:
-    """Each byte and the character that writes it."""
+    """Return each byte and its byte-level character."""
     level = ByteLevel(add_prefix_space=False, use_regex=False)
     plain = [(byte, level.pre_tokenize_str(chr(byte))[0][0]) for byte in range(128)]
     high = [(byte, level.pre_tokenize_str(chr(byte))[0][0][-1]) for byte in range(0x80, 0xC0)]
@@ -300,7 +302,7 @@ def test_space_prefix_is_added_unless_the_file_disables_it(tmp_path: Path) -> No
         assert tokenizer.decode(tokenizer.encode("he")) == "he"
 
 
-# -- tokens that are never cut ---------------------------------------------------------------------
+# -- tokens that are matched whole ----------------------------------------------------------------
 
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
 
@@ -332,7 +334,7 @@ def test_user_defined_token_is_atomic_and_visible(tmp_path: Path, token: str) ->
     tokenizer = tokenizer_of(tmp_path, metadata)
     ids = tokenizer.encode(f"he{token}he")
     assert ids[1:-1] == [len(metadata["tokenizer.ggml.tokens"]) - 1]
-    if token != "<thé>":  # whose letters are also those of bytes: the library decodes them so
+    if token != "<thé>":  # its letters would decode as bytes
         assert tokenizer.decode(ids) == f"he{token}he"
 
 
@@ -352,7 +354,7 @@ def test_named_token_is_special_whatever_its_type(tmp_path: Path) -> None:
     assert tokenizer.decode([end]) == ""
 
 
-# -- what is broken --------------------------------------------------------------------------------
+# -- invalid files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_slot_returns_written_values(
         assert torch.equal(read(params, places[name]), tensor)
         assert read(params, places[name]).data_ptr() >= params[places[name].param].data_ptr()
     assert not any(tensor.isnan().any() for tensor in params.values()), (
-        "a part of a parameter belongs to nobody"
+        "a part of a parameter belongs to no rank"
     )
     assert num_bytes(table, torch.bfloat16) == 2 * sum(
         tensor.numel() for tensor in weights.values()
@@ -178,8 +178,8 @@ def test_differing_tied_head_is_rejected(
 
 
 def sharded(folder: Path, num_files: int) -> Path:
-    """The tiny model in several files with an index; the head stands in the first, the embedding in
-    the last.
+    """Split the tiny model over several files with an index: head in the first, embedding in the
+    last.
     """
     config = llama_config()
     weights = llama_weights(config)

@@ -1,4 +1,4 @@
-"""Adapters beside PEFT, for every family; and adapters that do not fit."""
+"""Adapters of every family compared with PEFT, and adapters that do not fit the model."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ RANK = 5
 
 
 def with_adapter(oracle: Any, folder: Path, out: Path, **settings: Any) -> Any:
-    """The oracle with a strong random adapter on all that takes one, saved into `out`. Beside
-    experts PEFT adapts them too where it is given a dense layer's projections, which it is not.
+    """Save into `out` the oracle with a strong random adapter on all its adaptable modules. PEFT
+    would adapt experts too if given a dense layer's projections, so the list omits those.
     """
     spec = load_spec(folder)
     targets = [
@@ -61,7 +61,7 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
 @pytest.mark.thorough(cases=["vaultgemma", "mixtral", *list(CASES)[::2]])
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # of PEFT's
+)  # raised by PEFT
 @pytest.mark.parametrize("family", CASES | STATE_CASES)
 def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
     case = (CASES | STATE_CASES)[family]
@@ -80,7 +80,7 @@ def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
             assert sample.prompt_logprobs is not None
             actual, expected = torch.tensor(sample.prompt_logprobs[1:]), logprobs(model, ids)
             assert (actual - expected).abs().max() < TOLERANCE
-            assert (actual - without).abs().max() > NOTICED  # it is no idle adapter
+            assert (actual - without).abs().max() > NOTICED  # the adapter has an effect
 
 
 @pytest.mark.filterwarnings(
@@ -88,7 +88,7 @@ def test_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
 )
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
 def test_expert_adapter_error_names_the_working_setting(tmp_path: Path, family: str) -> None:
-    """PEFT's "all-linear" adapts experts too; with the setting that the error names it does not."""
+    """PEFT's "all-linear" adapts experts too. The setting named by the error does not."""
     case = CASES[family]
 
     def saved(targets: Any, name: str) -> Path:
@@ -130,7 +130,7 @@ def test_head_saved_with_an_adapter_must_equal_the_model(tmp_path: Path, tied: b
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny model's folder, and in it `adapter`, one of PEFT's."""
+    """Return a tiny model's folder that contains a PEFT `adapter`."""
     tiny_llama(tmp_path)
     tensors: dict[str, Tensor] = {}
     for target in targets_of(load_spec(tmp_path)).values():

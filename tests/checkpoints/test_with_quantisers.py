@@ -1,5 +1,5 @@
-"""What quantisation tools write and read, in an environment of its own (`make test-slow` makes
-it).
+"""Comparison with the quantisation tools, in a separate environment (`make test-slow`
+builds it).
 """
 
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def test_numbers_equal_those_of_the_quantisation_tools(tmp_path: Path) -> None:
-    """compressed-tensors, AutoAWQ's layout as it converts it, bitsandbytes, gptqmodel."""
+    """The tools are compressed-tensors (also for AutoAWQ's layout), bitsandbytes and gptqmodel."""
     command = [PYTHON, "-W", "ignore", "-m", "tests.checkpoints.with_quantisers", tmp_path]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=600)

@@ -1,7 +1,8 @@
-"""Matrices that the tools themselves quantise and dequantise, in an environment that has them.
+"""Matrices quantised and dequantised by the tools themselves, in an environment that has them.
 
-`python -m tests.checkpoints.with_quantisers FOLDER` from the repository's root: a folder a case, with
-the tensors of a module, the numbers that the tool reads from them, and what config.json says.
+Run `python -m tests.checkpoints.with_quantisers FOLDER` from the repository's root. It writes one
+folder per case with a module's tensors, the numbers that the tool reads from them, and the
+quantisation config.
 """
 
 import json
@@ -32,7 +33,7 @@ def matrix() -> Tensor:
 
 
 def compressed() -> Iterator[Case]:
-    """compressed-tensors' compressors, by format."""
+    """Yield the compressors of compressed-tensors by format."""
     four = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
     kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
         "int4": ("pack-quantized", "PackedQuantizationCompressor", four),
@@ -85,7 +86,7 @@ def _compressed_fields(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _statistics(weight: Tensor, args: Any) -> dict[str, Tensor]:
-    """Scales and zero points of the shapes that the strategy has."""
+    """Return scales and zero points in the strategy's shapes."""
     groups = {
         "tensor": lambda: weight.reshape(1, -1),
         "channel": lambda: weight.unsqueeze(1),
@@ -104,7 +105,7 @@ def _statistics(weight: Tensor, args: Any) -> dict[str, Tensor]:
 
 
 def awq() -> Iterator[Case]:
-    """AutoAWQ's layout as compressed-tensors reads it."""
+    """Yield AutoAWQ's layout as compressed-tensors reads it."""
     generator = torch.Generator().manual_seed(1)
 
     def words(*shape: int) -> Tensor:
@@ -142,7 +143,7 @@ def bitsandbytes() -> Iterator[Case]:
 
 
 def gptq() -> Iterator[Case]:
-    """gptqmodel's layers, of any codes."""
+    """Yield gptqmodel's layers with random codes."""
     from gptqmodel.nn_modules.qlinear.torch import (  # pyright: ignore[reportMissingImports]
         TorchLinear,
     )

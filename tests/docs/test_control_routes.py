@@ -1,4 +1,4 @@
-"""The table of control routes in docs/routes.md is the one that `docs/make_routes.py` makes."""
+"""The table of control routes in docs/routes.md equals the output of `docs/make_routes.py`."""
 
 import importlib.util
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Every python block of the documents runs; each document's blocks share one namespace, in
-order.
+"""Every python block of the documents runs. The blocks of a document share one
+namespace, in order.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ import torch
 import nano_inference
 
 ROOT = Path(__file__).parents[2]
-# Their blocks need a server, or others' packages: test_server.py, test_rl_frameworks.py,
-# test_training_service.py, ../ray_fleet/test_ray.py.
+# Their blocks need a server or other packages. See test_server.py, test_rl_frameworks.py,
+# test_training_service.py and ../ray_fleet/test_ray.py.
 ELSEWHERE = {
     "docs/from-trl.md",
     "docs/server.md",
@@ -82,7 +82,7 @@ def test_api_reference_is_current_and_whole(
 
 
 def test_sentences_name_the_actor() -> None:
-    """A caller, a client, a thread, a rank: see docs/glossary.md."""
+    """The glossary names the actors: a caller, a client, a thread, a rank."""
     sources = [*(ROOT / "src").rglob("*"), *(ROOT / name for name in DOCUMENTS)]
     texts = {
         path: path.read_text() for path in sources if path.suffix in {".py", ".h", ".cpp", ".md"}

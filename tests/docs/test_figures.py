@@ -1,5 +1,5 @@
-"""The figures of README's table, and of the pictures, are those of the committed reports; pictures
-of terminals are of today's code.
+"""The figures in README's table and in the pictures equal those of the committed reports. Terminal
+pictures match today's code.
 """
 
 import json
@@ -14,7 +14,7 @@ from benchmarks.plots import DIGEST, DRAWN, PICTURES, RATES, digest_of
 from examples import screenshots
 from tests.docs.test_docs import ROOT
 
-# The first words of a row in the table -> its workload.
+# First words of a table row -> its workload.
 ROWS = {
     "one stream": "W1",
     "8 prompts": "W2",

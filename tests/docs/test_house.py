@@ -1,4 +1,4 @@
-"""docs/house.md: its files exist, and its four ways are those of a traced run."""
+"""docs/house.md: its files exist, and its four paths equal those of a traced run."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ from nano_inference.server.main import running_server
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "nano_inference"
 PAGE = (ROOT / "docs" / "house.md").read_text()
-Calls = dict[str, None]  # "file function", in the order of their first calls
+Calls = dict[str, None]  # "file function", in order of the first calls
 CONFIG = EngineConfig(
     "smollm2-135m",
     device="cpu",
@@ -35,8 +35,8 @@ ROW = re.compile(r"^\| \[`([\w/]+\.py)`\]\([^)]*\) \| `([\w.]+)` \|", re.M)
 
 
 class Trace:
-    """Notes the package's functions that are called while `noting`, on this thread and on threads
-    that start from now on.
+    """Records the package's functions called while `noting`, on this thread and on threads started
+    afterwards.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def traced() -> Iterator[Trace]:
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Calls]:
-    """Calls of a second request, a step that decodes, an update of one tensor, a second chat."""
+    """Trace a second request, a decode step, an update of one tensor, and a second chat."""
     calls: dict[str, Calls] = {}
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
     with traced() as trace, InferenceEngine(CONFIG) as engine:

@@ -1,5 +1,5 @@
-"""The tables of docs/models.md are those that `docs/make_models.py` makes of what was measured, and
-every family, case and format was measured.
+"""The tables of docs/models.md equal the output of `docs/make_models.py`, and every family, case
+and format was measured.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ def test_tables_are_current(made: ModuleType, measured: Any) -> None:
 
 
 def test_measurements_cover_every_case(measured: Any) -> None:
-    """A new one: `python -m tests.models.measure --only NAME`."""
+    """For a new case, run `python -m tests.models.measure --only NAME`."""
     assert measured["cases"].keys() == {**CASES, **STATE_CASES}.keys()
     assert measured["formats"].keys() == QUANTISERS.keys()
 

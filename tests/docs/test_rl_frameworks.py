@@ -1,5 +1,5 @@
-"""The programs of docs/from-trl.md and docs/rl-frameworks.md, each in the environment of its
-framework (`make test-slow` makes them).
+"""The programs of docs/from-trl.md and docs/rl-frameworks.md, each in its framework's environment
+(`make test-slow` builds them).
 """
 
 import ast

@@ -37,7 +37,7 @@ CURL = [
     if block.startswith("curl")
 ]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
-TRAINERS = [block for block in BLOCKS if "init_process_group" in block]  # each a process of its own
+TRAINERS = [block for block in BLOCKS if "init_process_group" in block]  # each in its own process
 PYTHON = [block for block in BLOCKS if block not in TRAINERS]
 Check = Callable[[Any], bool]
 
@@ -121,8 +121,8 @@ def test_page_shows_every_kind_of_answer() -> None:
 
 @pytest.mark.thorough
 def test_python_blocks_run(url: str) -> None:
-    """In a process of its own: the clients' libraries leave connections open for whoever collects
-    them.
+    """Run in a subprocess, because the client libraries leave connections open for the garbage
+    collector.
     """
     program = "\nprint('\\n-- next block')\n".join(PYTHON).replace(ADDRESS, url)
     ran = subprocess.run(

@@ -1,5 +1,5 @@
-"""The pages as a site: every page is in its navigation, every link leads somewhere, and it asks no
-other host for anything.
+"""The pages as a site: every page is in the navigation, every link resolves, and no page loads from
+another host.
 """
 
 import re

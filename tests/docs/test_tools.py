@@ -1,4 +1,4 @@
-"""What docs/tools.md tells people to run is run, in its order, against a server of SmolLM2."""
+"""The commands of docs/tools.md run in their order against a server of SmolLM2."""
 
 import json
 import os

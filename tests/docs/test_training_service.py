@@ -1,5 +1,5 @@
-"""The program of docs/training-service.md, in the environment of its client (`make test-tinker`
-makes it), and its commands.
+"""The program and commands of docs/training-service.md, in its client's environment (`make
+test-tinker` builds it).
 """
 
 import os

@@ -1,13 +1,13 @@
-"""Compiles the launches of `ops/cuda` for a GPU that is not here, and says what each kernel takes
-of it.
+"""Compile the launches of `ops/cuda` for a GPU that is not here, and print each kernel's resource
+usage.
 
     python -m tests.gpu.compile [--only WORD] [--small] [--arch 90] [--json PATH]
 
-Our own host functions are called with CPU tensors of real shapes (which nobody reads: their memory
-is never touched). A stand-in for Triton's driver names the target, and a launch compiles and
-returns. So what is compiled is what a step on such a GPU would launch: constants, alignments and
-all. Nothing here needs a GPU, pytest or Triton's interpreter, which must be off (`main` sees to
-that). Whoever writes a kernel adds its calls to `CALLS`.
+The host functions are called with CPU tensors of real shapes. Nothing reads them, so their memory
+is never touched. A stand-in for Triton's driver names the target, and a launch compiles and
+returns. The result is therefore exactly what a step on such a GPU would launch, with the same
+constants and alignments. You need no GPU and no pytest. Triton's interpreter must be off (`main`
+turns it off). If you write a kernel, add its calls to `CALLS`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -30,12 +30,12 @@ from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArg
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16
-CONTEXT = 1024  # tokens of a sequence in `decode_batch`
+CONTEXT = 1024  # tokens per sequence in `decode_batch`
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as the kernels see it."""
+    """Sizes of a model that kernels depend on."""
 
     name: str
     hidden: int
@@ -44,7 +44,7 @@ class Shape:
     head_dim: int
     inner: int
     vocab: int
-    head_norms: bool  # of queries and keys
+    head_norms: bool  # size of query and key heads
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -65,7 +65,7 @@ GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
 def kv_view(shape: Shape) -> KVStorage:
-    """The KV cache of one layer."""
+    """Return the KV cache of one layer."""
     spec = SimpleNamespace(
         num_layers=1,
         num_kv_heads=shape.kv_heads,
@@ -79,23 +79,23 @@ def kv_view(shape: Shape) -> KVStorage:
 
 
 def decode_batch(num_seqs: int) -> ForwardBatch:
-    """One row of each sequence at the end of `CONTEXT` tokens."""
+    """Return one row per sequence, each at the end of `CONTEXT` tokens."""
     return batch_of_rows(
         [Rows([0], CONTEXT - 1, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE
     )
 
 
 def prefill_batch(num_seqs: int) -> ForwardBatch:
-    """All `CONTEXT` tokens of each sequence."""
+    """Return all `CONTEXT` tokens of each sequence."""
     return batch_of_rows(
         [Rows([0] * CONTEXT, 0, range(CONTEXT // BLOCK_SIZE))] * num_seqs, BLOCK_SIZE
     )
 
 
-# Calls import what they call: this module is read where Triton is not.
+# Calls import their modules themselves because this file is also read without Triton.
 
 
-# numbers of rows that calls row by row are made with: none may make a kernel of its own
+# row counts for row-wise calls: no count may compile a kernel of its own
 ROWS = (1, 2, 7, 4096)
 
 
@@ -113,7 +113,7 @@ def _rms_norm(shape: Shape) -> None:
         residual = shape.empty(rows, shape.hidden, dtype=torch.float32)
         rms_norm(None, residual, shape.norm(shape.hidden))
         rms_norm(shape.empty(rows, shape.hidden), residual, shape.norm(shape.hidden))
-    # an address that is no multiple of 16
+    # an address that is not a multiple of 16
     odd = torch.zeros(shape.hidden + 1, dtype=shape.dtype)[1:]
     rms_norm(
         odd[None],
@@ -244,7 +244,7 @@ def _draw_filtered(shape: Shape) -> None:
 
 
 def _draw_all(shape: Shape) -> None:
-    """What costs passes of its own."""
+    """Draw with every option that costs extra passes."""
     options = {
         "top_k": 50,
         "sampling_mask": True,
@@ -264,7 +264,7 @@ def _score(shape: Shape) -> None:
 
 
 def _product(shape: Shape) -> None:
-    _products(shape, (8, 128, 1024))  # few, more, so many that no segment has a program of its own
+    _products(shape, (8, 128, 1024))  # few; more; so many that segments share programs
 
 
 def _product_of_few(shape: Shape) -> None:
@@ -309,14 +309,15 @@ def _few_rows_small(shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """What launches kernels.
+    """A call that launches kernels.
 
     Attributes:
-        name: of the call in the table.
-        run: calls a host function of `ops/cuda` with tensors of this shape; results are not used.
-        small: compiled in ordinary CI too, at the first shape, for sm_90; at most one or two a
+        name: Name in the table.
+        run: Calls a host function of `ops/cuda` with tensors of this shape. The results are not
+            used.
+        small: Also compiled in ordinary CI, at the first shape, for sm_90. At most one or two per
             module.
-        shapes: of models.
+        shapes: Shapes of models.
     """
 
     name: str
@@ -360,7 +361,7 @@ CALLS = [
 def compile_calls(
     calls: Iterable[Call], archs: Iterable[int], *, one_shape: bool = False
 ) -> list[Compiled]:
-    """All launches of these calls, each different kernel of a call once."""
+    """Compile all launches of these calls, and each distinct kernel of a call once."""
     compiled: dict[tuple[str, str, str], Compiled] = {}
     for arch in archs:
         for call in calls:
@@ -375,7 +376,7 @@ def compile_calls(
 
 
 def main() -> None:
-    """Print the table, write JSON where asked."""
+    """Print the table and optionally write JSON."""
     os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,5 +1,5 @@
-"""Compiling without a GPU, one launch at a time: a driver that only names a target, and what a
-binary takes of it.
+"""Compilation without a GPU, one launch at a time: a driver that only names a target, and the
+resource usage of a binary.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-# bytes that one program may have, by compute capability
+# shared memory per program in bytes, by compute capability
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of one launch. Bytes, and instructions in its PTX (a loop's are counted once)."""
+    """One kernel of one launch. Sizes are in bytes. Instructions are those of its PTX, so a loop
+    body counts once.
+    """
 
     call: str
     shape: str
@@ -31,20 +33,20 @@ class Compiled:
     num_stages: int
     constants: dict[str, Any]
     registers: int
-    stack: int  # spilled registers, for the most part
+    stack: int  # mostly spilled registers
     local: int
     shared: int
     wgmma: int
     mma: int
     loads: int
-    wide_loads: int  # of 16 bytes
+    wide_loads: int  # 16 bytes each
     stores: int
     wide_stores: int
 
 
 class _Driver:
-    """Triton's driver where there is no GPU: it names the target. One device number an
-    architecture: kernels are cached by that number.
+    """A stand-in for Triton's driver that names the target. Each architecture has its own device
+    number because Triton caches kernels by that number.
     """
 
     def __init__(self, arch: int) -> None:
@@ -67,9 +69,7 @@ class _Driver:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
-    """Within it a launch only compiles. Yields the list that Triton's `CompiledKernel`s are
-    appended to.
-    """
+    """Make launches compile only. Yield the list that collects Triton's `CompiledKernel`s."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -127,7 +127,9 @@ def _is_wide(instruction: str) -> bool:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """What `cuobjdump`, which comes with Triton, reads in a kernel's binary."""
+    """Return the resource usage that `cuobjdump`, which comes with Triton, reads from a kernel's
+    binary.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -147,7 +149,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def table(kernels: Iterable[Compiled]) -> str:
-    """One line a kernel. `16 B` is how many of the loads and of the stores are that wide."""
+    """Format one line per kernel. `16 B` counts the loads and stores of that width."""
     head = (
         "call",
         "shape",

@@ -1,4 +1,4 @@
-"""Tests that need a card are skipped without one, unless `--gpu-dry-run` asks for toy sizes in the
+"""Skip tests that need a card if there is none, unless `--gpu-dry-run` asks for toy sizes in the
 interpreter.
 """
 

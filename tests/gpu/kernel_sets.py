@@ -1,9 +1,9 @@
-"""The kernels that an engine launches, found without a GPU: its own steps, graphs and draws on
-tensors that have shapes and no memory.
+"""Find the kernels that an engine launches, without a GPU: its real steps, graphs and draws run on
+tensors with shapes but no memory.
 
-`python -m tests.gpu.kernel_sets` counts the different kernels, `tests/gpu/precompile.py` compiles
-them. Triton's interpreter must be off (`TRITON_INTERPRET`). What decides about
-a kernel here is Triton's own key: constants, dtypes, alignments and options.
+`python -m tests.gpu.kernel_sets` counts the distinct kernels, and `tests/gpu/precompile.py`
+compiles them. Triton's interpreter must be off (`TRITON_INTERPRET`). Kernels are distinguished by
+Triton's own key: constants, dtypes, alignments and options.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -40,14 +40,14 @@ NOWHERE = torch.device("meta")
 
 @dataclass(frozen=True)
 class KernelSet:
-    """An engine as its kernels depend on it.
+    """The settings of an engine that its kernels depend on.
 
     Attributes:
-        name: in messages.
-        model: its config.json.
-        dtype: of weights and cache.
-        batch_invariant: the law.
-        options: other fields of `EngineConfig`.
+        name: Name in messages.
+        model: Its config.json.
+        dtype: Dtype of weights and cache.
+        batch_invariant: True if the engine obeys the law.
+        options: Other fields of `EngineConfig`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class KernelSet:
         return spec_from_config(self.model)
 
     def config(self) -> EngineConfig:
-        """As an engine on a card has it."""
+        """Return the engine's config on a card."""
         values: dict[str, Any] = {
             "model_path": self.name,
             "device": "cpu",
@@ -74,15 +74,15 @@ class KernelSet:
 
 
 class _Queue:
-    """Runs what would be captured."""
+    """A capture queue that runs its functions immediately."""
 
     captures_early = True
 
     def synchronise(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no work is pending."""
 
     def new_pool(self) -> None:
-        """There is none."""
+        """Return None: there is no memory pool."""
 
     def capture(self, run: Callable[[], Any], pool: object) -> Any:
         return SimpleNamespace(output=run())
@@ -98,14 +98,14 @@ class Engine:
     storages: dict[str, KVStorage]
 
     def start(self) -> None:
-        """Launch what an engine's start launches."""
+        """Launch the kernels of an engine's start."""
         run_largest_steps(self.config, {POLICY: self.model}, self.storages)
         run_all_kinds(self.config, {POLICY: self.model}, self.storages)
         self.capture()
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """All graphs."""
+        """Capture all graphs."""
         results = DrawResults(self.config.scheduler.max_draws, NOWHERE)
         queue: Any = _Queue()
         uploads: Any = None
@@ -115,7 +115,7 @@ class Engine:
 
 
 def engine_of(kernels: KernelSet) -> Engine:
-    """An engine that can launch kernels within `recording` or `compiling`."""
+    """Return an engine that can launch kernels within `recording` or `compiling`."""
     config, spec, dtype = kernels.config(), kernels.spec, getattr(torch, kernels.dtype)
     ops = cuda_ops(batch_invariant=kernels.batch_invariant)
     params = allocate(param_table(spec), dtype, NOWHERE, ops.allocate)
@@ -125,8 +125,8 @@ def engine_of(kernels: KernelSet) -> Engine:
 
 @contextmanager
 def recording(arch: int = 90, only: Callable[[int], bool] = lambda _: False) -> Iterator[list[str]]:
-    """Within it launches end when their kernel is known. Yields the names of the different kernels
-    in their order; that of place i is compiled where `only(i)`.
+    """Stop each launch once its kernel is known. Yield the names of distinct kernels in order. The
+    i-th kernel is compiled if `only(i)` is true.
     """
     from triton.runtime.jit import JITFunction
 
@@ -147,18 +147,18 @@ def recording(arch: int = 90, only: Callable[[int], bool] = lambda _: False) -> 
 
 
 def _forget_all() -> None:
-    """Kernels of an earlier recording, of which some are names only."""
+    """Drop the kernels of an earlier recording, because some are names only."""
     import gc
 
     from triton.runtime.jit import JITFunction
 
     for instance in gc.get_objects():
-        if type(instance) is JITFunction:  # not isinstance: it would ask every object's module
+        if type(instance) is JITFunction:  # not isinstance, which would query every object's module
             instance.device_caches.clear()
 
 
 def serve(engine: Engine) -> None:
-    """What requests make of an engine that has started: draws of all sorts, steps of many sizes."""
+    """Run requests on a started engine: draws of all kinds, steps of many sizes."""
     model, device = engine.model, NOWHERE
     kinds: list[dict[str, Any]] = [
         {},
@@ -194,7 +194,7 @@ def serve(engine: Engine) -> None:
 
 
 def steps_of(config: EngineConfig) -> Iterator[list[int]]:
-    """Lengths of chunks: decodes, a prompt, both, at many numbers of rows."""
+    """Yield chunk lengths per step: decodes, a prompt, and both, at many row counts."""
     for rows in (*range(1, 20), *range(31, 1200, 37), 1536, 2048):
         yield [1] * min(rows, config.max_batch_size)
         yield [rows]
@@ -203,7 +203,9 @@ def steps_of(config: EngineConfig) -> Iterator[list[int]]:
 
 
 def main() -> None:
-    """Print, for each set, how many kernels its start compiles, and which ones serving would."""
+    """For each set, print how many kernels its start compiles and which ones serving
+    would compile.
+    """
     report: dict[str, Any] = {}
     for kernels in (
         KernelSet(f"Qwen3-0.6B, batch_invariant={exact}", QWEN_CONFIG, "bfloat16", exact)

@@ -1,11 +1,12 @@
-"""`python -m tests.gpu.precompile [--jobs N] [--seconds N] [--arch 90] [--only WORD] [--dry-run]`:
-compile the kernels of the engines that a check of a GPU builds, in several processes.
+"""Compile the kernels of the engines in a GPU check, in several processes.
 
-It needs no GPU: a stand-in for Triton's driver names the target, and the binaries go to Triton's
-cache (`TRITON_CACHE_DIR`). So it also makes a cache for a machine elsewhere. Triton finds them there if it
-has the same version, and if the folder has the same path.
+    python -m tests.gpu.precompile [--jobs N] [--seconds N] [--arch 90] [--only WORD] [--dry-run]
 
-Triton's launchers are not among them: a C compiler makes those on the machine that launches.
+You need no GPU: a stand-in for Triton's driver names the target, and the binaries are written to
+Triton's cache (`TRITON_CACHE_DIR`). You can therefore build a cache for another machine. Triton
+there uses it if its version and the folder's path are the same.
+
+The cache lacks Triton's launchers: a C compiler builds those on the launching machine.
 """
 
 import argparse
@@ -20,20 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-PARTS = 6  # processes that share the kernels of a set, of which an engine has about 80
+PARTS = 6  # processes per kernel set; an engine has about 80 kernels
 TINY = ("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral")
 
 
 def names_of_sets() -> list[str]:
-    """By what a check needs first: models, dtype, mode."""
+    """Return the names of the sets (models, dtype, mode) in the order in which a check
+    needs them.
+    """
     exact = ("fast", "invariant")
     real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
     return [*real, *(f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact)]
 
 
 def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each config.json, and options of its engine. Tiny models share most of their kernels, so one
-    process counts all of them.
+    """Return each config.json and its engine options. Tiny models share most of their kernels, so
+    one process counts all of them.
     """
     from benchmarks.gpu.scale import REAL
     from tests.models.tiny import tiny_model
@@ -45,12 +48,12 @@ def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     for family in TINY:
         with tempfile.TemporaryDirectory() as folder:
             path = tiny_model(Path(folder), family) / "config.json"
-            cases.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as `Target` has
+            cases.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as in `Target`
     return cases
 
 
 def compile_part(name: str, part: int, parts: int, arch: int) -> int:
-    """Compile each `parts`-th kernel of a set; returns how many."""
+    """Compile each `parts`-th kernel of a set; return the number of compiled kernels."""
     from tests.gpu.kernel_sets import KernelSet, engine_of, recording
 
     models, dtype, mode = name.split("/")
@@ -68,7 +71,7 @@ def work(only: str) -> Iterator[tuple[str, int, int]]:
 
 
 def run_one(name: str, part: int, parts: int, arch: int, end: float) -> str:
-    """Compile a part in a process of its own; returns what became of it."""
+    """Compile a part in a subprocess and return its outcome."""
     left = end - time.monotonic()
     if left < 5:
         return "no time"
@@ -88,7 +91,7 @@ def run_one(name: str, part: int, parts: int, arch: int, end: float) -> str:
 
 
 def compile_all(only: str, jobs: int, arch: int, seconds: float) -> int:
-    """Compile all parts; returns an exit code."""
+    """Compile all parts and return an exit code."""
     began = time.monotonic()
     parts = list(work(only))
     if not parts:
@@ -109,7 +112,7 @@ def compile_all(only: str, jobs: int, arch: int, seconds: float) -> int:
 
 
 def architecture() -> int:
-    """Of the GPU here, 10 times its compute capability; an H100's where there is none."""
+    """Return ten times the compute capability of this GPU, or of an H100 if there is none."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,9 +1,10 @@
-"""`python -m tests.gpu.run [--law] [--out FOLDER] [--seconds N] [--jobs N] [--dry-run]`: the tests of this
-folder in several processes at once.
+"""Run the tests of this folder in several processes.
 
-The tests of memory need the card to themselves and run first. Each shard writes to a file of its
-own, OUT/NAME.txt, while it runs, and is stopped at its limit or when the time for all is over: what
-it had printed is kept. Exit code 1 where a shard fails, is stopped, or finds no time.
+    python -m tests.gpu.run [--law] [--out FOLDER] [--seconds N] [--jobs N] [--dry-run]
+
+The memory tests need the whole card and run first. Each shard writes its output to OUT/NAME.txt
+while it runs. It is stopped at its limit or when the total time is over, and its output so far is
+kept. The exit code is 1 if a shard fails, is stopped, or has no time left.
 """
 
 import argparse
@@ -17,16 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-THREADS = 2  # of each process
-PATIENCE = 5.0  # seconds that a shard has to end after it was asked to
-STARTING = 10.0  # seconds: with less left a shard is not begun
-SHOWN_LINES = 40  # of a shard's output in the common log; its file has all
-STOPPED = 124  # exit code, as `timeout` has it
+THREADS = 2  # per process
+PATIENCE = 5.0  # seconds between the stop request and the kill
+STARTING = 10.0  # seconds: no shard starts with less time left
+SHOWN_LINES = 40  # lines of a shard's output in the common log; its file has all
+STOPPED = 124  # the exit code of `timeout`
 
 
 class Shard(NamedTuple):
-    """Tests of one file whose names match an expression of `pytest -k`; together the shards of a
-    file are all of it.
+    """Tests of one file whose names match a `pytest -k` expression. The shards of a file cover it
+    completely.
     """
 
     file: str
@@ -36,7 +37,7 @@ class Shard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As its file of results is called."""
+        """Name of the shard's result file."""
         stem = self.file.removesuffix(".py").removeprefix("test_") or "all"
         return "-".join([stem, *self.matching.split()])
 
@@ -63,13 +64,13 @@ LAW = (
     *(Shard("test_gpu_law.py", f"attention and {model}") for model in ("0.6b", "8b", "gemma3")),
     Shard("test_gpu_law.py", "logprobs"),
 )
-# What the rest of a dry run leaves out: the law has a run of its own; the others need no card.
+# A full dry run leaves these out: the law has a separate run, and the others need no card.
 ELSEWHERE = ("test_gpu_law.py", "test_triton_compile.py", "test_kernel_sets.py")
 
 
 def command_of(shard: Shard, dry: bool) -> list[str]:
-    """What runs a shard."""
-    # What warns only with some version of torch or a driver is no failure here.
+    """Return the command that runs a shard."""
+    # Warnings that depend on the version of torch or the driver are not failures here.
     command = [sys.executable, "-m", "pytest", str(HERE / shard.file), "-v", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-W", "default", "--durations=3", "-rfE"]
     command += ["-m", "gpu"] if shard.marked else []
@@ -80,7 +81,7 @@ def command_of(shard: Shard, dry: bool) -> list[str]:
 
 
 def run(shard: Shard, out: Path, end: float, dry: bool) -> int:
-    """Run one until `end` at most, by `time.monotonic`; returns its exit code."""
+    """Run one shard until `end` (`time.monotonic`) at the latest, and return its exit code."""
     seconds = min(shard.limit, end - time.monotonic()) if not dry else end - time.monotonic()
     if seconds < STARTING:
         print(f"-- {shard.name}: left out, no time is left", flush=True)
@@ -101,7 +102,9 @@ def run(shard: Shard, out: Path, end: float, dry: bool) -> int:
 
 
 def run_command(command: Sequence[str], path: Path, seconds: float) -> int:
-    """Run a command whose output goes to a file as it comes; `STOPPED` if it had to be stopped."""
+    """Run a command with its output streamed to a file. Return `STOPPED` if it had to
+    be stopped.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONUNBUFFERED": "1"}
     with path.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
@@ -142,11 +145,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    # this process needs a moment to show what the last ones wrote
+    # this process needs a moment to print the last results
     end = time.monotonic() + options.seconds - PATIENCE - 2
     jobs = options.jobs or min(len(TOGETHER), os.cpu_count() or 1)
     alone, together = ((), LAW) if options.law else (ALONE, TOGETHER)
-    if options.dry_run:  # nothing is compiled, and starting costs more than the tests
+    if options.dry_run:  # nothing is compiled, and startup costs more than the tests
         alone, together = (Shard("test_gpu_law.py" if options.law else ""),), ()
     codes = run_all(alone, 1, options.out, end, options.dry_run)
     codes += run_all(together, jobs, options.out, end, options.dry_run)

@@ -1,12 +1,12 @@
 """Launch every kernel at small shapes: `python tests/gpu/sanitize.py [--tool memcheck]
 [--dry-run]`.
 
-Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is
-seen. What nobody may read holds NaN. No graphs: what they replay is launched here, where rows are
-few by the selftest.
+Every tensor is a separate allocation (torch's cache is off), so an out-of-bounds access is
+detected. Unreadable memory holds NaN. Graphs are off: the selftest launches the kernels that graphs
+replay, on few rows.
 
-With `--tool` the cases run twice: once plainly, which compiles their kernels, then under
-compute-sanitizer, so that the tool's time goes to launches and not to Triton's compiler.
+With `--tool` the cases run twice. The first run is plain and compiles the kernels. The second runs
+under compute-sanitizer, so the tool spends its time on launches instead of Triton's compiler.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# torch reads it when it makes its first tensor
+# torch reads it with the first tensor
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
@@ -57,7 +57,7 @@ REQUESTS = (
 
 
 def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int:
-    """Run the requests on a tiny model; returns steps."""
+    """Run the requests on a tiny model and return the number of steps."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder), family, **SIZES, **MODELS[family])
         config = EngineConfig(
@@ -74,7 +74,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
         )
         with InferenceEngine(config) as engine:
             engine_model = engine.model
-            if device != "cpu":  # in the interpreter it would take seconds
+            if device != "cpu":  # takes seconds in the interpreter
                 check(engine_model.ops, engine_model.spec, engine_model.dtype, engine_model.device)
             for prompt, params in REQUESTS:
                 engine.add_request(prompt, params, 2 if params.max_tokens == 3 else 1)
@@ -87,7 +87,7 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
 
 
 class Case(NamedTuple):
-    """A model and how it is computed."""
+    """A model and its engine settings."""
 
     family: str
     dtype: str
@@ -95,7 +95,9 @@ class Case(NamedTuple):
 
 
 def cases_of(dry_run: bool) -> list[Case]:
-    """All of them; the first four have both dtypes, invariant and not, in case time is short."""
+    """Return all cases. The first four cover both dtypes, invariant and not, in case
+    time is short.
+    """
     if dry_run:
         return [
             Case(family, "float32", exact) for family, exact in (("qwen3", False), ("gemma3", True))
@@ -111,7 +113,7 @@ def cases_of(dry_run: bool) -> list[Case]:
 
 
 def run_cases(cases: Sequence[Case], seconds: float, device: str) -> None:
-    """Run cases until the time is over, and say after each how many are done."""
+    """Run cases until the time is over. Print the number of finished cases after each."""
     began = time.monotonic()
     for done, case in enumerate(cases, start=1):
         steps = exercise(case.family, case.dtype, device, case.batch_invariant)
@@ -122,7 +124,7 @@ def run_cases(cases: Sequence[Case], seconds: float, device: str) -> None:
 
 
 def under(tool: str, seconds: float, dry_run: bool) -> int:
-    """Run the cases plainly, then under a tool of compute-sanitizer; returns its exit code."""
+    """Run the cases plainly, then under a tool of compute-sanitizer, and return its exit code."""
     again = [sys.executable, __file__, "--seconds", str(seconds), *["--dry-run"][: int(dry_run)]]
     if dry_run:  # nothing is compiled, and there is no tool
         return subprocess.run(again, check=False).returncode
@@ -135,7 +137,7 @@ def under(tool: str, seconds: float, dry_run: bool) -> int:
     if warm.returncode:
         print(warm.stdout, warm.stderr, sep="\n", flush=True)
         return warm.returncode
-    # The tool would follow compilers and drivers that Triton starts, and slow those down, too.
+    # The tool would also trace the compilers and drivers that Triton starts, and slow them down.
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
     command += ["--report-api-errors", "no", "--error-exitcode", "9"]
     return subprocess.run([*command, *again], check=False).returncode

@@ -1,9 +1,11 @@
-"""`python -m tests.gpu.smoke [--models FOLDER] [--dry-run]`: does an engine start on this GPU at all,
-and do its graphs compute what its kernels compute?
+"""Check that an engine starts on this GPU and that its graphs compute what its kernels compute.
 
-A random model of the shape of Qwen3-0.6B, as it is served and with `batch_invariant`: the start-up
-line, the memory table, a few tokens, how many steps were replayed, and that graphs and eager steps give the
-same bits. Each half is tried even if the other fails; a failure prints its stack.
+    python -m tests.gpu.smoke [--models FOLDER] [--dry-run]
+
+The model has the shape of Qwen3-0.6B and random weights. It runs with default settings and with
+`batch_invariant`. Each run prints the start-up line, the memory table, a few tokens and the number
+of replayed steps, and checks that graphs and eager steps give the same bits. The second run happens
+even if the first fails. A failure prints its stack.
 """
 
 import argparse
@@ -22,7 +24,7 @@ PROMPTS = ([5, 9, 2], [7] * 40, [11, 3] * 150)
 
 
 def generate(folder: Path, scale: Any, count: int, **changes: Any) -> tuple[list[Any], int]:
-    """Samples' tokens and logprobs, and how many steps were replayed."""
+    """Return the samples' tokens and logprobs, and the number of replayed steps."""
     from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
     values = {"model_path": str(folder), "device": scale.device, "dtype": scale.dtype}
@@ -47,7 +49,7 @@ def generate(folder: Path, scale: Any, count: int, **changes: Any) -> tuple[list
 
 
 def try_one(folder: Path, scale: Any, count: int, *, batch_invariant: bool) -> bool:
-    """One engine with graphs, one without; whether all is well."""
+    """Run one engine with graphs and one without. Return True if all is well."""
     name = "batch_invariant" if batch_invariant else "fast"
     print(f"-- {name}", flush=True)
     try:
@@ -63,7 +65,7 @@ def try_one(folder: Path, scale: Any, count: int, *, batch_invariant: bool) -> b
         traceback.print_exc()
         return False
     same = eager == outputs
-    # fast kernels for a few rows add up in another order than those of eager steps
+    # fast kernels for few rows add in another order than those of eager steps
     print(f"graphs equal eager steps to the bit: {same}", flush=True)
     return same or not batch_invariant
 

@@ -1,5 +1,5 @@
-"""Where the tests of this folder run: on a card, or in a dry run through Triton's interpreter on
-the CPU.
+"""The device for the tests of this folder: a card, or a dry run in Triton's interpreter
+on the CPU.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -19,19 +19,19 @@ class Target:
     """A device.
 
     Attributes:
-        device: its name.
-        dry: a dry run, in which everything is as small as can be.
+        device: Name of the device.
+        dry: True in a dry run, in which every size is minimal.
     """
 
     device: str
     dry: bool
 
     def size(self, real: int, toy: int) -> int:
-        """A size on a card, or in a dry run."""
+        """Return the size for a card, or the one for a dry run."""
         return toy if self.dry else real
 
     def config(self, folder: Path, dtype: str = "float32", **changes: Any) -> EngineConfig:
-        """An engine with the CUDA backend."""
+        """Return an engine config with the CUDA backend."""
         values: dict[str, Any] = {
             "model_path": str(folder),
             "dtype": dtype,
@@ -44,12 +44,12 @@ class Target:
         return EngineConfig(**values | changes)
 
     def on(self, schedule: Schedule) -> Schedule:
-        """A schedule of the property tests, on this device."""
+        """Move a schedule of the property tests to this device."""
         return replace(schedule, backend="cuda", device=self.device)
 
 
 def moved(batch: ForwardBatch, device: str) -> ForwardBatch:
-    """The same batch with its tensors on a device."""
+    """Return the same batch with its tensors on a device."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(
         batch,
@@ -60,8 +60,8 @@ def moved(batch: ForwardBatch, device: str) -> ForwardBatch:
 def numbers(
     seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> Tensor:
-    """Normal numbers, drawn on the device: a CPU takes seconds for the head of a large model. They
-    are the same whenever they are drawn on the same device.
+    """Return normal numbers, drawn on the device because a CPU takes seconds for the head of a
+    large model. The numbers are reproducible on the same device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)

@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Pa
 
 
 def ask(target: Target, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of all kinds: every number of running sequences comes up as they end
-    one by one.
+    """Return prompts and parameters of all kinds. Sequences end one by one, so every number of
+    running sequences occurs.
     """
     lengths = [target.size(20 + 13 * (i % 7), 3 + i % 2) for i in range(count)]
     prompts = [
@@ -62,7 +62,7 @@ def bits(samples: list[TrainingSample]) -> list[tuple[Any, ...]]:
 
 
 def num_replays(engine: InferenceEngine) -> int:
-    """Steps that were replayed from a graph."""
+    """Return the number of steps replayed from a graph."""
     assert isinstance(engine.runner, CudaRunner)
     return engine.runner.num_replays
 
@@ -94,8 +94,8 @@ def test_lookahead_changes_no_bit(model: Path, target: Target, dtype: str) -> No
 
 
 def test_second_run_equals_the_first(model: Path, target: Target) -> None:
-    """Nothing is left from one run to the next, with the fast kernels too, where the schedule is
-    the same.
+    """No state leaks from one run to the next, also with the fast kernels if the schedule is the
+    same.
     """
     changes = {"batch_invariant": False, "enable_prefix_caching": False}
     with InferenceEngine(target.config(model, **changes)) as engine:
@@ -107,8 +107,8 @@ def test_second_run_equals_the_first(model: Path, target: Target) -> None:
 def test_new_weights_under_graphs(
     model: Path, target: Target, sizes: dict[str, Any], tmp_path: Path, policy: Any
 ) -> None:
-    """A graph knows addresses: an update in place is seen by it, and samples are those of an engine
-    born with it.
+    """Graphs record addresses, so an in-place update takes effect. Samples equal those of an engine
+    started with the new weights.
     """
     weights = new_weights(sizes)
     with InferenceEngine(target.config(model)) as engine:
@@ -135,13 +135,13 @@ def new_weights(sizes: dict[str, Any]) -> Weights:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_sleep_and_wake_under_graphs(model: Path, target: Target, weights: bool) -> None:
-    """Memory is another one afterwards, so graphs must be made again or know the new places."""
+    """Memory moves during sleep, so graphs must be recaptured or use the new addresses."""
     with InferenceEngine(target.config(model)) as engine:
         before = bits(engine.generate(*ask(target, target.size(8, 2)), progress=False))
         used = used_bytes(target)
         engine.sleep(weights=weights)
         if not target.dry:
-            assert used_bytes(target) < used, "nothing was given back"
+            assert used_bytes(target) < used, "no memory was freed"
         engine.wake()
         assert bits(engine.generate(*ask(target, target.size(8, 2)), progress=False)) == before
 
@@ -152,8 +152,8 @@ def used_bytes(target: Target) -> int:
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_windows_under_graphs(tmp_path: Path, target: Target, family: str) -> None:
-    """Blocks leave the window and their units go to others while graphs are replayed, which read
-    the map of units.
+    """Blocks leave the window and their units are reused while graphs, which read the map of units,
+    are replayed.
     """
     if target.dry:
         pytest.skip("too slow in the interpreter")

@@ -1,14 +1,13 @@
-"""The law on a card: the bits of a token under any schedule are those of its request alone.
+"""The law on a card: under any schedule, a token has the bits of its request alone.
 
-As `tests/invariance`, with batch_invariant=True: many more drawn schedules than an interpreter has
-time for, graphs and updates included. Each test draws until its seconds are over, so that a slow
-card checks less and a fast one more. The first example compiles kernels, and the clock starts when
-it is done.
+These are the tests of `tests/invariance` with batch_invariant=True: many more drawn schedules than
+an interpreter has time for, including graphs and updates. Each test draws until its time is over,
+so a fast card checks more. The first example compiles kernels, and the clock starts after it.
 
-Building an engine takes longer than most examples. So few graph sizes are captured, schedules come
-from a pool, and an engine stays for the next example of its schedule. Tiles and splits are small
-(`small_tiles`): a tiny model has several of each, whose sums are merged. `test_gpu_law.py` has the
-sizes of real models.
+Building an engine takes longer than most examples. Therefore few graph sizes are captured,
+schedules come from a pool, and an engine is kept for the next example of its schedule. Tiles and
+splits are small (`small_tiles`), so that a tiny model has several of each and merges their sums.
+`test_gpu_law.py` has the sizes of real models.
 """
 
 import contextlib
@@ -38,11 +37,11 @@ from tests.structured.vocabularies import with_tokenizer
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ("llama", "gemma3", "mistral")  # windows in no layer, in some, in all
-SECONDS = 22.0  # for each of the drawn tests, after its first example
-POOL = 24  # schedules of a test
-KEPT = 12  # engines that a test keeps
-GRAPH_SIZES = frozenset({1, 4, 16, 64})  # that are captured, with the largest batch
+FAMILIES = ("llama", "gemma3", "mistral")  # windows in no layer, in some layers, in all layers
+SECONDS = 22.0  # seconds per drawn test, after its first example
+POOL = 24  # schedules per test
+KEPT = 12  # engines kept per test
+GRAPH_SIZES = frozenset({1, 4, 16, 64})  # captured graph sizes, including the largest batch
 HAS_GRAMMARS = all(find_spec(name) for name in ("llguidance", "msgspec"))
 MANY = settings(
     max_examples=100_000,
@@ -61,19 +60,21 @@ SMALL = {
 
 
 class Over(Exception):
-    """The time for drawing is over."""
+    """Raised when the time for drawing is over."""
 
 
 class Clock:
-    """Draws until the time is over; hypothesis by itself would go on to a number of examples."""
+    """Stops drawing when the time is over. Hypothesis alone would run a fixed number of
+    examples.
+    """
 
     def __init__(self, seconds: float, most: int) -> None:
         self.seconds, self.most, self.drawn, self.failed = seconds, most, 0, False
-        self._end: float | None = None  # once the first example has compiled its kernels
+        self._end: float | None = None  # set after the first example has compiled its kernels
 
     def check(self, run: Callable[[], None]) -> None:
-        """One example. Raises `Over` instead, but not where a failure is run again to be
-        reported.
+        """Run one example. Raise `Over` if the time is over, unless a failure is being replayed for
+        its report.
         """
         over = self._end is not None and time.monotonic() > self._end
         if not self.failed and (self.drawn >= self.most or over):
@@ -88,7 +89,7 @@ class Clock:
             self._end = time.monotonic() + self.seconds
 
     def draw(self, test: Callable[[], None]) -> None:
-        """All examples of a test that checks them by this clock."""
+        """Draw all examples of a test that checks them by this clock."""
         with contextlib.suppress(Over):
             test()
         print(f"{self.drawn} drawn")
@@ -96,9 +97,7 @@ class Clock:
 
 
 class Engines:
-    """Engines kept by what they were built from; those with a cache of a request's own size are
-    not.
-    """
+    """Engines kept by their settings, except those with a cache sized for one request."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -106,7 +105,7 @@ class Engines:
 
     @contextlib.contextmanager
     def open(self, config: EngineConfig) -> Iterator[InferenceEngine]:
-        """An engine without requests, and with an empty prefix cache."""
+        """Yield an engine without requests and with an empty prefix cache."""
         engine, closing = self._kept.pop(config, None) or self._build(config)
         try:
             yield engine
@@ -125,14 +124,14 @@ class Engines:
     def opener(
         self, schedule: Schedule
     ) -> Callable[[EngineConfig], AbstractContextManager[InferenceEngine]]:
-        """How a scenario gets its engine. Drafts change one for good, and a tight cache fits one
-        example only.
+        """Return the function that gives a scenario its engine. Engines with drafts or a tight
+        cache are not reused.
         """
         keeps = schedule.num_blocks is None and schedule.drafts == "none"
         return self.open if keeps else InferenceEngine
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all engines."""
         for _, closing in self._kept.values():
             closing.close()
 
@@ -151,7 +150,7 @@ def clock(target: Target) -> Clock:
 
 @pytest.fixture(autouse=True)
 def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capturing all sizes takes seconds."""
+    """Capture few graph sizes, because all sizes take seconds."""
     sizes = graphs.graph_sizes
     monkeypatch.setattr(
         graphs,
@@ -161,7 +160,7 @@ def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pool_of(size: int) -> list[Schedule]:
-    """Some schedules: half of them with engines that can be kept."""
+    """Draw some schedules. Half of them have reusable engines."""
     draw = random.Random(0)
     pool: list[Schedule] = []
     for index in range(size):
@@ -185,7 +184,7 @@ def pool_of(size: int) -> list[Schedule]:
 
 
 def without_grammars(work: list[Request]) -> list[Request]:
-    """The same requests where what compiles grammars is not installed."""
+    """Return the requests without grammars if no grammar compiler is installed."""
     return [replace(each, params=replace(each.params, grammar=None)) for each in work]
 
 
@@ -207,7 +206,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, target: Target) -> dict[str
 
 
 class Alone:
-    """Samples of requests that ran alone, one after the other on one engine from an empty cache."""
+    """Samples of requests that ran alone, one after another, on one engine from an empty cache."""
 
     def __init__(self, model: Path, dtype: str, target: Target) -> None:
         schedule = target.on(Schedule(enable_prefix_caching=False))
@@ -215,7 +214,7 @@ class Alone:
         self._found: dict[Request, list[TrainingSample]] = {}
 
     def samples(self, request: Request) -> list[TrainingSample]:
-        """All samples of a request."""
+        """Return all samples of a request."""
         key = replace(request, arrives=0, aborted=None)
         if key not in self._found:
             self._engine.add_request(request.prompt, request.params, request.num_samples)
@@ -243,12 +242,12 @@ def compare(
             got = together.get((index, expected.sample_index))
             assert got is not None, "a sample is lost"
             assert same_bits(got, expected), (
-                f"request {index}, sample {expected.sample_index}: other bits"
+                f"request {index}, sample {expected.sample_index}: bits differ"
             )
 
 
 def smaller(work: list[Request]) -> list[Request]:
-    """Of a dry run, in which a token takes seconds."""
+    """Shrink a workload in a dry run, in which a token takes seconds."""
     return [
         replace(
             request,
@@ -293,8 +292,8 @@ def test_same_bits_under_any_schedule(
 def test_samples_after_updates_are_reproduced(
     tmp_path: Path, dtype: str, target: Target, clock: Clock
 ) -> None:
-    """Updates of every policy, pauses, sleeps, aborts, under graphs and lookahead;
-    `tests/invariance` says more.
+    """Cover updates of every policy, pauses, sleeps and aborts, under graphs and lookahead. See
+    `tests/invariance` for details.
     """
     if target.dry:
         pytest.skip("too slow in the interpreter")

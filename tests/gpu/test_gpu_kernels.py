@@ -1,5 +1,5 @@
-"""Each operation at the widths of real models, against double precision on the device that it runs
-on.
+"""Each operation at the widths of real models, compared with double precision on the
+same device.
 """
 
 import math
@@ -65,12 +65,14 @@ def require_near(got: Tensor, exact: Tensor, ulps: float, floor: float | Tensor 
     allowed = ulps * ULP[got.dtype] * exact.abs() + floor
     error = (got.double() - exact).abs()
     assert bool((error <= allowed).all()), (
-        f"{(error / (allowed + 1e-300)).max():.3g} times what is allowed"
+        f"{(error / (allowed + 1e-300)).max():.3g} times the allowed error"
     )
 
 
 def test_products(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
-    """A sum of k products in float32 errs by at most some roundings of the sum of their sizes."""
+    """A float32 sum of k products errs by at most a few roundings of the sum of their
+    magnitudes.
+    """
     hidden, inner = shape[:2]
     for out, columns in ((2 * inner, hidden), (hidden, inner)):
         weight = numbers(1, out, columns, device=target.device, dtype=dtype, scale=0.05)
@@ -85,8 +87,8 @@ def test_products(target: Target, shape: tuple[int, ...], dtype: torch.dtype, op
 
 
 def test_logits(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps) -> None:
-    """The whole head is multiplied; only its last rows, which are the farthest in memory, are
-    numbers and compared: double precision of all would take gigabytes.
+    """The whole head is multiplied, but only its last rows (the highest addresses) are compared.
+    Double precision of all rows would take gigabytes.
     """
     hidden, vocab = shape[0], shape[5]
     part = slice(vocab - min(vocab, 5000), vocab)
@@ -105,7 +107,7 @@ def test_logits(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops:
 
 
 def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Embedding, norm with the residual stream, gate."""
+    """Cover the embedding, the norm with the residual stream, and the gate."""
     hidden, inner, vocab = shape[0], shape[1], min(shape[5], 5000)
     ops = CudaOps(batch_invariant=False)
     table = numbers(3, vocab, hidden, device=target.device, dtype=dtype)
@@ -128,7 +130,7 @@ def test_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Products of few rows between a norm and a gate or the residual stream, beside the plain
+    """Compare few-row products between a norm and a gate or the residual stream with the plain
     kernels.
     """
     hidden, inner = shape[:2]
@@ -141,8 +143,7 @@ def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) ->
         stream = numbers(rows, rows, hidden, device=target.device)
         product = ops.linear(ops.rms_norm(None, stream, norm, 1.0)[0], gate_up, bias)
         gated = ops.gate(product, "silu")
-        # Sums in another order may be rounded otherwise, now and then; the gate multiplies two of
-        # them.
+        # Sums in another order sometimes round differently, and the gate multiplies two of them.
         pairs = [(few_rows.product(stream, norm, gate_up, bias), product)]
         pairs.append((few_rows.product_gated(stream, norm, gate_up, bias, "silu"), gated))
         added = few_rows.product_added(gated, None, down, None, stream, 0.5)
@@ -157,8 +158,8 @@ def spec_of(shape: tuple[int, ...]) -> ModelSpec:
 
 
 def chunks_of(target: Target) -> list[Rows]:
-    """Decodes at all kinds of lengths, a whole prompt, a chunk in the middle of one; blocks in no
-    order.
+    """Return decodes at various lengths, a whole prompt and a middle chunk, with
+    shuffled blocks.
     """
     spans = (
         [(4, 5), (0, 9), (20, 23)]
@@ -178,8 +179,8 @@ def chunks_of(target: Target) -> list[Rows]:
 def test_attention(
     target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops: CudaOps, window: int
 ) -> None:
-    """Any mix of chunks: softmax of scaled products over what each row sees, in double
-    precision.
+    """For any mix of chunks, compare with a double-precision softmax over the visible keys of each
+    row.
     """
     heads, kv_heads, width = shape[2:5]
     chunks = chunks_of(target)
@@ -190,7 +191,7 @@ def test_attention(
         dtype,
         torch.device(target.device),
     )
-    storage.keys.fill_(torch.nan)  # what nobody has written must not be read
+    storage.keys.fill_(torch.nan)  # unwritten slots must not be read
     storage.values.fill_(torch.nan)
     batch = moved(batch_of_rows(chunks, BLOCK), target.device)
     texts: list[tuple[Tensor, Tensor]] = []
@@ -216,7 +217,7 @@ def test_attention(
         exact = attention_of(
             q[rows].double(), keys.double(), values.double(), chunk.start, window, scale
         )
-        # of the weights, where they are rounded like the values
+        # rounding error of the weights, which are rounded like the values
         floor = 4 * ULP[dtype] * values.double().abs().max()
         require_near(got[rows].float(), exact.flatten(1), 4, floor)
 
@@ -229,7 +230,7 @@ def rows_of_chunks(batch: ForwardBatch) -> list[slice]:
 def attention_of(
     q: Tensor, keys: Tensor, values: Tensor, start: int, window: int, scale: float
 ) -> Tensor:
-    """[rows, heads, D] and [length, kv heads, D] -> [rows, heads, D]."""
+    """Attend: [rows, heads, D] and [length, kv heads, D] -> [rows, heads, D]."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("rhd,khd->hrk", q, keys) * scale
@@ -242,8 +243,8 @@ def attention_of(
 
 
 def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Against the reference in float32; it stores what it stores, and nothing for a negative
-    slot.
+    """Compare with the reference in float32, including stored keys and values. A negative slot
+    stores nothing.
     """
     heads, kv_heads, width = shape[2:5]
     ops, device = CudaOps(batch_invariant=False), torch.device(target.device)
@@ -263,7 +264,7 @@ def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dty
         storage = KVStorage(spec_of(shape), 8, BLOCK, dtype, device)
         storage.keys.zero_()
         storage.values.zero_()
-        kept = slice(None) if run else slice(0, rows - 1)  # the reference knows no padding
+        kept = slice(None) if run else slice(0, rows - 1)  # the reference does not support padding
         q = rope(
             qkv[kept],
             RopeArgs(cos, sin, heads, kv_heads, HeadNorms(*norms)),
@@ -292,8 +293,8 @@ DRAWS = {
 
 @pytest.mark.parametrize("options", DRAWS.values(), ids=list(DRAWS))
 def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    """The tokens of the reference pipeline on a CPU, but where two are as near as rounding; and its
-    logprobs.
+    """Tokens equal those of the CPU reference unless two are within rounding. Logprobs equal the
+    reference's.
     """
     vocab, rows = shape[5], target.size(48, 3)
     logits = numbers(1, rows, vocab, device="cpu", scale=3.0)
@@ -311,7 +312,7 @@ def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -
     assert torch.equal(got.top_ids.cpu()[same], expected.top_ids[same])
     if params.temperature:
         temperatures = torch.full((rows,), params.temperature, dtype=torch.float64)
-        # a head of 32 columns, whose logits are these products
+        # a head of 32 columns, so the logits are these products
         hidden = logits[:, :32].contiguous().to(target.device)
         weight = numbers(2, vocab, 32, device=target.device, scale=0.1)
         exact = (

@@ -1,9 +1,9 @@
-"""The law at the widths of real models, operation by operation: a row has the same bits whatever it
-is computed with.
+"""The law at the widths of real models, operation by operation: a row has the same bits in any
+batch.
 
-Tiny models (`test_gpu_invariance.py`) have one segment of a product and one split of keys unless
-their tiles are made small. Here the sizes are those that are served: tiles of few and of many rows,
-segments that are programs of their own, splits that are merged in registers and in memory.
+Tiny models (`test_gpu_invariance.py`) have one product segment and one key split unless their tiles
+are made small. The sizes here are those of production: tiles of few and of many rows, segments in
+separate programs, and splits that are merged in registers and in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ WEIGHTS = {
 }
 HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "gemma3-270m": (4, 1, 256)}
 CONTEXTS = (1, 2, 16, 63, 64, 255, 256, 257, 1000, 4096, 32_768)
-ROWS = 70  # of the end of each context
+ROWS = 70  # rows at the end of each context
 CHUNKS = (1, 7, 33)
 
 
@@ -51,7 +51,7 @@ def dtype(request: pytest.FixtureRequest, target: Target) -> torch.dtype:
 
 @pytest.fixture(autouse=True)
 def tiles(target: Target) -> Iterator[None]:
-    """In a dry run small ones, of which a few numbers fill several."""
+    """Use small tiles in a dry run, so that a few numbers span several."""
     if not target.dry:
         yield
         return
@@ -81,7 +81,7 @@ def test_product_row_is_bitwise_independent_of_its_batch(
 
 
 class Context:
-    """The keys and values of sequences of several lengths, and queries of their last rows."""
+    """Keys and values of sequences of several lengths, and queries of their last rows."""
 
     def __init__(self, target: Target, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
         num_heads, kv_heads, width = heads
@@ -113,7 +113,9 @@ class Context:
     def attend(
         self, attention: Attention, parts: Sequence[tuple[int, int, int]], window: int
     ) -> list[Tensor]:
-        """Attention of parts, each (sequence, first row, rows) of its queries, in one batch."""
+        """Return the attention of several parts (sequence, first row, rows) of the queries, in one
+        batch.
+        """
         chunks, queries = [], []
         for index, first, rows in parts:
             sequence_queries = self.queries[index]
@@ -145,7 +147,7 @@ def test_attention_row_is_bitwise_independent_of_its_batch(
         assert torch.equal(alone, expected[index]), f"alone, {name}"
         for size in CHUNKS:
             if target.dry and size == 1:
-                continue  # as the last row below
+                continue  # like the last row below
             parts = [
                 (index, first, min(size, len(queries) - first))
                 for first in range(0, len(queries), size)
@@ -154,16 +156,16 @@ def test_attention_row_is_bitwise_independent_of_its_batch(
             assert torch.equal(joined, expected[index]), f"chunks of {size}, {name}"
     last = [(index, len(queries) - 1, 1) for index, queries in enumerate(context.queries)]
     for rows, whole in zip(context.attend(attention, last, window), expected, strict=True):
-        assert torch.equal(rows, whole[-1:]), "a decode beside decodes"
+        assert torch.equal(rows, whole[-1:]), "a decode next to decodes"
     mixed = [wholes[-1], *last[:-1]]
     rows_of_mix = context.attend(attention, mixed, window)
-    assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt beside decodes"
+    assert torch.equal(rows_of_mix[0], expected[-1]), "a prompt next to decodes"
     for rows, whole in zip(rows_of_mix[1:], expected[:-1], strict=True):
-        assert torch.equal(rows, whole[-1:]), "a decode beside a prompt"
+        assert torch.equal(rows, whole[-1:]), "a decode next to a prompt"
 
 
 def sampled(rows: range, device: str, temperature: float, **options: float) -> SamplingBatch:
-    """One draw from each of these rows of some logits."""
+    """Return one draw from each of these rows of logits."""
     params = SamplingParams(temperature=temperature, raw_logprobs=True, **options)
     requests = [DrawRequest(params, place, (row, 0, 3)) for place, row in enumerate(rows)]
     return to_device(sampling_batch(requests), torch.device(device))

@@ -1,5 +1,5 @@
-"""Memory of a real card: the share that was asked for is kept, and what does not fit is refused in
-one sentence.
+"""Memory of a real card: the engine keeps to its memory share and rejects settings that do not fit,
+in one sentence.
 """
 
 import gc
@@ -17,7 +17,7 @@ from nano_inference.errors import ConfigError, NanoInferenceError
 pytestmark = pytest.mark.gpu(card=True)
 
 GIB = 1 << 30
-BESIDE = GIB  # the CUDA context, modules that are loaded late, the vendor's workspaces
+BESIDE = GIB  # the CUDA context, lazily loaded modules, the vendor's workspaces
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def config(model: Path, **changes: object) -> EngineConfig:
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_share_is_kept_under_load(model: Path, share: float) -> None:
-    """The largest step and a full batch, and the card's use stays within the share; most of it is
-    KV cache.
+    """During the largest step and a full batch, the card's use stays within the share. Most of it
+    is KV cache.
     """
     total = torch.cuda.mem_get_info()[1]
     with InferenceEngine(config(model, gpu_memory_utilization=share)) as engine:
@@ -75,8 +75,8 @@ def test_too_small_a_share_names_a_larger_one(model: Path) -> None:
 
 
 def test_memory_taken_by_others_is_reported(model: Path) -> None:
-    """Somebody takes all that is left: requests end, or the engine says what happened; it never
-    hangs.
+    """If another process takes all remaining memory, requests end or the engine reports the cause.
+    It never hangs.
     """
     with InferenceEngine(config(model, gpu_memory_utilization=0.5)) as engine:
         torch.cuda.empty_cache()

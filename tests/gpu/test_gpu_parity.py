@@ -1,10 +1,10 @@
-"""Every family on the card against logits that the reference backend makes on a CPU, in float32, of
-the same weights.
+"""Every family on the card, compared with logits of the same weights from the float32 reference
+backend on a CPU.
 
-float32: 1e-4 on every logprob of the whole vocabulary; the orders of addition differ, nothing else
-does. bfloat16: twice the largest error that rounding to bfloat16 costs the reference backend
-itself, which rounds at the same places, and half of the spacing of such numbers near 1 where that
-is nearly nothing.
+In float32 the tolerance is 1e-4 on every logprob of the whole vocabulary, because only the order of
+additions differs. In bfloat16 it is twice the largest rounding error of the reference backend,
+which rounds in the same places. If that error is nearly zero, the tolerance is half of the
+bfloat16 spacing near 1.
 """
 
 from pathlib import Path
@@ -34,22 +34,24 @@ SIZES = {
 
 
 def folder_of(tmp_path: Path, family: str, target: Target, dtype: str) -> Path:
-    """A tiny model; in a dry run a smaller one. In bfloat16 the checkpoint is rounded, so that all
-    have the same.
+    """Return a tiny model, or a smaller one in a dry run. For bfloat16 the checkpoint is rounded,
+    so all backends have the same weights.
     """
     small = SIZES if target.dry else {}
     return tiny_model(tmp_path, family, torch_dtype=dtype, **small)
 
 
 def prompts(target: Target) -> list[list[int]]:
-    """Short; longer than all windows; longer than some tiles of keys."""
+    """Return a short prompt, one longer than all windows, and one longer than several key tiles."""
     lengths = (5, 40) if target.dry else (1, 5, 40, 150, 400)
     return [[(7 * i + length) % 290 + 3 for i in range(length)] for length in lengths]
 
 
 @torch.inference_mode()
 def logprobs(config: EngineConfig, texts: list[list[int]]) -> Tensor:
-    """Of the whole vocabulary after every token, all texts in one batch: [N, V] on the CPU."""
+    """Return the logprobs of the whole vocabulary after every token, all texts in one batch: [N, V]
+    on the CPU.
+    """
     with InferenceEngine(config) as engine:
         chunks: list[Rows] = []
         first = 0
@@ -58,7 +60,7 @@ def logprobs(config: EngineConfig, texts: list[list[int]]) -> Tensor:
             chunks.append(Rows(text, 0, range(first, last)))
             first = last
         storage = KVStorage(engine.spec, first, BLOCK, engine.model.dtype, engine.model.device)
-        storage.keys.fill_(torch.nan)  # what nobody has written must not be read
+        storage.keys.fill_(torch.nan)  # unwritten slots must not be read
         storage.values.fill_(torch.nan)
         batch = batch_of_rows(chunks, BLOCK, draws=range(sum(len(text) for text in texts)))
         logits = model_forward(engine.model, moved(batch, config.device), storage)
@@ -108,9 +110,7 @@ def test_bfloat16_error_is_within_its_rounding(
 def test_greedy_tokens_equal_the_cpu_within_the_margin(
     tmp_path: Path, target: Target, family: str
 ) -> None:
-    """A completion may leave the CPU's only where two tokens are nearer to each other than the
-    tolerance.
-    """
+    """A completion may differ from the CPU's only if two tokens are closer than the tolerance."""
     if target.dry and family not in IN_A_DRY_RUN:
         pytest.skip("a dry run has one family of each kind")
     folder, texts = folder_of(tmp_path, family, target, "float32"), prompts(target)
@@ -128,4 +128,4 @@ def test_greedy_tokens_equal_the_cpu_within_the_margin(
         if parted < len(pairs):
             assert other.top_logprobs is not None
             (_, (first, second)) = other.top_logprobs[parted]
-            assert first - second <= 2 * TOLERANCE, f"another token at {parted} without need"
+            assert first - second <= 2 * TOLERANCE, f"another token at {parted} beyond tolerance"

@@ -1,5 +1,5 @@
-"""No request waits for Triton: what serving launches was compiled when the engine started. And those
-kernels can be compiled before, on a machine without a GPU.
+"""No request waits for Triton: the engine compiles all serving kernels at its start. They can also
+be precompiled on a machine without a GPU.
 """
 
 import json
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 def run(module: str, *options: str, **environment: str) -> str:
-    """By a process of its own: in this one Triton's kernels are the interpreter's."""
+    """Run in a subprocess, because this process uses Triton's interpreter."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", f"tests.gpu.{module}", *options],

@@ -1,9 +1,9 @@
-"""Weights by NCCL, as far as one card shows it: NCCL refuses two ranks on the same card.
+"""Weight updates by NCCL, as far as one card can test them: NCCL rejects two ranks on the same
+card.
 
-What only two cards can show: that a broadcast reaches another process; a trainer that dies in the
-middle, and one that is late (each must end one update, and not the engine's process); an engine
-whose steps go on meanwhile; that memory which NCCL was writing to is not given to others before its
-group has ended.
+These cases need two cards: a broadcast to another process, a trainer that dies midway, a late
+trainer (each of these two must fail one update, not the engine's process), steps that continue
+during an update, and buffers that stay reserved until NCCL's group has ended.
 """
 
 import threading
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(not distributed.is_nccl_available(), reason="this torch has no NCCL"),
 ]
-PATIENCE = 60.0  # seconds; the first collective makes a communicator
+PATIENCE = 60.0  # seconds; the first collective creates a communicator
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def group() -> Iterator[ProcessGroup]:
 
 
 def test_received_tensor_is_complete_after_the_wait(group: ProcessGroup) -> None:
-    """On whatever stream it is read: the host has seen that it is done."""
+    """The host has waited for completion, so the tensor can be read on any stream."""
     sent = torch.randn(1 << 22, device=group.device)
     expected = sent.clone()
     group.broadcast(sent, Deadline(PATIENCE), "a tensor")
@@ -65,7 +65,7 @@ def test_another_thread_may_wait_and_close(group: ProcessGroup) -> None:
 
 
 def test_missing_rank_raises_at_the_deadline() -> None:
-    """The process goes on: torch's watchdog would end it."""
+    """The process survives, although torch's watchdog would end it."""
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)
     began = time.monotonic()
@@ -74,5 +74,5 @@ def test_missing_rank_raises_at_the_deadline() -> None:
         lonely.agree(True, Deadline(3.0), "the answer")
     lonely.close()
     assert time.monotonic() - began < PATIENCE
-    time.sleep(2.0)  # longer than the watchdog waits beyond the deadline
+    time.sleep(2.0)  # longer than the watchdog waits after the deadline
     assert torch.ones(2, device=device).sum().item() == 2.0

@@ -1,5 +1,5 @@
-"""Every kernel compiles for the GPUs that we name, fits in their shared memory, and spills no
-register.
+"""Every kernel compiles for the supported GPUs, fits in their shared memory, and spills no
+registers.
 """
 
 import json
@@ -22,11 +22,11 @@ ROW_BY_ROW = (
     "draw",
     "draw, filtered",
     "score",
-)  # called with several numbers of rows
+)  # called with several row counts
 
 
 def compiled(path: Path, *options: str) -> list[dict]:
-    """By a process of its own: in this one Triton's kernels are the interpreter's."""
+    """Compile in a subprocess, because this process uses Triton's interpreter."""
     command = [sys.executable, "-m", "tests.gpu.compile", "--json", str(path), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -44,7 +44,7 @@ def check(kernels: list[dict], calls: list[str]) -> None:
         for k in kernels
         if k["call"] in ROW_BY_ROW
     ]
-    assert len(set(of_rows)) == len(of_rows), "a number of rows has a kernel of its own"
+    assert len(set(of_rows)) == len(of_rows), "a row count compiled its own kernel"
     assert [k for k in kernels if k["shared"] > SHARED_MEMORY[k["arch"]]] == []
 
 

@@ -1,10 +1,11 @@
-"""`python -m tests.models.classes`: every text-generating class of the installed transformers is
-tried. It loads and agrees with transformers at every position, or is refused by one sentence that
-names it; anything else is a problem.
+"""Try every text-generating class of the installed transformers: `python -m tests.models.classes`.
+
+A class either loads and agrees with transformers at every position, or is rejected by one sentence
+that names it. Anything else is a problem.
 
 A class whose default config.json is accepted must have a case in `tests/models/families.py`. Its
-model is then tried as it stands there, and with each switch of its config turned over, because a
-switch that nobody reads is a wrong number.
+model is tried as the case defines it, and again with each switch of its config inverted, because
+an ignored switch means wrong numbers.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from tests.models.families import CASES, STATE_CASES, Case
 from tests.models.strong import TOLERANCE, disagreement, strong_model
 
 EVERY_CASE = {**CASES, **STATE_CASES}
-LONGEST = 320  # characters of a refusal
-SWITCH_LENGTHS = (1, 5, 70)  # of prompts, where a switch is tried
-# Switches that say nothing of what is computed for a prompt.
+LONGEST = 320  # characters of a rejection message
+SWITCH_LENGTHS = (1, 5, 70)  # prompt lengths for switches
+# Switches without an effect on a prompt's numbers.
 OF_OTHERS = {
     *("is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits"),
     *("return_dict", "use_cache", "use_mambapy", "use_kernel", "is_decoder"),
@@ -36,14 +37,14 @@ OF_OTHERS = {
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one class.
+    """Result for one class.
 
     Attributes:
-        name: of the class.
-        model: which: its defaults', a case, or a case with a switch turned over.
-        difference: of a logprob, the largest; None: it was not computed.
-        refused: the sentence.
-        problem: why this is neither agreement nor a refusal.
+        name: Name of the class.
+        model: Model tried: the defaults, a case, or a case with a switch inverted.
+        difference: Largest difference of a logprob. None: not computed.
+        refused: Rejection message.
+        problem: Reason why the result is neither agreement nor a proper rejection.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Found:
 
 
 def class_names() -> list[str]:
-    """Classes that make text of text, or of text beside pictures, without the old encoders with
-    decoders.
+    """Return the classes that generate text from text, or from text and pictures, except old
+    encoder-decoders.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -74,8 +75,8 @@ def class_names() -> list[str]:
 
 
 def default_configs(class_name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each config.json that transformers writes of a class where nothing is said: several model
-    types may share the class.
+    """Yield each config.json that transformers writes for a class by default. Several model types
+    may share a class.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -96,10 +97,10 @@ def default_configs(class_name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def try_defaults(class_name: str) -> list[Found]:
-    """Whether the config.json of a class's defaults is accepted, or refused well."""
+    """Try the config.json of a class's defaults: it must be accepted or properly rejected."""
     try:
         configs = list(default_configs(class_name))
-    except Exception as problem:  # a class that has no defaults
+    except Exception as problem:  # the class has no defaults
         configs = [(type(problem).__name__, {"architectures": [class_name]})]
     return [_try_config(class_name, kind, config) for kind, config in configs]
 
@@ -108,7 +109,7 @@ def _try_config(class_name: str, kind: str, config: dict[str, Any]) -> Found:
     try:
         spec_from_config(config)
     except ModelLoadError as error:
-        # a default that no model has
+        # no published model has this default
         names = ("config.json", "partial_rotary_factor") if cases_of(class_name) else ()
         return judged(class_name, kind, str(error), class_name, *names)
     except Exception as problem:
@@ -119,7 +120,9 @@ def _try_config(class_name: str, kind: str, config: dict[str, Any]) -> Found:
 
 
 def judged(class_name: str, model: str, message: str, *names: str) -> Found:
-    """A refusal; a problem unless it is one short sentence with one of these names in it."""
+    """Return the rejection. It is a problem unless it is one short sentence with one of these
+    names.
+    """
     wrong = None
     if not any(name in message for name in names):
         wrong = f"names none of {', '.join(names)}"
@@ -137,7 +140,7 @@ def cases_of(class_name: str) -> dict[str, Case]:
 
 
 def try_case(case_name: str, folder: Path) -> Found:
-    """A strong model, compared."""
+    """Compare a strong model of the case with transformers."""
     case = EVERY_CASE[case_name]
     try:
         oracle = strong_model(folder, case.class_name, **case.config)
@@ -148,7 +151,7 @@ def try_case(case_name: str, folder: Path) -> Found:
 
 
 def switches(case: Case) -> list[str]:
-    """What the model's config says of yes or no, and its case does not."""
+    """Return the boolean settings of the model's config that its case does not set."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +170,7 @@ def switches(case: Case) -> list[str]:
 
 
 def try_switch(case_name: str, switch: str, folder: Path) -> Found:
-    """The same model with one switch turned over: it agrees, or the refusal names the switch."""
+    """Invert one switch: the model must agree, or the rejection must name the switch."""
     case = EVERY_CASE[case_name]
     config = dict(case.config)
     import transformers
@@ -194,7 +197,7 @@ def _compared(class_name: str, model: str, difference: float) -> Found:
 
 
 def try_all(only: Collection[str] = ()) -> Iterator[Found]:
-    """Every class, every case, every switch; or of some classes alone."""
+    """Try every class, case and switch, or only those of some classes."""
     for name in only or class_names():
         yield from try_defaults(name)
     for case_name, case in EVERY_CASE.items():

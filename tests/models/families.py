@@ -1,5 +1,5 @@
-"""The table of families that are tried with strong weights: a tiny model of each, and what it is
-without each of its features.
+"""The families that are tested with strong weights: a tiny model of each, and its spec without each
+of its features.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ Change = Callable[[ModelSpec], ModelSpec]
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model, and what it is without each of its features."""
+    """A tiny model, and its spec without each of its features."""
 
     class_name: str
-    config: dict[str, Any] = field(default_factory=dict[str, Any])  # `sizes`: see `strong_model`
+    config: dict[str, Any] = field(default_factory=dict[str, Any])  # `sizes` of `strong_model`
     features: dict[str, Change] = field(default_factory=dict[str, Change])
-    backend: Backend = "cpu"  # or the only one that has it, "reference"
+    backend: Backend = "cpu"  # "reference" if only that backend supports the model
 
 
 def spec_with(**fields: Any) -> Change:
-    """The spec with other values."""
+    """Return a change that sets fields of the spec."""
     return lambda spec: replace(spec, **fields)
 
 
@@ -32,18 +32,18 @@ def without_windows(spec: ModelSpec) -> ModelSpec:
 
 
 def with_ropes(**fields: Any) -> Change:
-    """Every layer turns otherwise."""
+    """Change the rope of every layer."""
     return lambda spec: replace(spec, ropes=tuple(replace(rope, **fields) for rope in spec.ropes))
 
 
 def one_rope(spec: ModelSpec) -> ModelSpec:
-    """Layers with a window turn as those without."""
+    """Give windowed layers the rope of the full layers."""
     full = next(rope for rope, window in zip(spec.ropes, spec.windows, strict=True) if not window)
     return replace(spec, ropes=(full,) * spec.num_layers)
 
 
 def moe_with(**fields: Any) -> Change:
-    """The spec with other values of its layers of experts."""
+    """Return a change that sets fields of the expert layers."""
 
     def change(spec: ModelSpec) -> ModelSpec:
         assert spec.moe is not None
@@ -53,7 +53,7 @@ def moe_with(**fields: Any) -> Change:
 
 
 def routing_with(**fields: Any) -> Change:
-    """The spec with another choice of experts."""
+    """Return a change that sets fields of the expert routing."""
 
     def change(spec: ModelSpec) -> ModelSpec:
         assert spec.moe is not None
@@ -63,7 +63,7 @@ def routing_with(**fields: Any) -> Change:
 
 
 def shared_with(**fields: Any) -> Change:
-    """The spec with another shared expert."""
+    """Return a change that sets fields of the shared expert."""
 
     def change(spec: ModelSpec) -> ModelSpec:
         assert spec.moe is not None
@@ -135,7 +135,7 @@ LATENT_FEATURES: dict[str, Change] = {
 
 
 def other_keys(spec: ModelSpec) -> ModelSpec:
-    """Layers that read another's keys read those of the first one that has such heads."""
+    """Make layers with shared keys read those of the first layer with the same head size."""
     firsts = [
         next(i for i, each in enumerate(spec.kinds) if each[:3] == kind[:3]) for kind in spec.kinds
     ]
@@ -553,7 +553,7 @@ CASES = {
                 "truncate": False,
                 "original_max_position_embeddings": 64,
             },
-            # so that some gates and ups are beyond 7
+            # some gates and ups exceed 7
             "sizes": {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6, "bias": 1.0},
         },
         {
@@ -773,9 +773,9 @@ DELTA: dict[str, Any] = {
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
     },
-    # The first token's output of a head is (q . k) u over its own norm: where q . k is nearly 0,
-    # float32 does not decide it. Larger inputs have keys that are like queries. With this seed
-    # transformers itself is 5e-5 from its own float64 at worst.
+    # The first token's output of a head is (q . k) u over its own norm. If q . k is nearly 0,
+    # float32 cannot resolve it. Larger inputs have keys similar to the queries. With this seed
+    # transformers is at worst 5e-5 from its own float64 result.
     "sizes": {"A_log": 0.5, "in_proj_qkv": 0.6},
     "seed": 1,
 }
@@ -803,7 +803,7 @@ DELTA_WITH_PICTURES: dict[str, Any] = {
     "seed": DELTA["seed"],
 }
 
-# Their features are tried by tests/models/test_states.py.
+# tests/models/test_states.py covers their features.
 STATE_CASES = {
     "lfm2": Case("Lfm2ForCausalLM", LFM2),
     "qwen3.5": Case("Qwen3_5ForCausalLM", DELTA),

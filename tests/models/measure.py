@@ -1,7 +1,8 @@
-"""`python -m tests.models.measure`: measures every case of `tests/models/families.py` and every
-quantised format, and writes `measured.json`, from which `docs/make_models.py` makes its tables.
+"""Measure every case of `tests/models/families.py` and every quantised format, and write
+`measured.json`.
 
-`--only NAME…` measures those alone and keeps the rest of the file.
+`docs/make_models.py` makes its tables from that file. Run `python -m tests.models.measure`;
+`--only NAME…` measures these names only and keeps the rest of the file.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from tests.parity.compare import ROWS, compare_rows
 from tests.rl.training import SEQUENCES, bits, build
 
 TARGET = Path(__file__).parent / "measured.json"
-ROW_BY_ROW = (1, 5, 40)  # lengths of prompts where the reference computes states in Python
-INTERPRETED = (36,)  # and of Triton's interpreter
+ROW_BY_ROW = (1, 5, 40)  # prompt lengths for states that the reference computes in Python
+INTERPRETED = (36,)  # prompt lengths in Triton's interpreter
 Outcome = dict[str, Any]  # "difference", "equal" and "of", or "refused"
 
 
@@ -70,11 +71,11 @@ def on_triton(model: Model) -> Outcome:
 
 
 def in_other_schedules(model: Model) -> Outcome:
-    """Samples with the same bits in other configurations, in bfloat16."""
+    """Count samples with the same bits in other configurations, in bfloat16."""
     prompts = strong_prompts(model.oracle.get_input_embeddings().num_embeddings, (1, 50))
     common: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
     state, rows = load_spec(model.folder).state, ROWS
-    if state is not None and state.by_block:  # its bits are those of one block size
+    if state is not None and state.by_block:  # its bits depend on the block size
         rows = tuple(replace(row, block_size=EngineConfig("any").block_size) for row in ROWS)
     results = compare_rows(
         str(model.folder), "bfloat16", prompts, 4, rows, backend=model.case.backend, **common
@@ -86,15 +87,17 @@ def in_other_schedules(model: Model) -> Outcome:
 
 
 def on_ranks(model: Model) -> Outcome:
-    """Two ranks with half of the heads each: hidden states, logprobs and draws to the bit."""
-    shard_of(load_spec(model.folder), Place(Mesh(tensor=2), 1))  # refuses what cannot be shared
+    """Count results with the same bits on two ranks with half of the heads each: hidden states,
+    logprobs and draws.
+    """
+    shard_of(load_spec(model.folder), Place(Mesh(tensor=2), 1))  # rejects unshardable models
     ops = reference_ops() if model.case.backend == "reference" else cpu_ops(1)
     check(model.folder, ops, torch.float32, (2,))
     return {"equal": 1, "of": 1}
 
 
 def in_policy(model: Model) -> Outcome:
-    """Sequences of which `PolicyModel` has the engine's logprobs to the bit."""
+    """Count sequences for which `PolicyModel` has the engine's logprobs bit for bit."""
     with build(model.folder, backend=model.case.backend) as engine:
         logprobs = PolicyModel(engine, micro_batch_tokens=64).logprobs(SEQUENCES)
         same = [
@@ -115,7 +118,7 @@ KINDS: dict[str, Callable[[Model], Outcome]] = {
 
 
 def measured(name: str, case: Case) -> Outcome:
-    """Everything of one case; a refusal must name its class."""
+    """Measure one case. A rejection must name its class."""
     outcome: Outcome = {"class": case.class_name}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
@@ -134,8 +137,10 @@ def measured(name: str, case: Case) -> Outcome:
 
 
 def measured_format(name: str) -> Outcome:
-    """A Llama with quantised projections beside the same numbers stored as they are: the largest
-    difference of a logprob in float32, and samples with the same bits in bfloat16.
+    """Compare a Llama with quantised projections to the same numbers stored plainly.
+
+    Return the largest difference of a logprob in float32, and the samples with the same bits in
+    bfloat16.
     """
     config = llama_config()
     with tempfile.TemporaryDirectory() as path:
@@ -155,7 +160,7 @@ def measured_format(name: str) -> Outcome:
 
 
 def _logprobs(folder: Path, dtype: Any) -> list[torch.Tensor]:
-    """Of each prompt's tokens and of the best at each place."""
+    """Return logprobs of each prompt's tokens and of the best tokens at each position."""
     config = EngineConfig(str(folder), dtype=dtype, device="cpu", kv_cache_memory=2**24)
     params = SamplingParams(
         max_tokens=1, temperature=0, prompt_logprobs=True, prompt_top_logprobs=BEST
@@ -200,7 +205,7 @@ def main() -> None:
 
 
 def _lines(written: dict[str, Any]) -> str:
-    """As JSON, a line a case."""
+    """Format as JSON with one line per case."""
     parts = [f'"versions": {json.dumps(written["versions"])}']
     for kind in ("cases", "formats"):
         lines = [

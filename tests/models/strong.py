@@ -1,10 +1,10 @@
-"""The oracle of every family: tiny models of transformers in which every part matters, and how far
-this engine is from them.
+"""The oracle of every family: tiny models of transformers in which every part matters, and their
+distance from this engine.
 
-transformers' own initialisation is weak: its norms are all ones, its biases zero and its attention
-nearly even, so that a forgotten part changes little. `strong_model` gives each tensor values of the
-size that trained models have. `disagreement` compares every position, and can leave a feature of
-the model's spec out, to show that a test would notice.
+transformers' own initialisation is weak: norms are all ones, biases are zero and attention is
+nearly uniform, so a missing part changes little. `strong_model` gives each tensor values as large
+as in trained models. `disagreement` compares every position. It can omit a feature of the model's
+spec, to show that a test would notice.
 
     oracle = strong_model(tmp_path, "Olmo3ForCausalLM", num_hidden_layers=4, sliding_window=16)
     assert disagreement(tmp_path, oracle) < TOLERANCE
@@ -29,11 +29,11 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ranks import build, parts
 
 TOLERANCE = 1e-4  # on a logprob, in float32
-NOTICED = 1e-3  # what leaving a feature out changes at least
-BEST = 20  # most probable tokens that are compared at each position
-LENGTHS = (1, 5, 40, 200)  # of prompts: the last two are longer than the windows of these tests
+NOTICED = 1e-3  # smallest change if a feature is omitted
+BEST = 20  # most probable tokens compared at each position
+LENGTHS = (1, 5, 40, 200)  # prompt lengths: the last two exceed the windows of these tests
 
-# What the config of a tiny model says where its caller says nothing else.
+# Default config of a tiny model.
 TINY: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -57,19 +57,19 @@ def strong_model(
     sizes: Mapping[str, float] | None = None,
     **config: Any,
 ) -> Any:
-    """A model of transformers with strong random weights, in float32, saved into `folder`.
+    """Save a transformers model with strong random float32 weights into `folder`.
 
-    Matrices keep the size of what goes through them one and a half times; a vector varies around
-    what it begins with: norms around 1, or around 0 where the model adds 1, biases around 0.
+    Each matrix scales its input by about 1.5. A vector varies around its initial value: norms
+    around 1 (around 0 if the model adds 1), biases around 0.
 
     Args:
-        folder: gets config.json and model.safetensors, as transformers writes them.
-        class_name: of transformers, such as `"Olmo3ForCausalLM"`.
-        seed: of the weights.
-        sizes: standard deviations by a part of a tensor's name, where the rule above does not do;
-            such a tensor varies around what it begins with.
-        config: of the class, instead of `TINY`'s or beside them. With `text_config` (a mapping),
-            `TINY` goes in there.
+        folder: Receives config.json and model.safetensors, as transformers writes them.
+        class_name: Class of transformers, such as `"Olmo3ForCausalLM"`.
+        seed: Seed of the weights.
+        sizes: Standard deviations by a part of a tensor's name, if the rule above does not fit.
+            Such a tensor varies around its initial value.
+        config: Settings of the class that override or extend `TINY`. If `text_config` (a mapping)
+            is among them, `TINY` is merged into it.
     """
     import transformers
 
@@ -80,10 +80,10 @@ def strong_model(
         fields = TINY | config
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**fields)).float().eval()
-    if "attn_logit_softcapping" in fields:  # which other attention of transformers 5.18 leaves out
+    if "attn_logit_softcapping" in fields:  # transformers 5.18: eager only
         model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
-    filled: set[int] = set()  # tied tensors are filled once
+    filled: set[int] = set()  # fill tied tensors once
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and tensor.data_ptr() not in filled:
             filled.add(tensor.data_ptr())
@@ -115,7 +115,7 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
 def strong_prompts(
     vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0
 ) -> list[list[int]]:
-    """Random token ids, one prompt of each length; the ids below 3 mean something."""
+    """Return random token ids, one prompt per length. Ids below 3 are special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths
@@ -132,20 +132,21 @@ def disagreement(
     change: Callable[[ModelSpec], ModelSpec] | None = None,
     **options: Any,
 ) -> float:
-    """The largest difference of a logprob between this engine and transformers, both in float32.
+    """Return the largest difference of a logprob between this engine and transformers, both in
+    float32.
 
-    At every position of each prompt and of what is sampled after it: of the token that stands
-    there, of the engine's 20 best ones, and between the engine's n-th best and the oracle's.
+    Every position of each prompt and its completion is compared: the logprob of its token, those of
+    the engine's 20 best tokens, and the engine's n-th best with the oracle's n-th best.
 
     Args:
-        folder: what `strong_model` saved.
-        oracle: what it returned.
-        backend: of the engine.
-        lengths: of the prompts.
-        max_tokens: sampled after each, at temperature 1.
-        change: makes the spec that the engine computes by from the one that is read. Weights are
-            loaded by the one that is read, and those that the other has no place for are left out.
-        options: of the engine.
+        folder: Folder saved by `strong_model`.
+        oracle: Return value of `strong_model`.
+        backend: Backend of the engine.
+        lengths: Lengths of the prompts.
+        max_tokens: Tokens sampled after each prompt, at temperature 1.
+        change: Transforms the spec for the engine's computation. Weights are loaded by the original
+            spec, and those without a place in the changed one are dropped.
+        options: Options of the engine.
     """
     with _engine(folder, change, backend=backend, **options) as engine:
         params = SamplingParams(
@@ -189,7 +190,7 @@ def _engine(
 
 
 def _difference(oracle: Any, sample: TrainingSample) -> float:
-    """Of one sample, the largest one; a NaN is infinite."""
+    """Return the largest difference in one sample. NaN counts as infinite."""
     token_ids = torch.tensor([[*sample.prompt_tokens, *sample.completion_tokens]])
     with torch.inference_mode():
         logits = oracle(input_ids=token_ids, use_cache=False).logits[0, :-1].double()

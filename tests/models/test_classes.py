@@ -1,4 +1,4 @@
-"""Classes of transformers: each is read, and a case shows that it agrees, or it is refused by one
+"""Classes of transformers: each one loads and has a case that shows agreement, or is rejected by a
 sentence that names it.
 """
 
@@ -26,7 +26,9 @@ def test_supported_classes_are_not_listed_as_refused() -> None:
 
 
 def test_other_classes_are_rejected_by_name() -> None:
-    """Whatever else config.json says: its values mean other things there."""
+    """The rest of config.json does not matter, because its values mean other things in such a
+    class.
+    """
     others = set(class_names()) - set(ARCHITECTURES)
     assert len(others) > 200
     for name in others:

@@ -1,5 +1,5 @@
-"""Every family beside transformers, with weights in which every part matters; and without each of
-its features, which must be noticed.
+"""Every family compared with transformers, with weights in which every part matters. Each omitted
+feature must be noticed.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,9 @@ Strong = Callable[[str], tuple[Path, Any]]
 
 @pytest.fixture(scope="module")
 def strong(tmp_path_factory: pytest.TempPathFactory) -> Strong:
-    """The folder of a family's model and the model of transformers, both made once. Only read them."""
+    """Return the folder of a family's model and the transformers model. Both are shared: only read
+    them.
+    """
 
     @cache
     def make(family: str) -> tuple[Path, Any]:
@@ -71,7 +73,7 @@ def test_family_agrees_with_transformers(strong: Strong, family: str, backend: B
     assert disagreement(folder, oracle, backend=backend) < TOLERANCE
 
 
-# The quick tier has the first feature of each family.
+# The quick tier keeps the first feature of each family.
 @pytest.mark.thorough(
     cases=[f"{name}-{each}" for name, case in CASES.items() for each in list(case.features)[1:]]
 )
@@ -79,7 +81,7 @@ def test_family_agrees_with_transformers(strong: Strong, family: str, backend: B
     ("family", "feature"), [(name, each) for name, case in CASES.items() for each in case.features]
 )
 def test_omitted_feature_is_detected(strong: Strong, family: str, feature: str) -> None:
-    """At the positions of the prompts: sampled tokens cost most of the time and add little."""
+    """Compare at prompt positions only: sampled tokens take most of the time and add little."""
     case = CASES[family]
     folder, oracle = strong(family)
     without = case.features[feature]

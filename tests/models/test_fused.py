@@ -1,4 +1,6 @@
-"""Tensors that hold all experts of a layer: whole ones and single numbers of them go to one place."""
+"""Tensors that hold all experts of a layer: whole tensors and sparse patches reach the same
+parameters.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def test_single_numbers_map_to_the_same_place_as_whole_tensors(tmp_path: Path, f
 
 @pytest.mark.thorough
 def test_trainers_tensors_of_gpt_oss_are_served(tmp_path: Path) -> None:
-    """Of another model of the same shape, as transformers holds them in memory."""
+    """Use another model of the same shape, as transformers holds it in memory."""
     case = CASES["gpt-oss"]
     other = strong_model(tmp_path / "b", case.class_name, seed=1, **case.config)
     strong_model(tmp_path / "a", case.class_name, **case.config)

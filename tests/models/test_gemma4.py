@@ -1,6 +1,6 @@
-"""Gemma 4: what its config.json means, where its layers lie, and what it is refused for.
+"""Gemma 4: its config.json, its memory layout, and rejected settings.
 
-That it computes what transformers does is in tests/models/test_families.py.
+tests/models/test_families.py compares its numbers with transformers.
 """
 
 from pathlib import Path
@@ -24,7 +24,8 @@ from tests.models.strong import strong_model
 from tests.models.tiny import MORE_FAMILIES, family_weights, llama_config, tiny_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Sizes of published models: layers, a full one in so many, key-value heads, and what else counts.
+# Sizes of published models: layers, period of full layers, key-value heads, and other sizes that
+# matter.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "E2B": {
         "num_hidden_layers": 35,
@@ -56,11 +57,11 @@ def spec_of(**fields: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("name", "width", "layout"),
     [
-        # 3 full layers of 512 numbers and 12 others of 256 keep keys
+        # 3 full layers of 512 numbers and 12 others of 256 store keys
         ("E2B", 1536, BlockLayout(1, 2, 512)),
         # 10 of 4 * 512, 50 of 16 * 256
         ("31B", 20480, BlockLayout(1, 10, 512)),
-        # 5 of 2 * 512, 25 of 8 * 256: one unit of full layers has room for one layer more
+        # 5 of 2 * 512, 25 of 8 * 256: a unit of full layers has room for one more layer
         ("26B-A4B", 2048, BlockLayout(3, 25, 512)),
     ],
 )
@@ -104,7 +105,7 @@ def test_full_layer_heads_have_two_equivalent_spellings() -> None:
     assert one.kinds[2][:3] == (1, 64, True)
     assert one.kinds[0][:3] == (4, 256, False)
     without = spec_of(**fields, num_global_key_value_heads=1)
-    assert without.kinds[2][:3] == (4, 512, False), "only where keys make values"
+    assert without.kinds[2][:3] == (4, 512, False), "only if keys are also the values"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_backends_without_kernels_are_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
-    """Published checkpoints hold them."""
+    """Published checkpoints contain these keys."""
     from safetensors.torch import load_file, save_file
 
     folder = tiny_model(tmp_path, "gemma4")
@@ -170,7 +171,9 @@ def test_keys_of_sharing_layers_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.thorough(cases=["gemma4 with experts"])
 @pytest.mark.parametrize("family", ["gemma4 with inputs of layers", "gemma4 with experts"])
 def test_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> None:
-    """Tied head, buffers and experts in one tensor among them: as if it had been loaded so."""
+    """The update has the tied head, buffers and fused experts, and must equal loading the same
+    weights.
+    """
     case = CASES[family]
     strong_model(tmp_path / "old", case.class_name, **case.config)
     new = strong_model(tmp_path / "new", case.class_name, seed=1, **case.config)

@@ -1,5 +1,5 @@
-"""Attention over latents: what the cache holds, what is refused, and what of a checkpoint is not
-read.
+"""Latent attention: the cache's contents, rejected settings, and ignored tensors of a
+checkpoint.
 """
 
 from pathlib import Path
@@ -110,7 +110,7 @@ def logprobs_of(engine: InferenceEngine) -> list[float]:
 @pytest.mark.thorough(cases=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_weight_survives_update_patch_and_sleep(folder: Path, dtype: Any) -> None:
-    """An engine whose weights have changed has the bits of one that read them so."""
+    """After each change of weights, the engine has the bits of one that loaded these weights."""
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     weights = load_file(folder / "model.safetensors")
     new, places = weights[name] * 1.5, torch.tensor([0, 5, 31, 32, 24 * 32 + 3, 2303])

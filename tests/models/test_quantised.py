@@ -1,5 +1,5 @@
-"""Checkpoints whose weights are codes of a quantisation: dequantised while they are loaded, refused
-by the method's name, or by the tensor that does not fit.
+"""Checkpoints with quantised weights: dequantised at load, or rejected with the method's name or
+the invalid tensor's name.
 """
 
 import json
@@ -48,7 +48,7 @@ UP = "model.layers.1.mlp.up_proj"
 def load(
     folder: Path, dtype: torch.dtype = torch.float32, rank_place: Place | None = None
 ) -> Weights:
-    """What a rank holds of a model, by the names of the checkpoint."""
+    """Return a rank's weights under the checkpoint's names."""
     spec = load_spec(folder)
     part = None if rank_place is None else shard_of(spec, rank_place)
     params = load_params(folder, spec, dtype, CPU, part=part)
@@ -56,7 +56,7 @@ def load(
 
 
 def near(actual: Tensor, wanted: Tensor) -> bool:
-    """But for the order of two products."""
+    """Compare up to the order of two multiplications."""
     return torch.allclose(actual, wanted, rtol=1e-6, atol=0)
 
 
@@ -108,7 +108,7 @@ print(json.dumps({"peak": max(seen) - before, "end": anonymous() - before, "size
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered", "bitsandbytes-nested"])
 def test_memory_of_loading_is_the_parameters_and_one_tensor(tmp_path: Path, name: str) -> None:
-    """Not a tensor in float32, nor the codes of the whole model; in a process of its own."""
+    """A separate process may hold neither a full float32 tensor nor all codes of the model."""
     hidden, inner = 512, 16384
     config = llama_config(hidden=hidden, inner=inner, layers=1)
     write_quantised(tmp_path, name, config, family_weights(config))
@@ -117,7 +117,7 @@ def test_memory_of_loading_is_the_parameters_and_one_tensor(tmp_path: Path, name
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # return freed memory to the system
     )
     report = json.loads(done.stdout)
     tensor = 2 * hidden * inner
@@ -155,9 +155,7 @@ def test_fused_projections_experts_and_tied_heads(tmp_path: Path, family: str, n
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gpt_oss_experts_are_read_from_blocks(tmp_path: Path, ranks: int) -> None:
-    """Its numbers lie in other places without a quantisation, where they are those of
-    transformers.
-    """
+    """Unquantised experts have another layout, which is transformers' own."""
     strong_model(
         tmp_path,
         "GptOssForCausalLM",
@@ -191,7 +189,7 @@ def test_gpt_oss_experts_are_read_from_blocks(tmp_path: Path, ranks: int) -> Non
 
 @pytest.mark.parametrize("panel", [2**22, 1])
 def test_stacked_experts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch, panel: int) -> None:
-    """MXFP4, as gpt-oss has it."""
+    """The experts are in MXFP4, as in gpt-oss."""
     monkeypatch.setattr(stored_weight, "PANEL", panel)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 10, 64, generator=generator)
@@ -212,7 +210,7 @@ def test_stacked_experts_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch, pa
 
 
 class InMemory:
-    """A tensor, as safetensors reads one by slices."""
+    """A tensor read by slices, as safetensors does."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -249,7 +247,7 @@ def test_dtype_of_quantised_checkpoint_defaults_to_bfloat16() -> None:
     assert resolve_dtype("auto", replace(spec, quantisation=None)) == torch.float16
 
 
-# --- what config.json says
+# --- quantisation settings in config.json
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mlx": ({"bits": 4, "group_size": 64}, r"mlx \(4 bits\)"),
@@ -378,7 +376,7 @@ def test_quantisation_is_read_from_a_separate_file(
 
 
 def test_modules_have_schemes_of_their_own() -> None:
-    """compressed-tensors: a name goes before a pattern, and a pattern before a class."""
+    """compressed-tensors prefers a name to a pattern, and a pattern to a class."""
     fields = {
         "quant_method": "compressed-tensors",
         "ignore": ["lm_head", "re:.*router$"],
@@ -421,7 +419,6 @@ def test_modules_have_schemes_of_their_own() -> None:
     ],
 )
 def test_excluded_modules_follow_the_transformers_rule(names: list[str], out: list[str]) -> None:
-    """transformers' rule."""
     scheme = said(QUANTISERS["fp8-blocks"].fields | {"modules_to_not_convert": names})
     assert all(scheme.scheme_of(module) is None for module in out)
     for module in ("model.layers.11.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
@@ -447,7 +444,7 @@ def test_gptqmodel_overrides_apply_to_their_modules(tmp_path: Path) -> None:
     assert all(near(loaded[each], reference[each]) for each in reference)
 
 
-# --- tensors that contradict it
+# --- tensors that contradict config.json
 
 Change = Callable[[Weights], Any]
 
@@ -554,7 +551,7 @@ def test_mismatched_tensor_is_named(
     stored, _ = quantised(name, llama_weights(config))
     change(stored)
     write_model(tmp_path, config | {"quantization_config": QUANTISERS[name].fields}, stored)
-    if case != "an infinite scale":  # which nobody knows before it is read
+    if case != "an infinite scale":  # unknown until it is read
         monkeypatch.setattr(loading, "allocate", None)
     with pytest.raises(ModelLoadError, match=message.replace("U.", UP + ".")) as raised:
         load(tmp_path)
@@ -614,7 +611,7 @@ def test_module_may_be_stored_unquantised(tmp_path: Path, name: str) -> None:
 def test_non_floating_point_weight_is_rejected(
     tmp_path: Path, dtype: torch.dtype, name: str, quantisation: str | None
 ) -> None:
-    """Such weights were cast to floating point, and the model answered garbage."""
+    """If such weights were cast to floating point, the model would answer garbage."""
     config = llama_config()
     weights = llama_weights(config)
     if quantisation:

@@ -1,4 +1,4 @@
-"""Rotary frequencies: the formulas in float64, and transformers' own."""
+"""Rotary frequencies compared with the formulas in float64 and with transformers."""
 
 import math
 import os
@@ -55,7 +55,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Factors of each frequency, as GGUF files hold them; how many depends on the head.
+# Factors of each frequency, as in GGUF files. Their number depends on the head.
 def longrope(head_dim: int) -> dict[str, Any]:
     factors = [1.0 + 7.0 * i / head_dim for i in range(head_dim // 2)]
     return {
@@ -134,7 +134,7 @@ def test_llama3_keeps_high_frequencies_and_stretches_low_ones() -> None:
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("kind", [*sorted(SCALINGS), "longrope"])
 def test_frequencies_agree_with_transformers(kind: str, theta: float, head_dim: int) -> None:
-    # slow to import, so only here
+    # slow to import
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -153,7 +153,7 @@ def test_frequencies_agree_with_transformers(kind: str, theta: float, head_dim: 
     assert spec.attention_factor == pytest.approx(attention_factor, rel=1e-6)
     angles = torch.arange(300, dtype=torch.float64)[:, None] * inverse.double()
     cos, sin = table(spec, head_dim, 300)
-    # An angle of up to 300 has 2e-5 of rounding in float32.
+    # Angles up to 300 have a float32 rounding error of 2e-5.
     torch.testing.assert_close(cos.double(), angles.cos() * attention_factor, rtol=0, atol=1e-4)
     torch.testing.assert_close(sin.double(), angles.sin() * attention_factor, rtol=0, atol=1e-4)
     one_cos, one_sin = (part[1].double() / attention_factor for part in (cos, sin))

@@ -149,7 +149,7 @@ def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: 
     }
     assert spec_from_config(old).ropes[0] == expected
     assert spec_from_config(new).ropes[0] == expected
-    if scaling is not None:  # the oldest name of the kind
+    if scaling is not None:  # the oldest alias of this setting
         oldest = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
         assert spec_from_config(config(rope_theta=5e5, rope_scaling=oldest)).ropes[0] == expected
 

@@ -1,5 +1,5 @@
-"""Models whose layers carry a state: agreement with transformers at every position, what they
-take of the memory, and what is refused.
+"""Models with recurrent layers: agreement with transformers at every position, memory use, and
+rejected settings.
 """
 
 from dataclasses import replace
@@ -57,13 +57,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_qwen3_5_agrees_with_transformers(qwen: tuple[Path, Any], backend: Backend) -> None:
     options: dict[str, Any] = {"max_chunk_tokens": 33, "block_size": 8}
-    lengths = LENGTHS if backend == "cpu" else (1, 5, 40)  # there row by row in Python
+    lengths = LENGTHS if backend == "cpu" else (1, 5, 40)  # computed row by row in Python there
     difference = disagreement(*qwen, backend=backend, lengths=lengths, **options)
     assert difference < TOLERANCE
 
 
 def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
-    """The same layers with joint projections, and experts with a shared one."""
+    """The same layers with joint projections and experts, including a shared one."""
     oracle = strong_model(tmp_path, "Qwen3NextForCausalLM", **NEXT)
     assert disagreement(tmp_path, oracle) < TOLERANCE
 
@@ -95,7 +95,7 @@ def no_gate(x: Any, _gate: Any) -> Any:
 
 
 def no_state(rows: Any, *rest: Any) -> Any:
-    """Every row as if it were the first."""
+    """Compute every row as if it were the first."""
     return (
         rows.beta[:, :, None]
         * rows.v
@@ -112,7 +112,9 @@ def no_beta(rows: Any, *rest: Any) -> Any:
 
 
 def queries_as_they_are(rows: Any, *rest: Any) -> Any:
-    """The norm behind takes a head's scale out; that of each query is what remains."""
+    """The norm after the layer cancels a head's scale. Only the norm of each query has
+    an effect.
+    """
     return delta_rule(rows._replace(k=rows.k * 1.1), *rest)
 
 
@@ -170,7 +172,7 @@ def test_omitted_feature_of_lfm2_is_detected(lfm2: tuple[Path, Any], change: Any
 
 
 def test_convolution_uses_preceding_tokens(lfm2: tuple[Path, Any]) -> None:
-    """A convolution that sees its own token alone is another model."""
+    """A convolution over its own token only would be another model."""
     real = reference_state.causal_conv
 
     def alone(inputs: Any, weight: Any, *rest: Any) -> Any:
@@ -198,7 +200,7 @@ def test_memory_equals_the_table(tmp_path: Path, family: str) -> None:
         engine.add_request(list(range(3, 60)), SamplingParams(max_tokens=20))
         while engine.has_pending():
             engine.step()
-            # behind each block that is held and not the last two a state may be taken
+            # one state after each held block except the last two
             assert engine.cache.num_free_units() >= budget.num_units - 5
 
 
@@ -215,7 +217,7 @@ def test_prefix_is_reused_up_to_a_saved_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_blocks_with_states_transfer_between_engines(tmp_path: Path, family: str) -> None:
-    """What one engine gives of a block, another takes: keys, values and states."""
+    """One engine exports a block, another imports it: keys, values and states."""
     spec = load_spec(tiny_model(tmp_path, family))
     one, other = (KVStorage(spec, 6, 4, torch.float32, torch.device("cpu")) for _ in range(2))
     for storage in (one, other):

@@ -1,5 +1,5 @@
-"""The text part of classes that also read pictures: their configs, their tensors' names, and what
-of them is passed over.
+"""The text part of classes that also read pictures: their configs, tensor names, and
+ignored parts.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def engine_of(folder: Path) -> InferenceEngine:
 
 
 def test_published_gemma_3_config_uses_defaults() -> None:
-    """As google/gemma-3-4b-it has it: what is not there is what transformers takes."""
+    """The config is that of google/gemma-3-4b-it. Missing settings have transformers' defaults."""
     spec = spec_from_config(
         {
             "architectures": ["Gemma3ForConditionalGeneration"],
@@ -66,7 +66,7 @@ def test_published_gemma_3_config_uses_defaults() -> None:
 
 
 def test_published_qwen_config_has_flat_text_fields() -> None:
-    """As Qwen/Qwen2.5-VL-3B-Instruct has it."""
+    """The config is that of Qwen/Qwen2.5-VL-3B-Instruct."""
     flat = llama_config() | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
@@ -88,7 +88,7 @@ def test_wrong_value_of_the_text_is_named() -> None:
 
 
 def spelled(name: str, model: str, head: str) -> str:
-    """A name of transformers' memory as other checkpoints have it."""
+    """Return the checkpoint spelling of a tensor name that transformers uses in memory."""
     if name == "lm_head.weight":
         return head + name
     if "visual." in name:
@@ -123,7 +123,7 @@ def test_tied_head_may_have_either_name(tmp_path: Path) -> None:
     save_file({"language_model.lm_head.weight": head + 1, **weights}, file)
     with pytest.raises(ModelLoadError, match="is tied to"):
         checksum(tmp_path)
-    rewrite_config(tmp_path, tie_word_embeddings=False)  # then it is a head of its own
+    rewrite_config(tmp_path, tie_word_embeddings=False)  # then the head is a separate tensor
     assert checksum(tmp_path) != expected
 
 

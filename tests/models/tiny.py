@@ -1,6 +1,4 @@
-"""Tiny random models in Hugging Face folders, written without transformers so that tests start
-fast.
-"""
+"""Tiny random models in Hugging Face folders, written without transformers to keep tests fast."""
 
 import json
 from pathlib import Path
@@ -16,7 +14,7 @@ from nano_inference.models.spec.read import spec_from_config
 
 
 class WithoutNumbers(Tensor):
-    """As a DTensor is: a tensor whose numbers lie elsewhere."""
+    """A tensor without local numbers, as a DTensor is."""
 
     @staticmethod
     def __new__(cls, *shape: int) -> Any:
@@ -24,7 +22,7 @@ class WithoutNumbers(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
-        raise AssertionError("it was computed with")
+        raise AssertionError("this tensor has no numbers to compute with")
 
 
 Rope = Literal["default", "linear", "llama3", "yarn"]
@@ -57,7 +55,7 @@ def llama_config(
     max_position: int = 512,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The config.json of a tiny Llama."""
+    """Return the config.json of a tiny Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,7 +83,7 @@ def llama_config(
 
 
 def llama_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> Weights:
-    """Random tensors under Hugging Face names. Norm weights stand around 1."""
+    """Return random tensors under Hugging Face names. Norm weights vary around 1."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -116,7 +114,7 @@ def llama_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> We
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Weights) -> Path:
-    """A model folder of one config and one safetensors file."""
+    """Write a model folder with one config and one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -159,8 +157,8 @@ def tiny_llama(
     return write_model(folder, config, llama_weights(config, seed, std))
 
 
-# What the config.json of a family says beside, or instead of, what a tiny Llama's does. Windows are
-# shorter than the prompts of the tests, and some layers have none where the family allows that.
+# Settings of each family that extend or override a tiny Llama's. Windows are shorter than the
+# prompts of the tests, and some layers have no window if the family allows that.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-bias": {"attention_bias": True},
@@ -245,8 +243,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Families of which the tests of every family know enough; tests/parity/test_experts.py,
-# tests/invariance/test_state_invariance.py and test_latent_invariance.py have them.
+# Families that need no run in the tests over all families. They are covered by
+# tests/parity/test_experts.py, and in tests/invariance by test_state_invariance.py and
+# test_latent_invariance.py.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
@@ -357,7 +356,7 @@ def tiny_model(
 
 
 def family_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> Weights:
-    """Random tensors under the names and shapes that the decoder wants of this config."""
+    """Return random tensors under the names and shapes that the decoder expects for this config."""
     spec = spec_from_config(config)
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}

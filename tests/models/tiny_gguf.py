@@ -31,7 +31,7 @@ METADATA: Mapping[str, Any] = {
 
 
 def hf_weights(tied: bool = True) -> dict[str, np.ndarray]:
-    """Random Hugging Face weights of a tiny Llama, keyed by GGUF's names."""
+    """Return random Hugging Face weights of a tiny Llama, keyed by GGUF's names."""
     shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     if not tied:
         shapes["output.weight"] = (VOCAB, HIDDEN)
@@ -52,7 +52,7 @@ def hf_weights(tied: bool = True) -> dict[str, np.ndarray]:
 
 
 def permute_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's `convert_hf_to_gguf.py` does to query and key rows."""
+    """Permute query or key rows as llama.cpp's `convert_hf_to_gguf.py` does."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -73,8 +73,13 @@ def write_gguf(
     types: Mapping[str, Any] | None = None,
     raw: Mapping[str, tuple[np.ndarray, Any]] | None = None,
 ) -> Path:
-    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are;
-    `raw`: instead of or beside `tensors`, bytes of blocks and their type.
+    """Write a GGUF file.
+
+    Args:
+        path: Path of the file.
+        tensors: Tensors by name.
+        types: Quantisation by tensor name. Other tensors are stored as they are.
+        raw: Blocks and their type by name, in addition to `tensors` or instead of them.
     """
     writer = gguf.GGUFWriter(path, architecture)
     add: dict[type, Callable[[str, Any], None]] = {
@@ -103,8 +108,8 @@ def write_gguf(
 
 
 def described(path: Path, root: Path, *, coded: bool = False) -> Path:
-    """The folder that describes a file, without a tokenizer; all is checked that loading checks
-    before it takes memory.
+    """Return the folder that describes a file, without a tokenizer. Run all checks that loading
+    runs before it allocates memory.
     """
     folder = describe_gguf(path, root, tokenizer_writer=lambda *_: None, coded=coded)
     GgufReader(path)
@@ -112,5 +117,7 @@ def described(path: Path, root: Path, *, coded: bool = False) -> Path:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """What loading reads of a file that a folder describes, or of any model's folder."""
+    """Return the tensors that loading reads from any model folder, including one that describes a
+    file.
+    """
     return dict(read_tensors(folder))

@@ -1,4 +1,4 @@
-"""Tests that compile kernels run where there is something to compile with."""
+"""A mark that skips tests of compiled kernels on machines without a compiler."""
 
 import os
 import shutil

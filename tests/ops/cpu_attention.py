@@ -1,5 +1,5 @@
-"""Attention of the CPU kernels called on its own: sequences, a cache full of NaN, and what double
-precision says.
+"""Direct calls of the CPU attention kernels: sequences, a cache full of NaN, and a double-precision
+reference.
 """
 
 import ctypes
@@ -48,24 +48,24 @@ class _Problem(ctypes.Structure):
 
 
 class Shape(NamedTuple):
-    """What a layer looks like."""
+    """Sizes and options of an attention layer."""
 
     num_kv_heads: int
-    group: int  # query heads of a KV head
+    group: int  # query heads per KV head
     head_dim: int
     is_bf16: bool
     window: int = 0
     has_sinks: bool = False
     cap: float = 0.0
-    one_tensor: bool = False  # its keys are its values
-    codes: bool = False  # keys and values are kept as codes of 8 bits
+    one_tensor: bool = False  # the keys are also the values
+    codes: bool = False  # keys and values are stored as 8-bit codes
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
     def kept(self, rows: Floats) -> Floats:
-        """What is attended of keys or values."""
+        """Return the keys or values as attention sees them."""
         if not self.codes:
             return rows
         form = KvFormat(torch.bfloat16 if self.is_bf16 else torch.float32, coded=True)
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     @property
     def sinks(self) -> Floats | None:
-        """Of each query head, from far above the scores to far below them."""
+        """Return a sink per query head, from far above the scores to far below them."""
         many = self.num_kv_heads * self.group
         return np.linspace(200, -40, many, dtype=np.float32) if self.has_sinks else None
 
@@ -99,14 +99,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Paging:
-    """How sequences lie in memory, which may change no bit."""
+    """Memory layout of sequences. No layout may change a bit."""
 
     block_size: int = 16
-    seed: int = 0  # of the order of blocks
-    units: bool = False  # blocks lie in other units
-    share: bool = True  # sequences hold the blocks of their common beginnings together
+    seed: int = 0  # seed of the block order
+    units: bool = False  # blocks lie in units of another size
+    share: bool = True  # sequences share the blocks of common prefixes
     num_threads: int = 1
-    cuts: tuple[int, ...] | None = None  # rows at which threads take over from each other
+    cuts: tuple[int, ...] | None = None  # rows at which the work passes from one thread to the next
 
 
 def round_bf16(x: Floats) -> NDArray[np.uint16]:
@@ -121,8 +121,8 @@ def widen(x: NDArray[np.uint16]) -> Floats:
 def make_texts(
     shape: Shape, lengths: Sequence[int], shared: Sequence[int], seed: int
 ) -> list[Text]:
-    """Sequences of these lengths; the first shared[i] tokens of each are those of the one
-    before.
+    """Make sequences of these lengths. The first shared[i] tokens equal those of the previous
+    sequence.
     """
     rng = np.random.default_rng(seed)
     texts: list[Text] = []
@@ -141,7 +141,7 @@ def make_texts(
 
 
 class Kernels:
-    """The library, for one shape and some sequences."""
+    """The kernel library for one shape and some sequences."""
 
     def __init__(
         self, library: ctypes.CDLL, shape: Shape, texts: Sequence[Text], shared: Sequence[int]
@@ -150,7 +150,7 @@ class Kernels:
         self.dtype = np.uint16 if shape.is_bf16 else np.float32
 
     def attention(self, chunks: Sequence[Chunk], paging: Paging) -> list[NDArray[np.uint32]]:
-        """The bits of each chunk's rows [rows, heads * head_dim], all computed in one call."""
+        """Return the bits of each chunk's rows [rows, heads * head_dim], computed in one call."""
         tables, num_blocks = self._tables(chunks, paging)
         units = self._units(num_blocks, paging)
         num_units = num_blocks + 3
@@ -192,12 +192,12 @@ class Kernels:
         return np.split(bits, np.cumsum(counts)[:-1])
 
     def values(self, bits: NDArray[np.uint32]) -> Floats:
-        """Bits as numbers [rows, heads, head_dim]."""
+        """Return bits as numbers [rows, heads, head_dim]."""
         numbers = widen(bits.astype(np.uint16)) if self.shape.is_bf16 else bits.view(np.float32)
         return numbers.reshape(len(bits), -1, self.shape.head_dim)
 
     def expected(self, chunk: Chunk) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """In double precision: the output, and sum(p * |v|), against which errors are measured."""
+        """Return the output in double precision and sum(p * |v|), the scale of the error bound."""
         text, shape = self.texts[chunk.seq], self.shape
         k, v = (
             np.repeat(x[: chunk.end].astype(np.float64), shape.group, axis=1)
@@ -221,7 +221,7 @@ class Kernels:
         return np.einsum("hqk,khd->qhd", p, v), np.einsum("hqk,khd->qhd", p, np.abs(v))
 
     def read_back(self, chunk: Chunk, paging: Paging) -> tuple[Floats, Floats]:
-        """The chunk's keys and values after they were stored."""
+        """Return the chunk's keys and values as stored."""
         tables, num_blocks = self._tables([chunk], paging)
         units = self._units(num_blocks, paging)
         cache = self._cache(num_blocks + 3, paging, 0)
@@ -241,7 +241,9 @@ class Kernels:
     def _cache(
         self, num_units: int, paging: Paging, fill: float
     ) -> tuple[NDArray[np.generic], ...]:
-        """Keys and values; where they are one, twice the same. Scales of codes are NaN."""
+        """Return the key and value caches: one cache twice if keys are the values. Code scales
+        start as NaN.
+        """
         codes, row = self.shape.codes, self.shape.head_dim
         size = (self.shape.num_kv_heads, num_units, paging.block_size * (row + 4 * codes))
         kind, number = (np.int8, -1) if codes else (self.dtype, fill)
@@ -255,8 +257,8 @@ class Kernels:
         return max(0, chunk.start - self.shape.window + 1) if self.shape.window else 0
 
     def _tables(self, chunks: Sequence[Chunk], paging: Paging) -> tuple[NDArray[np.int64], int]:
-        """Block tables; where no row looks they name block 0, which is full of NaN. And how many
-        blocks there are.
+        """Return block tables and the number of blocks. Unused entries name block 0, which is full
+        of NaN.
         """
         size, num_blocks = paging.block_size, 1
         tables = np.zeros(
@@ -315,7 +317,7 @@ class Kernels:
         seq_lens: NDArray[np.int64],
         tables: NDArray[np.int64],
     ) -> tuple[_Problem, list[NDArray[np.int64]]]:
-        """The problem, and the arrays that must live as long as it."""
+        """Return the problem and the arrays that must outlive it."""
         shape, size = self.shape, paging.block_size
         slots = tables[row_chunks, positions // size] * size + positions % size
         kept = [

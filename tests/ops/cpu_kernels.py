@@ -1,4 +1,4 @@
-"""The built kernels for tests: one library for each instruction set that this machine has."""
+"""Compiled kernels for tests: one library per instruction set of this machine."""
 
 import ctypes
 import functools
@@ -14,10 +14,12 @@ from tests import depth
 
 @functools.cache
 def available(law: build.Law = "pairs") -> tuple[str, ...]:
-    """The builds that keep this law of sums and run here, best first; without AMX the law of tiles
-    has two of them, the best and the portable one. The tier `quick` has those that the engine
-    chooses, and the portable one of pairs: each takes a minute to compile. Tests of modules that
-    import this run in `rest` too.
+    """Return the instruction sets that run here and follow this summation law, best first.
+
+    Without AMX, the tile law has two sets: the best one and the portable one. The `quick` tier
+    keeps
+    the sets that the engine selects and the portable set of the pair law, because each set takes a
+    minute to compile. Test modules that import this also run in `rest`.
     """
     has = build._processor_flags() | {"fast_pairs"}
     names = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
@@ -32,7 +34,7 @@ def available(law: build.Law = "pairs") -> tuple[str, ...]:
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:
-    """The library for an instruction set; None: the best. The test is skipped where nothing can be
+    """Return the library of an instruction set, by default the best. Skip the test if it cannot be
     built.
     """
     try:
@@ -42,7 +44,7 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
 
 
 def as_packed(weight: Tensor) -> PackedWeight:
-    """A weight [rows, columns] as the kernels read it."""
+    """Return a weight [rows, columns] in the packed layout of the kernels."""
     rows, columns = weight.shape
     packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
     packed.write(0, weight)

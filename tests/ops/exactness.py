@@ -1,12 +1,12 @@
-"""How far apart two results may be: in the dtype's own steps."""
+"""Distance between two results, in steps of their dtype."""
 
 import torch
 from torch import Tensor
 
 
 def steps_apart(a: Tensor, b: Tensor) -> int:
-    """The largest distance of two tensors of one 16-bit dtype, counted in representable numbers;
-    NaN equals NaN.
+    """Return the largest distance between two tensors of one 16-bit dtype, in representable
+    numbers. NaN equals NaN.
     """
     assert a.dtype == b.dtype
     assert a.shape == b.shape
@@ -16,10 +16,10 @@ def steps_apart(a: Tensor, b: Tensor) -> int:
 
 
 def assert_close(a: Tensor, b: Tensor) -> None:
-    """float32: within 1e-6 of the number; less: at most its neighbour (Triton's interpreter cuts
-    bfloat16 off).
+    """Compare within 1e-6 (relative) for float32, within one step for 16-bit dtypes.
 
-    What is below 1e-30 counts as 0: there float32 loses digits on the way.
+    Triton's interpreter truncates bfloat16. Numbers below 1e-30 count as 0 because float32 loses
+    digits there.
     """
     if a.dtype == torch.float32:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-30, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Paged attention of the CPU kernels: right, and the same bits however a row is computed."""
+"""Paged attention of the CPU kernels is correct and has the same bits however a row is computed."""
 
 import ctypes
 from dataclasses import replace
@@ -53,7 +53,7 @@ shapes = st.builds(
     one_tensor=st.just(True),
     codes=st.just(False),
 )
-# of DeepSeek-V3
+# DeepSeek-V3's shape
 LATENTS = Shape(1, 128, 576, True, one_tensor=True)
 pagings = st.builds(
     Paging,
@@ -67,8 +67,8 @@ pagings = st.builds(
 
 @st.composite
 def chunk_lists(draw: st.DrawFn) -> tuple[list[Chunk], list[int]]:
-    """Chunks of sequences 0, 1, ..., and how many leading tokens each has in common with the one
-    before.
+    """Draw chunks of sequences 0, 1, ... and the number of leading tokens that each shares with the
+    previous one.
     """
     chunks: list[Chunk] = []
     shared: list[int] = []
@@ -121,8 +121,8 @@ def test_attention_agrees_with_double_precision(library, shape, drawn, paging, s
     for chunk, bits in zip(chunks, kernels.attention(chunks, paging), strict=True):
         expected, weight = kernels.expected(chunk)
         error = np.abs(kernels.values(bits) - expected)
-        allowed = weight * (2**-7 if shape.is_bf16 else 1e-5) + 1e-30  # which a sink may leave
-        assert (error <= allowed).all()  # and nothing is NaN
+        allowed = weight * (2**-7 if shape.is_bf16 else 1e-5) + 1e-30  # sinks may exceed it
+        assert (error <= allowed).all()  # no NaN either
 
 
 @pytest.mark.thorough
@@ -166,7 +166,7 @@ def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, codes, is_bf16,
 
 
 def test_attention_is_bitwise_independent_of_head_splits(library) -> None:
-    """Query heads of one KV head whose keys are its values: 72 are four times 18."""
+    """One KV head whose keys are its values serves 72 query heads: four times 18."""
     whole = Shape(1, 72, 64, True, one_tensor=True)
     chunks = [Chunk(0, 70, 75), Chunk(1, 599, 600)]
     texts = make_texts(whole, [c.end for c in chunks], [0, 0], 0)

@@ -1,5 +1,5 @@
-"""Building the kernels: once, safely, by many at a time, and what happens where they cannot be
-built.
+"""Kernel builds: once per library, safe for concurrent processes, and the fallback if a build
+fails.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ print(build.build("portable", root))
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels that are built in no time."""
+    """Return kernel sources that build instantly."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "answer.cpp").write_text(SOURCE)
@@ -60,7 +60,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has loaded no kernels, said nothing and kept no library."""
+    """Simulate a process with no loaded library and no logged warning."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(build, "_failed", {})
@@ -85,17 +85,17 @@ def config(model: str, **options: Any) -> EngineConfig:
 
 
 def lost(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said about the backend."""
+    """Return the log messages about the backend."""
     return [r.getMessage() for r in caplog.records if "reference backend" in r.getMessage()]
 
 
 def numerics(model: str, **options: Any) -> str:
-    """The fingerprint of a sample of a new engine."""
+    """Return the numerics fingerprint in a sample of a new engine."""
     with InferenceEngine(config(model, **options)) as engine:
         return engine.generate([3, 4, 5], SamplingParams(max_tokens=2))[0].numerics
 
 
-# -- where there are no kernels --------------------------------------------------------------------
+# -- machines without kernels ----------------------------------------------------------------------
 
 
 def test_missing_compiler_falls_back_to_reference_and_logs_once(
@@ -132,9 +132,9 @@ def test_compiler_error_is_reported_and_build_not_retried(
         InferenceEngine(config(model, backend="cpu"))
     assert len(asked) == 1
     (sources / "answer.cpp").write_text(SOURCE)
-    assert build.build("portable").is_file(), "another source is tried"
+    assert build.build("portable").is_file(), "a changed source was not retried"
     assert not list((Path.home() / ".cache/nano-inference/kernels").glob(".*")), (
-        "what failed leaves nothing behind"
+        "a failed build left files"
     )
 
 
@@ -150,7 +150,7 @@ def test_libraries_of_a_wheel_need_no_compiler(
     assert ctypes.CDLL(str(path)).nano_answer() == 42
     assert not (Path.home() / ".cache").exists()
     whole = path.read_bytes()
-    path.unlink()  # this process has it loaded: it keeps the old file, whole
+    path.unlink()  # this process keeps the old file mapped
     path.write_bytes(whole[:-1])
     with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
         build.build("portable")
@@ -225,7 +225,7 @@ def test_library_is_built_once(
     assert path.stat() == before
     (sources / "answer.cpp").write_text(SOURCE.replace("42", "43"))
     other = build.build("portable", tmp_path / "root")
-    assert other != path, "another source, another library"
+    assert other != path, "a changed source did not change the library"
     (sources / "answer.h").write_text("// a header counts too\n")
     assert build.build("portable", tmp_path / "root") not in (path, other)
 
@@ -256,10 +256,10 @@ def test_build_by_two_processes_at_the_same_time(sources: Path, tmp_path: Path) 
     paths = {out.strip() for out, _ in said}
     assert len(paths) == 1
     assert sum("Compiled the CPU kernels" in err for _, err in said) == 1
-    assert sum("Compiling" in err for _, err in said) == 1, "one builds, and the others wait for it"
+    assert sum("Compiling" in err for _, err in said) == 1, "more than one process built"
     (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build_folders.LOCK)
     assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build_folders.MANIFEST}, (
-        "nothing is left behind"
+        "temporary files remain"
     )
 
 
@@ -271,7 +271,7 @@ def test_build_by_two_processes_at_the_same_time(sources: Path, tmp_path: Path) 
 def test_damaged_library_is_rebuilt(
     sources: Path, tmp_path: Path, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loading it would end the process by a signal."""
+    """Loading the damaged library would kill the process by a signal."""
     path = build.build("portable", tmp_path / "root")
     whole = path.read_bytes()
     path.write_bytes(harm(whole))
@@ -291,7 +291,9 @@ def test_damaged_library_is_rebuilt(
 def test_build_removes_leftovers_of_killed_builds(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
-    """Under the lock at once; where there are no locks another process may be at work there."""
+    """Leftovers are removed immediately if the lock is held. Without lock support, another process
+    may be using them.
+    """
     root = tmp_path / "root"
     old = {".portable-old-x", ".avx2+tiles-old-x", ".avx2-a.objects", ".another", "mine"}
     new = {".portable-new-x", ".avx2+tiles-new-x", ".avx2-b.objects"}
@@ -326,7 +328,7 @@ exec {real} "$@"
 def test_build_resumes_after_it_was_killed(
     sources: Path, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compiled is not compiled again, and nothing is left over in the end."""
+    """Finished objects are not recompiled, and no temporary files remain."""
     for name in ("one", "two", "slow"):
         (sources / f"{name}.cpp").write_text(f'extern "C" int nano_{name}() {{ return 1; }}\n')
     tools, root = tmp_path / "bin", tmp_path / "root"
@@ -351,10 +353,10 @@ def test_build_resumes_after_it_was_killed(
         return {each.name for each in root.glob(".portable-*.objects/*.o")}
 
     wait_for(lambda: held.exists() and compiled() == quick)
-    os.killpg(killed.pid, signal.SIGKILL)  # with the compiler that stands still
+    os.killpg(killed.pid, signal.SIGKILL)  # with a compiler that hangs
     killed.wait(30)
     killed.stdin.close()
-    assert len(list(root.glob(".portable-*"))) == 2, "objects, and an unfinished folder"
+    assert len(list(root.glob(".portable-*"))) == 2, "expected objects and an unfinished folder"
     (tools / "hold").unlink()
     asked.write_text("")
 
@@ -397,8 +399,8 @@ def test_build_stops_at_the_first_source_that_fails(
     monkeypatch.setattr(build, "_run", lambda command: (asked.append(command), run(command)))
     with pytest.raises(build.KernelsUnavailable, match="forty_two"):
         build.build("portable", tmp_path / "root")
-    assert "answer.cpp" in " ".join(asked[0]), "the longest is first"
-    assert len(asked) < 30, "the others are called off"
+    assert "answer.cpp" in " ".join(asked[0]), "the longest job was not first"
+    assert len(asked) < 30, "the other jobs were not cancelled"
     assert not list((tmp_path / "root").glob(".*"))
 
 
@@ -546,7 +548,7 @@ def test_best_instruction_set(
     tiles = build.best_instruction_set("tiles")
     assert tiles == ("amx" if best == "amx" else f"{best}+tiles")
     assert build.law_of(tiles) == "tiles"
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)  # by the system
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)  # mapped by the system
     assert build.best_instruction_set() == ("avx512_vnni" if best == "amx" else best)
 
 
@@ -554,7 +556,9 @@ def test_best_instruction_set(
 def compiler_without(
     fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], Path]]:
-    """Puts a compiler first that refuses a flag, on a processor with these instructions."""
+    """Put a compiler that rejects a flag first on PATH, on a processor with these
+    instruction sets.
+    """
 
     def put(refused: str, flags: str) -> Path:
         compiler = tmp_path / "bin" / "c++"

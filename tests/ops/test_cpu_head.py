@@ -1,7 +1,7 @@
-"""The head of the CPU backend: against torch's reference on the same logits and noise, and against
-itself, bit by bit.
+"""The head of the CPU backend, compared with torch's reference on the same logits and noise, and
+bit by bit with itself.
 
-What a draw means is checked in tests/sampling/test_pipeline.py, which runs on these kernels too.
+tests/sampling/test_pipeline.py checks the meaning of a draw on these kernels too.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ CAPPED = LogitScale(1.5, 3.0)
 CALM = settings(deadline=None, max_examples=at_depth(15))
 VOCABULARIES = [1, 15, 100, 384, 385, 8193]
 VALUES = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "top_logprobs")
-CHI_SQUARE_39 = 72.1  # one in a thousand, 39 degrees of freedom
+CHI_SQUARE_39 = 72.1  # the 99.9 % quantile for 39 degrees of freedom
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def random_requests(
 
 
 def same_bits(one: Draw, other: Draw, rows: slice | list[int] = slice(None)) -> bool:
-    """Whether rows of one are all of the other; NaN equals NaN."""
+    """True if every row of one is in the other. NaN equals NaN."""
     pairs = [(getattr(one, name)[rows], getattr(other, name)) for name in VALUES]
     if one.kept is not None and other.kept is not None:
         pairs.append((one.kept[rows], other.kept))
@@ -103,12 +103,10 @@ def test_same_tokens_as_the_reference_on_the_same_logits(
     drawn = CpuHead(kernels, 2).sample_logits(logits, batch)
     expected = reference.sample(logits, batch)
     agree = drawn.token_ids == expected.token_ids
-    assert int((~agree).sum()) <= 1, "float32 cannot always tell who wins a race, but seldom only"
+    assert int((~agree).sum()) <= 1, "rounding may decide only rare ties"
     if drawn.kept is not None and expected.kept is not None:
         others = (drawn.kept != expected.kept).sum(dim=-1)
-        assert int(others.max()) <= 2, (
-            "sums of float32 round a threshold to a neighbour, not further"
-        )
+        assert int(others.max()) <= 2, "rounding moves a threshold only to a neighbour"
         agree &= others == 0
     for name in ("logprobs", "raw_logprobs", "log_kept_mass"):
         torch.testing.assert_close(
@@ -124,7 +122,7 @@ def test_unknown_plan_column_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_noise_equals_the_reference(kernels: ctypes.CDLL) -> None:
-    """All tokens equally likely: the smallest noise wins."""
+    """All tokens are equally likely, so the smallest noise wins."""
     vocab, num = 8193, 200
     batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
     drawn = CpuHead(kernels, 2).sample_logits(torch.full((1, vocab), -7.5), batch)
@@ -163,7 +161,7 @@ def test_logits_are_the_products_scaled(kernels: ctypes.CDLL, dtype: torch.dtype
     "params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1e30}]
 )
 def test_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[str, Any]) -> None:
-    """Logits far below 0, which is what the weight's padding gives."""
+    """All real logits are far below 0, the logit of padding."""
     weight = as_packed(torch.full((vocab, 8), -20.0))
     batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
     drawn = CpuHead(kernels, 2).sample(torch.ones(1, 8), weight, UNSCALED, batch)
@@ -220,7 +218,7 @@ def test_filters_keep_the_shortest_sufficient_prefix(
     min_p: float,
     dead: float,
 ) -> None:
-    """Logits are multiples of 1/4, so that many are equal, and at every threshold."""
+    """Logits are multiples of 1/4, so many are equal, including at every threshold."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(1, vocab, generator=generator) * scale * 4).round() / 4
     masked = torch.rand(vocab, generator=generator) < dead
@@ -235,13 +233,13 @@ def test_filters_keep_the_shortest_sufficient_prefix(
     order = rank(logits).ids[0]
     alive = int((~masked).sum())
     num = int(drawn.kept[0].sum())
-    assert bool(drawn.kept[0, order[:num]].all()), "not the first of the ranking"
+    assert bool(drawn.kept[0, order[:num]].all()), "not the highest-ranked tokens"
     odds = (logits[0, order].double() - logits.max().double()).exp()
     assert num <= (min(top_k, alive) if top_k else alive)
     if params == SamplingParams(top_k=top_k):
         assert num == (min(top_k, alive) if top_k else alive)
     mass = float(odds[: min(top_k, alive) if top_k else alive].sum())
-    # float32 sums in the ranking's order: equal terms are all rounded to one side
+    # float32 sums in ranking order: equal terms all round in one direction
     slack = 1e-5 + alive * 2**-24
     if top_p < 1:
         assert num == 1 or float(odds[: num - 1].sum()) < top_p * mass * (1 + slack)
@@ -285,7 +283,9 @@ def _raw(requests: list[DrawRequest]) -> SamplingBatch:
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
 def test_logprobs_of_a_row_agree_bitwise(kernels: ctypes.CDLL, seed: int, vocab: int) -> None:
-    """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
+    """The rows are plain at temperature 1, greedy, raw with other options, best tokens,
+    and scores.
+    """
     hidden, weight = hidden_and_weight(vocab, 8, 1, torch.bfloat16, seed)
     plain = SamplingParams()
     others = [
@@ -428,7 +428,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(
     torch.testing.assert_close(
         (drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
     )
-    logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
+    logits[0, 5] = math.nan  # an invalid distribution is reported, because it cannot be sampled
     assert bool(CpuHead(kernels, 2).sample_logits(logits, batch).logprobs.isnan().all())
 
 
@@ -442,7 +442,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(
 def test_masked_draw_equals_draw_from_allowed_tokens(
     kernels: ctypes.CDLL, seed: int, left: float, temperature: float, num_samples: int
 ) -> None:
-    """Whole blocks are cut, the highest of a block is, or only others are."""
+    """The mask removes whole blocks, a block's maximum, or other tokens only."""
     vocab, generator = 384 * 4 + 100, torch.Generator().manual_seed(seed)
     logits = torch.randn(2, vocab, generator=generator) * 3
     may = torch.rand(2, vocab, generator=generator) < left

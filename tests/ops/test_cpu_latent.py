@@ -1,5 +1,5 @@
-"""Attention over latents of the CPU kernels: the weight that is laid out for products by heads, and
-these products.
+"""Latent attention of the CPU kernels: the per-head layout of the weight, and the
+products with it.
 """
 
 from typing import Any
@@ -44,7 +44,9 @@ FEW = settings(
 
 @pytest.fixture(scope="module", params=LAWS)
 def each_set(request: pytest.FixtureRequest) -> list[CpuOps]:
-    """Of one law, the best twice: with one thread and with two."""
+    """Return the instruction sets of a law. The best set appears twice: with one thread and with
+    two.
+    """
     names = available(request.param)
     return [*(CpuOps(1, name) for name in names), CpuOps(2, names[0]), CpuOps(3, names[0])]
 
@@ -109,7 +111,7 @@ def test_weight_rejects_mismatched_tensors() -> None:
 
 
 class Case:
-    """Rows that meet latents, and what double precision says of them."""
+    """Rows, latents, and the double-precision result."""
 
     def __init__(self, heads: int, sizes: Latent, dtype: torch.dtype, num_rows: int) -> None:
         self.sizes = sizes
@@ -177,7 +179,7 @@ def test_reference_agrees_with_latent_kernels(dtype: torch.dtype) -> None:
 def test_latent_row_is_bitwise_independent_of_its_batch(
     each_set: list[CpuOps], num_rows: int, shape: tuple[int, Latent], dtype: Any
 ) -> None:
-    """Beside other rows, by other numbers of threads, on other instruction sets."""
+    """Vary the other rows, the number of threads and the instruction set."""
     case = Case(*shape, dtype, num_rows)
     results = [(case.meet(ops), case.values(ops)) for ops in each_set]
     for met, values in results[1:]:

@@ -1,4 +1,4 @@
-"""Memory of the CPU kernels' weights."""
+"""Memory that the CPU kernels allocate for weights."""
 
 import pytest
 import torch

@@ -1,8 +1,9 @@
-"""All instruction sets give the same bits: a program prints a digest of every operation on the same
-numbers (`tests/sanitize/bits.cpp`), and the driver of the sanitizers one of whole steps.
+"""All instruction sets produce the same bits.
 
-What this machine has runs with the kernels that the engine loads. NEON runs under an emulator where
-a cross compiler and qemu are installed: `apt-get install g++-aarch64-linux-gnu qemu-user`.
+`tests/sanitize/bits.cpp` prints a digest of every operation on the same numbers, and the
+sanitizers' driver prints a digest of whole steps. This machine's instruction sets use the kernels
+that the engine loads. NEON runs in an emulator if a cross compiler and qemu are installed:
+`apt-get install g++-aarch64-linux-gnu qemu-user`.
 """
 
 import os
@@ -23,8 +24,8 @@ SOURCES = {
     "bits": ("bits.cpp", "codes.cpp"),
     "driver": ("driver.cpp", "codes.cpp", "experts.cpp", "states.cpp"),
 }
-ROUNDS = "1"  # of the driver
-# Inline functions stay each program's own: else the kernels would call those of the program.
+ROUNDS = "1"  # rounds that the driver runs
+# Hide inline functions: otherwise the kernels would call the program's copies.
 OWN = ("-O1", "-fvisibility-inlines-hidden", f"-I{build.SOURCES}")
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
@@ -34,7 +35,7 @@ pytestmark = NEEDS_COMPILER
 
 
 def compiled(command: tuple[str, ...], objects: tuple[str, ...], folder: Path) -> tuple[Path, ...]:
-    """The programs, with such kernels."""
+    """Compile the programs with these kernels."""
     for name, sources in SOURCES.items():
         paths = [str(PROGRAMS / source) for source in sources]
         subprocess.run(
@@ -46,7 +47,7 @@ def compiled(command: tuple[str, ...], objects: tuple[str, ...], folder: Path) -
 
 
 def digests(programs: tuple[Path, ...], emulator: tuple[str, ...] = ()) -> dict[str, str]:
-    """Operation -> digest."""
+    """Return the digest of each operation."""
     lines: list[str] = []
     for program in programs:
         done = subprocess.run(
@@ -58,7 +59,7 @@ def digests(programs: tuple[Path, ...], emulator: tuple[str, ...] = ()) -> dict[
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Of each instruction set here."""
+    """Return the digests of each instruction set of this machine."""
     by_set: dict[str, dict[str, str]] = {}
     for name in (*available("pairs"), *available("tiles")):
         kernels(name)
@@ -75,13 +76,13 @@ def test_operation_has_same_bits_on_every_instruction_set(
 ) -> None:
     assert len(native["portable"]) > 50
     for name, digests_here in native.items():
-        assert digests_here == native[portable(name)], f"{name} computes other bits"
+        assert digests_here == native[portable(name)], f"{name} computes different bits"
     pairs, tiles = native["portable"], native[portable(build.AMX)]
     assert {name for name, digest in pairs.items() if digest != tiles[name]}
 
 
 def portable(name: str) -> str:
-    """The build that says what bits this one has."""
+    """Build the portable program, the reference for the bits."""
     return "portable" + (build.TILES if build.law_of(name) == "tiles" else "")
 
 
@@ -92,7 +93,7 @@ def portable(name: str) -> str:
 def test_aarch64_has_the_same_bits(
     native: dict[str, dict[str, str]], name: str, tmp_path: Path
 ) -> None:
-    """But for what `simd_neon.h` says of the least normal number, which no operation met."""
+    """Exception: the smallest normal number (see `simd_neon.h`), which no operation here meets."""
     command = (str(CROSS), *build.compiler_flags(name, "aarch64"))
     sources = sorted(build.SOURCES.glob("*.cpp"))
     objects = tuple(str(tmp_path / f"{source.stem}.o") for source in sources)

@@ -1,5 +1,5 @@
-"""Products and row operations of the CPU kernels: right to the bound of their arithmetic, the same
-bits everywhere.
+"""Products and row operations of the CPU kernels: within their error bound, and the same bits on
+every instruction set.
 """
 
 import math
@@ -41,7 +41,7 @@ def ops() -> CpuOps:
 
 @pytest.fixture(scope="module", params=LAWS)
 def each_set(request: pytest.FixtureRequest) -> list[CpuOps]:
-    """Of one law, which all agree."""
+    """Return all instruction sets of a law, which must agree."""
     return [CpuOps(1, name) for name in available(request.param)]
 
 
@@ -55,11 +55,11 @@ def numbers(
 def require_within_ulps(got: Tensor, exact: Tensor, ulps: float, floor: float = 0.0) -> None:
     error = (got.double() - exact).abs()
     allowed = ulps * ULP[got.dtype] * exact.abs().clamp(min=2.0**-126) + floor
-    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what is allowed"
+    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times the allowed error"
 
 
 def same_bits_alone(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:
-    """Each row gives what it gives alone, and in another order."""
+    """Check that each row has the same bits alone and in another order."""
     together = op(rows)
     for i in range(0, len(rows), max(1, len(rows) // 4)):
         assert torch.equal(op(rows[i : i + 1].contiguous()), together[i : i + 1])
@@ -76,12 +76,12 @@ def test_linear_is_within_its_bound(
     bias = numbers(seed + 20, n, dtype=dtype) if with_bias else None
     packed = as_packed(weight)
     got = ops.linear(x, packed, bias)
-    assert got.dtype == torch.float32, "sums are not rounded"
+    assert got.dtype == torch.float32, "sums were rounded"
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     bound = 4 * 2.0**-24 * math.sqrt(k) * (x.double().abs() @ weight.double().abs().T + 1)
     assert ((got.double() - exact).abs() <= bound).all()
     same_bits_alone(lambda rows: ops.linear(rows, packed, bias), x)
-    assert torch.equal(CpuOps(1).linear(x, packed, bias), got), "threads change nothing"
+    assert torch.equal(CpuOps(1).linear(x, packed, bias), got), "threads changed the bits"
 
 
 @FEW
@@ -97,7 +97,7 @@ def test_instruction_sets_agree_on_linear(
 @FEW
 @given(st.sampled_from(LAWS), st.sampled_from([1, 2, 17, 40]), sizes, st.integers(0, 9))
 def test_sums_of_bfloat16_keep_their_law(law: Law, m: int, k: int, seed: int) -> None:
-    """Products of two bfloat16 are float32 as they are, so each fma is a sum."""
+    """Products of two bfloat16 numbers are exact in float32, so each fma only rounds the sum."""
     x = numbers(seed, m, k, dtype=torch.bfloat16)
     weight = numbers(seed + 10, 20, k, dtype=torch.bfloat16)
     products = functional.pad(x.float()[:, None] * weight.float(), (0, k % 2)).unbind(2)
@@ -113,7 +113,7 @@ def test_sums_of_bfloat16_keep_their_law(law: Law, m: int, k: int, seed: int) ->
 
 
 def test_instruction_sets_agree_on_extreme_numbers(each_set: list) -> None:
-    """Denormals count as zero, infinities and NaN come through, on every path."""
+    """On every path, denormals count as zero, and infinities and NaN propagate."""
     x, weight = numbers(1, 40, 64, dtype=torch.bfloat16), numbers(2, 48, 64, dtype=torch.bfloat16)
     x[:10] *= 1e-38
     x[10:20] *= 1e38
@@ -146,7 +146,7 @@ def test_rms_norm(
     total = residual.double() if x is None else residual.double() + 0.5 * x.double()
     require_within_ulps(after, total, 1, 1e-6)
     scale = 1 / (after.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-    # Four roundings (the root, offset + weight, two products) are 2 ulps; the sum of squares adds
+    # Four roundings (the root, offset + weight, two products) are 2 ulps. The sum of squares adds
     # half of its error.
     require_within_ulps(normed, after.double() * scale * (offset + weight.double()), 2.5, 1e-30)
     same_bits_alone(lambda rows: ops.rms_norm(None, rows, norm)[0], residual)
@@ -216,7 +216,7 @@ def test_rope_equals_reference_on_every_instruction_set(
     dtype: Any,
     seed: int,
 ) -> None:
-    """Bitwise: a rotation is two products and a sum, each rounded."""
+    """Compare bitwise: a rotation is two products and a sum, each rounded."""
     rows, heads, kv_heads, cpu = 5, 4, 2, torch.device("cpu")
     qkv = numbers(seed, rows, (heads + 2 * kv_heads) * head_dim)
     angles = numbers(seed + 1, 9, int(head_dim * share) // 2)
@@ -246,7 +246,7 @@ def test_rope_equals_reference_on_every_instruction_set(
         )
         return [q.to(dtype), storage.keys, storage.values]
 
-    # the kernels keep keys in an order of their own
+    # the kernels store keys in their own order
     expected = turned(reference.rope_and_store)[0]
     results = [turned(each.rope_and_store) for each in each_set]
     for result in results:

@@ -1,5 +1,5 @@
-"""Panels: every instruction set lays out the same bits, those of torch's own cast, whatever the
-rows and columns.
+"""Weight panels: every instruction set writes the same bits, equal to torch's own cast, for all row
+and column counts.
 """
 
 import pytest
@@ -20,7 +20,7 @@ ODD = torch.tensor(
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random numbers, among them all that a cast may stumble over."""
+    """Return random numbers that include all edge cases of a cast."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(rows, columns, generator=generator)
     which = torch.randint(5 * len(ODD), (rows, columns), generator=generator)
@@ -28,7 +28,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal bits, but for what a NaN carries."""
+    """True if bits are equal, ignoring NaN payloads."""
     integers = torch.int16 if actual.dtype == torch.bfloat16 else torch.int32
     return bool(
         (
@@ -76,7 +76,7 @@ def test_rows_come_back_as_torch_casts_them(
     assert same(out[start : start + rows], given_rows.to(dtype))
     assert not out[:start].any()
     assert not out[start + rows :].any()
-    assert weight.data.count_nonzero() == out.count_nonzero(), "nothing is written into the padding"
+    assert weight.data.count_nonzero() == out.count_nonzero(), "the padding was written"
     other = torch.empty(rows, columns, dtype=dtype)
     c.nano_unpack(weight.data_ptr(), other.data_ptr(), is_bf16, start, rows, columns)
     assert same(other, out[start : start + rows])

@@ -1,5 +1,5 @@
-"""Recorded programs: the bits of operations one by one, buffers that never meet, and batches that
-cannot be.
+"""Recorded programs: same bits as single operations, disjoint buffers, and rejected invalid
+batches.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from tests.ops.compiler import NEEDS_COMPILER
 BLOCK_SIZE, NUM_BLOCKS, VOCAB = 8, 64, 300
 Chunks = list[tuple[int, int, int]]  # sequence, start, end
 
-# Prefill, chunks of all lengths beside decodes, decodes alone; enough rows for threads to own rows
-# and sequences.
+# Prefill, chunks of all lengths next to decodes, decodes only. Enough rows that threads can split
+# both rows and sequences.
 STEPS: list[Chunks] = [
     [(0, 0, 5), (1, 0, 40), (2, 0, 1)],
     [(0, 5, 6), (1, 40, 41), (2, 1, 2)],
@@ -43,7 +43,7 @@ STEPS: list[Chunks] = [
 
 
 def tables() -> Tensor:
-    """Blocks of four sequences, in no order."""
+    """Return shuffled block tables of four sequences."""
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1))
     return order.view(4, -1)
 
@@ -69,7 +69,7 @@ def decoder(folder: Path, dtype: torch.dtype, num_threads: int = 2) -> Decoder:
 
 
 def storage_of(model: Decoder) -> KVStorage:
-    """A KV cache full of NaN."""
+    """Return a KV cache full of NaN."""
     storage = KVStorage(model.spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, torch.device("cpu"))
     storage.keys.fill_(torch.nan)
     storage.values.fill_(torch.nan)
@@ -77,8 +77,8 @@ def storage_of(model: Decoder) -> KVStorage:
 
 
 def one_by_one(ops: Ops, dtype: torch.dtype) -> Ops:
-    """The operations on tensors, for a trunk: there a product's sums are float32, and the gate
-    rounds them.
+    """Run the operations on tensors as a trunk does: product sums are float32, and the gate rounds
+    them.
     """
     gate: Callable[..., Tensor] = ops.gate
     return replace(ops, gate=lambda x, activation: gate(x, activation, dtype), compile=None)
@@ -108,10 +108,10 @@ def test_program_gives_the_bits_of_its_operations(
         assert torch.equal(program(batch), expected)
         for got, other in ((recorded.keys, plain.keys), (recorded.values, plain.values)):
             assert torch.equal(got.view(torch.uint8), other.view(torch.uint8))
-    # The gate is joined to its product, and so are additions; a norm between a product and its
-    # addition stays. Experts are one operation, and their sum is added by the next norm. An
-    # activation without a gate is a call. Latents have six operations more before the attention
-    # and two behind it. A layer's own input is five operations, its scale two.
+    # The gate and additions are fused into their products, except across a norm between a product
+    # and its addition. Experts are one operation, and the next norm adds their sum. An activation
+    # without a gate is a call. Latents add six operations before the attention and two after it. A
+    # layer's own input adds five operations, its scale two.
     spec = model.spec
     of_a_layer = (8 if spec.norms == "pre" else 10) + (not spec.gated)
     of_a_layer += 8 * (spec.latent is not None)
@@ -124,7 +124,7 @@ def test_program_gives_the_bits_of_its_operations(
 @pytest.mark.thorough
 @NEEDS_COMPILER
 def test_program_sees_new_weights(tmp_path: Path) -> None:
-    """Weights are written where they lie; nothing recorded is a copy."""
+    """Weights are written in place, and a program holds no copies."""
     model, other = (
         decoder(tiny_model(tmp_path / str(i), "llama-bias", seed=i), torch.bfloat16) for i in (1, 2)
     )
@@ -150,9 +150,7 @@ def with_logits(batch: ForwardBatch) -> ForwardBatch:
 
 @st.composite
 def programs(draw: Any) -> tuple[list[Operation], list[Buffer], list[Buffer]]:
-    """Operations that read what was written before them, with what is brought and what is
-    wanted.
-    """
+    """Draw operations that read earlier results, with inputs and requested outputs."""
     buffers = [
         Buffer(i, draw(st.sampled_from([16, 32])), torch.float32)
         for i in range(draw(st.integers(1, 3)))
@@ -186,7 +184,7 @@ def test_buffer_is_kept_until_its_last_reader(
 ) -> None:
     operations, inputs, outputs = program
     places, sizes = place_buffers(operations, (*inputs, *outputs))
-    # piece -> whose contents
+    # memory slot -> the buffer whose contents it holds
     memory: dict[int, int] = {places[buffer.index]: buffer.index for buffer in inputs}
     for operation in operations:
         read = [*operation.inputs, *([operation.residual] if operation.residual else [])]
@@ -213,7 +211,7 @@ def test_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) -> N
     assert len(pieces) == 1
 
 
-# -- batches that cannot be ------------------------------------------------------------------------
+# -- invalid batches -------------------------------------------------------------------------------
 
 
 def replay(model: Decoder, storage: KVStorage) -> Program:
@@ -223,7 +221,7 @@ def replay(model: Decoder, storage: KVStorage) -> Program:
 
 
 def put(name: str, index: Any, value: int) -> Callable[[ForwardBatch], ForwardBatch]:
-    """A batch with one number changed."""
+    """Return a batch with one number changed."""
 
     def spoil(batch: ForwardBatch) -> ForwardBatch:
         tensor = getattr(batch, name).clone()
@@ -234,12 +232,12 @@ def put(name: str, index: Any, value: int) -> Callable[[ForwardBatch], ForwardBa
 
 
 def shape(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[ForwardBatch], ForwardBatch]:
-    """A batch with one tensor replaced."""
+    """Return a batch with one tensor replaced."""
     return lambda batch: replace(batch, **{name: change(getattr(batch, name))})
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same numbers, not next to each other."""
+    """Return the same numbers, not contiguous."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
@@ -292,7 +290,7 @@ def test_invalid_batch_is_rejected_before_any_write(model: Decoder, name: str) -
         program(spoil(batch_of(STEPS[0])))
     assert storage.keys.isnan().all()
     assert storage.values.isnan().all()
-    assert not program(batch_of(STEPS[0])).isnan().any(), "and the next one runs"
+    assert not program(batch_of(STEPS[0])).isnan().any(), "the next run failed"
 
 
 @pytest.mark.thorough
@@ -300,7 +298,7 @@ def test_invalid_batch_is_rejected_before_any_write(model: Decoder, name: str) -
 @settings(max_examples=at_depth(150), deadline=None)
 @given(st.data())
 def test_arbitrary_batch_runs_or_is_rejected(model: Decoder, data: Any) -> None:
-    """Whatever numbers stand in a batch, it runs or it is refused."""
+    """For any numbers in a batch, the program runs or rejects them."""
     storage = storage_of(model)
     batch = batch_of(data.draw(st.sampled_from(STEPS)))
     names = [f.name for f in fields(batch) if f.name in (*ROWS, "block_tables")]

@@ -1,5 +1,5 @@
-"""Kernels of layers with a state: every instruction set and number of threads has the same bits,
-which are close to the reference's and do not depend on how rows are cut into chunks.
+"""Kernels of recurrent layers: the same bits on every instruction set, thread count and chunking,
+and close to the reference.
 """
 
 import functools
@@ -18,7 +18,7 @@ from nano_inference.ops.reference import state as reference_state
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from tests.ops.cpu_kernels import available, kernels
 
-SIZE = 8  # tokens of a block
+SIZE = 8  # tokens per block
 TABLES = ([3, 0, 6, 2, 9, 4], [1, 5, 7, 8])
 LENGTHS = (43, 20)
 DELTA = DeltaNet((True,), 2, 4, 32, 48, 4)
@@ -28,7 +28,7 @@ Operation = Callable[[Tensor, ForwardBatch, StateStorage], Tensor]
 
 @functools.cache
 def numbers(spec: StateSpec, dtype: torch.dtype) -> tuple[Tensor, Any]:
-    """Projected rows of both sequences, one after the other, and the weights."""
+    """Return projected rows of both sequences, concatenated, and the weights."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -48,8 +48,8 @@ def computed(
     states: Any,
     cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of each sequence, computed in so many chunks, and what is kept of its tokens and
-    blocks.
+    """Return each sequence's outputs, computed in this many chunks, and the stored states of its
+    tokens and blocks.
     """
     projected, weights = numbers(spec, dtype)
     view = StateStorage(spec, 10, SIZE, dtype, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_state_is_bitwise_independent_of_chunks(spec: StateSpec, backend: str) -
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("spec", [CONV, DELTA])
 def test_state_kernels_read_only_the_window(spec: StateSpec, backend: str) -> None:
-    """Its memory is anybody's: what the scheduler gives away is what the window leaves behind."""
+    """Memory outside the window may be reused: the scheduler frees it."""
     states: Any = CpuStates(kernels(), 1) if backend == "cpu" else reference_state
     operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
     whole, _ = computed(spec, torch.float32, states)

@@ -1,5 +1,5 @@
-"""flex_attention over paged keys and values agrees with the explicit mask, in a handful of
-compilations.
+"""flex_attention over paged keys and values agrees with an explicit mask and compiles only a few
+kernels.
 """
 
 import math
@@ -31,11 +31,11 @@ from nano_inference.ops.reference.backend import reference_ops
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 
-# torch's compiler itself still touches what torch deprecates.
+# torch's compiler still uses APIs that torch deprecates.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), NEEDS_COMPILER]
 
 CPU = torch.device("cpu")
-# What every test can live with, lest each compiles kernels of its own: seconds apiece.
+# Sizes shared by all tests, because each new kernel takes seconds to compile.
 NUM_BLOCKS = 128
 HEADS = HeadShape(4, 2, 16, 0.25)
 TOLERANCE = 1e-6
@@ -43,7 +43,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, end) of sequence `seq` in one call; everything before was stored earlier."""
+    """Rows [start, end) of sequence `seq` in one call. All earlier rows are already stored."""
 
     seq: int
     start: int
@@ -51,8 +51,8 @@ class Piece:
 
 
 class Paged:
-    """Sequences in one paged storage whose every slot starts as NaN. Sequences may share their
-    first blocks.
+    """Sequences in one paged storage, filled with NaN at first. Sequences may share their first
+    blocks.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class Paged:
         )
 
     def store(self, pieces: Sequence[Piece], layer: int = 1) -> ForwardBatch:
-        """Write keys and values [0, end) of every piece; the batch of the pieces' rows."""
+        """Write keys and values [0, end) of every piece and return the batch of the
+        pieces' rows.
+        """
         batch = self.batch(pieces)
         for piece in pieces:
             places = torch.arange(piece.end)
@@ -118,7 +120,7 @@ class Paged:
         tables = torch.zeros(
             (len(pieces), max(len(table) for table in self.tables)), dtype=torch.int64
         )
-        for row, piece in enumerate(pieces):  # blocks allocated ahead are in the table too
+        for row, piece in enumerate(pieces):  # the table also lists preallocated blocks
             tables[row, : len(self.tables[piece.seq])] = torch.tensor(self.tables[piece.seq])
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         lengths = torch.tensor([piece.end - piece.start for piece in pieces])
@@ -166,7 +168,7 @@ class Paged:
         return torch.cat([self.q[piece.seq][piece.start : piece.end] for piece in pieces])
 
     def exact(self, pieces: Sequence[Piece], window: int = 0) -> Tensor:
-        """The explicit mask, in float64, on the tensors that were never paged."""
+        """Attend in float64 by an explicit mask on unpaged tensors."""
         return torch.cat([self._exact(piece, window) for piece in pieces])
 
     def _exact(self, piece: Piece, window: int) -> Tensor:
@@ -212,12 +214,12 @@ def assert_agrees(
     torch.testing.assert_close(got, paged.reference(pieces, window), rtol=0, atol=tolerance)
 
 
-# -- it computes the right thing -------------------------------------------------------------------
+# -- correctness -----------------------------------------------------------------------------------
 
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[Paged, list[Piece], int]:
-    """Decode rows, short and long chunks side by side: up to 15 tiles of one row, up to 15 of
+    """Draw decode rows, short chunks and long chunks: up to 15 tiles of one row, up to 15 tiles of
     32.
     """
     lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))
@@ -225,7 +227,7 @@ def workloads(draw: st.DrawFn) -> tuple[Paged, list[Piece], int]:
     paged = Paged(lengths, shared_blocks=shared, seed=draw(st.integers(0, 99)))
     pieces: list[Piece] = []
     for seq, length in enumerate(lengths):
-        # who writes to a block does not share it
+        # a sequence that writes to a block does not share it
         end = draw(st.integers(max(1, 16 * shared), length))
         pieces.append(
             Piece(seq, draw(st.sampled_from([end - 1, max(0, end - 5), max(0, end - 40), 0])), end)
@@ -265,7 +267,7 @@ def test_chunks_one_after_another_agree() -> None:
 
 @pytest.mark.thorough
 def test_very_negative_scores_are_kept() -> None:
-    """The CPU kernel that torch would choose for single rows returns 0 here."""
+    """The CPU kernel that torch selects for single rows returns 0 here."""
     paged = Paged([600, 600])
     paged.q = [torch.ones_like(q) * 8 for q in paged.q]
     paged.k = [-torch.ones_like(k) * 8 + k / 100 for k in paged.k]
@@ -278,7 +280,7 @@ def test_very_negative_scores_are_kept() -> None:
 
 @pytest.mark.thorough
 def test_storage_outside_the_batch_is_unchanged() -> None:
-    """It clears the free tail of a block that it writes to, and nothing else."""
+    """The call clears the free tail of blocks that it writes to. All other storage is unchanged."""
     paged = Paged([20, 40, 30])
     paged.store([Piece(0, 0, 20), Piece(1, 0, 40), Piece(2, 0, 30)])
     paged.attend([Piece(0, 19, 20), Piece(1, 0, 40)])
@@ -318,7 +320,7 @@ def test_block_sizes(block_size: int) -> None:
         assert_agrees(paged, [Piece(0, 69, 70), Piece(1, 20, 90), Piece(2, 0, 41)], window)
 
 
-# -- in few compilations ---------------------------------------------------------------------------
+# -- number of compilations ------------------------------------------------------------------------
 
 
 # Dynamo gives up after `recompile_limit` graphs of one function: each bucket has to be one of its
@@ -326,10 +328,10 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.thorough
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_handful_of_kernels_serves_steps_of_every_size() -> None:
-    """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with
-    the bucket.
+    """Lengths, sequence counts, windows and chunk sizes change every step. Only a new bucket
+    compiles a kernel.
     """
-    flex._compiled.cache_clear()  # whatever other tests compiled
+    flex._compiled.cache_clear()  # compiled by other tests
     paged = Paged([40 + 3 * i for i in range(16)])
 
     def graphs() -> int:
@@ -346,7 +348,7 @@ def test_handful_of_kernels_serves_steps_of_every_size() -> None:
     assert graphs() - before == 3  # 16 tiles of one row
 
 
-# -- what it cannot do is said when the engine is built --------------------------------------------
+# -- limits reported at engine start ---------------------------------------------------------------
 
 
 def build(
@@ -389,8 +391,8 @@ def test_unsupported_value_is_rejected(change: dict[str, object], named: str) ->
 
 
 def test_incorrect_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sees a slot more than it should: torch's own for AVX2 and blocks of 8 slots is
-    worse.
+    """The fault reads one slot too many. torch's AVX2 kernel with blocks of 8 slots has a larger
+    error.
     """
     attend = flex._attend
 

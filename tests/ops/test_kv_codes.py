@@ -1,4 +1,6 @@
-"""Keys and values in codes of 8 bits: the definition, and every backend keeps and attends them."""
+"""Keys and values as 8-bit codes: the definition, and the storage and attention of
+every backend.
+"""
 
 import math
 
@@ -65,7 +67,7 @@ def test_gradients_pass_through_rounding_unchanged() -> None:
 
 
 def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *new_kv: Tensor) -> Tensor:
-    """Rows of one chunk over themselves, in a cache of its own that begins as NaN."""
+    """Attend rows of one chunk over themselves, in a separate cache filled with NaN."""
     count = len(q)
     storage = KVStorage(shape.spec(), 6, BLOCK, shape.dtype, CPU, kv_cache_dtype=kept)
     spoil(storage, slice(None))
@@ -80,13 +82,15 @@ def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *new_kv: Ten
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_attention_uses_decoded_values(name: str) -> None:
-    """As of a plain cache that holds those numbers, by the rows of the same step too."""
+    """Attention equals that of a plain cache of the decoded numbers, including rows of the same
+    step.
+    """
     ops, shape, form = backend(name, 2), Shape(2, 3, 16), KvFormat(torch.float32, coded=True)
     q, k, v = rows(70, 6, 16), rows(70, 2, 16) * 2, rows(70, 2, 16) * 3
     actual = attended(ops, shape, "int8", q, k, v)
     exact = attended(ops, shape, "auto", q, *(form.decode(form.encode(each)) for each in (k, v)))
     if name == "reference":
         assert torch.equal(actual, exact)
-    else:  # which multiplies sums by scales instead
+    else:  # this backend multiplies sums by scales instead
         assert torch.allclose(actual, exact, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(actual, attended(ops, shape, "auto", q, k, v), atol=1e-3)

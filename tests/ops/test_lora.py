@@ -1,4 +1,6 @@
-"""What adapters add to a product: the kernels beside the specification, alone and among others."""
+"""Adapter contributions to a product: the kernels compared with the specification, with one adapter
+and with several.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ def numbers(generator: torch.Generator, *shape: int) -> Tensor:
 def adapter(
     generator: torch.Generator, width: int, columns: list[int], ranks: list[int]
 ) -> Adapter:
-    """One whose parts add to neighbouring columns; a rank of 0 leaves its columns alone."""
+    """Return an adapter whose parts add to neighbouring columns. A rank of 0 leaves its columns
+    unchanged.
+    """
     parts: list[LoraPart] = []
     first = 0
     for size, rank in zip(columns, ranks, strict=True):
@@ -46,7 +50,7 @@ def batch(num_rows: int, adapters: tuple[Adapter, ...], adapter_of: list[int]) -
 
 @pytest.fixture(scope="module", params=LAWS)
 def backends(request: pytest.FixtureRequest) -> list[CpuOps]:
-    """Of one law, the best set first."""
+    """Return the backends of one law, best instruction set first."""
     names = available(request.param)
     return [*(CpuOps(1, name) for name in names), CpuOps(2, names[0])]
 
@@ -78,7 +82,7 @@ def test_row_gets_the_sum_of_its_own_adapter(
     x, y = numbers(generator, num_rows, width).to(dtype), numbers(generator, num_rows, sum(columns))
     rows = batch(num_rows, adapters, adapter_of)
     sums = [ops.lora(y, x, "weight", rows) for ops in backends]
-    assert all(torch.equal(each, sums[0]) for each in sums)  # any set, any number of threads
+    assert all(torch.equal(each, sums[0]) for each in sums)  # on any set and thread count
     expected = reference.lora(y, x, "weight", rows)
     assert (sums[0] - expected).abs().max() < 2e-6 * 20 * width * 17
     for row in range(min(num_rows, 5)):
@@ -129,7 +133,7 @@ def test_matrices_are_placed_bit_for_bit(
     generator = torch.Generator().manual_seed(seed)
     sources = [numbers(generator, *shape).to(dtype) for shape in shapes]
     for tensor in sources:
-        tensor.view(-1)[0] = 1e-40  # a denormal in float32
+        tensor.view(-1)[0] = 1e-40  # denormal in float32
     if data.draw(st.booleans()):
         sources[-1] = sources[-1].T.contiguous().T
     places = st.lists(st.integers(0, len(sources) - 1), max_size=2)
@@ -138,7 +142,7 @@ def test_matrices_are_placed_bit_for_bit(
         at = data.draw(st.integers(0, sources[fault].numel() - 1))
         sources[fault][at // shapes[fault][1], at % shapes[fault][1]] = wrong
     turned = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
-    offset = data.draw(st.integers(0, 1))  # what is aligned is written past the caches
+    offset = data.draw(st.integers(0, 1))  # aligned data bypasses the caches
     for write_into in (placed, *(each.placed for each in backends)):
         outs = [
             torch.zeros(2 + rows * columns)[offset : offset + rows * columns].view(

@@ -1,5 +1,5 @@
-"""Layers of experts: the backends beside each other, rows alone and together, and experts spread
-over ranks.
+"""Layers of experts: backends compared with each other, single rows with batches, and experts
+spread over ranks.
 """
 
 import itertools
@@ -68,7 +68,9 @@ def experts_of(
     biases: bool = False,
     **routing: Any,
 ) -> Experts:
-    """Random ones; `held` are here. The shared one may be `"plain"` or `"gated"`."""
+    """Return random experts. `held`: experts on this rank. The shared expert may be `"plain"` or
+    `"gated"`.
+    """
     generator = torch.Generator().manual_seed(7)
     held = range(count) if held is None else held
     drawn = torch.randn((count, HIDDEN), generator=generator) * 0.3
@@ -103,7 +105,7 @@ def experts_of(
 
 
 def expected(x: Tensor, experts: Experts) -> Tensor:
-    """In float64, one row and one expert after the other."""
+    """Compute in float64, row by row and expert by expert."""
     router, gate_up, down = (
         each.double() for each in (experts.router, experts.gate_up, experts.down)
     )
@@ -141,7 +143,7 @@ def expected(x: Tensor, experts: Experts) -> Tensor:
 
 
 def weights_of(logits: Tensor, experts: Experts) -> dict[int, float]:
-    """A row's experts, and what they weigh."""
+    """Return the experts of each row and their routing weights."""
     routing = experts.routing
     scores = logits.softmax(dim=0) if routing.scores == "softmax" else logits.sigmoid()
     keys = scores if experts.bias is None else scores + experts.bias.double()
@@ -238,9 +240,9 @@ def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
 def test_moe_row_is_bitwise_independent_of_others(
     name: str, data: st.DataObject, count: int
 ) -> None:
-    """Any rows in any order: some experts get many of them, and some get none."""
+    """Rows come in any order. Some experts get many rows, others none."""
     backend = BACKENDS[name]
-    # the interpreter's product of bfloat16 is wrong
+    # the interpreter's bfloat16 product is wrong
     float32 = name == "triton" or data.draw(st.booleans())
     dtype = torch.float32 if float32 else torch.bfloat16
     routing = ROUTINGS[data.draw(st.sampled_from([*ROUTINGS]))]
@@ -312,7 +314,7 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
 def test_expert_placement_changes_no_bit(name: str, size: int, shared: bool) -> None:
-    """Ranks with the same rows, or with rows of their own, of which one has none."""
+    """Ranks have the same rows or separate rows, and one rank may have none."""
     backend = BACKENDS[name]
     routing: dict[str, Any] = {"shared": "plain", "biases": True}
     bounds = [6 * rank // size for rank in range(size + 1)]

@@ -1,6 +1,4 @@
-"""Attention in parts: whoever computes the segments of a row, merged in order they are the bits of
-the whole.
-"""
+"""Attention in segments: merged in order, they give the bits of the whole row, on any device."""
 
 import math
 from collections.abc import Callable
@@ -44,8 +42,8 @@ def backend(name: str, num_threads: int) -> Ops:
 def filled(
     shape: Shape, num_tokens: int, block_size: int, kept: KVCacheDType
 ) -> tuple[KVStorage, list[int]]:
-    """A storage with keys and values of one sequence, all other slots NaN, and the sequence's
-    blocks.
+    """Return a storage with keys and values of one sequence, NaN in all other slots, and the
+    sequence's blocks.
     """
     num_blocks = -(-num_tokens // block_size)
     device = torch.device("cpu")
@@ -143,9 +141,11 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
 
 
 def test_single_segment_context_is_not_merged() -> None:
-    """So contexts up to 512 keys have the bits of plain online softmax, also the sign of a zero."""
+    """Contexts up to 512 keys therefore have the bits of plain online softmax, including the sign
+    of a zero.
+    """
     before = SoftmaxState(torch.tensor([[-math.inf]]), torch.zeros(1, 1), torch.zeros(1, 2))
     state = SoftmaxState(torch.tensor([[3.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.0, 1.0]]))
     for merged, expected in zip(_merge(before, state), state, strict=True):
         assert torch.equal(merged.view(torch.int32), expected.view(torch.int32))
-    assert SEGMENT == 512  # of kernels/attention.h too
+    assert SEGMENT == 512  # also a constant of kernels/attention.h

@@ -1,5 +1,5 @@
-"""Weights in 8 and 4 bits: the definition itself, and that a backend's weights and products are the
-definition's to the bit.
+"""Weights in 8 and 4 bits: the definition, and bitwise equality of every backend's weights and
+products with it.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ from nano_inference.sampling.logit_scale import UNSCALED
 from tests.depth import at_depth
 from tests.ops.cpu_kernels import kernels
 
-# AMX has loops of its own, where others have one for all numbers of rows
+# AMX has separate loops, other instruction sets one loop for all row counts
 LAST = ("cpu-pairs",) if best_instruction_set() == AMX else ()
 BACKENDS = ("reference", "cpu", *LAST)
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def ops_of(backend: str) -> Ops:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of very different sizes, one of them zeros."""
+    """Return rows of very different magnitudes, one of them zero."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     sizes = 10.0 ** (torch.arange(shape[0]) % 5 - 2)
     sizes[shape[0] // 2] = 0
@@ -75,7 +75,7 @@ def test_codes_are_in_range_and_near_the_numbers(form: Format, columns: int, see
     codes = as_codes(weight, form)
     low, high = (-127, 127) if form.bits == 8 else (0, 15) if form.mins else (-8, 7)
     assert low <= int(codes.codes.min()) <= int(codes.codes.max()) <= high
-    half = 0.51 if form.bits == 8 else 1.01  # of 4 bits there is no 8
+    half = 0.51 if form.bits == 8 else 1.01  # 4-bit codes have no +8
     for g, (first, last) in enumerate(codes.groups):
         difference = (codes.numbers() - weight)[:, first:last].abs()
         assert (difference <= half * codes.scales[:, g, None].abs() + 6e-8 * 127).all()
@@ -111,7 +111,7 @@ def test_wider_format_holds_the_same_numbers(form: Format, other: Format) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_codes_of_a_file_are_stored_as_they_are(form: Format, backend: str) -> None:
-    """In runs of rows that begin and end within a panel, of this format and of one that it holds."""
+    """Runs of rows begin and end within a panel, in this format and in one that it contains."""
     codes = as_codes(random(40, 288), form)
     wide = widest([form, FORMATS["int8-16-min"]])
     for stored_form in (form, wide):
@@ -184,8 +184,8 @@ def test_product_row_is_independent_of_other_rows(form: Format) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_dequantised_numbers_encode_to_the_same_codes(form: Format, dtype: torch.dtype) -> None:
-    """An engine's weights, sent to another, are the same weights there, unless a group is so small
-    that float16 has few digits for its scale.
+    """A receiving engine gets the same weights, except for groups so small that a float16 scale has
+    few digits.
     """
     codes = as_codes(random(2000, 96, dtype=dtype), form)
     again = as_codes(codes.numbers().to(dtype), form)
@@ -205,7 +205,7 @@ def test_segments_not_aligned_to_groups_are_joined() -> None:
     assert {each for pair in QUANTIZATIONS.values() for each in pair} < {*FORMATS.values()}
 
 
-# -- a backend's -----------------------------------------------------------------------------------
+# -- backends --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

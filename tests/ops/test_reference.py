@@ -1,5 +1,5 @@
-"""The law of the reference backend, operation by operation: a row's bits do not know the rows
-beside it.
+"""The law of the reference backend, operation by operation: the bits of a row do not depend on
+other rows.
 """
 
 import itertools
@@ -33,9 +33,7 @@ THREADS = (1, 2, 3)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Where a test does not say otherwise: most tensors here are small, and threads would only wait
-    for each other.
-    """
+    """Use one thread by default: most tensors here are too small for threads to help."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,8 +47,8 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def assert_rows_stand_alone(
     op: Callable[[Tensor], Tensor], rows: Tensor, data: st.DataObject
 ) -> None:
-    """Bitwise: each row alone, all together, in another order among fewer, under 1, 2 and 3
-    threads.
+    """Check bitwise equality of each row alone, all rows together, and fewer rows reordered, with
+    1, 2 and 3 threads.
     """
     torch.set_num_threads(1)
     alone = torch.cat([op(rows[i : i + 1]) for i in range(len(rows))])
@@ -64,7 +62,7 @@ def assert_rows_stand_alone(
         )
 
 
-# -- rows stand alone ------------------------------------------------------------------------------
+# -- independent rows ------------------------------------------------------------------------------
 
 
 @CALM
@@ -95,7 +93,9 @@ def test_logits(num: int, size: int, vocab: int, dtype: torch.dtype, data: st.Da
 
 
 def test_products_have_the_same_bits_with_any_number_of_threads() -> None:
-    """MKL cuts narrow products between columns, long ones within a sum, by settings and vendor."""
+    """MKL splits narrow products by columns and long products within a sum, depending on settings
+    and vendor.
+    """
     sizes = [(16, 512), (32, 64), (48, 192), (176, 64), (64, 4096), (576, 1536)]
     products = [(randn(9, k), randn(n, k, seed=1)) for n, k in sizes]
     torch.set_num_threads(1)
@@ -177,8 +177,8 @@ LARGE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LARGE)
 def test_large_operations_ignore_threads_and_other_rows(name: str, dtype: torch.dtype) -> None:
-    """Large enough that torch does use its threads, and odd: no thread's part ends where a row or a
-    vector does.
+    """Sizes are large enough for torch to use threads, and odd, so thread boundaries do not match
+    rows or vectors.
     """
     op, rows = (
         LARGE[name],
@@ -193,7 +193,9 @@ def test_large_operations_ignore_threads_and_other_rows(name: str, dtype: torch.
 
 
 def test_gate_rounding_is_independent_of_thread_boundaries() -> None:
-    """A library's sigmoid does, one time in twenty: its vector and scalar forms differ."""
+    """A library's sigmoid depends on them in one case of twenty, because its vector and scalar
+    forms differ.
+    """
     for seed in range(40):
         rows = randn(67, 1106, seed=seed) * 4
         torch.set_num_threads(1)
@@ -203,7 +205,7 @@ def test_gate_rounding_is_independent_of_thread_boundaries() -> None:
             assert torch.equal(reference.gate(rows), one)
 
 
-# -- and compute the right thing -------------------------------------------------------------------
+# -- correctness -----------------------------------------------------------------------------------
 
 
 def test_linear_and_logits_multiply() -> None:
@@ -261,7 +263,7 @@ def test_gate_computes_silu_times_up() -> None:
 @dataclass(frozen=True)
 class Shape:
     num_kv_heads: int
-    ratio: int  # query heads a key-value head
+    ratio: int  # query heads per key-value head
     head_dim: int
     dtype: torch.dtype = torch.float32
     window: int = 0
@@ -270,7 +272,7 @@ class Shape:
 
     @property
     def sinks(self) -> Tensor | None:
-        """Of each query head, from far above the scores to far below them."""
+        """Return a sink per query head, from far above the scores to far below them."""
         return torch.linspace(200, -40, self.num_heads) if self.has_sinks else None
 
     @property
@@ -319,7 +321,7 @@ def story(shape: Shape, length: int, seed: int) -> Story:
 
 
 class Paged:
-    """Stories in one paged storage whose every slot starts as NaN: what nobody wrote must never be
+    """Stories in one paged storage. Every slot starts as NaN because unwritten slots must never be
     read.
     """
 
@@ -337,8 +339,8 @@ class Paged:
         self.storage.values.fill_(math.nan)
 
     def step(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Chunks (story, start, end) in one batch: keys and values written, then attention. Rows of
-        each chunk.
+        """Run chunks (story, start, end) in one batch: write keys and values, attend, and return
+        each chunk's rows.
         """
         tables = torch.zeros(
             (len(chunks), max(len(table) for table in self.tables)), dtype=torch.int64
@@ -346,7 +348,7 @@ class Paged:
         for row, (which, _, end) in enumerate(chunks):
             needed = self.tables[which][: -(-end // self.block_size)]
             tables[row, : len(needed)] = torch.tensor(needed)
-            if self.shape.window:  # blocks that left the window may be anybody's by now
+            if self.shape.window:  # blocks outside the window may belong to another sequence by now
                 start = chunks[row][1]
                 tables[row, : max(0, start - self.shape.window + 1) // self.block_size] = (
                     self.unused
@@ -396,7 +398,7 @@ class Paged:
 
 
 def exact(shape: Shape, text: Story) -> Tensor:
-    """Causal attention in float64, by an explicit mask."""
+    """Compute causal attention in float64 by an explicit mask."""
     q, k, v = (part.double().transpose(0, 1) for part in (text.q, text.k, text.v))
     k, v = k.repeat_interleave(shape.ratio, dim=0), v.repeat_interleave(shape.ratio, dim=0)
     behind = torch.arange(len(text))[:, None] - torch.arange(len(text))
@@ -427,7 +429,7 @@ BLOCK_SIZES = st.sampled_from([1, 3, 16, 64, 100])
 
 
 def cuts(data: st.DataObject, length: int) -> list[tuple[int, int]]:
-    """[0, length) in pieces."""
+    """Split [0, length) into pieces."""
     inner = data.draw(st.sets(st.integers(1, length - 1), max_size=5)) if length > 1 else set[int]()
     bounds = [0, *sorted(inner), length]
     return list(itertools.pairwise(bounds))
@@ -450,7 +452,7 @@ def test_attention_agrees_with_float64(
 def test_attention_has_same_bits_in_any_chunks_and_batch(
     shape: Shape, lengths: list[int], block_size: int, data: st.DataObject
 ) -> None:
-    """The law itself. Unwritten slots are NaN, so a read past the context would show too."""
+    """This is the law itself. Unwritten slots are NaN, so a read beyond the context fails too."""
     stories = [story(shape, length, 10 * i) for i, length in enumerate(lengths)]
     torch.set_num_threads(1)
     alone = [Paged(shape, [each], 16).whole()[0] for each in stories]
@@ -496,7 +498,7 @@ def test_decode_row_equals_its_prefill_row_with_any_threads(num_kv_heads: int, r
 @pytest.mark.parametrize("head_dim", [6, 10, 22])
 @pytest.mark.parametrize("ratio", [1, 3])
 def test_partial_vector_head_is_batch_invariant(head_dim: int, ratio: int) -> None:
-    """Its matrices start at addresses of unequal alignment."""
+    """The head's matrices start at addresses of different alignment."""
     shape = Shape(1, ratio, head_dim)
     text, other = story(shape, 66, 0), story(shape, 40, 7)
     alone = Paged(shape, [text], 16).whole()[0]
@@ -527,8 +529,8 @@ def test_large_scores_do_not_overflow() -> None:
 @CALM
 @given(num=st.integers(1, 30), shape=SHAPES, data=st.data())
 def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) -> None:
-    """Queries come back rotated, keys land rotated and values untouched in their slots; rows stand
-    alone.
+    """Queries are returned rotated, rotated keys and unchanged values are stored, and rows are
+    independent.
     """
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     angles = randn(64, head_dim // 2, seed=5)

@@ -1,5 +1,5 @@
-"""Paged attention in Triton agrees with the specification; under the law, a row's bits are its
-own.
+"""Paged attention in Triton agrees with the specification. Under the law, a row's bits do not
+depend on other rows.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ HALF = torch.float16
 
 
 def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) -> Attention:
-    """Attention whose tiles and splits fit to what the interpreter has time for."""
+    """Return attention with tiles and splits small enough for the interpreter."""
     return Attention(
         batch_invariant=batch_invariant,
         key_tile=KEY_TILE,
@@ -122,16 +122,14 @@ def test_layers_share_a_plan_and_its_workspace(batch_invariant: bool) -> None:
     assert torch.equal(first, second)
     (work,) = next(iter(plan.work.values()))
     items = work.items.items[: int(work.items.count)]
-    assert int((items[:, 6] >= 0).sum()) > 2, "nothing was shared"
+    assert int((items[:, 6] >= 0).sum()) > 2, "no block was shared"
     counters = items[items[:, 6] >= 0, 10]
     assert not work.items.counters[counters].any()
 
 
 @st.composite
 def schedules(draw_: st.DrawFn) -> tuple[list[list[Piece]], Memory, int, int]:
-    """Ways to compute three sequences in steps of chunks, where the blocks lie, and how much may be
-    shared.
-    """
+    """Draw chunked schedules of three sequences, block layouts, and shared prefixes."""
     lengths = (75, 40, 18)
     steps: list[list[Piece]] = []
     cuts = [
@@ -155,7 +153,7 @@ def schedules(draw_: st.DrawFn) -> tuple[list[list[Piece]], Memory, int, int]:
 
 @cache
 def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
-    """Sequences, and the rows of each computed in one chunk of which nothing is shared."""
+    """Return sequences and the rows of each, computed in one chunk without shared blocks."""
     seqs = draw((75, 40, 18), heads)
     attention = small(batch_invariant=True, shared_items=1, row_parts=1)
     pieces = [Piece(seq, 0, len(rows.q)) for seq, rows in enumerate(seqs)]
@@ -216,7 +214,7 @@ def test_batch_of_padding_only_does_no_work() -> None:
 def test_wide_heads_have_fewer_buffers_on_a_small_card(
     monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, memory: int, buffers: int
 ) -> None:
-    """An RTX 3090 or 4090 has 99 KiB for a program: two buffers of heads of 256 would not fit."""
+    """An RTX 3090 or 4090 has 99 KiB per program: two buffers for heads of 256 would not fit."""
     monkeypatch.setattr(attention, "shared_memory", lambda _: memory)
     kernels, device = (
         Attention(batch_invariant=batch_invariant, architecture=80),

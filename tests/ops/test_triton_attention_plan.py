@@ -1,5 +1,5 @@
-"""The plan of paged attention gives every row every key that it sees, once, and keeps within its
-bounds.
+"""The plan of paged attention covers every visible key of every row exactly once and stays within
+its limits.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ BLOCK_SIZE = 8
 
 @dataclass(frozen=True)
 class Case:
-    chunks: list[tuple[int, int]]  # rows, and keys before them
+    chunks: list[tuple[int, int]]  # number of rows, and of keys before them
     window: int
     split: int
     short: int
@@ -74,7 +74,7 @@ def batch_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
 @given(cases())
 def test_plan_covers_every_key_of_a_row_once(case: Case) -> None:
     batch = batch_of(case.chunks)
-    seen: dict[int, list[tuple[int, int]]] = {}  # by row: splits of its items, in order of parts
+    seen: dict[int, list[tuple[int, int]]] = {}  # per row: splits of its items, in part order
     places: set[int] = set()
     for kind, items in enumerate(case.plan(batch)):
         count = int(items.count)
@@ -120,7 +120,7 @@ def test_plan_covers_every_key_of_a_row_once(case: Case) -> None:
             )
         assert shared - len(counters) <= case.bounds.items
         assert len(counters) <= case.bounds.items
-        places.clear()  # kinds run one after the other
+        places.clear()  # kinds run one after another
     for row, position in enumerate(batch.positions.tolist()):
         ranges = sorted(seen.pop(row))
         first = max(0, position - case.window + 1) // case.split if case.window else 0
@@ -133,7 +133,7 @@ def test_plan_covers_every_key_of_a_row_once(case: Case) -> None:
 def test_plan_splits_a_long_row_but_not_many_short_rows() -> None:
     case = Case([(1, 255)], 0, 8, 1, (4,), Bounds(16, 100), part_is_split=True)
     (items,) = case.plan(batch_of(case.chunks))
-    assert int(items.count) == 16  # of two splits each: one each would be 31 beyond one a tile
+    assert int(items.count) == 16  # two splits each; one each would be 31 extra
     (items,) = case.plan(batch_of([(1, 31)] * 20))
     assert int(items.count) == 20
     assert torch.equal(items.items[:20, 6], torch.full((20,), -1))

@@ -1,8 +1,8 @@
-"""The trunk of a few rows in Triton's interpreter: every kernel, and trunks of every family, beside
-the plain ops.
+"""The few-row trunk in Triton's interpreter: every kernel, and trunks of every family, compared
+with the plain ops.
 
-bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is
-seen in tests/gpu.
+bfloat16 is left out because the interpreter multiplies it wrongly. tests/gpu tests the compiled
+kernels in bfloat16.
 """
 
 from collections import Counter
@@ -30,12 +30,12 @@ from nano_inference.ops.interface import Norm, Ops
 from nano_inference.ops.reference.backend import reference_ops
 from tests.models.tiny import FAMILIES, llama_config
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of a number's size: a rounding or two
-SHAPES = [(24, 40), (42, 200)]  # of weights: in a tile, in several and ragged ones
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # relative: one or two roundings
+SHAPES = [(24, 40), (42, 200)]  # weight sizes: one tile, several tiles, ragged tiles
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers, with NaN before and behind them in memory."""
+    """Return random numbers with NaN before and after them in memory."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     around = torch.full((values.numel() + 512,), torch.nan, dtype=dtype)
     around[256:-256] = values.flatten()
@@ -44,7 +44,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles() -> Iterator[None]:
-    """So that K is more than one of them, and a weight's rows too."""
+    """Use small tiles so that K and a weight's rows span several."""
     with patch.multiple(few_rows, VECTOR_TILE=8192, LEAST_BYTES=8192):
         yield
 
@@ -99,7 +99,7 @@ def test_few_rows_kernel_equals_plain_operations(
 
 @pytest.mark.parametrize("few", [(1, 2), (3, 8)])
 def test_row_is_independent_of_other_rows(few: tuple[int, int]) -> None:
-    """Within each of the two ways to multiply; also where the others are NaN, as padding may be."""
+    """Compare within each of the two kinds of product. Other rows may be NaN, as padding is."""
     shape = SHAPES[1]
     weight, norm = drawn(*shape, seed=1), norms(shape[1], torch.float32)["norm"]
     x = drawn(few[1], shape[1], seed=3)
@@ -126,7 +126,7 @@ LAYERS = {
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 }
 BLOCK_SIZE, MAX_BLOCKS = 4, 16
-CONTEXTS = (9, 1, 30)  # with the row that is computed
+CONTEXTS = (9, 1, 30)  # including the computed row
 
 
 def model_of(family: str, ops: Ops, dtype: torch.dtype) -> Decoder:
@@ -150,8 +150,8 @@ def model_of(family: str, ops: Ops, dtype: torch.dtype) -> Decoder:
 
 
 def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, Tensor]:
-    """Hidden rows, and all keys and values, after a step as a captured graph computes it: `size -
-    rows` are padding.
+    """Return hidden rows, keys and values after a captured step, in which `size - rows` rows are
+    padding.
     """
     storage = KVStorage(model.spec, 32, BLOCK_SIZE, model.dtype, model.device)
     for seed, part in enumerate((storage.keys, storage.values)):
@@ -188,8 +188,8 @@ def test_trunk_of_every_family(family: str) -> None:
 
 
 def test_layer_is_six_kernels() -> None:
-    """Fused: four products. Plain: rotary and attention; beside layers the embedding and the last
-    norm.
+    """Fused kernels: four products. Plain kernels: rotary and attention. Outside layers: embedding
+    and last norm.
     """
     called: Counter[str] = Counter()
 

@@ -1,5 +1,5 @@
-"""top_k, top_p and min_p of the CUDA backend, in Triton's interpreter: what they keep, and what is
-drawn of it.
+"""top_k, top_p and min_p of the CUDA backend, in Triton's interpreter: the tokens kept, and the
+draws from them.
 """
 
 import inspect
@@ -32,7 +32,9 @@ PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
 
 @pytest.fixture(params=[16, 4096], ids=["whole rows", "gathered"])
 def capacity(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Both ways of the last launch: over the row itself, and over what was gathered of it."""
+    """Cover both paths of the last launch: over the row itself, and over its gathered
+    candidates.
+    """
     monkeypatch.setattr(filters, "CAPACITY", request.param)
     return request.param
 
@@ -65,7 +67,9 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
 def test_same_draws_and_masks_as_the_reference(
     seed: int, vocab: int, scale: float, capacity: int
 ) -> None:
-    """top_k and min_p to the token; top_p where no prefix is within rounding of it."""
+    """top_k and min_p match to the token, top_p wherever no prefix is within rounding of the
+    threshold.
+    """
     batch = masked(random_requests(random.Random(seed), 6, 3, vocab, top_logprobs=min(3, vocab)))
     logits = rows(3, vocab, seed, scale)
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +79,7 @@ def test_same_draws_and_masks_as_the_reference(
     assert drawn.kept is not None
     assert expected.kept is not None
     differ = (drawn.kept != expected.kept).sum(dim=-1)
-    assert int(differ.max()) <= 1, "sums of float32 round a threshold to a neighbour, not further"
+    assert int(differ.max()) <= 1, "rounding moves a threshold only to a neighbour"
     same = differ == 0
     assert int(same.sum()) >= 5
     assert torch.equal(drawn.token_ids[same], expected.token_ids[same])
@@ -108,7 +112,7 @@ def test_filters_keep_the_shortest_sufficient_prefix(
     dead: float,
     capacity: int,
 ) -> None:
-    """Logits are multiples of 1/4, so that many are equal, and at every threshold."""
+    """Logits are multiples of 1/4, so many are equal, including at every threshold."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(1, vocab, generator=generator) * scale * 4).round() / 4
     masked = torch.rand(vocab, generator=generator) < dead
@@ -118,7 +122,7 @@ def test_filters_keep_the_shortest_sufficient_prefix(
         patch.setattr(filters, "CAPACITY", capacity)
         drawn, kept = draw_kept(logits, top_k=top_k, top_p=top_p, min_p=min_p)
     order, num, alive = rank(logits).ids[0], len(kept), int((~masked).sum())
-    assert sorted(order[:num].tolist()) == kept, "not the first of the ranking"
+    assert sorted(order[:num].tolist()) == kept, "not the highest-ranked tokens"
     odds = (logits[0, order].double() - logits.max().double()).exp()
     most = min(top_k or alive, alive)
     assert 1 <= num <= most
@@ -141,7 +145,7 @@ def test_filters_keep_the_shortest_sufficient_prefix(
     )
 
 
-# -- cases that are exact --------------------------------------------------------------------------
+# -- exact cases -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,9 @@ def test_filter_ties_keep_the_lowest_ids(capacity: int, params: dict[str, float]
 
 
 def test_filters_apply_in_sequence(capacity: int) -> None:
-    """Odds 1, 1/2, 1/4, 1/8 …: of the first three, 4/7 are reached by one, 6/7 by two."""
+    """Odds are 1, 1/2, 1/4, 1/8 …: among the first three, one token reaches 4/7 and two
+    reach 6/7.
+    """
     logits = torch.tensor([[-i * math.log(2) for i in range(12)]])
     assert draw_kept(logits, top_k=3, top_p=0.57)[1] == [0]
     assert draw_kept(logits, top_k=3, top_p=0.58)[1] == [0, 1]
@@ -253,8 +259,8 @@ def test_kernels_support_every_filter() -> None:
 
 
 def test_top_p_counts_only_tokens_kept_by_top_k() -> None:
-    """The first token has 0.885 of the mass of 20 and 0.875 of all: 0.9 is reached by two, however
-    near it seems.
+    """The first token has 0.885 of the mass of 20 tokens and 0.875 of the whole mass. Two tokens
+    reach 0.9 either way.
     """
     logits = rows(3, 300, seed=1)[1:2]
     batch = sampling_batch(

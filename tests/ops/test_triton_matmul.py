@@ -1,8 +1,7 @@
-"""The product whose rows do not depend on each other, in Triton's interpreter: same bits whatever
-the rows beside one.
+"""The product with independent rows, in Triton's interpreter: a row has the same bits in any batch.
 
-bfloat16 is left out: the interpreter's product of it is wrong. What the compiler makes of it is
-seen in tests/gpu.
+bfloat16 is left out because the interpreter multiplies it wrongly. tests/gpu tests the compiled
+kernels in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -18,14 +17,14 @@ from torch import Tensor
 from nano_inference.ops.cuda import matmul
 from tests.depth import at_depth
 
-# Rows and columns of a weight: one segment, several, whole tiles and ragged ones, a last segment
-# that is shorter.
+# Rows and columns of a weight: one segment, several, whole and ragged tiles, a shorter last
+# segment.
 SHAPES = [(100, 96), (128, 1024), (70, 1030), (130, 900)]
 PATHS = {"one after another": 0, "in programs of their own": 10**6}
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Random numbers, with NaN before and behind them in memory."""
+    """Return random numbers with NaN before and after them in memory."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     around = torch.full((values.numel() + 512,), torch.nan, dtype=dtype)
     around[256:-256] = values.flatten()
@@ -56,7 +55,7 @@ def test_invariant_product_agrees_with_torch(shape: tuple[int, int], dtype: torc
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-4)
     with_bias = matmul.invariant_product(x, weight, bias, dtype)
     assert torch.equal(with_bias, (got + bias.float()).to(dtype)), (
-        "the bias is added before the one rounding"
+        "the bias was added after the rounding"
     )
 
 
@@ -79,7 +78,7 @@ def of_200_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 def test_product_row_is_bitwise_independent_of_its_batch(
     shape: tuple[int, int], dtype: torch.dtype, num_rows: int, first: int, most_split_tiles: int
 ) -> None:
-    """Among 200 rows, among any number, at any place, whichever way its segments are computed."""
+    """Compare with 200 rows, any batch size, any position, and both ways to compute segments."""
     weight, x = drawn(*shape, seed=1, dtype=dtype), drawn(200, shape[1], seed=3, dtype=dtype)
     every = of_200_rows(shape, dtype)
     places = (torch.arange(num_rows) * 7 + first) % 200
@@ -113,9 +112,7 @@ def test_segments_cover_the_weight(num_columns: int, depth: int, dtype: torch.dt
 
 
 def test_product_handles_unusual_layouts_and_dtypes() -> None:
-    """No rows, rows that are not side by side, rows of another dtype, a weight that is part of
-    another.
-    """
+    """Cover zero rows, non-contiguous rows, another dtype, and a weight that is a slice."""
     weight = drawn(40, 64, seed=1, dtype=torch.float32)
     x = drawn(64, 6, seed=3, dtype=torch.float32).t()
     assert matmul.invariant_product(x[:0], weight, None, torch.float32).shape == (0, 40)
@@ -128,8 +125,8 @@ def test_product_handles_unusual_layouts_and_dtypes() -> None:
 
 
 def test_float32_products_ignore_the_tf32_setting() -> None:
-    """The vendor's library is not asked where it may round inputs to TF32; here there is no such
-    device to ask.
+    """The kernels do not call the vendor's library, so its TF32 setting has no effect. This machine
+    has no such device.
     """
     on_cuda = patch.object(Tensor, "is_cuda", new=True)
     weight, x = (

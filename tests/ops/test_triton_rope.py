@@ -1,5 +1,5 @@
-"""Rotation, norms of heads and storing against the reference backend, in Triton's interpreter where
-there is no GPU.
+"""Rotation, head norms and KV stores compared with the reference backend, in Triton's interpreter
+on machines without a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One call."""
+    """Arguments of one call."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -48,7 +48,7 @@ class Case:
     units: bool = False
     seed: int = 0
     turn: str = "halves"  # "part" (Qwen3-Next), "neighbours" (Ernie), "part of neighbours" (GLM)
-    scaled: bool = False  # queries by position (Ministral 3)
+    scaled: bool = False  # query scale by position (Ministral 3)
 
     @property
     def turning(self) -> int:
@@ -79,7 +79,7 @@ class Case:
         )
 
     def view(self) -> KVStorage:
-        """A cache full of NaN; with units, behind blocks in another order, three units a block."""
+        """Return a cache full of NaN. With units: blocks shuffled, three units per block."""
         windows = (4, 0, 4, 4) if self.units else (0,) * LAYERS
         spec = SimpleNamespace(
             num_layers=LAYERS,
@@ -105,7 +105,7 @@ class Case:
         return storage
 
     def rows(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(qkv, positions, slots) of rows."""
+        """Return (qkv, positions, slots) of random rows."""
         generator = torch.Generator().manual_seed(self.seed)
         qkv = randn(
             num,
@@ -122,7 +122,7 @@ class Case:
 
 
 def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor, layer: int = 2):
-    """(queries, keys, values): what the operation returns, and all of its cache."""
+    """Return (queries, keys, values): the operation's result and the whole cache."""
     angles = randn(POSITIONS, case.turning // 2, seed=99)
     view, norms = case.view(), case.norms()
     q = operation(
@@ -166,20 +166,20 @@ CASES = st.builds(
     data=st.data(),
 )
 def test_rope_and_store(case, ratio, num, layer, data):
-    """Also with rows of padding among the others, of which nothing is stored anywhere."""
+    """Padding rows among the others store nothing."""
     case = replace(case, heads=case.kv_heads * ratio)
     qkv, positions, slots = case.rows(num)
     drawn = data.draw(st.lists(st.booleans(), min_size=num, max_size=num))
     stored = torch.tensor(drawn, dtype=torch.bool, device=DEVICE)
     q, keys, values = called(case, rope_and_store, qkv, positions, slots.where(stored, -1), layer)
     assert q.shape == (num, case.heads, case.head_dim)
-    if not any(drawn):  # the reference has no answer for no rows
+    if not any(drawn):  # the reference rejects zero rows
         assert keys.isnan().all()
         assert values.isnan().all()
         return
     rows = qkv[stored], positions[stored], slots[stored], layer
     expected = called(case, reference.rope_and_store, *rows)
-    # the reference rounds queries as keys are stored
+    # the reference rounds queries like stored keys
     whole = called(replace(case, cache_dtype=torch.float32), reference.rope_and_store, *rows)
     torch.testing.assert_close(q[stored], whole[0], rtol=1e-6, atol=1e-6)
     eps = 1e-6 if case.cache_dtype == torch.float32 else 1e-3
@@ -207,8 +207,8 @@ def test_rope_without_a_norm_rounds_once(case, dtype, cache, num):
 @pytest.mark.parametrize("norm", ["head", "full", "offset", "rounded"])
 @pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
 def test_normed_heads_are_rounded_before_rotation(norm, norm_dtype):
-    """float16, which the interpreter rounds as a GPU does. A factor's last bit may move few
-    numbers, by a step.
+    """Use float16, which the interpreter rounds as a GPU does. The last bit of a factor may move a
+    few numbers by one step.
     """
     case = Case(4, 2, 80, torch.float16, torch.float16, norm, norm_dtype)
     got, wanted = (
@@ -224,7 +224,7 @@ def test_normed_heads_are_rounded_before_rotation(norm, norm_dtype):
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rope_rows_are_independent(norm, dtype):
-    """Bitwise: alone, elsewhere among fewer, and beside one full of NaN."""
+    """Compare bitwise: alone, in a smaller batch at another position, and next to a row of NaN."""
     case = Case(6, 3, 20, dtype, dtype, norm)
     qkv, positions, slots = case.rows(4)
     slots = torch.arange(4, device=DEVICE)
@@ -245,7 +245,7 @@ def test_rope_rows_are_independent(norm, dtype):
 
 
 def test_cache_offsets_use_64_bits():
-    """Offsets are of 64 bits: a view of a small memory whose strides are those of a large cache."""
+    """A small memory is viewed with the strides of a large cache."""
     if DEVICE.type == "cuda":
         pytest.skip("the interpreter's check")
     case = Case(1, 1, 16)
@@ -265,7 +265,7 @@ def test_cache_offsets_use_64_bits():
         BLOCK_SIZE,
         torch.float16,
         DEVICE,
-    )  # never touched but for one block: the rest of it is address space
+    )  # only one block is touched, the rest is address space
     slot = torch.tensor([blocks * BLOCK_SIZE - 2])
     angles = torch.zeros(POSITIONS, 8)
     rope_and_store(qkv, RopeArgs(angles + 1, angles, 1, 1), positions, slot, storage, 0)

@@ -1,4 +1,4 @@
-"""The kernels row by row against the reference backend, in Triton's interpreter where there is no
+"""Row kernels compared with the reference backend, in Triton's interpreter on machines without a
 GPU.
 """
 
@@ -59,13 +59,13 @@ def test_rms_norm(num, width, dtype, added, weighted, out, offset, scale, seed):
     assert normed.dtype == norm.dtype
     assert_close(normed, expected)
     assert torch.equal(new, residual_expected)
-    assert torch.equal(residual, before), "the residual that came in was written"
+    assert torch.equal(residual, before), "the input residual was written"
 
 
 @CALM
 @given(width=st.sampled_from([96, 3584]), dtype=DTYPES, seed=SEEDS)
 def test_rms_norm_of_a_block_output(width, dtype, seed):
-    """Norms of a block's output read the weights' dtype and give float32."""
+    """Norms of a block's output read the weights' dtype and return float32."""
     x = randn(2, width, seed=seed, dtype=dtype)
     norm = Norm(randn(width, seed=seed + 1), 1e-6, 1.0, torch.float32)
     assert_close(kernels.rms_norm(None, x, norm)[0], reference.rms_norm(None, x, norm)[0])
@@ -84,7 +84,7 @@ def test_rms_norm_of_the_widest_rows():
 
 
 def test_padding_rows_may_hold_anything():
-    """Nothing of them is told, and the others know nothing of them."""
+    """Padding rows produce no output and do not affect other rows."""
     residual, norm = randn(6, 96, seed=1), Norm(randn(96, seed=2), 1e-6, 0.0, torch.float32)
     alone = kernels.rms_norm(residual, residual, norm)[0]
     residual[1:5] *= torch.tensor([[1e19], [1e38], [torch.inf], [torch.nan]], device=DEVICE)
@@ -123,7 +123,7 @@ def test_embed(num, width, dtype, scale, seed):
 
 
 def operations(width: int, dtype: torch.dtype):
-    """Operations of float32 rows [N, width]."""
+    """Return operations on float32 rows [N, width]."""
     norm = Norm(randn(width, seed=7, dtype=dtype), 1e-6, 0.0, dtype)
     return {
         "rms_norm": lambda rows: torch.cat(
@@ -142,7 +142,9 @@ def operations(width: int, dtype: torch.dtype):
 @settings(deadline=None, max_examples=at_depth(6))
 @given(num=st.integers(2, 5), width=st.sampled_from([96, 1000]), dtype=DTYPES, data=st.data())
 def test_rows_are_independent(name, num, width, dtype, data):
-    """Bitwise: alone, among others, elsewhere among fewer; one full of NaN spoils only itself."""
+    """Compare bitwise: alone, in a batch, and in a smaller batch at another position. A row of NaN
+    affects only itself.
+    """
     op, rows = operations(width, dtype)[name], randn(num, width, seed=data.draw(SEEDS))
     together = op(rows)
     order = data.draw(st.permutations(range(num)))[: data.draw(st.integers(1, num))]
@@ -157,7 +159,9 @@ def test_rows_are_independent(name, num, width, dtype, data):
 
 
 def test_strided_and_unaligned_rows_are_read_correctly():
-    """They are copied first: other addresses would make Triton add in another order."""
+    """The kernels copy such rows first, because other addresses would change Triton's order of
+    additions.
+    """
     buffer, norm = randn(4 * 200 + 1, seed=5), Norm(randn(97, seed=6)[1:], 1e-6, 0.0, torch.float32)
     odd = buffer[1:].view(4, 200)[:, :96]
     for x, residual in ((odd, odd), (None, odd)):

@@ -1,5 +1,5 @@
-"""The draw of the CUDA backend in Triton's interpreter: against torch's reference, and against
-itself, bit by bit.
+"""The draw of the CUDA backend in Triton's interpreter, compared with torch's reference and bitwise
+with itself.
 """
 
 import math
@@ -87,7 +87,7 @@ def test_noise_equals_the_reference() -> None:
     expected = exponential_noise(keys, size)
     small = expected < 2.0**-6
     assert bool(small.any())
-    assert torch.equal(drawn[small], expected[small]), "the series is sums and products only"
+    assert torch.equal(drawn[small], expected[small]), "the series must use only sums and products"
     torch.testing.assert_close(drawn, expected, rtol=1e-6, atol=0)
 
 
@@ -116,7 +116,7 @@ def test_same_draws_as_the_reference(seed: int, vocab: int) -> None:
 
 @pytest.mark.thorough
 def test_samples_share_rows_and_blocks_are_weighed() -> None:
-    """Plain draws over two blocks, of which the second is as improbable as it is in the logits."""
+    """Draw over two blocks, the second as improbable as its logits say."""
     logits = rows(3, BLOCK + 700, scale=1.0)
     logits[:, BLOCK:] -= 3
     requests = [
@@ -127,7 +127,7 @@ def test_samples_share_rows_and_blocks_are_weighed() -> None:
 
 
 def test_penalties_distinguish_prompt_and_completion() -> None:
-    """What only the prompt holds is repeated, but not present."""
+    """Tokens of the prompt count as repeated, but not as present."""
     options: dict[str, Any] = {
         "repetition_penalty": 1.5,
         "presence_penalty": 2.0,
@@ -187,7 +187,7 @@ def test_kept_mass_of_a_mask_may_be_tiny(temperature: float, options: dict[str, 
     torch.testing.assert_close(
         (drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
     )
-    logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
+    logits[0, 5] = math.nan  # an invalid distribution is reported, because it cannot be sampled
     assert bool(sampling.draw(logits, batch).logprobs.isnan().all())
 
 
@@ -214,7 +214,9 @@ def test_sample_has_same_bits_in_any_batch(seed: int, vocab: int, data: st.DataO
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
 def test_logprobs_of_a_row_agree_bitwise(seed: int, vocab: int) -> None:
-    """Plain at temperature 1, greedy, raw beside any other option, best tokens, score."""
+    """The rows are plain at temperature 1, greedy, raw with other options, best tokens,
+    and scores.
+    """
     logits = rows(1, vocab, seed)
     others = [
         {"temperature": 0.0},
@@ -269,13 +271,11 @@ def test_rows_at_any_address_and_stride_give_the_same_bits() -> None:
     assert same_bits(drawn, sampling.draw(wide[:, :vocab], batch))
 
 
-# -- nothing waits for the device ------------------------------------------------------------------
+# -- no waits for the device -----------------------------------------------------------------------
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises where an operation needs a value, which on a GPU would be waited for and cannot be
-    captured.
-    """
+    """Raises if an operation reads a value, which on a GPU would block and cannot be captured."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")

@@ -1,6 +1,4 @@
-"""Sequences in paged memory that is NaN wherever attention has no business, and batches of their
-rows.
-"""
+"""Sequences in paged memory, NaN outside the readable slots, and batches of their rows."""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +17,11 @@ from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.reference import attention as reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYER = 1  # its units are those of the second kind, and its place in them the first
+LAYER = 1  # this layer is the first one in units of the second kind
 
 
 class Piece(NamedTuple):
-    """Rows [start, end) of sequence `seq`; everything before was stored earlier."""
+    """Rows [start, end) of sequence `seq`. All earlier rows are already stored."""
 
     seq: int
     start: int
@@ -32,7 +30,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one layer."""
+    """Head counts and sizes of one layer."""
 
     group: int = 2
     kv_heads: int = 2
@@ -43,8 +41,8 @@ class Heads:
 
     @property
     def scores(self) -> tuple[Any, ...]:
-        """What `attend` takes from the scale on. Sinks are of each query head, from far above to
-        far below.
+        """Return the arguments of `attend` from the scale on. Sinks per query head range from far
+        above to far below the scores.
         """
         many = self.group * self.kv_heads
         sinks = torch.linspace(200, -40, many, device=DEVICE) if self.has_sinks else None
@@ -57,17 +55,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class Memory:
-    """How the blocks lie."""
+    """Memory layout of the blocks."""
 
     block_size: int = 16
-    units: bool = False  # a map says which unit a layer of a block lies in
-    padding: tuple[int, int] = (0, 0)  # rows and chunks that only fill a graph
-    strided: bool = False  # the device alone knows how long the rows of the block table are
+    units: bool = False  # a map gives the unit of each layer's block
+    padding: tuple[int, int] = (0, 0)  # rows and chunks that only pad a graph
+    strided: bool = False  # only the device has the lengths of the block table's rows
     seed: int = 0
 
 
 class Rows3(NamedTuple):
-    """Of one sequence: q [length, heads, D], k and v [length, kv heads, D]."""
+    """One sequence: q [length, heads, D], k and v [length, kv heads, D]."""
 
     q: Tensor
     k: Tensor
@@ -91,7 +89,9 @@ def draw(lengths: Sequence[int], heads: Heads, seed: int = 0) -> list[Rows3]:
 def place(
     seqs: Sequence[Rows3], pieces: Sequence[Piece], heads: Heads, window: int, memory: Memory
 ) -> tuple[Tensor, ForwardBatch, KVStorage]:
-    """The rows' queries, their batch, and storage that holds what they may see."""
+    """Return the rows' queries, their batch, and a storage that holds the keys and values they may
+    read.
+    """
     generator = torch.Generator().manual_seed(memory.seed)
     size = memory.block_size
     needed = [
@@ -144,7 +144,7 @@ def place(
 
 
 def padded(q: Tensor, batch: ForwardBatch, memory: Memory) -> tuple[Tensor, ForwardBatch]:
-    """The same batch in a graph that is made for more rows and chunks."""
+    """Return the same batch in a graph for more rows and chunks."""
     rows, chunks = memory.padding
     batch = replace(
         batch,
@@ -177,7 +177,7 @@ def attend(
     window: int = 0,
     memory: Memory = Memory(),
 ) -> Tensor:
-    """Attention of the pieces' rows [N, heads * D]."""
+    """Return the attention of the pieces' rows [N, heads * D]."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     wider, batch = padded(q, batch, memory)
     result = attention.attend(
@@ -196,7 +196,7 @@ def reference(
     window: int = 0,
     memory: Memory = Memory(),
 ) -> Tensor:
-    """The same by the specification."""
+    """Return the specification's result for the same rows."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     plan = reference_attention.plan_attention(batch, memory.block_size, window)
     return reference_attention.attention(q, view, LAYER, plan, AttentionArgs(*heads.scores))

@@ -1,11 +1,11 @@
-"""Requests that vLLM's server and ours are both asked, all greedy or seeded, so that the answers
-can be compared.
+"""Requests that are sent to vLLM's server and to ours. All are greedy or seeded, so the answers are
+comparable.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-NAME = "tiny"  # under which both serve the model
+NAME = "tiny"  # the model's name on both servers
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 IDS = [504, 3575, 282, 4649, 314]  # "The capital of France is"
 TEXT = "The capital of France is"
@@ -30,7 +30,7 @@ def _case(path: str, base: dict[str, Any], name: str, more: dict[str, Any]) -> C
 LEFT_OUT = object()
 _CHAT_BASE = {"model": NAME, "messages": [USER], "max_tokens": 4, "temperature": 0}
 _BASE = {"model": NAME, "prompt": TEXT, "max_tokens": 4, "temperature": 0}
-# sampled, and yet the most probable tokens
+# sampled, but also the most probable tokens
 _TWICE = {"n": 2, "temperature": 0.5, "top_k": 1, "seed": 1}
 _STREAM = {"stream": True}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -49,7 +49,7 @@ _HISTORY = [
     {"role": "tool", "tool_call_id": "c1", "content": "noon"},
 ]
 
-# What both routes take: name -> fields.
+# Fields that both routes accept: name -> fields.
 _SHARED: dict[str, dict[str, Any]] = {
     "plain": {},
     "n": _TWICE,

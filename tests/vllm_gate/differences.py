@@ -1,5 +1,5 @@
-"""Where our server answers otherwise than vLLM's, and why. docs/differences.md has each reason in its
-table.
+"""Known differences between our server's answers and vLLM's, with reasons. The table in
+docs/differences.md has each reason.
 """
 
 import re
@@ -10,14 +10,14 @@ from fnmatch import fnmatch
 
 @dataclass(frozen=True)
 class Difference:
-    """Lines of outlines that may differ.
+    """Outline lines that may differ.
 
     Attributes:
-        why: the reason, as docs/differences.md tells it.
-        cases: patterns of names, as a shell's.
-        line: a regular expression of the whole line, behind `- ` where only vLLM has it and `+ `
-            where only we do.
-        by_chance: it may be there or not, since it depends on timing.
+        why: Reason, in the words of docs/differences.md.
+        cases: Shell patterns of case names.
+        line: Regular expression of the whole line. The line begins with `- ` if only vLLM has it,
+            with `+ ` if only we have it.
+        by_chance: True if the line may be missing, because it depends on timing.
     """
 
     why: str
@@ -26,16 +26,18 @@ class Difference:
     by_chance: bool = False
 
     def concerns(self, case: str) -> bool:
-        """Whether a case of this name may differ."""
+        """True if a case of this name may differ."""
         return any(fnmatch(case, each) for each in self.cases)
 
     def covers(self, case: str, line: str) -> bool:
-        """Whether it explains this line of this case."""
+        """True if this difference explains this line of this case."""
         return self.concerns(case) and re.fullmatch(self.line, line) is not None
 
 
 def differing(theirs: Sequence[str], ours: Sequence[str]) -> list[str]:
-    """Lines that only one of two outlines has. Where the statuses differ, they alone."""
+    """Return the lines that only one of two outlines has. If the statuses differ, return only
+    those.
+    """
     pairs = [(theirs[:1], ours[:1]), (theirs, ours)]
     for one, other in pairs:
         lines = [f"- {line}" for line in one if line not in other] + [

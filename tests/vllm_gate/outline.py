@@ -1,8 +1,7 @@
-"""What of a reply is compared: status, keys, types, nulls, order of logprob rows, the first chunk
-of a stream.
+"""The compared parts of a reply: status, keys, types, nulls, order of logprob rows, and the first
+chunk of a stream.
 
-An outline is a list of lines, `where: what`. Places in lists are left out where all items look
-alike.
+An outline is a list of lines, `where: what`. List indices are omitted if all items look alike.
 """
 
 import json
@@ -12,20 +11,20 @@ from typing import Any
 
 import httpx
 
-# Values that are told as they are; of others the kind alone.
+# Values that are compared exactly. For other values only the type counts.
 _TOLD = frozenset(("object", "role", "finish_reason", "stop_reason", "rank", "type"))
-# Lists whose every item is told: both must have read the same prompt and said the same tokens.
+# Lists whose items are all compared: prompts and sampled tokens must be the same.
 _IDS = frozenset(("token_ids", "prompt_token_ids", "tokens"))
 # Objects with a key for each token: their keys are data, and their order matters to readers by
 # position.
 _TABLES = frozenset(("top_logprobs", "prompt_logprobs"))
-# what readers look for in the first chunk of a stream
+# fields that clients look for in the first chunk of a stream
 _FIRST = re.compile(r"\b(?:role|prompt_token_ids)\b")
-_ROWS = 6  # so many of them are told
+_ROWS = 6  # limit on compared items
 
 
 def outline(reply: httpx.Response) -> list[str]:
-    """The lines of a reply."""
+    """Return the outline of a reply."""
     lines = [f"status: {reply.status_code}"]
     kind = reply.headers.get("content-type", "").partition(";")[0]
     if kind == "text/event-stream":
@@ -36,10 +35,10 @@ def outline(reply: httpx.Response) -> list[str]:
 
 
 def _events(text: str) -> list[str]:
-    """Of a stream: what only its first chunk tells, what all chunks hold together, and whether it
-    ended.
+    """Outline a stream: fields only in its first chunk, merged contents of all chunks, and the end
+    marker.
 
-    How tokens are cut into chunks depends on timing, so ids are told for the whole stream.
+    Chunk boundaries depend on timing, so token ids are compared for the whole stream.
     """
     blocks = [block.removeprefix("data: ") for block in text.split("\n\n")[:-1]]
     chunks = [json.loads(block) for block in blocks if block != "[DONE]"]

@@ -1,8 +1,7 @@
-"""`python -m tests.vllm_gate.record`: ask vLLM's server everything, and keep the outlines of its
-replies.
+"""Send every case to vLLM's server and record the outlines of its replies.
 
-It needs `make peers` and takes three minutes. The ordinary tests compare our server with what is
-kept.
+Run `python -m tests.vllm_gate.record`. It needs `make peers` and takes three minutes. The ordinary
+tests compare our server with the recorded outlines.
 """
 
 import json
@@ -14,21 +13,21 @@ from tests.vllm_gate.outline import outline
 from tests.vllm_gate.servers import ask, checkpoint, vllm
 
 GOLDEN = Path(__file__).with_name("vllm.json")
-Outlines = dict[str, list[str]]  # of a case, by its name
+Outlines = dict[str, list[str]]  # per case name
 
 
 def kept() -> Outlines:
-    """What vLLM said when it was asked."""
+    """Return the recorded outlines of vLLM."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
 def outlines(url: str) -> Outlines:
-    """What a server says to all cases."""
+    """Return a server's outlines of all cases."""
     return {case.name: outline(ask(url, case)) for case in CASES}
 
 
 def recorded(folder: Path) -> Outlines:
-    """What vLLM says."""
+    """Return vLLM's outlines from a running server."""
     with vllm(checkpoint(folder / "model"), folder / "vllm.log") as url:
         return outlines(url)
 

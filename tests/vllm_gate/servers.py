@@ -23,8 +23,8 @@ VLLM = vllm_python(CACHE)
 
 
 def checkpoint(folder: Path) -> Path:
-    """A tiny Llama with heads of 64, which vLLM's CPU kernels want, and with SmolLM2's
-    tokenizer.
+    """Write a tiny Llama with SmolLM2's tokenizer. Its heads have size 64, as vLLM's CPU kernels
+    require.
     """
     tiny_llama(
         folder,
@@ -43,7 +43,7 @@ def checkpoint(folder: Path) -> Path:
 
 @contextmanager
 def ours(model: Path) -> Iterator[str]:
-    """Our server's address."""
+    """Start our server and yield its address."""
     engine = EngineConfig(
         str(model), device="cpu", num_threads=1, kv_cache_memory=2**26, dtype="float32"
     )
@@ -55,7 +55,7 @@ def ours(model: Path) -> Iterator[str]:
 
 @contextmanager
 def vllm(model: Path, log: Path) -> Iterator[str]:
-    """The address of vLLM's server."""
+    """Start vLLM's server and yield its address."""
     port = free_port()
     options = {
         "model": model,
@@ -65,7 +65,7 @@ def vllm(model: Path, log: Path) -> Iterator[str]:
         "dtype": "float32",
         "max-model-len": LENGTH,
         "max-num-seqs": 16,
-        "generation-config": "vllm",  # no defaults from the checkpoint
+        "generation-config": "vllm",  # ignore defaults of the checkpoint
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [
@@ -82,7 +82,7 @@ def vllm(model: Path, log: Path) -> Iterator[str]:
 
 
 def ask(url: str, case: Case) -> httpx.Response:
-    """The reply to one request."""
+    """Send one request and return its reply."""
     content = case.body if isinstance(case.body, bytes) else None
     body = (
         {"json": case.body} if case.body is not None and content is None else {"content": content}

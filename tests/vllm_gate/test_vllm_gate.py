@@ -1,6 +1,7 @@
-"""Our server's replies to 214 requests, beside those of a real vLLM server on the same checkpoint.
+"""Our server's replies to 214 requests, compared with those of a real vLLM server on the same
+checkpoint.
 
-What vLLM said is kept in vllm.json; where it is installed (`make peers`), the slow test asks it
+vllm.json holds vLLM's replies. If vLLM is installed (`make peers`), the slow test records them
 again.
 """
 
@@ -30,7 +31,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def lines_of(url: str) -> Callable[[Case], list[str]]:
-    """The lines of a case that differ. Each case is asked once."""
+    """Return the differing lines of a case. Each case is sent once."""
 
     our_lines: dict[str, list[str]] = {}
 
