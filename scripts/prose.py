@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 BUDGETS = Path(__file__).with_suffix(".toml")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md")
-# The API reference is generated from docstrings, which are measured themselves, and from the rows of
+# The API reference is generated from docstrings, which are measured themselves, and from rows of
 # control routes.
 REFERENCE = "docs/api.md"
 ROUTES = re.compile(r"<!-- control routes -->.*?<!-- end of control routes -->", re.S)

@@ -60,7 +60,7 @@ def test_choose_dtype_keeps_the_dtype_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("build", ["avx2", "portable", "neon"])
-def test_choose_dtype_of_float16_is_bfloat16_where_the_kernels_run(
+def test_choose_dtype_rounds_float16_if_kernels_run(
     tmp_path: Path, on: Any, caplog: pytest.LogCaptureFixture, build: str
 ) -> None:
     """The reference backend computes float16, but 100 times slower."""
