@@ -1,8 +1,8 @@
 """The idea of nano-inference in one file: plain torch on a CPU, no kernels, any Llama.
 
 Read from top to bottom: sequence, cache, schedule, forward, sample, engine (apply, commit, weight
-update). The names are those of the real engine, and a test compares the greedy tokens of both. The
-real engine adds kernels whose bits do not depend on the batch, other models, grammars, drafts, ranks.
+update). Most names are the real engine's, and a test compares the greedy tokens of both. The real
+engine adds batch-invariant kernels, and also other models, grammars, drafts and ranks.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class EngineConfig:
-    block_size: int = 16  # tokens of a KV block
+    block_size: int = 16  # tokens per KV block
     num_kv_blocks: int = 256
-    max_batch_size: int = 16  # running sequences
-    max_tokens_per_batch: int = 512  # rows of one step
+    max_batch_size: int = 16  # most running sequences
+    max_tokens_per_batch: int = 512  # most rows per step
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sample in the making. A step closes the gap between its known and its computed tokens, so
+    """An unfinished sample. A step closes the gap between its known and its computed tokens, so
     a prompt, a decoded token and a recomputation need no phases of their own.
     """
 
@@ -56,8 +56,8 @@ class KVCacheManager:
     """Blocks of keys and values: which are free, who holds the others, and which can be found again.
 
     A full block is named by the weight version and by all tokens up to its end. A new sequence with
-    the same beginning takes the block instead of computing it. A free block keeps its name until it
-    is allocated again, the least recently used one first.
+    the same beginning takes the block instead of computing it. Allocation takes the least recently
+    used free block and drops its name.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -76,8 +76,8 @@ class KVCacheManager:
             yield name
 
     def match(self, token_ids: list[int], version: int) -> tuple[int, ...]:
-        """Return the cached blocks that `token_ids` begin with. At least one token stays to be
-        computed, because its row draws the next token.
+        """Return the cached blocks that `token_ids` begin with. At least one token is left to
+        compute, because its row draws the next token.
         """
         found: list[int] = []
         for name in self.names(token_ids[:-1], version):
@@ -146,8 +146,8 @@ def schedule(
     """Decide one step. Read the arguments, write nothing.
 
     Running sequences come first, in order of arrival. If blocks run out, the newest sequence is
-    preempted: it gives up its blocks and computes its tokens again later. Waiting sequences enter
-    if they fit. A chunk is as long as the step's budget of tokens allows (chunked prefill).
+    preempted: it gives up its blocks and computes its tokens again later. If nobody was preempted,
+    waiting sequences enter in order while they fit. A chunk is as long as the step's budget of tokens allows (chunked prefill).
     """
     budget, free = config.max_tokens_per_batch, len(cache.free)
     chunks: list[Chunk] = []
@@ -280,8 +280,8 @@ class Decoder:
 def sample(logits: Tensor, seq: Sequence) -> tuple[int, float]:
     """Draw a token and return it with its logprob.
 
-    The noise is a function of seed and position alone, so a sample does not depend on the batch,
-    and a preempted one continues as if nothing had happened (Gumbel-max, Maddison et al. 2014).
+    The noise is a function of seed and position, so it does not depend on the batch, and a preempted
+    sample continues with the same noise (Gumbel-max, Maddison et al. 2014).
     """
     temperature = seq.params.temperature
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
@@ -368,7 +368,7 @@ class InferenceEngine:
         """Replace tensors between two steps and return the new version.
 
         Running sequences keep their tokens, logprobs and versions, and compute their context again
-        under the new weights. Old blocks match no more: the version is part of their names.
+        under the new weights. Old blocks no longer match: the version is part of their names.
         """
         for name, tensor in weights.items():  # check everything before anything changes
             if name not in self.model.params or tensor.shape != self.model.params[name].shape:

@@ -1,6 +1,6 @@
 """`apply` carries out a decision on sequences and cache.
 
-`commit` adds the tokens that its step sampled.
+`commit` adds the tokens that the step sampled.
 """
 
 import itertools
@@ -132,8 +132,8 @@ def commit(
     Tokens of finished sequences are dropped. The rows of a sequence with drafts are consecutive.
     `drafts` maps a row to the drafts that the row follows.
 
-    A sequence whose text fails ends with the tokens that it has. A sequence whose mask is full ends
-    without the new token. The other sequences continue.
+    A sequence whose detokenizer raises ends with the tokens that it has. A sequence whose
+    `SamplingMask` has no room ends without the new token. The other sequences continue.
     """
     finished: list[tuple[Sequence, Finish]] = []
     followed: list[Sequence] = []
@@ -218,7 +218,7 @@ def _give_back_blocks(seq: Sequence, cache: KVCacheManager) -> None:
 def _accept_row(seq: Sequence, cache: KVCacheManager) -> None:
     """Count a draft row as computed, now that its draft was drawn.
 
-    Only now may the window move, and may a block that the row fills be published.
+    The window may move, and a block that the row fills may be published, only now.
     """
     if seq.status is SequenceStatus.RUNNING:  # otherwise its blocks are gone
         seq.num_computed_tokens += 1

@@ -87,7 +87,7 @@ class Abort:
 class UpdateQueued:
     """An update of the policy's weights was queued.
 
-    Requests that were posted after this message come after the update.
+    With `kv_policy="wait"`, requests posted after this message wait for the update.
     """
 
     update: Update
@@ -131,12 +131,12 @@ class LoopHooks:
     """The parts of an engine that its loop calls.
 
     Attributes:
-        gate: Decisions of other engines.
+        gate: Decides with other engines when an update may be written.
         weights: The policy's weights and its queue of updates.
         start_grammar: Function that attaches a matcher to a new sequence, or posts `GrammarReady`
             once there is one.
         drafter: Source of draft tokens. None disables drafts.
-        kept_files: Files of kept blocks that were evicted. None if such blocks are lost.
+        kept_files: Files of kept blocks that were evicted. None: evicted blocks are lost.
         watches: Functions called with every launched step before its draw.
         on_finish: Functions called in order with each sequence that finishes without being aborted,
             before the loop's own hooks.
@@ -244,7 +244,7 @@ class EngineLoop:
     def has_pending(self) -> bool:
         """Return True if a step would do anything.
 
-        Held sequences do not count, and while the engine is paused none do.
+        Held sequences do not count. While the engine is paused, no sequence counts.
         """
         if self.inbox or self.in_flight or self._due_update() is not None:
             return True
@@ -273,7 +273,7 @@ class EngineLoop:
         decision, applied = self._decide()
         if not decision.seq_ids:
             self._accompany()
-            self._retire(keep=len(self.in_flight) - 1)  # then its sequences can continue
+            self._retire(keep=len(self.in_flight) - 1)  # its sequences can run next
             return self.take()
         self.num_steps += 1
         self.runner.announce(decision, applied, self.sequences)
@@ -500,7 +500,7 @@ class EngineLoop:
             if flight.behind:
                 live = list(dict.fromkeys(live))
             self.num_completion_tokens += len(live)
-            # Record the length: a sample without finite logits ends without another token.
+            # `commit` may append nothing, so remember where new tokens begin.
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.request.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache, flight.behind)
             if self.drafter is not None:

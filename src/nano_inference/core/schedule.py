@@ -41,14 +41,14 @@ def schedule(
         num_in_flight: Number of steps in flight. Read only if `config.groups` > 1.
         drafts: Sequence id -> guesses of the tokens after its known ones.
 
-    Running sequences come first, and among them sequences that need only one token. If the step is
-    too small for all, older requests precede newer ones, and the samples of a request progress
+    Running sequences come first. If the step is too small for all, the order is priority, then
+    sequences that need only one token, then older requests, and the samples of a request progress
     evenly.
 
     Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
-    preempted. If layers have a sliding window, a chunk longer than the window is shortened to the
-    free blocks before a sequence is preempted for it. Waiting sequences then enter in order while
-    they fit.
+    preempted. If layers have a sliding window, a chunk preempts others only for its first window of
+    tokens, and the rest takes free blocks. If nobody was preempted, waiting sequences enter in
+    order while they fit. One of higher priority may preempt running sequences.
 
     With `config.groups` > 1, a sequence whose token is in flight is not planned, and a step draws
     for at most 1/`groups` of the sequences, rounded up. A sequence may have a chunk in every step
@@ -145,7 +145,10 @@ class _Turns(NamedTuple):
 
 
 class _Plan:
-    """A decision in the making, with local counts of the step's remaining capacity."""
+    """An unfinished decision, with local counts of the step's remaining capacity.
+
+    Memory is counted in units. A fresh block takes `layout.num_units`.
+    """
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class _Plan:
         """Number of sequences that hold blocks.
 
         A group that is not forked yet counts as all its samples. Like `computing`, the number is
-        computed only if a new sequence may enter.
+        computed on first use, because most decode steps need neither.
         """
         return sum(seq.width for seq in self.alive)
 
@@ -201,7 +204,7 @@ class _Plan:
     def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Return the sequences that have tokens to compute, and the number of these tokens.
 
-        A sequence whose token in flight must be its last one is skipped.
+        A sequence that reaches `most_tokens` with its token in flight is skipped.
         """
         seqs: list[Sequence] = []
         wants: list[int] = []
@@ -433,7 +436,7 @@ class _Plan:
         return fits if fits == length or self.config.enable_chunked_prefill else 0
 
     def _least(self, length: int) -> int:
-        """Return how many of a chunk's tokens justify a preemption.
+        """Return the length below which a chunk preempts others instead of shrinking.
 
         Keys before the window of the sliding layers are freed again, so a longer part would take
         blocks that it does not keep.

@@ -33,7 +33,7 @@ _LINEAGE = {PREVIOUS: POLICY}
 class SequenceStatus(Enum):
     """Scheduling state of a sequence.
 
-    Waiting and held sequences hold no blocks. Held ones may not be scheduled yet.
+    Waiting and held sequences hold no blocks. Held sequences must not be scheduled yet.
     """
 
     HELD = auto()
@@ -197,7 +197,7 @@ class CheckedRequest:
         params: Sampling parameters.
         stop_ids: The request's stop ids and, unless ignored, the model's end-of-sequence ids.
         seed: Seed of all draws.
-        min_version: Version of the policy until which the request is held.
+        min_version: Policy version that must be live before the request runs.
         exact_version: Version that must sample the first token. The request ends if that is
             impossible.
         max_staleness: Largest number of versions that a sequence's oldest version may lag behind
@@ -270,7 +270,7 @@ class Sequence:
         queued: Seconds spent in the queue.
         behind: Version of an update that waits for running requests. The sequence is held until
             that version is live or the update has failed.
-        version_starts: Pairs of weight version and first completion token.
+        version_starts: Pairs of weight version and the index of its first completion token.
         contexts: Contexts since the sequence was created or resumed.
         scores: Scores so far, `score_width` for each row of `request.scored`. The samples of a
             group share the list.
@@ -281,9 +281,9 @@ class Sequence:
         adapter: Adapter applied on top of the weights, if any.
         is_of_merged: True if the request names the adapter that is merged into the weights, which
             then compute it without `adapter`.
-        adapter_starts: Pairs of adapter version and first completion token.
-        routed_experts: Experts of its tokens once it has ended, if requested, or why they are
-            unknown.
+        adapter_starts: Pairs of adapter version and the index of its first completion token.
+        routed_experts: Experts of each token, if requested, or the reason why they are unknown.
+            Set at the end.
     """
 
     seq_id: int
@@ -344,7 +344,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Number of known tokens that must be computed.
+        """Number of known tokens that must be computed in total.
 
         The last one counts only if a token is drawn after it.
         """
@@ -437,7 +437,7 @@ class Sequence:
             self.contexts.append(Context(at, past, version))
 
     def release(self, namespace: Namespace) -> list[int]:
-        """Give up all blocks, return them, and restart the computation in `namespace`."""
+        """Give up all blocks, return them, and reset the counts for `namespace`."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_computed_tokens = self.num_published_blocks = 0
         self.publishable = True

@@ -3,8 +3,8 @@
 Rows are independent, and ties prefer the lower id. Each filter works on the tokens that the
 previous one kept. The most probable token is always kept, masked tokens (-inf) never are.
 
-A new filter needs a parameter in `SamplingParams`, a column and a line of `FILTERS` here, and the
-same in `ops/cpu/kernels/filters.h` and `ops/cuda/filters.py`.
+docs/first-change.md adds a filter: a parameter and `cuts` in `SamplingParams`, a column,
+`any_is_on` and a line of `FILTERS` here, the same in `ops/cpu/kernels/filters.h` and `ops/cuda`.
 """
 
 import math

@@ -72,8 +72,8 @@ class Choice:
 
     Attributes:
         index: Index of the choice, as in `ChoiceDelta`.
-        detokenizer: Makes the text. None: the engine makes it, to search for stop strings, or no
-            text is wanted.
+        detokenizer: Makes the text. None if the engine makes it (it searches for stop strings), or
+            if no text is wanted.
         parser: Separates reasoning and tool calls from the text. None: all text is content.
         stop_ids: Ids that end the choice, without text.
         shows_stop: True if the text includes the stop string or the id that ended it.
