@@ -47,7 +47,7 @@ def schedule(
 
     Blocks are allocated in scheduling order. If they run out, the last sequence in that order is
     preempted. If layers have a sliding window, a chunk preempts others only for its first window of
-    tokens, and the rest takes free blocks. If nobody was preempted, waiting sequences enter in
+    tokens, and the rest takes free blocks. If none was preempted, waiting sequences enter in
     order while they fit. One of higher priority may preempt running sequences.
 
     With `config.groups` > 1, a sequence whose token is in flight is not planned, and a step draws
