@@ -194,7 +194,7 @@ def test_tables_state_the_key_of_each_route() -> None:
 
 
 def test_routes_without_a_key_are_named() -> None:
-    (said,) = re.findall(r"^- If the server has keys, .*?\. ", TEXT, flags=re.M | re.S)
+    (said,) = re.findall(r"^- If you set API keys, every .*?\. ", TEXT, flags=re.M | re.S)
     levels = LEVELS | RL_LEVELS
     is_open = {path for path, level in levels.items() if level is Level.OPEN}
     files = {f"/page/{name}" for name in paths.PAGE_FILES} | {"/"}
