@@ -173,7 +173,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     cut = tiling(num_columns, depth, weight.dtype)
     if num_rows > 64:
         cut = cut._replace(segment=depth, num_segments=1)""",
-        seen_by="tests/ops/test_triton_matmul.py -k beside",
+        seen_by="tests/ops/test_triton_matmul.py -k independent_of_its_batch",
     ),
     Fault(
         "triton_attention_tiles_from_the_chunk",
@@ -283,7 +283,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/ops/cpu/kernels/state.cpp",
         old="vstore(after + d * wide + e, vfma(vload(u + e), vset(b.k[d]), sum));",
         new="vstore(after + d * wide + e, sum);",
-        seen_by="tests/ops/test_cpu_states.py -k reference_computes",
+        seen_by="tests/ops/test_cpu_states.py -k kernels_agree_with_reference",
     ),
     Fault(
         "state_one_row_early",
@@ -304,14 +304,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/checkpoints/dequantise.py",
         old="grid = grid.repeat_interleave(columns, dim=1)[:, : shape[1]]",
         new="grid = grid.repeat(1, columns)[:, : shape[1]]",
-        seen_by="tests/models/test_quantised.py -k stands_for",
+        seen_by="tests/models/test_quantised.py -k equals_its_dequantised",
     ),
     Fault(
         "cpu_codes_in_one_segment",
         "src/nano_inference/ops/cpu/kernels/quantised.cpp",
         old="const int64_t first = GROUP ? start / (GROUP ? GROUP : 1) : s, last = GROUP ? (end + GROUP - 1) / (GROUP ? GROUP : 1) : s + 1;",
         new="const int64_t first = GROUP ? start / (GROUP ? GROUP : 1) : 0, last = GROUP ? (end + GROUP - 1) / (GROUP ? GROUP : 1) : s + 1;",
-        seen_by="tests/ops/test_quantised.py -k 'bits_of_the_definition and cpu'",
+        seen_by="tests/ops/test_quantised.py -k 'equal_the_definition and cpu'",
     ),
     Fault(
         "ranks_share_codes_of_other_columns",
@@ -325,7 +325,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/checkpoints/quantised_weights.py",
         old="least = (each_points.float() - moved)[rows][:, at] * factors",
         new="least = each_points.float()[rows][:, at] * factors",
-        seen_by="tests/checkpoints/test_checkpoint_codes.py -k 'dequantised_to and gptq-8bit'",
+        seen_by="tests/checkpoints/test_checkpoint_codes.py -k 'equals_its_dequantised and gptq-8bit'",
     ),
     Fault(
         "kv_codes_of_the_whole_step",
@@ -334,7 +334,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="""\
         codes, scales = quantise_rows(flat.reshape(1, -1), [(0, flat.numel())])
         codes, scales = codes.view_as(flat), scales.expand(len(flat), 1).contiguous()""",
-        seen_by="tests/ops/test_kv_codes.py -k 'largest or stand_for'",
+        seen_by="tests/ops/test_kv_codes.py -k 'of_its_maximum or uses_decoded'",
     ),
     Fault(
         "draft_codes_of_old_weights",
@@ -355,7 +355,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/checkpoints/gguf/codes.py",
         old="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, -least)",
         new="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, least)",
-        seen_by="tests/checkpoints/test_gguf_codes.py -k stand_for",
+        seen_by="tests/checkpoints/test_gguf_codes.py -k agree_with_the_gguf",
     ),
     Fault(
         "harmony_commentary_is_reasoning",
@@ -513,7 +513,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         places[layer if kind.keys_of == layer else firsts[kind[:3]]]
         for layer, kind in enumerate(spec.kinds)
     ]""",
-        seen_by="tests/models/test_gemma4.py -k 'no_two or share'",
+        seen_by="tests/models/test_gemma4.py -k 'overlap or sharing or tensor_parallelism'",
     ),
     Fault(
         "window_one_too_wide",
@@ -583,7 +583,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         for (rows, which), answer in reversed(list(zip(wanted, answers, strict=True))):
             total.index_add_(0, rows, answer.float() * weights[rows, which, None])
         return total""",
-        seen_by="tests/ops/test_moe.py -k where_an_expert",
+        seen_by="tests/ops/test_moe.py -k expert_placement",
     ),
     Fault(
         "lockstep_updates_alone",
@@ -604,14 +604,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/fleet/supervisor.py",
         old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # equal in all replicas',
         new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # equal in all replicas',
-        seen_by="tests/fleet/test_fleet.py -k alike",
+        seen_by="tests/fleet/test_fleet.py -k unlike_engines",
     ),
     Fault(
         "repeated_text_is_cut_twice",
         "src/nano_inference/fleet/requests.py",
         old="            sample.text_to_skip -= skip_text",
         new="",
-        seen_by="tests/fleet/test_fleet.py -k counted_down",
+        seen_by="tests/fleet/test_fleet.py -k repeated_text",
     ),
     Fault(
         "moved_logprobs_are_not_compared",
@@ -697,7 +697,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/server/control/updates.py",
         old="            if update is not None:",
         new="            if update is not None and isinstance(problem, TimeoutError):",
-        seen_by="tests/server/trainers/weights/test_weight_files.py -k no_such_file",
+        seen_by="tests/server/trainers/weights/test_weight_files.py -k invalid_safetensors",
     ),
     Fault(
         "sglang_buckets_one_by_one",
@@ -879,7 +879,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="""\
             blank = {moment: torch.zeros_like(param) for moment in restored}
             optimizer.state[param] = {"step": count, **blank}""",
-        seen_by="tests/nano_training_service/test_service.py -k to_the_bit",
+        seen_by="tests/nano_training_service/test_service.py -k bit_for_bit",
     ),
     Fault(
         "checkpoints_of_other_runs_take_nothing",
@@ -888,7 +888,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="""\
         run_id = target.parent.parent.name
         taken = sum(each.size for each in self.of(run_id) if each.folder != target)""",
-        seen_by="tests/nano_training_service/test_service.py -k checkpoints_take",
+        seen_by="tests/nano_training_service/test_service.py -k checkpoint_storage",
     ),
     Fault(
         "replaced_checkpoints_are_lost_in_a_crash",
@@ -913,7 +913,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/server/api/openai/responses_answer.py",
         old="kept = KeptResponse(response, items, [*self._before, *self._own, *said])",
         new="kept = KeptResponse(response, items, [*self._own, *said])",
-        seen_by="tests/server/api/openai/test_openai_responses.py -k goes_on",
+        seen_by="tests/server/api/openai/test_openai_responses.py -k continues",
     ),
     Fault(
         "hash_knows_no_upper_halves",
