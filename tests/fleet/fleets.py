@@ -1,4 +1,4 @@
-"""Fleets of scripted engines, and what tests do with them."""
+"""Fleets of scripted engines and helpers for their tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,18 +30,17 @@ Scripts = Script | Callable[[Generate, int], Script]
 
 
 class Engine(ScriptedClient):
-    """A scripted engine that can also go on with what another one began, that can be held, and that
-    has weights.
+    """A scripted engine with weights that can be held and can resume requests of other engines.
 
     Attributes:
-        resumed: requests that it went on with.
-        held: nothing comes of requests until it is set again.
-        refuses: it goes on with nothing.
-        version: of its weights.
-        fails: call -> what it raises, or a function that is called.
-        holds: call -> what it waits for before it is answered.
-        is_built: what its start waits for.
-        about: what it says of itself that others do not.
+        resumed: Requests that this engine resumed.
+        go: Event without which requests produce nothing.
+        refuses: True if the engine rejects all resumed requests.
+        version: Version of the weights.
+        fails: Maps a call to the exception it raises, or to a function to run.
+        holds: Maps a call to the event it waits for before it returns.
+        is_built: Event that the start waits for.
+        about: Extra facts that this engine reports about itself.
     """
 
     def __init__(self, number: int, script: Scripts) -> None:
@@ -186,12 +185,12 @@ class Engine(ScriptedClient):
         return self._receive(Outputs([sample.last()], [message.request_id]))
 
     def tell(self, request_id: int, deltas: list[Delta]) -> None:
-        """Report the tokens of unstreamed requests, as an engine does now and then."""
+        """Report the tokens of unstreamed requests, as an engine does periodically."""
         self._receive(Outputs(deltas, [request_id] * len(deltas)))
 
 
 class Made:
-    """A fleet and its engines, by the order in which they were made."""
+    """A fleet and its engines, in order of creation."""
 
     def __init__(self, count: int, script: Scripts, **options: Any) -> None:
         self.engines: list[Engine] = []
@@ -227,7 +226,7 @@ def play(test: Any) -> None:
 
 
 def told(deltas: list[Delta]) -> tuple[list[int], str]:
-    """Tokens and text of a stream of one sample."""
+    """Return the tokens and the text of a stream of one sample."""
     return [each for delta in deltas for each in delta.token_ids], "".join(
         delta.text or "" for delta in deltas
     )

@@ -1,4 +1,4 @@
-"""Blocks as bytes, and over the messages between two processes."""
+"""Blocks as bytes and in messages between two processes."""
 
 import random
 from dataclasses import replace
@@ -38,7 +38,9 @@ def test_payload_survives_a_round_trip(salt: str | None, dtype: str) -> None:
 
 
 def test_damaged_bytes_are_rejected_or_read() -> None:
-    """Whatever a stranger sends is an `InvalidRequest`, or a piece of as many bytes as came."""
+    """Parse damaged bytes: the result is an `InvalidRequest` or a piece with as many bytes as
+    sent.
+    """
     whole, rng = encode(piece()), random.Random(0)
     for cut in (0, 3, 8, 20, len(whole) - 1):
         with pytest.raises(InvalidRequest):

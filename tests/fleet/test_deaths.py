@@ -1,6 +1,4 @@
-"""Replicas that die at the worst moment: the last one, one that is brought up, one that was told to
-end a request.
-"""
+"""Replicas that die at the worst moment: as the last one, during start, or during an abort."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +28,7 @@ async def update(made: Made, version: int, session: int = 1) -> None:
 
 
 def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
-    """An event, and what makes an engine wait for it in a call."""
+    """Return an event and a function that makes an engine wait for it in the named call."""
     event = asyncio.Event()
     return event, lambda engine: engine.holds.update({name: event})
 
@@ -126,7 +124,7 @@ def test_replica_that_dies_while_queued_is_replaced_once() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
             supervisor = made.client.supervisor
-            async with supervisor.lock:  # as an update holds it
+            async with supervisor.lock:  # an update holds the lock too
                 made.engines[0].die()
                 await until(lambda: supervisor.replicas["0"].state == "syncing")
                 made.engines[2].die()
@@ -173,7 +171,7 @@ def test_replacement_waits_until_the_weights_wake() -> None:
             await made.client.call("sleep", memory=["weights"])
             made.engines[0].die()
             await asyncio.sleep(1.2)
-            assert len(made.engines) == 2  # its memory is somebody else's now
+            assert len(made.engines) == 2  # another process uses its memory now
             for engine in made.engines:
                 engine.returns["sleeping"] = []
             await made.client.call("wake", memory=["weights"])
@@ -193,7 +191,7 @@ def test_server_shutdown_does_not_wait_for_a_replica_build() -> None:
             with pytest.raises(EngineDead, match="stopping"):
                 await asyncio.wait_for(adding, 5)
             await asyncio.sleep(0.8)
-            assert len(made.engines) == 2  # nor is another one started
+            assert len(made.engines) == 2  # and no other engine starts
 
     play(test())
 
@@ -208,7 +206,7 @@ def test_request_to_be_ended_ends_after_a_move(is_repeated: bool) -> None:
             await asyncio.sleep(0.05)
             first = next(iter(made.client.requests.values())).client
             assert isinstance(first, Engine)
-            first.go.clear()  # it answers no more
+            first.go.clear()  # the engine stops answering
             made.client.end_soon([next(iter(made.client.requests))])
             first.die()
             (sample,) = await finished(stream, seen)
@@ -240,7 +238,7 @@ def test_counters_never_fall_and_gauges_cover_live_replicas() -> None:
                 found.num_running,
             ) == (307, 31, 150, 5)
             await made.client.remove("1")
-            # it is left behind, and still counts
+            # a stale replica still counts
             made.client.supervisor.replicas["2"].state = "syncing"
             made.client.replicas_changed()
             found = made.client.stats
@@ -315,7 +313,7 @@ def test_lockstep_engines_restart_together_after_the_last_death() -> None:
 def test_late_failed_start_does_not_affect_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A client is closed before its start raises, which takes time."""
+    """Close a client before its start raises; the failure arrives late."""
 
     async def test() -> None:
         async with fleet(2, restart=True, in_lockstep=True) as made:

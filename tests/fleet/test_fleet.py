@@ -1,6 +1,4 @@
-"""A fleet of scripted engines: what runs on a replica that is gone goes on with another one, as if
-nothing had been.
-"""
+"""A fleet of scripted engines: requests of a lost replica continue on another one unchanged."""
 
 import asyncio
 from dataclasses import replace
@@ -39,7 +37,7 @@ async def all_of(stream: RequestStream, deltas: list[Delta] | None = None) -> li
 
 
 def at(made: Made, stream_number: int = 0) -> Engine:
-    """The engine that has a request."""
+    """Return the engine that runs the request of a stream."""
     request = list(made.client.requests.values())[stream_number]
     assert isinstance(request.client, Engine)
     return request.client
@@ -121,8 +119,8 @@ def test_repetition_that_differs_ends_with_an_error() -> None:
 
 
 def test_repeated_text_is_skipped_with_its_tokens() -> None:
-    """Also where the repetition comes in other portions: its last old token and its first new one
-    in one delta.
+    """Repeat the text in other portions: one delta holds the last old token and the first new
+    one.
     """
 
     async def test() -> None:
@@ -149,7 +147,7 @@ def test_repeated_text_is_skipped_with_its_tokens() -> None:
 def test_moved_sample_with_other_logprobs_ends_with_an_error(
     monkeypatch: pytest.MonkeyPatch, is_masked: bool
 ) -> None:
-    """The same tokens, of other weights."""
+    """Repeat the same tokens under different weights."""
 
     async def test() -> None:
         async with fleet() as made:
@@ -167,7 +165,9 @@ def test_moved_sample_with_other_logprobs_ends_with_an_error(
 
 
 def test_unstreamed_repetition_may_differ() -> None:
-    """Weights have changed, and it does not stream: it is another sample, whole."""
+    """Resume an unstreamed request after a weight update: the second engine draws a whole new
+    sample.
+    """
 
     async def test() -> None:
         async with fleet(script=Script(list(range(100, 130)), delay=0.02)) as made:
@@ -293,8 +293,8 @@ def test_fleet_is_dead_if_all_replicas_are() -> None:
     [{"numerics": "other"}, {"model_path": "other"}, {"vocab_size": 7}, {"eos_token_ids": (5,)}],
 )
 def test_fleet_rejects_unlike_engines(about: dict[str, object]) -> None:
-    """From the beginning, as one more, or in the place of a dead one: they would go on with each
-    other's requests.
+    """Reject them at start, as an added replica and as a replacement: they could not resume
+    requests.
     """
     (name,) = about
     differ = f"the replicas differ in {name}"
@@ -341,7 +341,7 @@ def test_dead_replica_is_replaced_at_the_live_version() -> None:
                 ("0", "serving", 2),
                 ("1", "serving", 1),
             ]
-            assert made.client.num_restarts == 0  # for the trainer it is the same engine
+            assert made.client.num_restarts == 0  # to the trainer it is the same engine
 
     play(test())
 
@@ -483,7 +483,7 @@ def test_replicas_pause_and_resume_together_for_an_update() -> None:
             )
             assert seen == [[True, True]] * 2
             assert [(engine.version, engine.paused) for engine in made.engines] == [(1, False)] * 2
-            made.client.supervisor.paused = True  # it stays so
+            made.client.supervisor.paused = True  # it stays paused
             await made.client.call("begin_update", session=2, known=None)
             await made.client.call(
                 "finish_update", session=2, version=2, kv_policy="keep", seconds=5.0

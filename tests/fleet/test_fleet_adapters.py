@@ -1,6 +1,4 @@
-"""Adapters in a fleet: all replicas serve the same version, to the bit, whoever comes, goes or
-fails; and prefixes are shared by adapter.
-"""
+"""Adapters in a fleet: all replicas serve the same version, and prefixes belong to one adapter."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -60,7 +58,7 @@ async def alone(model: Path, folder: Path, params: SamplingParams) -> TrainingSa
 
 
 async def moved_at(client: FleetClient, tokens: int) -> None:
-    """Let another replica go on with the only request, when it has more than so many tokens."""
+    """Move the only request to another replica once it has more than `tokens` tokens."""
     (request,) = client.requests.values()
     await until(lambda: len(request.samples[0].token_ids) > tokens)
     living = client.supervisor.living()
@@ -113,7 +111,7 @@ def test_new_replica_has_the_adapter_as_loaded_not_as_on_disk(model: Path, tmp_p
             await load(client, folder)
             await load(client, folder, "gone")
             await client.call("unload_adapter", name="gone")
-            adapter_folder(model, tmp_path, 2)  # a trainer's next step
+            adapter_folder(model, tmp_path, 2)  # the trainer's next step
             name = await client.add()
             client.drain("0")
             assert plain(await sample(client, with_adapter())) == plain(expected)
@@ -121,7 +119,7 @@ def test_new_replica_has_the_adapter_as_loaded_not_as_on_disk(model: Path, tmp_p
             assert await new.call("adapters") == await client.call("adapters")
             assert [each.name for each in await new.call("adapters")] == ["own"]
             client.drain("0", draining=False)
-            # a version is never given twice, also where the engine that had it is gone
+            # versions are never reused, even after the engine that had them is removed
             await client.remove("0")
             assert (await load(client, folder, "gone")).version == 2
             with pytest.raises(AdapterError, match="version=1 of adapter 'gone' must be above 2"):
@@ -165,7 +163,7 @@ def test_prefix_is_fetched_by_adapter(model: Path, tmp_path: Path) -> None:
             assert holder.num_blocks >= len(PROMPT) // 4
             assert sharing.directory.longest(names_of(PROMPT, 4, 0)) is None
             assert sharing.cost is not None
-            sharing.cost.prefill_rate, sharing.cost.latency = 1e3, 0.0  # computing is slow
+            sharing.cost.prefill_rate, sharing.cost.latency = 1e3, 0.0  # makes computing slow
             client.drain(holder.replica)
             await sample(client, with_adapter(name=None))
             assert sharing.num_fetches == 0
@@ -192,7 +190,7 @@ def test_replica_without_the_adapter_leaves_until_it_can_load() -> None:
             assert len(failing.said("receive_adapter")) >= 2
             told = [call.arguments["version"] for call in made.engines[0].said("load_adapter")]
             assert told == [1]
-            # and where the one that has read it dies meanwhile, another one reads it
+            # if the engine that read the adapter dies, another one reads it
             made.engines[0].fails["save_adapter"] = made.engines[0].die
             assert await made.client.call("load_adapter", name="own", source="/b") == info
             assert [call.arguments["source"] for call in failing.said("load_adapter")] == ["/b"]

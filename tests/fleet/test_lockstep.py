@@ -1,6 +1,4 @@
-"""A fleet whose engines have their experts in common: processes, an update for all, and what ends
-them all.
-"""
+"""A fleet whose engines share their experts: processes, a joint update and a joint end."""
 
 import asyncio
 import time
@@ -62,7 +60,7 @@ def test_experts_are_shared_by_two_processes(tmp_path: Path) -> None:
         assert isinstance(client, FleetClient)
         await client.start()
         try:
-            assert [await complete(client, PROMPTS[1])] == expected[0][1:2]  # one has nothing to do
+            assert [await complete(client, PROMPTS[1])] == expected[0][1:2]  # one idle rank
             assert (
                 await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
                 == expected[0]

@@ -1,6 +1,4 @@
-"""What all replicas do together, when one of them does not: it comes back as the others are, or
-nobody changes.
-"""
+"""Operations on all replicas when one fails: it is resynced, or no replica changes."""
 
 import asyncio
 from typing import get_args

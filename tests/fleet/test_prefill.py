@@ -1,6 +1,4 @@
-"""Prompts on one replica, the rest on another: the bits of one engine, whoever dies or leaves in
-between.
-"""
+"""Prompts on one replica and decoding on another give the bits of one engine, whoever dies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -113,8 +111,8 @@ def test_disaggregated_bits_match_one_engine_with_prompts_once(model: Path) -> N
                 == decodes.blocks.num_imported
                 == client.transfers.num_blocks
             )
-            # Of every prompt the last, partial block is computed again, and what is scored
-            # (prompt_logprobs); a request of one token is computed where it decodes.
+            # The decode replica recomputes scored prompts and the last, partial block of each prompt
+            # (prompt_logprobs). It also computes requests of one token.
             full = sum(len(prompt) // 4 for prompt in PROMPTS)
             assert client.transfers.num_blocks >= full - 12
             assert not client.requests
@@ -122,7 +120,7 @@ def test_disaggregated_bits_match_one_engine_with_prompts_once(model: Path) -> N
             assert [client.router.score(name) for name in client.router.replicas] == [0, 0]
             for engine in (prompts, decodes):
                 assert engine.loop.leaked_blocks() == 0
-            # And again: the decode replica has the prompts now, and nothing is sent twice.
+            # Repeat: the decode replica has the prompts now, so nothing is sent twice.
             before = client.transfers.num_blocks
             assert bits(await answers(client)) == bits(expected)
             assert client.transfers.num_blocks == before
@@ -131,7 +129,7 @@ def test_disaggregated_bits_match_one_engine_with_prompts_once(model: Path) -> N
 
 
 def test_grammars_move_with_their_requests(tmp_path: Path) -> None:
-    """The token that a prefill draws is the grammar's first."""
+    """Draw the grammar's first token on the prefill replica."""
     folder = with_tokenizer(tiny_llama(tmp_path, seed=0))
     grammars = [
         Grammar.regex("[0-9]{3}-[a-f]{2,9}"),
@@ -161,9 +159,7 @@ def test_grammars_move_with_their_requests(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_stop_string_in_the_first_token_ends_the_sample() -> None:
-    """It is drawn on the replica that computes prompts, and the other one must not go on after
-    it.
-    """
+    """Draw the stop string on the prefill replica: the decode replica must not continue."""
     model, roomy = resolve_model("smollm2-135m"), {"kv_cache_memory": 2**24}
 
     async def test() -> None:
@@ -238,7 +234,7 @@ def test_disaggregated_side_continues_if_the_other_dies(model: Path, victim: int
 
 
 def scripted(act: Callable[..., Any]) -> None:
-    """With engines that say what a script says."""
+    """Yield a fleet with a prefill replica of scripted engines."""
 
     async def test() -> None:
         script = Script(list(range(100, 130)), delay=0.001)
@@ -315,7 +311,7 @@ async def _all(stream: Any) -> list[Any]:
 
 
 def test_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
-    """Its holder drains, so another one gets the next request of that prompt."""
+    """Drain the replica that holds the prefix, so that another one gets the next request."""
 
     async def test() -> None:
         async with split(model, 1, 0) as client:
@@ -349,7 +345,7 @@ def test_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
                 )
                 > 0
             )
-            sharing.cost.prefill_rate = 1e9  # and now it is not
+            sharing.cost.prefill_rate = 1e9  # computing is fast
             shared.drain(holder.replica, draining=False)
             await answers(shared, wanted=[1, 2])
             assert sharing.num_fetches == 1

@@ -1,4 +1,4 @@
-"""Real engines of a tiny model behind one client: killed, moved, updated, added, and never another
+"""Real engines of a tiny model in one fleet: kill, move, update and add them without changing a
 bit.
 """
 
@@ -61,7 +61,7 @@ def play(test: Any) -> None:
 
 
 def kinds_of_requests(tokens: int) -> list[tuple[list[int], SamplingParams, int, bool]]:
-    """32 requests: streamed and not, groups, penalties, filters, prompts' logprobs, masks."""
+    """Submit 32 requests: streamed and not, groups, penalties, filters, prompt logprobs, masks."""
     requests: list[tuple[list[int], SamplingParams, int, bool]] = []
     for each in range(32):
         params = params_of(each, tokens - each % 8)
@@ -110,7 +110,7 @@ async def answers(
 def test_streams_keep_their_bits_if_a_replica_is_killed(
     model: Path,
 ) -> None:
-    """kill -9."""
+    """Kill the process with SIGKILL."""
 
     async def test() -> None:
         async with fleet_of(ProcessClient, config_of(model)) as client:
@@ -125,7 +125,7 @@ def test_streams_keep_their_bits_if_a_replica_is_killed(
             assert on_it > 4
             os.kill(victim.info.pid, signal.SIGKILL)
             assert await answers(streams, heard) == quiet
-            assert client.failover.moved >= on_it - 4  # some may have ended meanwhile
+            assert client.failover.moved >= on_it - 4  # some may have ended already
             assert 0 < client.failover.longest < 20
             assert [each.state for each in client.supervisor.statuses()] == ["dead", "serving"]
 
@@ -136,7 +136,7 @@ def test_streams_keep_their_bits_if_a_replica_is_killed(
 def test_drafted_streams_keep_their_bits_if_a_replica_dies(
     model: Path,
 ) -> None:
-    """kill -9, while streams get several tokens a step."""
+    """Kill the process with SIGKILL while streams get several tokens a step."""
 
     def repetitive(client: EngineClient) -> list[RequestStream]:
         few = frozenset([5, 6, 7])
@@ -158,7 +158,7 @@ def test_drafted_streams_keep_their_bits_if_a_replica_dies(
         async with fleet_of(ProcessClient, replace(config, speculation="suffix")) as client:
             streams = repetitive(client)
             heard: dict[int, list[Delta]] = {0: []}
-            victim = next(iter(client.requests.values())).client  # that of the first stream
+            victim = next(iter(client.requests.values())).client  # the engine of the first stream
             assert victim is not None
             before = await victim.call("stats")
             while before.speculation.num_accepted < 20:
@@ -179,7 +179,9 @@ def test_drafted_streams_keep_their_bits_if_a_replica_dies(
 def test_constrained_sample_keeps_its_grammar_after_a_death(
     tmp_path: Path,
 ) -> None:
-    """Between processes, by `Resume`; and a compilation that fails ends its request alone."""
+    """Resume the sample in another process by `Resume`; a failed compilation ends only its
+    request.
+    """
     folder = tiny_llama(tmp_path, seed=0)
     byte_tokenizer(folder)
     pattern = "([0-9]{3}-){30}[a-f]+!"
@@ -229,12 +231,12 @@ def test_new_replica_gets_live_weights_and_pause_before_serving(
             name = await client.add()
             assert await client.supervisor.replicas[name].client.call("is_paused")
             await control.pauses.resume()
-            assert await control.checksums.get() == before  # of both, or it is an error
+            assert await control.checksums.get() == before  # raises if the replicas differ
             await client.remove("0")
             assert await answers(asked(client, 10)) == new
             assert await control.engine.serving_version() == "seven"
 
-            await client.add()  # and updates reach both
+            await client.add()  # updates reach both replicas
             await control.updates.begin()
             await control.updates.receive_folder(str(model))
             await control.updates.finish(kv_policy="wait")
@@ -255,7 +257,7 @@ def new_weights(model: Path) -> Path:
 
 @pytest.mark.thorough
 def test_moves_between_replicas_change_no_bit(model: Path) -> None:
-    """Again and again, of all kinds of requests, amid whatever they do."""
+    """Move all kinds of requests repeatedly, in any state."""
 
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
@@ -275,7 +277,7 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
                 client.drain(name, move=True)
                 client.drain(name, draining=False)
             assert await answers(streams) == quiet
-            assert client.failover.moved > 3  # how many depends on when others ended
+            assert client.failover.moved > 3  # the number depends on when others end
             for each in ("0", "1"):
                 stats = await client.supervisor.replicas[each].client.call("stats")
                 assert stats.num_free_blocks == stats.num_blocks
@@ -309,7 +311,7 @@ def test_wanted_count_and_pause_survive_a_move(model: Path) -> None:
 
 @pytest.mark.thorough
 def test_old_weights_requests_finish_on_any_replica(model: Path) -> None:
-    """As long as that replica has kept them; else they go on with those that serve."""
+    """Finish requests on replicas that kept the old weights, others with the live weights."""
 
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
@@ -352,9 +354,7 @@ def test_old_weights_requests_finish_on_any_replica(model: Path) -> None:
 
 @pytest.mark.thorough
 def test_sample_moved_amid_mixed_weights_replays_bit_for_bit(tmp_path: Path) -> None:
-    """A sample says which weights computed what it attended to, also where a replica that is gone
-    has drawn it.
-    """
+    """Check that `kv_versions` names the weights of each context, also after the replica died."""
     model = tiny_llama(tmp_path, max_position=2048)
     new = new_weights(model)
 
@@ -456,7 +456,7 @@ def test_server_lists_replicas_and_an_administrator_edits_them(model: Path) -> N
 
 @pytest.mark.slow
 def test_smollm2_streams_survive_their_replica() -> None:
-    """With text and stop strings, of a real tokenizer."""
+    """Use the text and stop strings of a real tokenizer."""
     config = EngineConfig("smollm2-135m", num_threads=1, kv_cache_memory=2**28)
     params = [
         SamplingParams(max_tokens=60, seed=each, stop=(" the", "\n\n")[: each % 3])

@@ -1,4 +1,4 @@
-"""`FleetRequest` without a fleet: it answers which tokens of a delta are new."""
+"""`FleetRequest` without a fleet: it reports the new tokens of a delta."""
 
 import pytest
 
@@ -22,7 +22,7 @@ class Replies:
 
 
 class Replica(ScriptedClient):
-    """Takes requests and answers none."""
+    """Replica that accepts requests and never answers."""
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
         return 0

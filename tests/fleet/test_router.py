@@ -1,4 +1,4 @@
-"""The router: a thousand random lives against what it promises, counted by hand."""
+"""The router: a thousand random histories against a model that counts by hand."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def router(*names: str, **options: Any) -> Router:
 
 
 class Lives:
-    """A router and all that it was told, counted by hand."""
+    """A router and all its inputs, counted by hand."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.draw = data.draw
@@ -50,7 +50,7 @@ class Lives:
         self.live.append(ticket)
         assert ticket.replica in able
         assert ticket.cached <= len(prompt)
-        if session is None:  # no queue is worth more than the prefix saves
+        if session is None:  # the prefix is worth more than the queue
             assert it.score(ticket.replica) - 4 * count - ticket.cached // PIECE <= least
 
     def started(self) -> None:
@@ -73,7 +73,7 @@ class Lives:
             self.draining.discard(gone)
             for ticket in self.live:
                 if ticket.replica == gone:
-                    self.it.finished(ticket)  # counts nowhere
+                    self.it.finished(ticket)  # no longer counts
             self.live = [each for each in self.live if each.replica != gone]
 
     def drain(self) -> None:
@@ -112,7 +112,7 @@ def test_router_rotates_equal_replicas_and_spares_loaded_ones() -> None:
     assert it.place([9]).replica == first[0].replica
     for each in first[1:]:
         it.started(each)
-    assert [it.score(name) for name in "012"].count(2) == 2  # those that run weigh a quarter
+    assert [it.score(name) for name in "012"].count(2) == 2  # running requests weigh a quarter
 
 
 def test_router_rotates_equal_replicas_between_idle_periods() -> None:
@@ -127,7 +127,7 @@ def test_router_rotates_equal_replicas_between_idle_periods() -> None:
     holders = [
         it.place([7] * PIECE, without=without) for without in (("1", "2"), ("0", "2"), ("0", "1"))
     ]
-    for ticket in holders:  # the same among those that hold a prefix
+    for ticket in holders:  # replicas that hold the same prefix rotate too
         it.finished(ticket)
     chosen.clear()
     for _ in range(6):
@@ -144,12 +144,12 @@ def test_longest_prefix_wins_until_its_holder_is_overloaded() -> None:
     it.finished(first)
     other = "1" if first.replica == "0" else "0"
     shared = prompt[: 2 * PIECE] + [77] * PIECE
-    for _ in range(2):  # 2 pieces are worth 6; the second is placed beside one that waits
+    for _ in range(2):  # 2 pieces are worth 6: the second request joins one that waits
         ticket = it.place(shared)
         assert (ticket.replica, ticket.cached >= 2 * PIECE) == (first.replica, True)
-    ticket = it.place(prompt)  # 4 pieces are worth 12, two that wait are 8
+    ticket = it.place(prompt)  # 4 pieces are worth 12, two waiting requests cost 8
     assert (ticket.replica, ticket.cached) == (first.replica, 4 * PIECE)
-    assert it.place([5, *prompt]).replica == other  # another prefix
+    assert it.place([5, *prompt]).replica == other  # different prefix
     assert it.place(prompt[:PIECE]).replica == other  # 1 piece is worth 3
 
 

@@ -1,6 +1,4 @@
-"""A request that kills the engines it runs on kills three, and nobody else's request ends with
-it.
-"""
+"""A request that kills its engines kills at most three, and no other request ends with it."""
 
 import asyncio
 
@@ -30,7 +28,7 @@ async def all_of(stream: RequestStream) -> list[Delta]:
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["resumed", "repeated"])
 def test_poisonous_request_kills_at_most_three_engines(tokens: int, is_masked: bool) -> None:
-    """In its prefill or later."""
+    """Kill the engine in the request's prefill or later."""
 
     def says(request: Generate, index: int) -> Script:
         die_after = tokens if request.prompt == KILLER else None
@@ -67,7 +65,7 @@ def requests_at(made: Made, engine: Engine) -> list[FleetRequest]:
 
 
 async def suspects(made: Made, count: int) -> list[RequestStream]:
-    """So many, of which replica 2 has one; the engines hold them."""
+    """Submit `count` held requests, with one suspect on replica 2."""
     for engine in made.engines:
         engine.go.clear()
     for name in ("1", "2"):
@@ -87,7 +85,7 @@ def test_replica_has_one_suspect_at_a_time() -> None:
             streams = await suspects(made, 5)
             last = made.engines[2]
             assert len(requests_at(made, last)) == 1
-            # which is no suspect, and waits for none
+            # a new request is not a suspect and does not wait
             other = made.client.submit([9], PARAMS, stream=True)
             assert len(requests_at(made, last)) == 2
             await made.client.add()
@@ -134,7 +132,7 @@ def test_planned_moves_raise_no_suspicion() -> None:
                 made.client.drain(str(turn % 2), draining=False)
             (request,) = made.client.requests.values()
             assert request.moves >= 4
-            # An engine that is about to tell of its death refuses what it gets.
+            # A dying engine rejects requests before it reports its death.
             for _ in range(5):
                 assert isinstance(request.client, Engine)
                 request.client._receive(Refused(request.inner, "EngineDead", "a step failed"))
