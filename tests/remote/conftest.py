@@ -1,4 +1,4 @@
-"""Fixtures of the server's tests."""
+"""Fixtures shared with the server tests."""
 
 from tests.server.conftest import (
     client as client,

@@ -1,4 +1,4 @@
-"""New engines in the place of dead ones come after a wait that grows until one lasts."""
+"""Restarts of dead engines wait longer each time until an engine lasts."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_backoff_doubles_to_its_maximum_and_resets() -> None:
         assert backoff.died(100.0 + LASTING) == wait
     backoff.ready(100.0)
     assert backoff.died(100.1 + LASTING) == 0.5
-    assert [backoff.died(1000.0), backoff.died(1000.0)] == [0.5, 1.0]  # those were never ready
+    assert [backoff.died(1000.0), backoff.died(1000.0)] == [0.5, 1.0]  # these were never ready
     assert [backoff.died(0.0) for _ in range(3000)][-1] == 30.0
 
 

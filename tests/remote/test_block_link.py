@@ -1,4 +1,4 @@
-"""Two engine cores that exchange blocks over their messages."""
+"""Two engine cores exchange blocks in their messages."""
 
 import queue
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PROMPT = [5 + place % 90 for place in range(30)]
 
 
 class Core:
-    """A core whose engine nobody steps: calls only."""
+    """Core whose engine never steps and only answers calls."""
 
     def __init__(self, model: Path) -> None:
         self.said: queue.Queue[Any] = queue.Queue()

@@ -1,6 +1,4 @@
-"""The directory against a model of what each replica has, with reports that are lost, late and told
-twice.
-"""
+"""The directory against a model of each replica's blocks, with lost, late and repeated reports."""
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +11,7 @@ from tests.depth import at_depth
 
 NAMES = st.lists(st.integers(0, 12), max_size=4)
 PICK = st.integers(0, 1000)
-HIGH = 1 << 200  # names are wider than what the directory keeps of them
+HIGH = 1 << 200  # wider than the part of a name that the directory stores
 
 
 class Machine(RuleBasedStateMachine):
@@ -76,7 +74,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.has)
     @rule(names=NAMES)
     def settle(self, names: list[int]) -> None:
-        """When all has arrived, and what was lost was asked for again, it is the truth."""
+        """Deliver all reports and request the lost ones again: the directory is exact."""
         for name in self.has:
             self.arrive(list(self.has).index(name), twice=False)
             for _ in range(2):
@@ -143,7 +141,7 @@ def test_fetching_is_chosen_if_it_is_faster() -> None:
     for name, count in (("near", 60), ("target", 8), ("far", 64)):
         directory.add(name)
         directory.take(name, BlockReport(1, tuple(names[:count]), whole=True))
-    # 16 tokens a block: 1.6 ms to compute; 2 MB: 2 ms to fetch, at first
+    # 16 tokens a block: 1.6 ms to compute. 2 MB: 2 ms to fetch at first
     cost = FetchCost(16, 2_000_000, bandwidth=1e9, prefill_rate=1e4, latency=0.01)
     assert worth_fetching(directory, cost, names, "target") is None
     for _ in range(60):

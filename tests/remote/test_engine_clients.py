@@ -1,6 +1,4 @@
-"""An engine behind messages is the engine: the same bits, errors and calls, in this process and in
-one of its own.
-"""
+"""Clients in this process and across processes give the engine's own bits, errors and results."""
 
 import asyncio
 import random
@@ -49,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("slow_steps")
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Iterator[Callable[..., list[TrainingSample]]]:
-    """The engine by itself."""
+    """Run the requests directly on the engine."""
     threads = torch.get_num_threads()
     with InferenceEngine(config_of(model)) as engine:
         yield engine.generate
@@ -186,7 +184,7 @@ def test_waiting_call_delays_no_other(client: EngineClient, run: Run) -> None:
         pausing = asyncio.create_task(client.call("pause", mode="wait"))
         while not (await client.call("stats")).num_running:
             await asyncio.sleep(0)
-        held = client.submit([1, 3], params_of(1), stream=True)  # comes while the engine waits
+        held = client.submit([1, 3], params_of(1), stream=True)  # arrives during the pause
         assert len(await finished(running)) == 1
         assert await pausing is True
         assert await client.call("is_paused") is True
@@ -202,7 +200,7 @@ def test_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient, 
         stream = client.submit([1, 2], params_of(0, 450), stream=True)
         first = await stream.next()
         assert await client.call("pause", mode="abort") is True
-        assert not client._open  # all of it has come
+        assert not client._open  # all deltas have arrived
         await client.call("resume")
         assert stream.samples_left == 1
         (partial,) = await finished(stream, first)
@@ -214,7 +212,7 @@ def test_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient, 
 
 
 def test_abort_takes_many_requests(client: EngineClient, run: Run) -> None:
-    """Each by a caller of its own, amid a long step; more of them than an engine answers calls."""
+    """Abort from more concurrent callers than the engine's call limit, during a long step."""
     over = threading.Event()
 
     def step(core: EngineCore) -> None:
@@ -233,7 +231,7 @@ def test_abort_takes_many_requests(client: EngineClient, run: Run) -> None:
         await asyncio.sleep(0.1)
         over.set()
         assert await asyncio.gather(*aborts) == [1] * 48
-        assert not client._open  # all of it has come
+        assert not client._open  # all deltas have arrived
         for stream in streams:
             (sample,) = await finished(stream)
             assert sample.finish_reason == "abort"
@@ -358,7 +356,7 @@ def test_request_that_waits_for_old_weights_can_be_ended(model: Path, is_answere
             finish_reason="abort",
         )
         request = RequestStream(1, 4096, lambda: None)
-        with client._core.engine.shared.lock:  # as a step holds it
+        with client._core.engine.shared.lock:  # a step holds the lock too
             number = client.begin(request, Resume(0, [part], stream=True, version=0), 1)
             client.end_soon([number]) if is_answered else client.give_up(number)
             await asyncio.sleep(0.05)

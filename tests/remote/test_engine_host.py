@@ -1,4 +1,4 @@
-"""An engine that cannot be built says why to those who wait for it."""
+"""An engine that fails to build reports the reason to waiting callers."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Strangers on the engine's sockets, what cannot be said over them, and what two processes cost
-that have no work.
-"""
+"""The engine's sockets: strangers, unsupported messages and the cost of two idle processes."""
 
 import asyncio
 import gc
@@ -25,7 +23,7 @@ from tests.server.engines import child_of, config_of, finished, idle, params_of
 
 @pytest.fixture(scope="module")
 def quiet(model: Path) -> Iterator[tuple[ProcessClient, asyncio.Runner]]:
-    """One engine for all that changes nothing."""
+    """Yield one shared engine for tests that change nothing."""
     with asyncio.Runner() as runner:
         client = ProcessClient(config_of(model), 4096)
         runner.run(client.start())
@@ -68,7 +66,7 @@ def test_strange_bytes_change_nothing(
                 stranger.send(data)
             stranger.send_multipart([b"\x80", bomb, b"{}"])
             stranger.close(linger=2000)
-            robber = context.socket(zmq.PULL)  # takes nothing away
+            robber = context.socket(zmq.PULL)  # receives no messages
             robber.connect(f"ipc://{folder}/{name}")
             robbers.append(robber)
         for seed in range(5):
@@ -114,7 +112,7 @@ def test_sockets_are_two_in_a_private_folder(
         child = child_of(client)
         assert child.folder.stat().st_mode & 0o777 == 0o700
         assert child.folder.stat().st_uid == os.getuid()
-        # In this process the server of other tests may listen.
+        # Servers of other tests may listen in this process.
         listening = psutil.Process(child.pid).net_connections("inet")
         assert not [each for each in listening if each.status == psutil.CONN_LISTEN]
         assert sorted(path.name for path in child.folder.iterdir()) == ["api", "engine"]
@@ -145,7 +143,7 @@ def test_idle_processes_take_no_time(quiet: tuple[ProcessClient, asyncio.Runner]
     async def test() -> None:
         await finished(client.submit([1, 2], params_of(0), stream=True))
         await asyncio.sleep(0.2)
-        gc.collect()  # not meanwhile
+        gc.collect()  # avoid a collection during the measurement
         processes = [psutil.Process(), psutil.Process(child_of(client).pid)]
         before = [sum(process.cpu_times()[:2]) for process in processes]
         await asyncio.sleep(3.0)

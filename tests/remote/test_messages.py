@@ -93,7 +93,7 @@ def there_and_back(message: Any, kind: Any) -> Any:
 
 
 def plain(value: Any) -> str:
-    """Equal for equal bits: nan is nan, and -0.0 is not 0.0. Sets and mappings in order."""
+    """Return a value that is equal for equal bits: nan equals nan, -0.0 differs from 0.0."""
     return repr(msgspec.to_builtins(value, order="sorted"))
 
 
@@ -111,7 +111,7 @@ def test_deltas_arrive_as_they_were(deltas: list[Delta]) -> None:
             assert all(type(each) is TopLogprobs for each in sample.top_logprobs or ())
             assert all(type(each) is ContextVersions for each in sample.kv_versions)
             assert before.finished is not None
-            # also as what it is hashed and compared
+            # hash and comparison must agree too
             assert sample.sampling_params == before.finished.sampling_params
 
 
@@ -121,7 +121,7 @@ def test_requests_arrive_as_they_were(prompt: list[int], params: SamplingParams)
     arrived = there_and_back(Generate(3, prompt, params, 2, True), ToEngine)
     assert arrived == Generate(3, prompt, params, 2, True)
     assert plain(arrived.params) == plain(params)
-    # it can be built again: all is of the type that it was
+    # rebuilding checks that every field kept its type
     assert replace(arrived.params) == params
 
 

@@ -1,4 +1,4 @@
-"""`OpenRequests` counts right, and looks at no other request to do so."""
+"""`OpenRequests` counts correctly without scanning other requests."""
 
 import asyncio
 from typing import Any
@@ -50,7 +50,7 @@ def test_open_requests_matches_a_scan(actions: list[tuple[str, Any, int]]) -> No
 
 
 class Unscanned(dict[int, Any]):
-    """Is never looked through."""
+    """Dict that must not be scanned."""
 
     def __iter__(self) -> Any:
         raise AssertionError("all requests were looked at")

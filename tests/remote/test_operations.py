@@ -1,4 +1,4 @@
-"""The table of engine operations says what the engine's functions take."""
+"""The table of engine operations matches the signatures of the engine's functions."""
 
 from inspect import Parameter, signature
 from operator import attrgetter

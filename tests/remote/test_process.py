@@ -1,6 +1,4 @@
-"""Life and death of the engine process: whichever of the two ends, by whatever, nothing is left and
-nobody waits.
-"""
+"""Life and death of the engine process: whichever side ends, nothing leaks and no caller hangs."""
 
 import asyncio
 import os
@@ -49,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("slow_steps")
 
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step over `LONG` tokens of it takes many seconds."""
+    """Build a model whose step over `LONG` tokens takes many seconds."""
     folder = tmp_path_factory.mktemp("slow")
     return tiny_llama(folder, max_position=2 * LONG, hidden=256, inner=256, num_heads=8)
 
 
 @asynccontextmanager
 async def running(config: EngineConfig, **options: Any) -> AsyncIterator[ProcessClient]:
-    """A client of a running engine; in the end nothing is left of it."""
+    """Yield a client of a running engine, and check at the end that nothing leaked."""
     client = ProcessClient(config, 4096, **options)
     async with running_client(client):
         yield client
@@ -64,7 +62,7 @@ async def running(config: EngineConfig, **options: Any) -> AsyncIterator[Process
 
 @asynccontextmanager
 async def restarted(config: EngineConfig) -> AsyncIterator[FleetClient]:
-    """The same, of an engine that another one takes the place of when it has died."""
+    """Yield a client of an engine that is replaced when it dies."""
     client = FleetClient(lambda _: ProcessClient(config, 4096), 1, 4096, restart=True)
     async with running_client(client):
         yield client
@@ -112,7 +110,7 @@ def test_killed_engine_is_noticed_promptly_and_restarted(model: Path) -> None:
                 client.submit([1, seed], params_of(seed, 480), stream=True) for seed in range(4)
             ]
             await streams[0].next()
-            os.kill(pid, signal.SIGSTOP)  # so that the call is not answered first
+            os.kill(pid, signal.SIGSTOP)  # keeps the call unanswered
             call = asyncio.create_task(client.call("stats"))
             await asyncio.sleep(0)
             os.kill(pid, signal.SIGKILL)
@@ -122,7 +120,7 @@ def test_killed_engine_is_noticed_promptly_and_restarted(model: Path) -> None:
             for stream in streams:
                 with pytest.raises(EngineReplaced, match="SIGKILL") as lost:
                     await finished(stream)
-                told = api_error_of(lost.value)  # clients come again
+                told = api_error_of(lost.value)  # clients retry
                 assert told.status == 503
                 assert "retry-after" in told.headers
                 assert "x-should-retry" not in told.headers
@@ -191,7 +189,7 @@ def test_engine_may_die_before_it_is_ready(model: Path, how: str) -> None:
 def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's folder goes away, so that no new engine can be built."""
+    """Remove the model's folder, so that no new engine can be built."""
     monkeypatch.setattr(time_limits, "FIRST_RESTART", 0.1)
     gone = shutil.copytree(model, tmp_path / "gone")
 
@@ -245,9 +243,7 @@ def test_lifecycle_reports_the_engines_startup(model: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_engine_ignores_signals_to_the_process_group(model: Path, number: signal.Signals) -> None:
-    """Its parent lets what runs end first. Also in its first moments, in which Python has not come
-    to our code yet.
-    """
+    """Signal the group, also while Python starts: the parent drains first."""
 
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
@@ -313,7 +309,7 @@ def test_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> None
 def test_engine_removes_a_socket_created_during_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parent that is killed at once: the input thread binds while the folder is removed."""
+    """Kill the parent abruptly: the input thread binds while the folder is being removed."""
     folder = tmp_path / "sockets"
     folder.mkdir()
     (folder / "api").touch()
@@ -343,7 +339,7 @@ FORKED = FORK + PARENT.replace("print(", "fork() or print(")
 
 @pytest.mark.thorough
 def test_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
-    """The fork holds the other end of stdin open; that the parent is gone is seen within a
+    """Keep stdin's other end open in a fork: the engine sees the parent's end within a
     heartbeat.
     """
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(slow_model), "4"]
@@ -390,7 +386,7 @@ def test_closing_ends_a_running_step(slow_model: Path) -> None:
             await client.close()
             with pytest.raises(EngineDead, match="stopping"):
                 await stream.next()
-            await client.close()  # once more is nothing
+            await client.close()  # a second close does nothing
 
     play(test())
 
@@ -416,13 +412,13 @@ def test_engine_that_hangs_is_seen_and_can_be_closed(
             await client.call("pause")
             paused = client.submit([1, 2], params_of(0), stream=True)
             heard: list[float | None] = []
-            for _ in range(2):  # the first heartbeat may tell of steps
+            for _ in range(2):  # the first heartbeat may report steps
                 heard.append(client._heard)
                 await until(lambda: client._heard != heard[-1])
             assert heard[-1] is not None
-            assert client._progress > heard[-1]  # it has nothing to do, and says so
+            assert client._progress > heard[-1]  # idle, and reports it
             paused.close()
-            os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
+            os.kill(pid, signal.SIGSTOP)  # so it does not receive the request to end
             monkeypatch.setattr(time_limits, "PROCESS_STOP", 0.5)
             monkeypatch.setattr(time_limits, "HANG_UP", 0.5)
 
@@ -443,7 +439,7 @@ def test_idle_engine_that_hangs_is_seen_too(model: Path, monkeypatch: pytest.Mon
             await until(lambda: client.stalled(0.2))
             assert client.why_dead is None
             os.kill(pid, signal.SIGCONT)
-            client._heard = None  # the next one may be seconds away
+            client._heard = None  # the next heartbeat may be seconds away
 
     play(test())
 

@@ -1,4 +1,4 @@
-"""Folders of sockets in which nobody listens any more."""
+"""Socket folders without a listener are removed."""
 
 import os
 import socket
@@ -19,9 +19,7 @@ from nano_inference.remote.process_client import (
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In the place of the system's folder for such things; its own path is short enough for a
-    socket's.
-    """
+    """Replace the system's folder for sockets by a path that is short enough."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -57,7 +55,7 @@ def test_sockets_without_listener_are_removed(place: Path) -> None:
 def test_files_in_use_are_not_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = private_folder()
     with listening(used / "api"):
-        listening(used / "engine").close()  # the engine has died, and is about to be replaced
+        listening(used / "engine").close()  # the engine has died and is about to be replaced
         aged(used)
         holding = private_folder()
         (holding / "letters").write_text("of somebody")
