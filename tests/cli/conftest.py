@@ -16,7 +16,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Models: with a chat template and no end, without a template, without a tokenizer."""
+    """Create models without end token: with a chat template, without one, without tokenizer."""
     made: dict[str, str] = {}
     for name, template in (("chat", TEMPLATE), ("base", None), ("bare", None)):
         changes: dict[str, Any] = {

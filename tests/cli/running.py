@@ -1,4 +1,4 @@
-"""The command line in this process and in others, and what it runs on."""
+"""Run the command line in this process and in others, with the files it needs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|38|48|9[0-7])[0-9;]*m")
 
 
 def write_tokenizer(folder: Path, template: str | None) -> None:
-    """Byte-level: a token a byte."""
+    """Write a byte-level tokenizer: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(
         models.BPE(

@@ -1,4 +1,4 @@
-"""Behaviour of every command: help, errors, exit codes, options of the shell."""
+"""Behavior of every command: help, errors, exit codes and shell options."""
 
 import errno
 import inspect
@@ -303,7 +303,7 @@ def test_errors_are_short_and_have_a_code(
 ) -> None:
     result = run(*(folders["chat"] if word == "MODEL" else word for word in arguments))
     assert result.exit_code == code, result.output
-    # a box may break lines anywhere between words
+    # a box may break lines between any two words
     assert words in " ".join(result.stderr.replace("│", "").split())
     assert "Traceback" not in result.output
     assert result.stdout == ""

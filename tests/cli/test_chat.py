@@ -1,4 +1,4 @@
-"""`nano-inference chat`, its lines piped in."""
+"""`nano-inference chat` with piped input."""
 
 import contextlib
 import json
@@ -241,7 +241,7 @@ def test_keys_typed_during_an_answer_are_read_after_it() -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
-    """Ctrl-C while it answers, Ctrl-C while it waits, a mistake, Ctrl-D."""
+    """Press Ctrl-C during an answer, Ctrl-C at the prompt, a mistyped command and Ctrl-D."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -263,9 +263,7 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     seen = b""
 
     def until(what: bytes, key: bytes = b"") -> None:
-        """Press a key and read on. Pressed again: one that comes while the line editor starts can
-        be lost.
-        """
+        """Press a key and read until `what`. Repeat: a starting line editor can lose the key."""
         nonlocal seen
         os.write(ours, key)
         for _ in range(60):
@@ -279,7 +277,7 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
 
     until(b">>>")
     os.write(ours, b"hello\n")
-    until(b"\xef\xbf\xbd")  # it is answering: random bytes, most of which are no text
+    until(b"\xef\xbf\xbd")  # the answer has begun: random bytes, mostly invalid text
     until(b"stopped", b"\x03")
     until(b">>>")
     until(b"Press Ctrl-D or type /exit to leave.", b"\x03")
@@ -298,7 +296,7 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     assert process.stdout is not None
     process.stdin.write("hello\n")
     process.stdin.flush()
-    process.stdout.read(5)  # it is answering
+    process.stdout.read(5)  # the answer has begun
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process, "/help\n")
     assert code == 0, err
@@ -314,7 +312,7 @@ def test_draft_figures_include_tokens_per_step(folders: dict[str, str]) -> None:
         config = EngineConfig(folders["chat"], kv_cache_memory=2**20, num_threads=1, **drafting)
         with InferenceEngine(config) as engine:
             if engine.drafter is not None:
-                engine.drafter.costs = None  # as many drafts as may be
+                engine.drafter.costs = None  # no limit on drafts
             session = conversation.Session(partial(chat._ask_engine, engine), params, set())
             usage = [piece.usage for piece in session.answer(said, session)][-1]
         figures.append(conversation.figures(usage, 1.0, is_cut=False, stopped=False))

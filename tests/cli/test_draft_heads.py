@@ -1,4 +1,4 @@
-"""`nano-inference draft-heads`."""
+"""`nano-inference draft-heads` on tiny models."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.cli.running import FAST, run
 def test_heads_are_trained_and_draft(
     folders: dict[str, str], tmp_path: Path, kind: str, model: str
 ) -> None:
-    """From text where there is a tokenizer, else from token ids."""
+    """Train on text if there is a tokenizer, otherwise on token ids."""
     prompts = tmp_path / "prompts.jsonl"
     given: list[object] = ["ab", "a longer one", "b"] if model == "chat" else [[4, 5], [6], [7, 8]]
     prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in given))

@@ -1,4 +1,4 @@
-"""`nano-inference generate` on tiny models: what it prints, and where."""
+"""`nano-inference generate` on tiny models: its output on stdout and stderr."""
 
 import io
 import json
@@ -30,7 +30,7 @@ from tests.server.adapters import adapter_folder
 def test_generate_plans_memory_for_its_number_of_sequences(
     monkeypatch: pytest.MonkeyPatch, prompts: int, samples: int, most: int
 ) -> None:
-    """The KV cache never gets more than so many of the longest sequences can use."""
+    """Give the KV cache no more than the requested number of longest sequences can use."""
     asked: list[EngineConfig] = []
 
     def load(config: EngineConfig) -> InferenceEngine:
@@ -99,7 +99,7 @@ def test_progress_is_for_people(state: tuple[int, int, int, float], line: str) -
 
 
 def test_schema_may_be_given_as_json(tmp_path: Path) -> None:
-    model = tiny_llama(tmp_path / "model", seed=0)  # it knows an end
+    model = tiny_llama(tmp_path / "model", seed=0)  # has an end token
     write_tokenizer(model, None)
     schema = '{"enum": [12, 345]}'
     asked = ("generate", str(model), "-p", "ab", "-m", "90", "--seed", "1", *FAST)
@@ -413,7 +413,7 @@ def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
     )
     assert process.stderr is not None
     while "longest sequence" not in process.stderr.readline():
-        pass  # the weights come next, then the run
+        pass  # next come the weights, then the run
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -477,7 +477,7 @@ def test_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_path: 
 
 
 def test_completions_follow_a_grammar(tmp_path: Path) -> None:
-    model = tiny_llama(tmp_path / "model", seed=0)  # it knows an end
+    model = tiny_llama(tmp_path / "model", seed=0)  # has an end token
     write_tokenizer(model, None)
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": [12, 345]}')
@@ -516,7 +516,7 @@ def test_invalid_grammars_are_rejected(folders: dict[str, str], tmp_path: Path) 
 
 
 def test_sample_that_failed_says_why(folders: dict[str, str]) -> None:
-    """A model without an end has no grammars, or ends by itself; nothing is silent."""
+    """Print an answer or an error on stderr, never nothing."""
     result = run("generate", folders["base"], "-p", "ab", "--regex", "(a{9}){9}", *FAST)
     assert result.exit_code == 0
     assert result.stdout.strip() or "error:" in result.stderr

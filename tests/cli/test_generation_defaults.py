@@ -1,6 +1,4 @@
-"""generation_config.json: what it recommends holds where a request of the usual protocols says
-nothing.
-"""
+"""generation_config.json: its values apply if a request of a common protocol omits the field."""
 
 import json
 import logging

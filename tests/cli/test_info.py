@@ -1,4 +1,4 @@
-"""`nano-inference info` against the engine that it foretells."""
+"""`nano-inference info` against the engine that it predicts."""
 
 import json
 import shutil

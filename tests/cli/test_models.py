@@ -1,4 +1,4 @@
-"""`nano-inference models`: what is listed, and what may be removed."""
+"""`nano-inference models`: list and remove cached files."""
 
 import json
 import re
@@ -13,9 +13,7 @@ from tests.cli.running import run
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with what describes a file, a copy that an earlier version made, and one build of
-    kernels.
-    """
+    """Create a cache with a file's description, a copy by an earlier version and a kernel build."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     root = tmp_path / "nano-inference"
@@ -43,7 +41,7 @@ def test_cached_entries_are_listed_with_their_sizes(cache: Path) -> None:
             "unused copy",
             "",
         )
-    assert rows["gguf/def-v4"]["bytes"] == 41  # not the file that it links to
+    assert rows["gguf/def-v4"]["bytes"] == 41  # excludes the target of the link
     assert rows["gguf/def-v4"]["uses"] == str(cache.parent / "m.gguf")
     assert rows["kernels"]["bytes"] == 500
     assert rows["smollm2-135m"]["kind"] == "package"

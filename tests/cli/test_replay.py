@@ -1,6 +1,4 @@
-"""`nano-inference replay`: what `generate --json` wrote is made again, and whatever was changed is
-found.
-"""
+"""`nano-inference replay` repeats the output of `generate --json` and detects every change."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +69,7 @@ def written(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 def test_generate_output_replays(
     folders: dict[str, str], written: Path, tmp_path: Path, dtype: str, sums: str
 ) -> None:
-    """The file says which dtype, backend and order of sums it was made with."""
+    """Read dtype, backend and summation order from the file."""
     path, model = tmp_path / "samples.jsonl", folders["chat"]
     more = ("--dtype", dtype, "--cpu-sums", sums, "--ref-model", model)
     made = run("generate", model, "-p", "ab", "-n", "4", "--json", *SAMPLING, *more, *FAST)

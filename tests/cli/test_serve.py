@@ -1,4 +1,4 @@
-"""`nano-inference serve`: its options are those of the two configurations."""
+"""`nano-inference serve`: its options are the fields of the two configurations."""
 
 import importlib.util
 import socket
@@ -21,7 +21,7 @@ Configs = list[tuple[EngineConfig, ServerConfig]]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Configs:
-    """Return the configurations that would have been served."""
+    """Return the configurations that `serve` would use."""
     seen: Configs = []
     monkeypatch.setattr(main, "serve", lambda engine, config: seen.append((engine, config)))
     return seen
@@ -34,7 +34,7 @@ def test_serve_uses_defaults_without_options(started: Configs) -> None:
 
 
 def other(value: Any, kind: str) -> Any:
-    """A value of a field that is not its default."""
+    """Return a value for the field that differs from its default."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
@@ -58,7 +58,7 @@ CHOICES |= {
     "expert_parallel": 4,
 }
 CHOICES |= {"block_size": 1024}
-CHOICES |= {"admin_key": "third"}  # a user's key is refused
+CHOICES |= {"admin_key": "third"}  # user keys are rejected
 CHOICES |= {
     "served_model_name": ("other", "more"),
     "root_path": "/other",
@@ -96,16 +96,16 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
         for field in fields(kind)
         if field.name != "model_path"
     }
-    if kind is EngineConfig:  # a model that drafts has one rank: see below
+    if kind is EngineConfig:  # drafting allows one rank only, see below
         del wanted["draft_model"], wanted["draft_layers"], wanted["draft_quantization"]
-        del wanted["max_loras"], wanted["loras"]  # and so has one with adapters
-        del wanted["enable_return_routed_experts"]  # or with a record of experts
-        del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # or with files of blocks
-        del wanted["cpu_sums"]  # which is of another backend
-    # The two exclude each other; and there is an admin key.
+        del wanted["max_loras"], wanted["loras"]  # so do adapters
+        del wanted["enable_return_routed_experts"]  # so does the record of experts
+        del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # so do block files
+        del wanted["cpu_sums"]  # belongs to another backend
+    # Mutually exclusive; `rl_open` also conflicts with the admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
-        # one is instead of host and port, the other is read from a file
+        # `uds` replaces host and port, `chat_template` is read from a file
         del wanted["uds"], wanted["chat_template"]
     arguments = [part for name, value in wanted.items() for part in flags(name, value)]
     result = run("serve", "smollm2-135m", *arguments)

@@ -1,4 +1,4 @@
-"""`nano-inference generate --url` and `chat --url`: what they send, what they show, and how they fail."""
+"""`nano-inference generate --url` and `chat --url`: requests, output and failures."""
 
 import contextlib
 import os
@@ -120,7 +120,7 @@ def test_missing_server_is_reported_in_one_sentence() -> None:
 
 
 class Chat:
-    """A server that answers with the number of the turn; it can count where it is given a limit."""
+    """A server that answers with the number of the turn, and counts tokens if it has a limit."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.turn = limit, 0
