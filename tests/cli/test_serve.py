@@ -102,7 +102,7 @@ def test_config_fields_are_options_that_arrive(kind: Any, started: Configs) -> N
         del wanted["enable_return_routed_experts"]  # so does the record of experts
         del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # so do block files
         del wanted["cpu_sums"]  # belongs to another backend
-    # Mutually exclusive; `rl_open` also conflicts with the admin key.
+    # Each conflicts with another value: `rl_open` with the admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
         # `uds` replaces host and port, `chat_template` is read from a file
