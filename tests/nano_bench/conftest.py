@@ -1,4 +1,4 @@
-"""Fixtures of the tests of commands and of the server."""
+"""Fixtures shared with the command and server tests."""
 
 from tests.cli.conftest import (
     folders as folders,

@@ -1,4 +1,4 @@
-"""A server that follows a script, for clients that put load on it."""
+"""A scripted server for load clients."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ Script = Callable[["Server", dict[str, Any], asyncio.StreamWriter], Awaitable[No
 
 
 class Server:
-    """Reads requests and answers each by the script; counts what is under way."""
+    """Server that answers each request by the script and counts requests in flight."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -75,14 +75,14 @@ async def whole(server: Server, body: dict[str, Any], writer: asyncio.StreamWrit
 
 
 async def streamed(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """Waits of 30, 10 and 20 ms before three pieces."""
+    """Wait 30, 10 and 20 ms before the three pieces."""
     del server
     begin_stream(writer)
     if "messages" in body:
         event(writer, choice(delta={"role": "assistant", "content": ""}))
     for wait in (0.03, 0.01, 0.02):
-        for _ in range(10):  # so that a client of this loop reads a piece before much of the next
-            await asyncio.sleep(wait / 10)  # wait is over, however late the loop is
+        for _ in range(10):  # a client on this loop must read a piece early in the next wait,
+            await asyncio.sleep(wait / 10)  # even if the loop is late
         event(writer, choice(delta={"content": "x"}) if "messages" in body else choice(text="x"))
     event(writer, choice(text="", delta={}, finish_reason="length"))
     event(writer, {"choices": [], "usage": USAGE})
@@ -92,7 +92,7 @@ async def streamed(server: Server, body: dict[str, Any], writer: asyncio.StreamW
 
 @contextmanager
 def in_a_thread(script: Script) -> Iterator[str]:
-    """A server for a client that has an event loop of its own."""
+    """Run a server on another thread, for a client with its own event loop."""
     loop, places = asyncio.new_event_loop(), list[int]()
 
     async def start() -> asyncio.Server:

@@ -1,4 +1,4 @@
-"""`nano-inference bench` against servers that follow a script."""
+"""`nano-inference bench` against scripted servers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def too_many(_: Server, __: dict[str, Any], writer: asyncio.StreamWriter) 
 
 
 def dies_at(number: int) -> Any:
-    """The connection ends in the middle of this answer and of all later ones."""
+    """Server that breaks the connection in the middle of this answer and of all later ones."""
 
     async def script(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body and len(server.seen) >= number:
@@ -58,7 +58,7 @@ def test_open_loop_that_rises() -> None:
     with in_a_thread(our_server) as url:
         rising = ("--rate", "50", "--ramp", "200", "--duration", "300ms", "--warm-up", "0")
         result = run("bench", url, *rising, "--no-stream", "--model", "the-model")
-    # streamed whatever it is asked: the reply is none that can be read, and the command says so
+    # streams every reply: the command must report that it cannot read the reply
     assert result.exit_code == 1, result.output
     assert "50 to 200 per second" in result.output
     assert "unreadable reply" in result.output

@@ -1,4 +1,4 @@
-"""The load tool against a server that follows a script."""
+"""The load tool against a scripted server."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ def run(script: Script, asks: list[Ask], **options: Any) -> tuple[Load, Server]:
             port = listening.sockets[0].getsockname()[1]
             done = await drive(Target(f"http://127.0.0.1:{port}", "m", "secret"), asks, **options)
             listening.close()
-        await asyncio.sleep(0.01)  # the server's ends of the connections
+        await asyncio.sleep(0.01)  # server side of the connections
         return done, server
 
     return load.run(main())
@@ -85,7 +85,7 @@ def test_connection_that_the_server_had_closed_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def closing(seconds: float) -> Script:
-        """A server that closes each connection, so long after its second request."""
+        """Run a server that closes each connection `after` seconds after its second request."""
         used = set[asyncio.StreamWriter]()
 
         async def script(server: Server, body: dict[str, Any], writer: Any) -> None:
@@ -100,11 +100,11 @@ def test_connection_that_the_server_had_closed_costs_no_request(
 
     asks = token_requests(12, 5, 3, stream=False)
     with monkeypatch.context() as patch:
-        patch.setattr(load, "AT_ONCE", 30.0)  # however slowly this machine does it
+        patch.setattr(load, "AT_ONCE", 30.0)  # on a machine of any speed
         done, server = run(closing(0.0), asks, concurrency=3)
     assert done.errors == []
     assert (done.tokens, server.connections) == (36, 12)
-    done, _ = run(closing(0.2), asks[:6], concurrency=1)  # it may have worked at these
+    done, _ = run(closing(0.2), asks[:6], concurrency=1)  # the server may have started these
     assert done.row()["errors_by_kind"] == {"cut off": 3}
 
 
@@ -113,7 +113,7 @@ def test_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
     done, server = run(streamed, make(2, 5, 3, stream=True), concurrency=1)
     assert done.errors == []
     assert server.seen[0][2]["stream_options"] == {"include_usage": True}
-    for each in done.outcomes:  # neither the role nor the end is a piece
+    for each in done.outcomes:  # the role and the end are not pieces
         first, second, third = each.pieces
         waits = [first - each.began, second - first, third - second]
         assert all(
@@ -215,7 +215,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
         cpu_time = time.process_time()
         before, spent = meter.read(), 0.0
         assert process.stdin is not None
-        process.stdin.write(b"\n")  # only now is it busy
+        process.stdin.write(b"\n")  # busy from here on
         process.stdin.flush()
         for _ in range(600):
             spent = meter.read()["server"] - before["server"]
@@ -224,7 +224,7 @@ def test_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
             time.sleep(0.1)
         assert 0.28 <= spent < 1.0
         client = meter.read()["client"] - before["client"]
-        assert 0 < client <= time.process_time() - cpu_time  # reading takes time, the busy one none
+        assert 0 < client <= time.process_time() - cpu_time  # excludes the busy process
     assert server_parts(os.getpid())["api"] == os.getpid()
 
 
@@ -321,7 +321,7 @@ def test_times_of_a_rate() -> None:
 
     assert first(4, 2.0, evenly=True) == [0.0, 0.5, 1.0, 1.5]
     rises = first(41, 1.0, evenly=True, end_rate=3.0, span=20.0)
-    assert rises[40] == pytest.approx(20.0)  # a mean of two a second
+    assert rises[40] == pytest.approx(20.0)  # two per second on average
     assert rises[1] - rises[0] == pytest.approx(1.0, rel=0.06)
     assert first(44, 1.0, evenly=True, end_rate=3.0, span=20.0)[43] == pytest.approx(21.0)
     falls = first(41, 3.0, evenly=True, end_rate=1.0, span=20.0)
@@ -366,7 +366,7 @@ def test_prompts_of_a_group_begin_alike() -> None:
     assert len(begins) == 3
     assert len({tuple(prompt[20:]) for prompt in prompts}) == 40
     other = [ask.body["prompt"] for ask in itertools.islice(shape.asks(2), 40)]
-    assert {tuple(prompt[:20]) for prompt in other} == begins  # a warm-up's seed is another one
+    assert {tuple(prompt[:20]) for prompt in other} == begins  # a warm-up has another seed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`nano-inference report`: what rows it takes, and that its page is one safe file."""
+"""`nano-inference report`: accepted rows, and a page that is one safe file."""
 
 import base64
 import hashlib

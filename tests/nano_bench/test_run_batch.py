@@ -1,4 +1,4 @@
-"""`nano-inference run-batch`: on an engine in this process, and against servers that fail."""
+"""`nano-inference run-batch`: on an engine in this process and against failing servers."""
 
 import asyncio
 import errno
@@ -44,7 +44,7 @@ MADE_ANEW = {"id", "request_id", "created", "created_at", "completed_at", "cache
 
 
 def settled(path: Path) -> bytes:
-    """The output without what a run makes anew: ids, times, and what its cache had."""
+    """Return the output without fields that vary by run: ids, times and cache hits."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -58,7 +58,7 @@ def test_rows_match_the_engine_and_a_run_resumes(folders: dict[str, str], tmp_pa
     source, whole, again = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "again.jsonl"))
     chat = {"messages": [{"role": "user", "content": "hi"}], "prompt": None}
     bodies = {"messages": chat["messages"], "max_tokens": 4}
-    greedy = {"temperature": 0, "max_output_tokens": 16}  # it takes no seed
+    greedy = {"temperature": 0, "max_output_tokens": 16}  # does not accept a seed
     lines = [
         line("a"),
         json.dumps({"custom_id": "b", "url": "/v1/chat/completions", "body": bodies}),
@@ -199,7 +199,7 @@ def test_lines_in_memory_are_bounded_and_rows_keep_their_order(tmp_path: Path) -
         asked += 1
         most = max(most, taken - output.counts.rows)
         if asked == 1:
-            await asyncio.sleep(0.05)  # the others wait for the first
+            await asyncio.sleep(0.05)  # the others wait for the first request
         return Answer(200, b'{"usage": {"completion_tokens": 2}}')
 
     with Output(tmp_path / "out.jsonl") as output:

@@ -1,4 +1,4 @@
-"""HTTP as the load tool reads it, however the bytes are cut."""
+"""The load tool's HTTP reader, with bytes cut at any place."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ cuts = st.lists(st.integers(0, 400), max_size=30)
 
 
 def pieces(data: bytes, places: list[int]) -> list[bytes]:
-    """`data` cut at these places, each inside of it."""
+    """Cut `data` at these inner places."""
     ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
     return [data[begin:end] for begin, end in itertools.pairwise(ends)]
 
@@ -71,7 +71,7 @@ def test_bodies_that_end_early_or_late_are_refused() -> None:
 
 
 class Wire(asyncio.Transport):
-    """Takes what is written; is closed by `abort`."""
+    """Transport that records writes and is closed by `abort`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Wire(asyncio.Transport):
 
 
 def exchange(parts: list[bytes], *, lost: bool = False) -> tuple[Reply, Connection, Wire]:
-    """Ask, and get these bytes; then perhaps the connection is lost."""
+    """Send a request, feed these bytes as the reply, then optionally lose the connection."""
 
     async def main() -> tuple[Reply, Connection, Wire]:
         connection, wire = Connection(), Wire()
