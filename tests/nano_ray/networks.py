@@ -1,6 +1,4 @@
-"""Two networks on one Linux machine, with a router between them that can stop to pass anything on.
-Needs root.
-"""
+"""Two networks on one Linux machine, with a router that can drop all packets. Needs root."""
 
 import os
 import shutil
@@ -14,8 +12,10 @@ NEAR, FAR = "10.199.47.2", "10.199.48.2"
 
 
 class Networks:
-    """Attributes:
-    near, far: names of the namespaces, in which one machine each seems to be.
+    """Two network namespaces with a router between them.
+
+    Attributes:
+        near, far: Names of the namespaces. Each looks like one machine.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Networks:
         self.near, self.far, self._middle = f"near-{mark}", f"far-{mark}", f"mid-{mark}"
 
     def make(self) -> None:
-        """The namespaces, each end with an address and a way to the other."""
+        """Create the namespaces, each with an address and a route to the other."""
         _ip("netns", "add", self._middle)
         for name, address in ((self.near, NEAR), (self.far, FAR)):
             gateway = address.rpartition(".")[0] + ".1"
@@ -49,7 +49,7 @@ class Networks:
         self._pass_on("1")
 
     def cut(self) -> None:
-        """From now on nothing gets through, and nobody is told: both cables stay plugged in."""
+        """Drop all packets silently: both cables stay plugged in."""
         self._pass_on("0")
 
     def mend(self) -> None:
@@ -57,7 +57,7 @@ class Networks:
         self._pass_on("1")
 
     def remove(self) -> None:
-        """With all processes in them."""
+        """Remove the networks and kill all processes in them."""
         for name in (self.near, self.far, self._middle):
             listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
             for pid in map(int, listed.stdout.split()):
@@ -77,13 +77,13 @@ class Networks:
 
 
 def inside(namespace: str, command: Sequence[str]) -> list[str]:
-    """A command, to be run there."""
+    """Return the command line that runs a command in a namespace."""
     return ["ip", "netns", "exec", namespace, *command]
 
 
 @contextmanager
 def two_networks() -> Iterator[Networks]:
-    """Made, and removed afterwards. Raises `OSError` where they cannot be had."""
+    """Create the networks and remove them at the end. Raise `OSError` if that is not possible."""
     networks = Networks()
     if os.geteuid() or not shutil.which("ip"):
         raise OSError("network namespaces need root and `ip`.")

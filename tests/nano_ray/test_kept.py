@@ -1,4 +1,4 @@
-"""A new replica receives exactly the updates that make the live version."""
+"""A new replica receives exactly the updates that make up the live version."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_partial_update_keeps_the_rest() -> None:
 
 @st.composite
 def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
-    """Return each update's buckets, which share no name."""
+    """Return the buckets of each update. Updates share no tensor name."""
     results: list[list[frozenset[str]]] = []
     for _ in range(draw(st.integers(1, 6))):
         names = draw(st.sets(st.sampled_from(NAMES), min_size=1))
@@ -56,7 +56,7 @@ def updates(draw: st.DrawFn) -> list[list[frozenset[str]]]:
 @given(updates())
 def test_kept_updates_restore_the_same_weights(history: list[list[frozenset[str]]]) -> None:
     everything: dict[str, int] = {}
-    states: list[dict[str, int]] = [{}]  # of every version
+    states: list[dict[str, int]] = [{}]  # from every version
     kept = KeptWeights()
     for version, buckets in enumerate(history, start=1):
         kept = kept.after(version, [bucket(names, version) for names in buckets])

@@ -1,6 +1,4 @@
-"""Two machines, as far as the network can tell, and nothing gets through between them for a
-while.
-"""
+"""Two simulated machines whose network fails for a while."""
 
 import json
 import os
@@ -50,7 +48,7 @@ def test_ray_recovers_from_a_network_cut(networks: Networks, tmp_path: Path) -> 
             tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
         )
         paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-        # A token of this cluster's own, whatever this machine has for others.
+        # Use this cluster's own token instead of a token of this machine.
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         environment = os.environ | secret | {"RAY_TMPDIR": short, "PYTHONPATH": paths}
         log = stack.enter_context((tmp_path / "log").open("w"))
@@ -102,7 +100,7 @@ def test_ray_recovers_from_a_network_cut(networks: Networks, tmp_path: Path) -> 
     seen = json.loads(said)
     assert seen["nodes"] == seen["nodes again"] == 2
     assert seen["noticed"] < 60
-    assert seen["running"]  # the requests of the other side waited, and went on
+    assert seen["running"]  # requests to the other side waited, then continued
     assert seen["cut"]
     assert seen["version"] == 1
     assert seen["versions"] == [1, 1]

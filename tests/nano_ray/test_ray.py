@@ -1,4 +1,4 @@
-"""Replicas on Ray, in an environment of its own (`make test-slow` makes it)."""
+"""Replicas on Ray, in a separate environment (`make test-slow` creates it)."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def models(folder: Path) -> None:
-    """A tiny model and two updates of it."""
+    """Create a tiny model and two updates."""
     tiny_llama(folder / "model")
     whole = llama_weights(llama_config(), seed=5)
     save_file(whole, folder / "whole.safetensors")
@@ -36,9 +36,9 @@ def models(folder: Path) -> None:
 
 
 def run(*told: object) -> str:
-    """Return the last output of Ray's Python."""
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
-    # 107 letters.
+    """Run a script with Ray's Python and return its last line of output."""
+    # Ray adds long socket names to this folder, and a socket path has at most
+    # 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
         paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
         environment = os.environ | {"RAY_TMPDIR": short, "PYTHONPATH": paths}
@@ -115,7 +115,7 @@ def test_shutdown_leaves_no_process(seen: dict[str, Any]) -> None:
 def test_replica_of_two_ranks(tmp_path: Path) -> None:
     models(tmp_path)
     seen = json.loads(run(HERE / "with_ranks.py", tmp_path / "model", tmp_path).splitlines()[-1])
-    # there are two CPUs, on two nodes
+    # two CPUs on two nodes
     assert "2 ranks of {'CPU': 1.0} on one node" in seen["apart"]
     assert seen["generate"]
     assert seen["version"] == 1

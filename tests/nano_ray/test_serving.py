@@ -1,4 +1,4 @@
-"""`nano-inference serve --ray`: streams go on when an actor is killed."""
+"""`nano-inference serve --ray`: streams continue after an actor is killed."""
 
 import json
 import os
@@ -40,8 +40,8 @@ def server(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
-    # 107 letters.
+    # Ray adds long socket names to this folder, and a socket path has at most
+    # 107 characters.
     with ExitStack() as stack:
         short = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)

@@ -1,4 +1,4 @@
-"""Shared parts of the scripts here: the work and ways to watch a fleet that does it."""
+"""Shared parts of the scripts in this folder: a workload and ways to watch a fleet run it."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ PROMPTS = [[3 + index, 5, 6, 7, 8, 9 + index % 3] for index in range(32)]
 PARAMS = SamplingParams(max_tokens=300, ignore_eos=True, top_p=0.95)
 SEEDED = [replace(PARAMS, seed=index) for index in range(len(PROMPTS))]
 WIDTH = 4
-PATIENCE = 120.0  # seconds for anything at all
+PATIENCE = 120.0  # timeout in seconds for every wait
 
 Bits = list[Any]
 began = time.monotonic()
@@ -25,7 +25,7 @@ def say(*words: object) -> None:
 
 
 def config_of(model: str) -> EngineConfig:
-    """Small batches, so that the work takes seconds."""
+    """Return a configuration with small batches, so that the workload takes seconds."""
     return EngineConfig(
         model,
         dtype="float32",
@@ -38,7 +38,7 @@ def config_of(model: str) -> EngineConfig:
 
 
 def bits(samples: list[TrainingSample]) -> Bits:
-    """All that a place in the fleet may not change."""
+    """Return the fields that must not depend on the replica."""
     return [
         [s.prompt_tokens, s.completion_tokens, s.logprobs, s.log_kept_mass, s.seed, s.sample_index,
          s.weight_version, s.finish_reason, [[v.version, v.start, v.end] for v in s.weight_versions]]
@@ -87,9 +87,7 @@ def serving(fleet: RayFleet) -> list[Replica]:
 
 
 def in_the_middle(fleet: RayFleet) -> Meanwhile:
-    """A `generate` that has sampled some tokens on every replica, and has most of them before
-    it.
-    """
+    """Start `generate` and return once every replica has sampled tokens and most remain."""
     before = fleet.stats().completion_tokens
     running = Meanwhile(lambda: bits(fleet.generate(PROMPTS, SEEDED, WIDTH)))
     until("tokens", lambda: fleet.stats().completion_tokens > before + 3000 or not running.runs())

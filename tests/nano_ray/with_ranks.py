@@ -1,6 +1,6 @@
-"""A replica of two ranks: actors on one node, of which one is killed.
+"""Kill one actor of a replica of two ranks, whose actors run on one node.
 
-Run by the interpreter of an environment that has Ray. Arguments: a model folder, and one with
+Run by the interpreter of an environment with Ray. Arguments: a model folder, and a folder with
 `whole.safetensors`. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false

@@ -1,7 +1,7 @@
-"""A fleet on a Ray of three nodes on one machine: they die, and come anew.
+"""Kill and replace nodes of a fleet on a Ray cluster of three nodes on one machine.
 
-Run by the interpreter of an environment that has Ray. Arguments: a model folder, and the seeds'
-folder with `whole.safetensors` and `part.safetensors`. Prints one line of JSON.
+Run by the interpreter of an environment with Ray. Arguments: a model folder, and a folder with
+`whole.safetensors` and `part.safetensors`. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -76,7 +76,7 @@ def refusals(fleet: RayFleet) -> dict[str, str]:
 def main() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     whole, part = (load_file(f"{WEIGHTS}/{name}.safetensors") for name in ("whole", "part"))
-    with InferenceEngine(CONFIG) as engine:  # alone, and nothing happens to it
+    with InferenceEngine(CONFIG) as engine:  # reference without faults
         unseeded = engine.generate(PROMPTS[:6], PARAMS, WIDTH)
         engine.update_weights(whole, blocking=True)
         engine.update_weights(part, blocking=True)
@@ -94,7 +94,7 @@ def main() -> dict[str, Any]:
     say("fleet")
     try:
         seen["nodes"] = {each.node for each in fleet.replicas()} == set(nodes)
-        samples = fleet.generate(PROMPTS[:6], PARAMS, WIDTH)  # with seeds of the config's
+        samples = fleet.generate(PROMPTS[:6], PARAMS, WIDTH)  # with the configuration's seeds
         seen["generate"] = bits(samples) == bits(unseeded)
         seen["ids"] = [each.request_id for each in samples] == [
             each.request_id for each in unseeded
@@ -111,7 +111,7 @@ def main() -> dict[str, Any]:
         seen["still"] = [fleet.get_weight_version(), fleet.weights_checksum() == checksum]
         say("refused")
 
-        # A node is killed, and another one takes its place.
+        # Kill a node; another one replaces it.
         running = in_the_middle(fleet)
         victim = fleet.replicas()[1]
         cluster.remove_node(nodes[victim.node], allow_graceful=False)
@@ -129,7 +129,7 @@ def main() -> dict[str, Any]:
         seen["replaced"] = [other.node == new.node_id, other.weight_version, other.num_starts]
         seen["checksum of the new one"] = fleet.weights_checksum() == checksum
 
-        # More replicas, and fewer, in the middle.
+        # Add and remove replicas during the call.
         cluster.add_node(num_cpus=1)
         added: list[tuple[str, ...]] = []
         again = []
@@ -145,7 +145,7 @@ def main() -> dict[str, Any]:
         seen["elastic"] = [running.result() == quiet, len(fleet.replicas())]
         say("elastic")
 
-        # All of them die: the call waits for the first new one.
+        # Kill all replicas: the call waits for the first new one.
         running = in_the_middle(fleet)
         for client in fleet._client.supervisor.living().values():
             os.kill(client.info.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""A fleet over two networks, and no way between them for a while.
+"""Run a fleet over two networks while the route between them fails for a while.
 
-Run by the interpreter of an environment that has Ray, in the near network, where Ray's head is.
-Arguments: a model folder, a folder with `whole.safetensors`, and the head's address. It says "cut"
-and "mend" when these are to be done, and at the end prints one line of JSON.
+Run by the interpreter of an environment with Ray, in the near network with Ray's head. Arguments: a
+model folder, a folder with `whole.safetensors`, and the head's address. Prints "cut" and "mend" to
+request these actions, and at the end one line of JSON.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A checkpoint engine for verl: the trainer's side writes a file, the replica's side waits for it
-and reads it.
+"""A checkpoint engine for verl that hands weights over in a file.
 
-verl brings NCCL, NIXL and the like, which want GPUs, and imports others by `custom_backend_module`.
+The trainer's side writes the file, the replica's side waits for it and reads it. verl's own engines
+(NCCL, NIXL) need GPUs. It imports others by `custom_backend_module`.
 """
 # pyright: reportMissingImports=false
 

@@ -1,4 +1,4 @@
-"""The gate, without an engine."""
+"""The gate without an engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -26,7 +26,7 @@ def test_closed_gate_parks_newcomers_until_it_opens() -> None:
         parked = [asyncio.ensure_future(gate.enter()) for _ in range(3)]
         await settle()
         assert not any(each.done() for each in parked)
-        gate.close(reject=False)  # a second abort parks them as well
+        gate.close(reject=False)  # a second abort parks these requests too
         await settle()
         assert not any(each.done() for each in parked)
         gate.open()

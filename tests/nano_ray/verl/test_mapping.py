@@ -1,4 +1,4 @@
-"""verl's words and the engine's, without verl."""
+"""Mapping between verl's terms and the engine's, without verl."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,7 @@ def test_agent_loop_request_is_read() -> None:
     assert asked.params == SamplingParams(temperature=0.7, top_p=0.9, top_k=0, max_tokens=30)
     assert asked.log_probs
     assert asked.prompt_logprobs is None
-    assert AGENT_LOOP["logprobs"] is True  # the caller's own is as it was
+    assert AGENT_LOOP["logprobs"] is True  # the caller's dict is unchanged
 
 
 @given(

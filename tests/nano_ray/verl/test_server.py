@@ -27,7 +27,7 @@ from nano_ray.verl.server import Mode, RolloutServer
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
 from tests.standing import slowed
 
-PATIENCE = 60.0  # seconds; a hang fails instead of hanging
+PATIENCE = 60.0  # seconds: a hang fails instead of blocking
 PROMPT = [5, 6, 7, 8, 9]
 LONG = {
     "temperature": 1.0,
@@ -77,7 +77,7 @@ def play(engine: InferenceEngine) -> Callable[..., None]:
 
 
 async def begun(server: RolloutServer, num_steps: int = 5) -> None:
-    """Wait until requests are under way."""
+    """Wait until requests are in flight."""
     loop = server._engine.loop
     first = loop.num_steps
     while loop.num_steps < first + num_steps:
@@ -94,7 +94,7 @@ async def send(
 
 
 def alone(folder: Path, max_tokens: int, weights: Weights | None = None) -> TrainingSample:
-    """The same request on an engine of its own."""
+    """Run the same request on a separate engine."""
     with InferenceEngine(EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22)) as engine:
         if weights is not None:
             engine.update_weights(weights, blocking=True)
@@ -223,7 +223,7 @@ def test_new_weights_serve_requests_that_are_under_way(
         output = await running
         assert len(output["token_ids"]) == 480
         assert output["extra_fields"]["max_global_steps"] == 17
-        assert await send(server, NEW, 17) == 18  # the same step once more, or an earlier one
+        assert await send(server, NEW, 17) == 18  # the same or an earlier step
         assert (await server.generate(PROMPT, LONG, "c"))["extra_fields"]["global_steps"] == 17
 
     play(scene)
@@ -248,10 +248,10 @@ def test_failed_update_keeps_the_old_weights_and_the_next_works(
             await server.receive(number, good.description, good.content[:-16])
         with pytest.raises(WeightUpdateError, match="not open"):
             await server.finish_update(number)
-        dead = await server.begin_update(6)  # a trainer that dies here …
+        dead = await server.begin_update(6)  # this trainer dies here
         await server.receive(dead, *good)
         assert await server.collective_rpc("weights_checksum") == before
-        assert await send(server, NEW, 7) == 7  # … is not waited for
+        assert await send(server, NEW, 7) == 7  # the next update does not wait for it
         with pytest.raises(WeightUpdateError, match="not open"):
             await server.receive(dead, *good)
         assert await server.collective_rpc("weights_checksum") != before
@@ -351,7 +351,7 @@ def test_parcels_hold_a_copy_of_every_tensor_once() -> None:
         )
         many[0].content.setflags(write=False)
         first = opened(many[0], shapes)
-        next(iter(first.values())).zero_()  # memory of its own
+        next(iter(first.values())).zero_()  # separate memory
         assert many[0].content.any()
 
     for max_bytes in (1, 40_000, 10**9):

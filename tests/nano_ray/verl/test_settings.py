@@ -1,4 +1,4 @@
-"""A rollout's configuration as the engine's, without verl."""
+"""Conversion of a rollout configuration to the engine's, without verl."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from nano_ray.verl.settings import engine_config, request_defaults, require_no_a
 
 
 def rollout(**changes: Any) -> Any:
-    """What verl 0.9.1's `RolloutConfig` says by default, but for the parallelism."""
+    """Return the defaults of verl 0.9.1's `RolloutConfig`, except for the parallelism."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": 1,
         "data_parallel_size": 1,

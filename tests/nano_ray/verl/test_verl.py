@@ -1,4 +1,4 @@
-"""verl 0.9.1 on Ray, unmodified, in an environment of its own (`make test-slow` makes it)."""
+"""verl 0.9.1 on Ray, unmodified, in a separate environment (`make test-slow` creates it)."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         save_file(llama_weights(llama_config(), seed=step), folder / f"step{step}.safetensors")
     (folder / "handed").mkdir()
     told = [PYTHON, SCRIPT, folder / "model", folder, folder / "handed"]
-    # Ray's sockets have long names below this folder, and no name of a socket may be longer than
-    # 107 letters.
+    # Ray adds long socket names to this folder, and a socket path has at most
+    # 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:
         environment = os.environ | {"RAY_TMPDIR": short}
         ran = subprocess.run(told, capture_output=True, text=True, timeout=900, env=environment)
@@ -37,7 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def alone(folder: Path, seed: int, prompt: list[int], max_tokens: int) -> TrainingSample:
-    """The same request, on weights of a seed, in this process."""
+    """Run the same request in this process, on the weights of a seed."""
     tiny_llama(folder, seed=seed)
     with InferenceEngine(
         EngineConfig(str(folder), dtype="float32", num_threads=1, kv_cache_memory=2**23)
@@ -74,7 +74,7 @@ def test_aborts(seen: dict[str, Any], tmp_path: Path) -> None:
     expected = alone(tmp_path, 0, PROMPT, 300)
     assert seen["aborted"] == 1
     assert seen["parked"]
-    assert same(seen["interrupted"], expected)  # bit for bit, as if nobody had interrupted it
+    assert same(seen["interrupted"], expected)  # bit for bit the uninterrupted sample
     partial = seen["partial"]
     count = len(partial["token_ids"])
     assert partial["stop_reason"] == seen["rejected"]["stop_reason"] == "aborted"

@@ -1,9 +1,9 @@
-"""What verl makes of a replica: its own manager, balancer, clients and weight update, on a Ray of
-one machine.
+"""Drive a replica with verl's own manager, balancer, clients and weight update, on a one-machine
+Ray.
 
-Run by the interpreter of an environment that has verl and Ray: it wants an older transformers than
-the other tests. Arguments: a model folder, one with `step4.safetensors` and so on, and one to hand
-weights over. Prints one line of JSON.
+Run by the interpreter of an environment with verl and Ray, because verl needs an older transformers
+than the other tests. Arguments: a model folder, a folder with `step4.safetensors` and so on, and a
+folder to hand weights over. Prints one line of JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -27,7 +27,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 FOLDER, STEPS, HANDED = sys.argv[1:]
-PATIENCE = 300.0  # seconds for anything at all
+PATIENCE = 300.0  # timeout in seconds for every wait
 PROMPT = [5, 6, 7, 8, 9]
 PARAMS = {
     "temperature": 1.0,
@@ -81,7 +81,7 @@ def told(output: Any) -> dict[str, Any]:
 
 
 async def sampled(server: Any, least: int) -> None:
-    """Wait until the engine has sampled some tokens more."""
+    """Wait until the engine has sampled at least `least` more tokens."""
 
     async def count() -> int:
         return (await server.collective_rpc.remote("stats")).completion_tokens
@@ -92,7 +92,7 @@ async def sampled(server: Any, least: int) -> None:
 
 
 async def whole(client: Any, seen: dict[str, Any]) -> None:
-    """A request by itself, and one by verl's defaults."""
+    """Run a request uninterrupted, one with defaults, and one with an unknown parameter."""
     seen["whole"] = told(
         await client.generate("a", prompt_ids=PROMPT, sampling_params=SEEDED | {"max_tokens": 300})
     )
@@ -106,14 +106,14 @@ async def whole(client: Any, seen: dict[str, Any]) -> None:
 
 
 async def interrupted(manager: LLMServerManager, seen: dict[str, Any]) -> None:
-    """An abort in the middle. verl's client for partial rollouts goes on with what it has."""
+    """Abort in the middle. verl's client for partial rollouts resubmits the partial sample."""
     (replica,) = manager.get_replicas()
     client = manager.get_client(FullyAsyncLLMServerClient)
     params = SEEDED | {"max_tokens": 300}
     running = asyncio.create_task(client.generate("d", prompt_ids=PROMPT, sampling_params=params))
     await sampled(replica.server_handle, 20)
     seen["aborted"] = (await replica.abort_all_requests())["aborted_count"]
-    await asyncio.sleep(1.5)  # the client has come again, and is parked
+    await asyncio.sleep(1.5)  # the client has resubmitted its request, which is parked
     seen["parked"] = not running.done()
     await replica.resume_generation()
     seen["interrupted"] = told(await running)
@@ -131,7 +131,7 @@ async def interrupted(manager: LLMServerManager, seen: dict[str, Any]) -> None:
 
 
 async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
-    """verl's weight update around requests, and through the adapter under them."""
+    """Run verl's weight update around requests, and through the adapter during requests."""
     (replica,) = manager.get_replicas()
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     trainer = RayWorkerGroup(pool, RayClassWithInitArgs(Trainer, STEPS, HANDED), bin_pack=False)
@@ -151,7 +151,7 @@ async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
     )
     await sampled(server, 20)
     ray.get(trainer.update_weights(global_steps=6), timeout=PATIENCE)
-    # its checkpoint engine, then the adapter
+    # verl's checkpoint engine, then the adapter
     await replica.workers[0].update_weights.remote(global_steps=6)
     seen["under_way"] = not running.done()
     seen["under"] = told(await running)
@@ -169,7 +169,7 @@ async def updated(manager: LLMServerManager, seen: dict[str, Any]) -> None:
 
 
 async def slept(config: Any, seen: dict[str, Any]) -> None:
-    """A replica that shares its device: it sleeps with a request under way, and goes on."""
+    """Put a replica that shares its device to sleep during a request, and wake it."""
     rollout = config.actor_rollout_ref.rollout
     replica = get_rollout_replica_class("nano")(
         1, rollout, config.actor_rollout_ref.model, gpus_per_node=1
@@ -190,7 +190,7 @@ async def slept(config: Any, seen: dict[str, Any]) -> None:
 
 
 async def refused(config: Any) -> str:
-    """Why a replica of two processes does not start."""
+    """Return the error of a replica of two processes."""
     rollout = OmegaConf.merge(config.actor_rollout_ref.rollout, {"tensor_model_parallel_size": 2})
     replica = get_rollout_replica_class("nano")(
         9, rollout, config.actor_rollout_ref.model, gpus_per_node=2
