@@ -1,4 +1,4 @@
-"""A client of the service's API in a few lines, for tests that need no `tinker`."""
+"""A minimal client of the service's API, for tests without `tinker`."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,9 @@ def batch(
     forward_only: bool = False,
     config: Mapping[str, float] | None = None,
 ) -> bytes:
-    """The request of `forward_backward`: of each sequence its tokens and the loss's inputs.
-    `target_tokens` are made, unless they are given: then all of the tokens are input.
+    """Return a `forward_backward` request with each sequence's tokens and loss inputs. Without
+    `target_tokens` in the inputs, the targets are the tokens shifted by one. Otherwise all tokens
+    are input.
     """
     body = _field(1, model_id.encode()) + _field(2, seq_id) + _field(4, loss_fn.encode())
     for tokens, inputs in data:
@@ -52,7 +53,7 @@ def batch(
 
 
 def fields(body: bytes) -> dict[int, list[Any]]:
-    """The fields of a message: numbers, and bytes of all else."""
+    """Return the fields of a message: varints as numbers, all others as bytes."""
     found: dict[int, list[Any]] = {}
     at = 0
 
@@ -78,25 +79,25 @@ def fields(body: bytes) -> dict[int, list[Any]]:
 
 
 def drawn(sample: bytes) -> list[tuple[list[int], bytes]]:
-    """Of each sequence of a `SampleResponse` the tokens, and the logprobs as they are."""
+    """Return the tokens and the raw logprobs of each sequence of a `SampleResponse`."""
     found = [fields(each) for each in fields(sample)[1]]
     return [(np.frombuffer(each[2][0], "<i4").tolist(), each[3][0]) for each in found]
 
 
 def scored(output: bytes) -> bytes:
-    """The logprobs of a `ForwardBackwardOutput`, of one datum behind the other."""
+    """Return the concatenated logprobs of all datums of a `ForwardBackwardOutput`."""
     records = [fields(each) for each in fields(output)[2]]
     return b"".join(fields(fields(record[2][0])[2][0])[1][0] for record in records)
 
 
 def loss_of(output: bytes) -> float:
-    """The metric `loss:sum` of a `ForwardBackwardOutput`."""
+    """Return the metric `loss:sum` of a `ForwardBackwardOutput`."""
     (metric,) = (fields(each) for each in fields(output)[3])
     return struct.unpack("<d", metric[2][0])[0] if 2 in metric else 0.0
 
 
 class Asker:
-    """A session of its own, with one model at a time. The fixture `service` closes connections."""
+    """A session with one model at a time. The fixture `service` closes its connections."""
 
     opened: ClassVar[list[httpx.Client]] = []
 
@@ -110,33 +111,33 @@ class Asker:
         self.seq = 0
 
     def post(self, path: str, /, **body: Any) -> dict[str, Any]:
-        """What a route answers; its refusals raise `httpx.HTTPStatusError`."""
+        """Return the reply of a POST. Raise `httpx.HTTPStatusError` for an error status."""
         return _json(self.http.post(path, json=body))
 
     def get(self, path: str) -> dict[str, Any]:
-        """Likewise."""
+        """Return the reply of a GET. Raise `httpx.HTTPStatusError` for an error status."""
         return _json(self.http.get(path))
 
     def send(self, path: str, /, **body: Any) -> str:
-        """A request with a place in the model's order; its id."""
+        """Send a request with the next number in the model's order and return its id."""
         self.seq += 1
         asked = self.post(path, model_id=self.model, seq_id=self.seq, **body)
         return asked["request_id"]
 
     def send_batch(self, data: Sequence[tuple[Sequence[int], Inputs]], *args: Any, **options: Any):
-        """`forward_backward`; its id."""
+        """Send a `forward_backward` request and return its id."""
         self.seq += 1
         return self.send_bytes(batch(self.model, self.seq, data, *args, **options))
 
     def send_bytes(self, body: bytes) -> str:
-        """The same, of bytes."""
+        """Send a body of bytes as `send_batch` does."""
         headers = {"content-type": "application/x-protobuf"}
         return _json(self.http.post("/forward_backward", content=body, headers=headers))[
             "request_id"
         ]
 
     def result(self, request_id: str) -> Any:
-        """The result: a mapping, which may hold `error`, or bytes."""
+        """Wait for the result: a mapping, which may hold `error`, or bytes."""
         while True:
             answer = self.http.post("/retrieve_future", json={"request_id": request_id})
             if answer.headers["content-type"] == "application/x-protobuf":
@@ -146,7 +147,7 @@ class Asker:
                 return found
 
     def create(self, number: int = 0, base_model: str = "bigrams", **lora: Any) -> Any:
-        """A model; its result."""
+        """Create a model and return the result."""
         asked = self.post(
             "/create_model",
             session_id=self.session,
@@ -159,16 +160,16 @@ class Asker:
         return reply
 
     def step(self, learning_rate: float = 0.1, **params: float) -> Any:
-        """`optim_step`; its result."""
+        """Run `optim_step` and return its result."""
         adam = {"learning_rate": learning_rate, **params}
         return self.result(self.send("/optim_step", adam_params=adam))
 
     def save(self, name: str, **options: Any) -> Any:
-        """`save_weights`; its result."""
+        """Run `save_weights` and return its result."""
         return self.result(self.send("/save_weights", path=name, **options))
 
     def sampler(self, number: int = 0, **options: Any) -> str:
-        """A sampling session of the model as it is."""
+        """Create a sampling session of the model's current weights."""
         asked = {"sampling_session_seq_id": number, **options}
         return self.result(self.send("/save_weights_for_sampler", **asked))["sampling_session_id"]
 
@@ -180,7 +181,7 @@ class Asker:
         num_samples: int = 1,
         **params: Any,
     ) -> Any:
-        """Its result."""
+        """Sample and return the result."""
         asked = self.post(
             "/asample",
             sampling_session_id=sampler,

@@ -1,5 +1,5 @@
-"""A base model that is two matrices: the logits after a token are (W + B A / rank) of its embedding.
-What the service does with models can be tested on it in milliseconds.
+"""A base model of two matrices: the logits after a token are (W + B A / rank) times its embedding.
+It tests the service's handling of models in milliseconds.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ VOCAB, WIDTH = 32, 8
 
 
 class BigramPolicy(nn.Module):
-    """See `Policy`."""
+    """A `Policy` whose adapter is one low-rank matrix."""
 
     def __init__(self, base: "Bigrams", adapter: Adapter) -> None:
         super().__init__()
@@ -54,8 +54,13 @@ class BigramPolicy(nn.Module):
 
 
 class Bigrams:
-    """See `Base`. `delay`: seconds of a batch; `adapters`: that are served now;
-    `policies`: that are in training."""
+    """A `Base` of two matrices.
+
+    Attributes:
+        delay: Seconds per batch.
+        adapters: Adapters that are served now.
+        policies: Policies in training.
+    """
 
     def __init__(
         self, most: int = 4, *, vocab: int = VOCAB, longest: int = 64, folder: str = "bigrams"
@@ -72,7 +77,7 @@ class Bigrams:
         self.adapters: dict[str, tuple[Tensor, Tensor]] = {}
 
     def rows(self, ids: list[int], a: Tensor | None, b: Tensor | None) -> Tensor:
-        """Logprobs [n, VOCAB] of what follows each token."""
+        """Return logprobs [n, VOCAB] of the token after each token."""
         weight = self.weight if a is None or b is None else self.weight + b @ a / len(a)
         return torch.stack([torch.log_softmax(weight @ self.embedding[each], 0) for each in ids])
 

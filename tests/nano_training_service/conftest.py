@@ -1,4 +1,4 @@
-"""A service of bigrams, on a thread of this process."""
+"""A bigram service on a thread of this process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from tests.nano_training_service.bigrams import Bigrams
 
 
 class Services:
-    """Starts services whose checkpoints lie in one folder."""
+    """Factory of services that share one folder of checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = TrainServiceConfig()  # of the last one
+        self.config = TrainServiceConfig()  # configuration of the latest service
 
     @contextmanager
     def __call__(self, base: Bigrams | None = None, **options: Any) -> Iterator[str]:
@@ -34,7 +34,7 @@ class Services:
 
     @contextmanager
     def in_haste(self, seconds: float = 1.0) -> Iterator[None]:
-        """Requests of this block have so long alone; what is before and behind it has time."""
+        """Limit the requests of this block to `seconds`, but not earlier or later ones."""
         patient = self.config.request_timeout
         object.__setattr__(self.config, "request_timeout", seconds)
         yield
@@ -43,7 +43,7 @@ class Services:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Services:
-    """Starts one for a `with` block, which is its URL."""
-    # A process's first optimizer lets torch import its compiler: seconds, in which sessions end.
+    """Return a factory of services: use it in a `with` block, which yields the URL."""
+    # The first optimizer of a process imports torch's compiler for seconds; sessions would expire.
     torch.optim.AdamW([torch.zeros(1)])
     return Services(tmp_path / "state")

@@ -1,4 +1,4 @@
-"""Bounds on a service's memory and waits: bodies, their parsing, and results."""
+"""Bounds on a service's memory and waits: bodies, their parsing and results."""
 
 import asyncio
 import threading
@@ -118,7 +118,7 @@ def test_bodies_in_memory_are_bounded_together() -> None:
         await ask()
         done.set()
         await asyncio.gather(*first)
-        await ask()  # what was held is given back
+        await ask()  # the held bytes are released
         return answers
 
     answers = asyncio.run(story())
@@ -132,7 +132,7 @@ def test_results_are_bounded_in_bytes_and_kept_until_fetched() -> None:
         for name in ("a", "b"):
             futures.new(name).finish(bytes(3000))
         assert await futures.fetch("a", 1) == bytes(3000)
-        assert await futures.fetch("a", 1) == bytes(3000)  # still there, as there is room
+        assert await futures.fetch("a", 1) == bytes(3000)  # still kept, because there is room
         futures.new("c").finish(bytes(3000))
         with pytest.raises(Refused, match=r"fetched and deleted to free memory .*max_result_bytes"):
             await futures.fetch("a", 1)

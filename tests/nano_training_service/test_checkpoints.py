@@ -1,4 +1,4 @@
-"""The folder of checkpoints: one service at a time has it, and a crash loses nothing in it."""
+"""The folder of checkpoints: it belongs to one service at a time, and a crash loses nothing."""
 
 import os
 import shutil
@@ -23,11 +23,11 @@ RUN = Run("run", "bigrams", 4, 1, True, True, True, None, 1.0, 1.0)
 
 
 class Crash(BaseException):
-    """The machine is off."""
+    """The machine has lost power."""
 
 
 class Machine:
-    """Counts what is done to the disk, and from one such deed on does nothing any more."""
+    """Disk that counts operations and raises `Crash` from operation `last` on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
         self.count, self.last = 0, last
@@ -131,7 +131,7 @@ def test_second_service_on_a_folder_is_rejected_without_damage(service: Services
         sampler = asker.sampler()
         path = asker.save("a")["path"]
         config = TrainServiceConfig(port=0, state_dir=str(service.folder))
-        for base in (Bigrams(), EngineConfig("no-such-model")):  # it is not even looked for
+        for base in (Bigrams(), EngineConfig("no-such-model")):  # does not even look for it
             began = time.monotonic()
             with (
                 pytest.raises(ConfigError, match=r"state_dir=.* is in use.*--state-dir"),
@@ -143,7 +143,7 @@ def test_second_service_on_a_folder_is_rejected_without_damage(service: Services
         asker.send_batch(sequences(1))
         assert "metrics" in asker.step()
         assert asker.post("/weights_info", tinker_path=path)["lora_rank"] == 4
-    with service() as url:  # it is free again
+    with service() as url:  # released again
         assert "model_id" in Asker(url).create()
 
 

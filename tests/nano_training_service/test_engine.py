@@ -1,6 +1,4 @@
-"""The service with an engine: samplers and trainers give the same bits, and clients do not feel
-each other.
-"""
+"""The service with an engine: samplers and trainers agree bit for bit, clients are independent."""
 
 import hashlib
 import threading
@@ -41,7 +39,7 @@ def url(state: Path) -> Iterator[str]:
 
 
 def train(url: str, number: int, rounds: int = 2) -> tuple[Asker, str]:
-    """Rounds of sampling and of policy gradients on what was sampled; the checkpoint's path."""
+    """Train by rounds of sampling and policy gradients, and return the checkpoint's path."""
     asker = Asker(url, timeout=300)
     asker.create(base_model="tiny", seed=number, rank=4)
     for step in range(rounds):

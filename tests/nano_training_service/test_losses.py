@@ -1,4 +1,4 @@
-"""Loss functions, against their formulas token by token."""
+"""Loss functions against their formulas, token by token."""
 
 import math
 
@@ -32,13 +32,13 @@ MEAN_RATIO = math.exp(sum(p - q for p, q in zip(P[1:], Q[1:], strict=True)) / 3)
 
 
 def _gspo(p: float, start: float, a: float) -> float:
-    """Of a token whose logprob moves from `start` while the sequence's ratio stands."""
+    """Return the loss of a token that moves from `start` while the sequence ratio is fixed."""
     ratio = MEAN_RATIO * math.exp(p - start)
     return -min(ratio * a, _clip(ratio, 0.7, 1.1) * a)
 
 
 def _slope(name: str, p: float, q: float, a: float) -> float:
-    """Of the loss of one token, by differences; cispo's weight is no function of p."""
+    """Return the slope of a token's loss by differences. cispo's weight has no gradient."""
     if name == "cispo":
         return -_clip(math.exp(p - q), 0.7, 1.1) * a
     step = 1e-6

@@ -1,4 +1,4 @@
-"""How `train-service` ends."""
+"""The end of `train-service` after one or two interrupts."""
 
 from types import SimpleNamespace
 from typing import Any

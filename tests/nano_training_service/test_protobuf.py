@@ -1,4 +1,4 @@
-"""The wire format, against bytes that the client's own library wrote."""
+"""The wire format against bytes that the client's own library wrote."""
 
 import re
 from contextlib import suppress
@@ -97,7 +97,7 @@ def test_sparse_tensors_of_the_client_are_read() -> None:
 
 
 def _sparse(shape: list[int], values: list[float], ends: list[int], columns: list[int]) -> bytes:
-    """A datum whose weights are sparse."""
+    """Return a datum with sparse weights."""
     rows = {
         "values": np.array(values, "<f4").tobytes(),
         "ends": np.array(ends, "<i8").tobytes(),
@@ -160,11 +160,11 @@ def test_request_that_ends_within_a_field_is_refused() -> None:
             refused += forward_backward_request(REQUEST[:length]).refusal is not None
         except Refused:
             refused += 1
-    assert refused == len(REQUEST) - 1 - 6  # it may end behind each of its seven fields
+    assert refused == len(REQUEST) - 1 - 6  # it may end after each of its seven fields
 
 
 def test_forward_backward_request_rejects_a_truncated_shape() -> None:
-    # Request.data, Datum.inputs, Input.value, Tensor.shape: one byte whose number goes on
+    # Request.data, Datum.inputs, Input.value, Tensor.shape: one byte whose varint continues
     body = bytes.fromhex("1a0712051203220180")
     with pytest.raises(Refused, match="not a valid Protocol Buffers message"):
         forward_backward_request(body)

@@ -1,5 +1,5 @@
-"""What the service promises of order, independence, checkpoints, deadlines and bounds; with a base
-model that is two matrices.
+"""The service's guarantees on order, independence, checkpoints, deadlines and bounds, with a base
+model of two matrices.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ WEIGHTS = {"weights": [1.0] * 7}
 
 
 def sequences(seed: int, count: int = 3) -> list[tuple[list[int], dict[str, list[float]]]]:
-    """Sequences of chance, with weights."""
+    """Return random sequences with weights."""
     chance = np.random.default_rng(seed)
     return [
         (chance.integers(0, VOCAB, 8).tolist(), {"weights": chance.random(7).tolist()})
@@ -51,7 +51,7 @@ def adapter(folder: Path, path: str) -> bytes:
 
 
 def train(url: str, number: int, steps: int = 5) -> str:
-    """A client that does all on its own; the path of its checkpoint."""
+    """Train as one client and return the path of its checkpoint."""
     asker = Asker(url)
     asker.create(seed=number)
     for step in range(steps):
@@ -121,7 +121,7 @@ def test_gradients_add_up_over_batches(service: Services) -> None:
                 asker.send_batch(left[:size])
                 left = left[size:]
             norms.append(asker.step()["metrics"]["grad_norm"])
-            assert "no gradients" in asker.step()["error"]  # they are used up
+            assert "no gradients" in asker.step()["error"]  # the step consumed the gradients
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_resumed_optimizer_continues_bit_for_bit(service: Services) -> None:
             asker.step()
         half = asker.save("half")["path"]
         whole = go_on(asker)
-    with service() as url:  # another service
+    with service() as url:  # a second service
         results = {}
         for optimizer in (True, False):
             asker = Asker(url)
@@ -163,7 +163,7 @@ def test_loading_into_a_model_and_what_does_not_fit(service: Services) -> None:
         asker.send_batch(sequences(2))
         asker.step()
         load = {"path": path, "optimizer": True}
-        asker.send_batch(sequences(3))  # gradients that loading drops
+        asker.send_batch(sequences(3))  # loading drops these gradients
         assert asker.result(asker.send("/load_weights", **load))["path"] == path
         assert adapter(service.folder, asker.save("two")["path"]) == first
         assert "no gradients" in asker.step()["error"]
@@ -187,14 +187,14 @@ def test_batch_that_fails_leaves_nothing_half_applied(service: Services) -> None
         assert "weights must be finite numbers of shape [7]" in asker.result(bad)["error"]
         assert "weights must be finite" in refused["error"]
         assert adapter(service.folder, asker.save("after")["path"]) == before
-        assert "no gradients" in asker.step()["error"]  # those of the good one are gone
+        assert "no gradients" in asker.step()["error"]  # the valid batch is dropped too
         asker.send_batch([(TOKENS, {"weights": [1.0] * 6})])
         asker.send_batch(sequences(1))
         assert "weights must be finite" in asker.step()["error"]
-        assert "no gradients" in asker.step()["error"]  # nor are those of the next one left
+        assert "no gradients" in asker.step()["error"]  # the next batch is dropped too
         asker.send_batch(sequences(1))
         assert asker.step()["metrics"]["grad_norm"] > 0
-        # one without gradients fails alone
+        # a failed forward-only batch affects no other
         asker.send_batch(sequences(1))
         asker.result(asker.send_batch([(TOKENS, {"x": [1.0] * 7})], forward_only=True))
         assert asker.step()["metrics"]["grad_norm"] > 0
@@ -337,7 +337,7 @@ def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPa
 
 
 def create_soon(url: str, seconds: float = 60.0) -> None:
-    """A model in the place of one whose session has ended; the training thread gives it free."""
+    """Create a model once the training thread has freed the place of an expired session."""
     asker, deadline, number = Asker(url), time.monotonic() + seconds, 0
     while "model_id" not in (reply := asker.create(number)):
         assert "--max-models" in reply["error"]
@@ -351,13 +351,13 @@ def test_model_that_cannot_be_recorded_fails_promptly(
 ) -> None:
     with service(max_pending=1) as url:
         asker = Asker(url)
-        reply = asker.create(10**250)  # no folder can have such a long name
+        reply = asker.create(10**250)  # longer than any folder name may be
         assert reply["category"] == "server"
         assert "model_id" in asker.create(1)
 
 
 def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPStatusError:
-    """The refusal that a request comes to; asked once at least."""
+    """Repeat a request until it is rejected, and return the error."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -381,12 +381,12 @@ def test_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
         assert found["category"] == "server"
         asker.seq = 0
         assert isinstance(asker.result(asker.send_batch(sequences(1))), bytes)
-        asker.seq = 2  # the batch that came too late is part of this step
+        asker.seq = 2  # this step includes the late batch
         assert "did not arrive" in asker.step()["error"]
 
 
 def test_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
-    """Its deadline is over once the request before it has come."""
+    """Close the gap: the deadline no longer applies once the preceding request arrives."""
     gate = threading.Event()
 
     async def story() -> bool:
@@ -452,7 +452,7 @@ def test_model_that_times_out_frees_its_slot(service: Services) -> None:
         with service.in_haste():
             assert "did not start it" in Asker(url).create()["error"]
         assert isinstance(asker.result(running), bytes)
-        # The training thread does this after it has taken the expired model's place away.
+        # The training thread does this after it removes the expired model.
         assert "metrics" in asker.step()
         assert "model_id" in asker.create(2)
 
@@ -494,7 +494,7 @@ def test_session_without_heartbeats_frees_its_resources(service: Services) -> No
             if not base.policies:
                 break
         assert not base.policies
-        assert isinstance(dead.result(running), bytes)  # it was done whole
+        assert isinstance(dead.result(running), bytes)  # it completed
         assert "no heartbeat" in dead.result(waiting)["error"]
         refused(lambda: dead.post("/session_heartbeat", session_id=dead.session), 0.1)
         refused(lambda: dead.send_batch(sequences(1)), 0.1)
@@ -830,7 +830,7 @@ def test_sessions_end_even_if_the_disk_fails(
     monkeypatch.setattr(Checkpoints, "sweep", fail)
     with service(session_timeout=1.0) as url:
         asker, began = Asker(url), time.monotonic()
-        while sum(each - began > 1.0 for each in looks) < 2:  # the second looked at sessions too
+        while sum(each - began > 1.0 for each in looks) < 2:  # the second checked sessions too
             assert time.monotonic() - began < 60.0, "nobody looks"
             time.sleep(0.05)
         refused(lambda: asker.post("/session_heartbeat", session_id=asker.session), 0.1)
@@ -845,7 +845,7 @@ def test_checkpoint_storage_is_bounded(service: Services) -> None:
         asker.step()
         asker.save("old")
     size = sum(file.stat().st_size for file in service.folder.glob("runs/*/weights/old/*"))
-    bound = 10_000 + 2 * size  # that of an earlier service, one more, and what a save may need
+    bound = 10_000 + 2 * size  # the earlier service's checkpoint, one more, and room to save
     with service(max_checkpoint_bytes=bound) as url:
         asker = Asker(url)
         run = asker.create(rank=64)["model_id"]
@@ -859,10 +859,10 @@ def test_checkpoint_storage_is_bounded(service: Services) -> None:
                 assert words in refused["error"], ask
             assert refused["category"] == "user"
         assert sorted(service.folder.rglob("*")) == before
-        assert "path" in asker.save("a", overwrite=True)  # in its own place there is room
-        asker.sampler()  # a nameless one does not count
+        assert "path" in asker.save("a", overwrite=True)  # overwriting needs no more room
+        asker.sampler()  # unnamed checkpoints do not count
         asker.result(asker.send_batch(sequences(1)))
-        assert "metrics" in asker.step()  # training goes on
+        assert "metrics" in asker.step()  # training continues
         asker.http.delete(f"/training_runs/{run}/checkpoints/weights/a").raise_for_status()
         assert "path" in asker.save("b", ttl_seconds=3600)
         assert "max_checkpoint_bytes" in asker.save("c")["error"]

@@ -1,5 +1,5 @@
-"""Batches whose targets are any tokens, one or several for each token: loss, logprobs and gradients
-of every loss function next to plain torch on transformers and PEFT, in float32.
+"""Batches with arbitrary targets, one or several per token: loss, logprobs and gradients of every
+loss function against plain torch on transformers and PEFT, in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Both:
-    """A trainer of an adapter that is no beginner's, and the same adapter in PEFT."""
+    """A trainer of an adapter with random weights, and the same adapter in PEFT."""
 
     def __init__(self, folder: Path) -> None:
         model = tiny_llama(folder / "model", vocab_size=VOCAB, std=0.1)
@@ -74,14 +74,14 @@ class Both:
         self.oracle.eval()
 
     def run(self, data: list[Datum], loss_fn: str, config: dict[str, float | str]) -> Any:
-        """The batch's result, and gradients by PEFT's names."""
+        """Run the batch and return its result with the gradients under PEFT's names."""
         self.trainer.drop_gradients()
         result = self.trainer.run_batch(ForwardBackward("m", 1, loss_fn, config, tuple(data)))
         own = {name: param.grad for name, param in self.trainer.policy.named_parameters()}
         return result, own
 
     def expected(self, data: list[Datum], loss_fn: str) -> Any:
-        """Logprobs, loss and gradients by plain torch."""
+        """Compute logprobs, loss and gradients with plain torch."""
         self.oracle.zero_grad()
         logprobs, losses = [], []
         for datum in data:
@@ -110,7 +110,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def batch(loss_fn: str, columns: int | None, seed: int = 1) -> list[Datum]:
-    """Sequences of chance; the first half of each has factors of 0 and targets of 0 there."""
+    """Return random sequences. The first half of each has zero factors and zero targets."""
     chance, data = np.random.default_rng(seed), []
     for length in (7, 30):
         shape = (length,) if columns is None else (length, columns)
@@ -123,7 +123,7 @@ def batch(loss_fn: str, columns: int | None, seed: int = 1) -> list[Datum]:
             inputs["weights"] = mask * chance.normal(size=shape).astype(np.float32)
         else:
             inputs["advantages"] = mask * chance.normal(size=shape).astype(np.float32)
-            # near the policy's own, so that some ratios are clipped and some are not
+            # near the policy's own, so that only some ratios are clipped
             inputs["logprobs"] = (-5.6 + chance.normal(size=shape) * 0.3).astype(np.float32)
             inputs["mask"] = mask
         if loss_fn == "gspo":
@@ -150,7 +150,7 @@ def test_losses_match_plain_torch(both: Both, loss_fn: str, columns: int | None)
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_padding_with_zero_weight_changes_no_bit(both: Both, loss_fn: str) -> None:
-    """Other targets and other sampler's logprobs there; the logprobs of them are answered."""
+    """Change targets and sampler logprobs at zero weight: only their reported logprobs change."""
     data = batch(loss_fn, None)
     others = []
     for datum in data:

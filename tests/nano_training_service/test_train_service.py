@@ -1,4 +1,4 @@
-"""`train-service`: options arrive in both configurations, keys come from files."""
+"""`train-service`: options reach both configurations, keys come from files."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The client `tinker` and recipes of `tinker-cookbook`, unmodified, in an environment of their own
-(`make test-tinker` makes it), against a service of SmolLM2-135M.
+"""The client `tinker` and recipes of `tinker-cookbook`, unmodified, against a service of
+SmolLM2-135M. They run in a separate environment (`make test-tinker` creates it).
 """
 
 import json
@@ -65,7 +65,7 @@ def test_client(url: str, folder: str, tmp_path: Path) -> None:
         assert row["prompt"] == row["trainer_prompt"]
     assert report["sampled"]["again"] == [row["tokens"] for row in report["sampled"]["rows"]]
     assert set(report["sampled"]["top"][1:]) == {3}
-    # every ratio is 1 to the bit, so these are minus the sum of advantages: 8 tokens of each sign
+    # every ratio is exactly 1, so these are minus the sum of advantages: 8 tokens of each sign
     assert report["policy"]["importance_sampling"] == report["policy"]["ppo"] == 0.0
     assert report["policy"]["gspo"] == 0.0
     assert report["columns"]["sparse"]
@@ -85,7 +85,7 @@ def test_client(url: str, folder: str, tmp_path: Path) -> None:
 
 
 def recipe(name: str, folder: str, tmp_path: Path, url: str, **options: Any) -> list[Any]:
-    """Metrics of a recipe's steps."""
+    """Run a recipe and return the metrics of its steps."""
     fields = {
         "model_name": folder,
         "renderer_name": "qwen3_instruct",
@@ -146,7 +146,7 @@ def test_reinforcement_learning_on_arithmetic(url: str, folder: str, tmp_path: P
     )
     assert len(steps) == 2
     assert any(step["grad_norm"] > 0 for step in steps)
-    for step in steps:  # what sampled and what trains have the same bits
+    for step in steps:  # sampler and trainer agree bit for bit
         assert step["optim/kl_sample_train_v1"] == 0.0
         assert step["optim/kl_sample_train_v2"] == 0.0
 
@@ -166,13 +166,13 @@ def test_preferences_by_reinforcement_learning(url: str, folder: str, tmp_path: 
     assert [step["optim/kl_sample_train_v1"] for step in steps] == [0.0]
 
 
-KNOWN = "Qwen/Qwen3-8B-Base"  # a name of which the cookbook knows the renderer: role_colon
+KNOWN = "Qwen/Qwen3-8B-Base"  # the cookbook maps this name to the renderer role_colon
 
 
 @pytest.fixture
 def known(tmp_path: Path, folder: str) -> Iterator[str]:
-    """The URL of a service whose base model has a name that the cookbook knows; the tokenizer lies
-    under that name in the recipe's folder.
+    """Yield the URL of a service whose base model has a name that the cookbook knows. The recipe's
+    folder has the tokenizer under that name.
     """
     (tmp_path / KNOWN).parent.mkdir()
     (tmp_path / KNOWN).symlink_to(folder)
@@ -184,7 +184,7 @@ def known(tmp_path: Path, folder: str) -> Iterator[str]:
 
 
 def data_set(folder: Path, name: str, rows: list[dict[str, Any]], config: str = "default") -> None:
-    """A data set by its name on the hub, as a folder."""
+    """Write a folder that replaces the hub's data set of that name."""
     (folder / name).mkdir(parents=True)
     (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / name / "README.md").write_text(
@@ -193,14 +193,14 @@ def data_set(folder: Path, name: str, rows: list[dict[str, Any]], config: str = 
 
 
 def weights_of(state: Path) -> dict[str, Any]:
-    """The adapter of the run's last checkpoint."""
+    """Return the adapter of the run's last checkpoint."""
     (found,) = state.glob("runs/*/weights/final/adapter_model.safetensors")
     return load_file(found)
 
 
 def test_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
-    """`rl_loop`, unmodified, by the recipe of the docs. The model often repeats the answer of the
-    prompt's example, 3, so that samples of a group have different rewards.
+    """Run the unmodified `rl_loop` as the docs do. The model often repeats the answer of the
+    prompt's example, 3, so that rewards in a group differ.
     """
     rows = [
         {"question": f"How many {letter}'s are in strawberry?", "answer": "So it is 3.\n#### 3"}
@@ -224,7 +224,7 @@ def test_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
     assert len(steps) == 2
     assert 0 < steps[0]["reward/total"] < 1, steps
     assert steps[0]["grad_norm"] > 0
-    # B begins with zeros: it has moved
+    # B starts as zeros, so training changed it
     moved = [
         each.abs().max() for name, each in weights_of(tmp_path / "state").items() if "_B" in name
     ]
@@ -232,7 +232,7 @@ def test_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
 
 
 def test_supervised_loop(known: str, tmp_path: Path) -> None:
-    """`sl_loop`, unmodified, by the recipe of the docs."""
+    """Run the unmodified `sl_loop` as the docs do."""
     chats = [
         {
             "messages": [
@@ -263,7 +263,7 @@ def test_supervised_loop(known: str, tmp_path: Path) -> None:
 
 
 def test_direct_preference_optimization(url: str, folder: str, tmp_path: Path) -> None:
-    """Its data come from the hub, or, as here, from a folder of that name."""
+    """Read the data from a folder with the name of the hub's data set."""
     data = tmp_path / "Anthropic" / "hh-rlhf"
     data.mkdir(parents=True)
     for name in ("train", "test"):
@@ -289,5 +289,5 @@ def test_direct_preference_optimization(url: str, folder: str, tmp_path: Path) -
     )
     losses = [step["dpo_loss"] for step in steps]
     assert len(losses) == 2
-    assert losses[0] == pytest.approx(0.6931472, abs=1e-6)  # policy and reference are one
+    assert losses[0] == pytest.approx(0.6931472, abs=1e-6)  # policy and reference are equal
     assert losses[1] != losses[0]

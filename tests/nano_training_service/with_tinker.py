@@ -1,5 +1,5 @@
-"""What the client `tinker` does with a service of the base model `sys.argv[2]` at `sys.argv[1]`;
-what it found, as one line of JSON. It runs in an environment of its own.
+"""Use the service at URL `sys.argv[1]` with the client `tinker` on the base model `sys.argv[2]`,
+and print the results as one line of JSON. Runs in a separate environment.
 """
 
 import json
@@ -17,7 +17,7 @@ QUESTION = "What is 2 + 3?"
 
 
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:
-    """A sequence with inputs of a loss; the prompt has weight 0 where they say so."""
+    """Return a sequence with loss inputs. The prompt has weight 0 if the loss takes weights."""
     fields = {"target_tokens": np.array(tokens[1:]), **inputs}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=fields)
 
@@ -32,7 +32,7 @@ def failure(future: Any) -> str:
 
 
 def train(client: Any, tokenizer: Any, steps: int) -> list[float]:
-    """Steps of supervised training; losses."""
+    """Train with supervision and return the losses."""
     tokens = tokenizer.encode("Question: " + QUESTION + "\nAnswer: 5.")
     losses = []
     for _ in range(steps):
@@ -45,7 +45,7 @@ def train(client: Any, tokenizer: Any, steps: int) -> list[float]:
 
 
 def sampled(client: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
-    """Samples of the model as it is, and what it says itself of their tokens."""
+    """Return samples of the current model with the model's own scores of their tokens."""
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
     params = types.SamplingParams(max_tokens=8, seed=seed, temperature=1.0)
@@ -80,7 +80,7 @@ def sampled(client: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
 
 
 def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> dict[str, float]:
-    """One batch for each loss; its sum."""
+    """Return the loss sum of one batch for each loss function."""
     results = {}
     for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
         data = []
@@ -99,7 +99,9 @@ def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> d
 
 
 def columns(client: Any, tokenizer: Any) -> dict[str, Any]:
-    """Three targets a token, most of them padding, as torch tensors: the client sends them sparse."""
+    """Return three targets per token, mostly padding, as torch tensors. The client sends them
+    sparse.
+    """
     tokens = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
     targets = torch.zeros(len(tokens), 3, dtype=torch.int64)
     weights = torch.zeros(len(tokens), 3)
@@ -121,7 +123,7 @@ def columns(client: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The whole story."""
+    """Run all parts and print their results."""
     url, base = sys.argv[1:3]
     with tinker.ServiceClient(base_url=url, api_key="tml-test") as service:
         client = service.create_lora_training_client(base, rank=8, seed=1).result()
