@@ -1,4 +1,4 @@
-"""A compiler of grammars that goes wrong in every way, for `test_compile_process`."""
+"""A grammar compiler with all kinds of faults, for `test_compile_process`."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ def _spin() -> None:
 
 _TAKE_LONG: dict[str, Callable[[], None]] = {
     "sleep": lambda: time.sleep(600),
-    "rest": lambda: time.sleep(1.0),  # longer than the limit of time
+    "rest": lambda: time.sleep(1.0),  # longer than the time limit
     "spin": _spin,
 }
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
-    """Tells what it was started with; `kind` says how it goes wrong."""
+    """Return a compiler with the fault `kind`, and report the arguments of its start."""
     told = b",".join(tokens) + repr(tuple(ends)).encode()
 
     def compile_one(kind: str, source: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Random JSON schemas of what all backends enforce, and documents for them."""
+"""Random JSON schemas within the features that all backends enforce, and documents for them."""
 
 import json
 import random
@@ -10,12 +10,12 @@ FORMATS = ("date", "ipv4", "uuid")
 
 
 def schema_of(rng: random.Random, depth: int = 2, bounds: bool = True) -> dict[str, Any]:
-    """A schema.
+    """Return a random schema.
 
     Args:
-        rng: that draws it.
-        depth: of arrays and objects.
-        bounds: numbers have them.
+        rng: Source of randomness.
+        depth: Greatest depth of arrays and objects.
+        bounds: True if numbers have bounds.
     """
     kinds = ["string", "integer", "number", "enum", "boolean", "null"]
     if depth:
@@ -76,7 +76,7 @@ def _string(rng: random.Random) -> dict[str, Any]:
 
 
 def document_of(schema: dict[str, Any], rng: random.Random) -> Any:
-    """A document, which may be of the schema: often, with its properties in its order."""
+    """Return a document that is often valid, with properties in the schema's order."""
     if rng.random() < 0.04:
         return rng.choice((None, -1, "zz", [], {}, 10**6, 0.5, True))
     if "enum" in schema:
@@ -129,5 +129,5 @@ def _items_of(schema: dict[str, Any], rng: random.Random) -> list[Any]:
 
 
 def text_of(document: Any) -> str:
-    """Without whitespace."""
+    """Serialize without whitespace."""
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))

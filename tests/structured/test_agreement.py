@@ -1,4 +1,4 @@
-"""Backends agree on the languages that they all enforce, and none allows what a schema forbids."""
+"""Backends agree on their common languages, and none allows a text that a schema forbids."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def test_document_is_accepted_if_it_is_valid(
         document = document_of(schema, rng)
         text = text_of(document)
         is_valid = validator(schema).is_valid(document)
-        # where characters are counted the others have no escapes, nor digits beyond the sixth
+        # backends that count characters reject escapes and more than six digits
         plain = backend == "llguidance" or (
             "\\" not in text and len(text) < 120 and ".000" not in text
         )
@@ -81,15 +81,15 @@ def test_masked_draws_are_valid_for_the_default_backend_too(
 
 
 def drawn(matcher: Matcher, other: Matcher, rng: random.Random, tokenizer: Tokenizer) -> str | None:
-    """A random text, whose tokens the other allows too; None: it comes to no end."""
+    """Draw a text whose tokens the other backend allows too. Return None if it does not end."""
     vocabulary = vocabulary_of(tokenizer)
-    (delete,) = tokenizer.encode("\x7f")  # llguidance wants it escaped
+    (delete,) = tokenizer.encode("\x7f")  # llguidance requires it escaped
     lead = tokenizer.encode("\ud55c")[0]
     token_ids: list[int] = []
     for _ in range(100):
         allowed = mask(matcher, vocabulary) - {delete}
         known = mask(other, vocabulary)
-        # llguidance has fewer escapes; xgrammar allows the bytes of a surrogate
+        # llguidance has fewer escapes, xgrammar allows the bytes of a surrogate
         if ESCAPE.search(tokenizer.decode(token_ids)) or token_ids[-1:] == [lead]:
             allowed &= known
         assert allowed <= known

@@ -1,4 +1,4 @@
-"""Backends behind their protocol."""
+"""Grammar backends through their protocol."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def test_batched_masks_match_single_masks(tokenizer: Tokenizer, number: int) -> 
         assert [state.problem for state in together] == [state.problem for state in alone]
         for one, other in zip(together, alone, strict=True):
             assert np.array_equal(one.words, other.words)
-        # a draw may still be reading the masks of the step before
+        # a draw may still read the masks of the preceding step
         assert all(map(np.array_equal, before, copies))
 
 
@@ -80,7 +80,7 @@ def test_matcher_at_a_limit_does_not_affect_others(tokenizer: Tokenizer) -> None
     backend = backend_named("llguidance")
     matchers: list[Any] = [backend.compile(GRAMMARS[1], vocabulary) for _ in range(FEW + 2)]
     broken: LlguidanceMatcher = matchers[3]
-    broken.inner.consume_token(EOS + 1)  # an error state: its mask would allow the end alone
+    broken.inner.consume_token(EOS + 1)  # in an error state the mask would allow only the end
     table = np.zeros((len(matchers), num_words(vocabulary.size)), dtype=np.int32)
     problems = backend.fill(matchers, table)
     assert [place for place, problem in enumerate(problems) if problem is not None] == [3]
@@ -102,7 +102,7 @@ ADDED = ["<table>", "<td>", "<think>", "[TABLE]", "<a b>"]
 
 @pytest.fixture(scope="module")
 def with_added(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with added tokens, one of them special."""
+    """Return a tokenizer with added tokens, one of them special."""
     backend = byte_tokenizer(tmp_path_factory.mktemp("added")).backend
     for text in ADDED:
         backend.add_tokens([AddedToken(text, special=text == "<think>")])
@@ -111,7 +111,7 @@ def with_added(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.mark.parametrize("text", ["<table>", "a <table> of <td>", "[TABLE]"])
 def test_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: Tokenizer) -> None:
-    """Where it is forced it is forced in one split, and whatever that is can be drawn."""
+    """Force the text: one split is forced, and all its tokens can be drawn."""
     state, ids = state_of(Grammar.choice([text]), with_added), list[int]()
     while not state.is_ended:
         assert state.problem is None
@@ -127,7 +127,7 @@ def test_added_token_is_text_like_others_unless_it_is_special(with_added: Tokeni
     ids = {text: with_added.backend.token_to_id(text) for text in ADDED}
     drawable = [text for text in ADDED if may_draw(words, ids[text])]
     assert drawable == ["<table>", "<td>", "[TABLE]", "<a b>"]
-    for text in ("<table>", "<think>"):  # by its id a grammar can have any
+    for text in ("<table>", "<think>"):  # a grammar can require any token by its id
         state = state_of(Grammar.lark(f'start: <[{ids[text]}]> "x"'), with_added)
         assert accepts_ids(state, [ids[text], *with_added.encode("x")])
 
@@ -146,7 +146,7 @@ SPECIAL = [
 
 @pytest.fixture(scope="module")
 def with_special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with special tokens; one takes the spaces in front of it."""
+    """Return a tokenizer with special tokens, one of which absorbs preceding spaces."""
     backend = byte_tokenizer(tmp_path_factory.mktemp("special")).backend
     backend.add_special_tokens([AddedToken(text, lstrip=text == "<mask>") for text in SPECIAL])
     return Tokenizer(backend, backend.get_vocab_size(), EOS, {}, None)
@@ -177,7 +177,7 @@ def with_special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_matcher_spells_special_tokens_in_text(
     name: str, made_of: Callable[[str], Grammar], draw: Any, with_special: Tokenizer
 ) -> None:
-    """Each drawn token is one that the mask allows, and none of them is special."""
+    """Draw tokens: each is in the mask, and none is special."""
     text = f"a  {name} b"
     state, ids = state_of(made_of(text), with_special), list[int]()
     special = {with_special.backend.token_to_id(each) for each in SPECIAL}

@@ -1,4 +1,4 @@
-"""Limits of work: what counts, and when they are reached."""
+"""Limits of work: counted time, and when a limit is reached."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from nano_inference.structured.clocks import Spent, process_clock, thread_clock
 
 
 class Hand:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,7 +25,7 @@ def test_spent_counts_work() -> None:
     spent = Spent(10.0, work, wall)
     assert spent.left == 10.0
     wall.now += 60.0
-    assert spent.left == 10.0  # others had the machine
+    assert spent.left == 10.0  # other processes used the machine
     work.now += 4.0
     assert spent.left == 6.0
     work.now += 7.0
@@ -85,7 +85,7 @@ def test_thread_clock_counts_only_its_thread() -> None:
         time.sleep(0.001)
     go.set()
     thread.join(30)
-    assert clock() >= counted  # also when it has ended
+    assert clock() >= counted  # also after the end
 
 
 def test_process_clock_counts_the_busiest_thread() -> None:

@@ -1,4 +1,4 @@
-"""Compilers in a child: what goes wrong there fails one grammar."""
+"""Compilers in a child process: a fault there fails only its grammar."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def compiled(children: CompileProcesses, kind: str) -> bytes:
 
 
 def ids(children: CompileProcesses) -> set[int]:
-    """Of the processes that wait for grammars."""
+    """Return the ids of the idle processes."""
     idle = children._idle.values()  # pyright: ignore
     return {child._process.pid for each in idle for child in each}  # pyright: ignore
 
@@ -72,7 +72,7 @@ def test_grammar_that_ends_the_child_fails_only_itself(
 def test_child_that_takes_too_long_is_killed(
     kind: str, limit: float, children: CompileProcesses
 ) -> None:
-    """By its CPU time; and one that sleeps after many times its limit."""
+    """Kill a child that exceeds its CPU time, or that sleeps for many times its limit."""
     compiled(children, "")
     before = ids(children)
     children.time_limit = limit
@@ -105,7 +105,7 @@ def test_child_survives_a_rejection_and_printed_text(children: CompileProcesses)
 def test_compile_asks_another_child_if_the_idle_one_is_ending(
     children: CompileProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still runs when it is chosen, and has ended when the grammar comes."""
+    """Choose an idle child that runs when chosen, and ends before the grammar arrives."""
     compiled(children, "")
     (first,) = ids(children)
     ((child,),) = children._idle.values()  # pyright: ignore
@@ -125,7 +125,7 @@ def test_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcess
 
 @pytest.mark.thorough
 def test_concurrent_compilations_have_separate_children(children: CompileProcesses) -> None:
-    children.time_limit = 0.5  # it sleeps for 15 times as long
+    children.time_limit = 0.5  # sleeps for 15 times the limit
     problems: list[Exception] = []
 
     def sleep() -> None:
@@ -173,7 +173,7 @@ def test_stopped_compilation_is_retried_but_not_a_rejected_one(
 def test_child_that_could_not_be_started_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: CompileProcesses
 ) -> None:
-    """As on a machine that is short of processes, or too busy."""
+    """Fail to start, as on a machine without free processes or under load."""
     vocabulary = vocabulary_of(byte_tokenizer(tmp_path))
     compiler = GrammarCompiler(lambda: vocabulary, num_threads=1)
 
@@ -236,7 +236,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is missing")
 def test_xgrammar_that_blows_up_is_stopped(tmp_path: Path) -> None:
-    """Nested optional properties double its grammar with each level."""
+    """Nest optional properties: xgrammar's grammar doubles with each level."""
     tokenizer: Tokenizer = byte_tokenizer(tmp_path)
     backend = XgrammarBackend()
     vocabulary = vocabulary_of(tokenizer)

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, and what is refused by name."""
+"""Grammars: allowed texts, and rejections that name the fault."""
 
 import json
 from typing import Any, get_args
@@ -138,7 +138,7 @@ def test_grammar_allows_only_its_language(
         with pytest.raises(InvalidRequest, match="outlines cannot enforce `minimum`"):
             backend_named(backend).check(grammar)
         return
-    # they write JSON in one line
+    # these libraries write JSON in one line
     yes = [text for text in yes if backend == "llguidance" or "\n" not in text]
     assert [text for text in yes if not accepts(grammar, text, tokenizer, backend)] == []
     assert [text for text in no if accepts(grammar, text, tokenizer, backend)] == []
@@ -244,7 +244,7 @@ SCORE = {"type": "integer", "minimum": 0, "maximum": 100}
 def test_patterns_of_declared_names_leave_no_comma_open(
     nested: bool, more: Any, yes: list[str], no: list[str], tokenizer: Tokenizer
 ) -> None:
-    """llguidance allowed the comma, and then nothing but whitespace for ever."""
+    """Earlier llguidance allowed the comma, then only whitespace."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"score": SCORE},
@@ -263,7 +263,7 @@ def test_patterns_of_declared_names_leave_no_comma_open(
 
 
 def begins(grammar: Grammar, text: str, tokenizer: Tokenizer) -> bool:
-    """Report whether a text is the beginning of one that the grammar allows."""
+    """Return True if the text is a prefix of a text that the grammar allows."""
     matcher, vocabulary = compiled(grammar, tokenizer), vocabulary_of(tokenizer)
     for token_id in tokenizer.encode(text):
         if token_id not in mask(matcher, vocabulary):
@@ -329,7 +329,7 @@ def test_schemas_may_refer_to_themselves(
 def test_references_that_lead_nowhere_are_refused(
     schema: dict[str, Any], reason: str, tokenizer: Tokenizer
 ) -> None:
-    """Before the engine sees them, or when the first mask is made; none is waited for."""
+    """Reject the references before the engine gets them or at the first mask, without waiting."""
     compiler = GrammarCompiler(lambda: vocabulary_of(tokenizer))
     with pytest.raises(InvalidRequest, match=reason):
         compiler.wait(GrammarState(Grammar.json_schema(schema)))
@@ -386,7 +386,7 @@ def test_bad_grammar_is_refused_at_construction(make: Any, reason: str) -> None:
 
 
 def test_invalid_token_and_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
-    """llguidance's own mask allows the end of the text then."""
+    """llguidance's own mask would allow the end of the text here."""
     vocabulary = vocabulary_of(tokenizer)
     matcher = backend_named("llguidance").compile(Grammar.regex("[0-9]{3}"), vocabulary)
     (letter,) = tokenizer.encode("x")
@@ -397,7 +397,7 @@ def test_invalid_token_and_limit_are_errors_not_ends(tokenizer: Tokenizer) -> No
 
 
 TEXT = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=5)
-VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
+VALUES = st.recursive(  # llguidance requires DEL escaped, JSON does not
     st.none() | st.booleans() | st.integers(-(10**6), 10**6) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
@@ -407,7 +407,7 @@ VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
 def test_state_is_ready_only_after_all_tokens(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread goes through them, and the engine's thread asks meanwhile."""
+    """Consume the tokens on another thread while the engine's thread polls."""
     vocabulary = vocabulary_of(tokenizer)
     grammar = Grammar.regex("a{9}")
     state = GrammarState(grammar, tokenizer.encode("aaa"))
@@ -477,7 +477,7 @@ def test_copies_keep_their_position_in_the_text(
     assert mask(other, vocabulary) == before
     matcher, other = other, other.copy()
     del taken[kept:]
-    go_on(3)  # the copy is as one that never was elsewhere
+    go_on(3)  # the copy behaves like a state that was never moved
     replayed = compiled(Grammar.json_schema(schema), tokenizer, backend)
     for token_id in taken:
         replayed.accept(token_id)

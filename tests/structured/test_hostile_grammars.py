@@ -1,4 +1,4 @@
-"""Grammars that are made to take long, or to crash what reads them."""
+"""Grammars built to take long or to crash their parser."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +11,7 @@ from nano_inference import Grammar, InvalidRequest
 from nano_inference.structured.backend import CompilationStopped
 from nano_inference.structured.llguidance_backend import SMALL, LlguidanceBackend
 
-# Deeper than any stack: the process that reads it ends by a signal.
+# Deeper than any stack: the parsing process dies by a signal.
 DEEP = {
     "$ref": "#/$defs/d0",
     "$defs": {f"d{each}": {"$ref": f"#/$defs/d{each + 1}"} for each in range(20_000)}
@@ -45,7 +45,7 @@ def test_large_grammar_is_refused_in_the_words_of_a_small_one(backend: Llguidanc
 
 
 def test_slow_grammar_is_stopped_by_its_cpu_time(backend: LlguidanceBackend) -> None:
-    backend.check(Grammar.choice([f"word {each}" for each in range(SMALL)]))  # a child is there
+    backend.check(Grammar.choice([f"word {each}" for each in range(SMALL)]))  # a child exists
     backend.processes.time_limit = 0.05
     with pytest.raises(CompilationStopped, match=r"took longer than 0\.05 seconds"):
         backend.check(Grammar.choice([f"w{each}" for each in range(90_000)]))
@@ -73,7 +73,7 @@ def nested(begin: str, middle: str, end: str) -> str:
 def test_small_hostile_grammar_is_checked_in_process(
     make: Callable[[str], Grammar], text: str, backend: LlguidanceBackend
 ) -> None:
-    """Accepted or refused: without a crash, in less CPU time than a request may take."""
+    """Accept or reject without a crash, in less CPU time than the limit of a request."""
     process = psutil.Process()
     begun = sum(process.cpu_times()[:2])
     try:

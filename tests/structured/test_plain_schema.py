@@ -1,4 +1,4 @@
-"""Schemas in their plain form: what is refused by name, and what stays."""
+"""Schemas in plain form: rejections that name the fault, and keywords that stay."""
 
 import json
 import math
@@ -130,7 +130,7 @@ def test_schema_too_deep_or_too_large_is_an_error_not_a_crash() -> None:
     bomb = {"$ref": "#/$defs/d0", "$defs": {**wide, "d12": {}}}
     with pytest.raises(InvalidRequest, match="too large"):
         plain_schema(json.dumps(bomb), Abilities("none", frozenset()))
-    plain_schema(json.dumps(bomb), ALL)  # which keeps references
+    plain_schema(json.dumps(bomb), ALL)  # keeps references
 
 
 def test_reference_to_itself_needs_recursion() -> None:
@@ -165,7 +165,7 @@ def test_schema_without_a_plain_form_is_rejected(pattern: str) -> None:
 def test_plain_forms() -> None:
     assert plain_regex(r"^(?:a|b)+?[\d_]{2,}\.$") == r"(a|b)+[0-9\x5f]{2,}[\x2e]"
     assert plain_regex("a|b") == "(a|b)"
-    # engines disagree about what `\w`, `\d` and `\s` hold beyond ASCII, and so do their negations
+    # engines disagree on `\w`, `\d`, `\s` and their negations beyond ASCII
     assert plain_regex(r"[^\w]") == plain_regex(r"\W")
     assert plain_regex(r"[^\s\d]") == r"[\x00-\x08\x0e-\x1f\x21-\x2f\x3a-\x7f]"
     inside = r"[\x20-\x21\x23-\x5b\x5d-\x7e" + "\xa0-\ud7ff\ue000-\U0010ffff]"

@@ -1,4 +1,4 @@
-"""What stands before a grammar: a sample may think, behind a marker that the prompt or it wrote."""
+"""Text before a grammar: a sample may think first, after a marker from the prompt or its own."""
 
 import random
 import re
@@ -24,7 +24,7 @@ from tests.structured.vocabularies import (
     state_of,
 )
 
-# Tokens that hold markers, parts of them, and what stands behind and before.
+# Tokens that hold markers, parts of markers, and adjacent text.
 PIECES = [
     "ab",
     "ba",
@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def behind(grammar: Grammar, text: str) -> str | None:
-    """The part of a text that belongs to the grammar; None: the thought is not over."""
+    """Return the part of a text under the grammar, or None if the thought is not over."""
     if not text.startswith(grammar.opened_by):
         return text
     _, marker, rest = text[len(grammar.opened_by) :].partition(grammar.after)
@@ -70,7 +70,7 @@ LANGUAGES = st.sampled_from(["[ab]{2}[01]", "[01]+", "a?b?[01]", "(ab|ba|ü)*0",
 def test_masked_draws_are_a_thought_and_a_text_of_the_grammar(
     opened_by: str, after: str, language: str, seed: int, tokenizer: Tokenizer
 ) -> None:
-    language = language or f"{opened_by}[01]"  # it may begin as the thought does
+    language = language or f"{opened_by}[01]"  # it may begin like the thought
     grammar = Grammar("regex", language, after=after, opened_by=opened_by)
     state, rng, ids = state_of(grammar, tokenizer), random.Random(seed), list[int]()
     likely = [*(tokenizer.backend.token_to_id(each) for each in PIECES), *tokenizer.encode("ab01")]
@@ -121,19 +121,19 @@ def test_texts_can_be_drawn_in_any_tokens_after_a_thought(
     if thinks and len(tokenizer.decode(before[: num_opening(opened_by, before, tokenizer)])) == len(
         said
     ):
-        return  # one token held both markers, which is not allowed
+        return  # one token held both markers, which is forbidden
     ids = [*before, *split(text[len(said) :], tokenizer, rng)]
     assert accepts_ids(state_of(grammar, tokenizer), ids) == expected
 
 
 def num_opening(opened_by: str, ids: list[int], tokenizer: Tokenizer) -> int:
-    """The tokens that the opening marker is complete with."""
+    """Return the number of tokens up to the end of the opening marker."""
     some = range(len(ids) + 1)
     return next(n for n in some if tokenizer.decode(ids[:n]).startswith(opened_by))
 
 
 def split(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Tokens of a text, one of the ways that there are."""
+    """Split a text into tokens in one of the possible ways, at random."""
     ids = list[int]()
     while text:
         some = [each for each in PIECES if text.startswith(each)]

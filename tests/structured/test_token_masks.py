@@ -1,4 +1,4 @@
-"""Masks of given tokens: those of one text after the other, made together and kept up to a size."""
+"""Masks of known tokens: those of one text are computed together and kept up to a size."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_masks_of_a_batch_match_single_texts(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     texts, made = texts_of(tokenizer), TokenMasks(compiler)
-    for _ in range(2):  # the second time they are kept
+    for _ in range(2):  # the second time uses kept masks
         for text, masks in zip(texts, made.of(texts), strict=True):
             expected = one_by_one(text, tokenizer)
             assert len(masks) == len(expected)

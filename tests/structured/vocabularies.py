@@ -1,4 +1,4 @@
-"""A vocabulary of a token a byte, and the backends, for tests of grammars."""
+"""A vocabulary with one token per byte, and the backends, for grammar tests."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -23,7 +23,7 @@ PACKAGES: dict[BackendName, str] = {
     "xgrammar": "xgrammar",
     "outlines": "outlines_core",
 }
-# every backend; those whose package is missing are skipped
+# every backend: tests skip those whose package is missing
 BACKENDS = [
     pytest.param(
         name, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is missing")
@@ -39,7 +39,7 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """The same folder of a model, which can have grammars now."""
+    """Add a tokenizer to a model's folder, so that it supports grammars."""
     write_tokenizer(folder, None)
     return folder
 
@@ -72,7 +72,7 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary, backend: BackendName) ->
 def compiled(
     grammar: Grammar, tokenizer: Tokenizer, backend: BackendName = "llguidance"
 ) -> Matcher:
-    """A matcher at the beginning, the caller's alone."""
+    """Return a new matcher in its initial state."""
     vocabulary = vocabulary_of(tokenizer)
     if backend == "llguidance":  # copies share its limits
         return backend_named(backend).compile(grammar, vocabulary)
@@ -82,7 +82,7 @@ def compiled(
 def state_of(
     grammar: Grammar, tokenizer: Tokenizer, backend: BackendName = "llguidance"
 ) -> GrammarState:
-    """At the beginning of a sample's text."""
+    """Return the state at the beginning of a sample's text."""
     vocabulary = vocabulary_of(tokenizer)
     matcher = compiled(grammar, tokenizer, backend)
     first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
@@ -93,7 +93,7 @@ def state_of(
 
 
 def accepts_ids(state: GrammarState, token_ids: Iterable[int]) -> bool:
-    """Whether masks let these tokens be drawn, and the text end behind them."""
+    """Return True if the masks allow these tokens and then the end."""
     for token_id in token_ids:
         if not may_draw(state.words, token_id):
             return False
@@ -105,5 +105,5 @@ def accepts_ids(state: GrammarState, token_ids: Iterable[int]) -> bool:
 def accepts(
     grammar: Grammar, text: str, tokenizer: Tokenizer, backend: BackendName = "llguidance"
 ) -> bool:
-    """Whether masks let this text be drawn token by token, and end."""
+    """Return True if the masks allow this text token by token, and then the end."""
     return accepts_ids(state_of(grammar, tokenizer, backend), tokenizer.encode(text))
