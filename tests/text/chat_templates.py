@@ -1,8 +1,8 @@
-"""Chat templates in the ways of three families: how they ask for tools, write calls and show what
-tools answered.
+"""Chat templates in the style of three families: how they declare tools, write calls and render
+tool results.
 """
 
-# Tools in the system message as JSON lines, calls and answers between tags; answers of one turn
+# Tools in the system message as JSON lines, calls and results between tags. Results of one turn
 # share a user message.
 QWEN = """{%- macro show(call) %}
     {{- '<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' }}
@@ -60,7 +60,7 @@ QWEN = """{%- macro show(call) %}
 {%- endif %}
 """
 
-# Tools as indented JSON in the first user message, one call a turn, which is the whole answer.
+# Tools as indented JSON in the first user message. One call a turn is the whole answer.
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
 {%- if messages[0]['role'] == 'system' %}
@@ -102,8 +102,8 @@ LLAMA = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 
-# Tools as signatures built by recursive macros; arguments are iterated; contents are lists of parts
-# only.
+# Tools as signatures built by recursive macros. Arguments are iterated, contents are lists of
+# parts only.
 HERMES = """{%- macro type_of(spec) %}
     {%- if spec.type == 'array' %}list[{{ type_of(spec['items']) }}]
     {%- elif spec.type == 'object' %}dict

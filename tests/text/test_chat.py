@@ -1,4 +1,4 @@
-"""Chat templates: what they render, and what they cannot do."""
+"""Chat templates: rendered prompts and unsupported features."""
 
 import enum
 import json

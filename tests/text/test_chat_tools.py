@@ -1,6 +1,4 @@
-"""Conversations with tools, as clients of OpenAI's protocol write them, in the templates of three
-families.
-"""
+"""Conversations with tools in OpenAI's format, in the templates of three families."""
 
 import json
 from typing import Any
@@ -78,7 +76,7 @@ def test_llama() -> None:
     assert f'\n\n{{"name": "get_weather", "parameters": {JSON_ARGUMENTS}}}<|eot_id|>' in text
     assert '<|start_header_id|>ipython<|end_header_id|>\n\n"rain"<|eot_id|>' in text
     two = render("llama", [CONVERSATION[1], {"role": "assistant", "tool_calls": [CALL, CALL]}])
-    # a message each: it renders one a message
+    # one message each: the template renders one result a message
     assert two.count('{"name": "get_weather", "parameters": {"city"') == 2
 
 
@@ -127,7 +125,7 @@ def test_unsupported_messages_are_rewritten_for_a_template() -> None:
         "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% "
         "endfor %}{% endfor %}"
     )
-    # wants a string, and JSON text
+    # the template requires a string of JSON text
     assert "|assistant get_weather{" in last(loop + "{{ m.content + '' }}" + calls)
     assert "|assistant none get_weather{" in last(
         loop + "{{ 'none ' if m.content is none else m.content }}" + calls

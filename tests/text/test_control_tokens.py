@@ -1,4 +1,4 @@
-"""Control tokens that a caller writes out stay text, whichever way the vocabulary works."""
+"""Control tokens in a caller's text stay text, for every kind of vocabulary."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
 from tests.text.chat_templates import QWEN
 
-# Some overlap, one begins another, one is not ASCII, one is in capitals.
+# Some overlap, one is a prefix of another, one is not ASCII, one is in capitals.
 CONTROL = [
     "<s>",
     "</s>",
@@ -31,13 +31,13 @@ CONTROL = [
     "<|user|>",
 ]
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n", "é", "Ж", "\uff5c", "▁", "🙂"]
-PLAIN = ["<tool_call>", "<think>"]  # added, but no control tokens
+PLAIN = ["<tool_call>", "<think>"]  # added tokens, but not control tokens
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content }}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def byte_level(control: bool) -> Backend:
-    """Control tokens have ids of their own behind the vocabulary."""
+    """Return a tokenizer whose control tokens have ids after the vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def byte_level(control: bool) -> Backend:
 
 
 def pieces(control: bool) -> Backend:
-    """Control tokens lie in the vocabulary, and a space goes before every stretch of text."""
+    """Return a tokenizer with control tokens in its vocabulary and a space before every text."""
     vocabulary = {word: index for index, word in enumerate(["<unk>", *CONTROL, *LETTERS])}
     backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
@@ -99,8 +99,8 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.sampled_from(LETTERS), max_size
 
 
 def expected(kind: str, messages: list[dict[str, Any]]) -> list[Any]:
-    """The template's control tokens, and between them what a tokenizer without any makes of the
-    text.
+    """Return the template's control tokens and, between them, the text's ids without control
+    tokens.
     """
     full, without = TOKENIZERS[kind]
     start, end = (full.backend.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>"))
@@ -147,7 +147,7 @@ def test_vocabulary_that_knows_control_tokens_itself(text: str) -> None:
 
 
 def control_of(template: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
-    """The control tokens among the ids, which spell what the template renders."""
+    """Return the control tokens among the ids, which must spell the rendered template."""
     full = tokenizer(byte_level(True), template)
     ids = encode_chat(full, messages, **options)
     text = render_chat(template, messages, special_tokens=full.special_tokens, **options)
@@ -204,7 +204,7 @@ def test_control_tokens_stay_text_if_the_template_joins_them() -> None:
     ]
     assert control_of("{% for m in messages %}{{ m.content }}{% endfor %}", texts) == []
     assert control_of("{{ messages | map(attribute='content') | join }}", texts) == []
-    # The template's own text makes the token with a role: that is what it is for.
+    # The template itself joins this token with a role, which is its purpose.
     assert control_of("{{ '<|' + messages[0].role + '|>' }}", texts) == ["<|user|>"]
 
 
@@ -251,7 +251,7 @@ def test_warm_up(template: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tokenizer(byte_level(True), "")
     full = Tokenizer(full.backend, full.vocab_size, None, {}, template)
     warm_up(full)
-    monkeypatch.setattr(Backend, "from_str", None)  # no further tokenizer is made
+    monkeypatch.setattr(Backend, "from_str", None)  # no second tokenizer is built
     if template == CHATML:
         assert len(encode_chat(full, [{"role": "user", "content": EVIL}])) > 50
 

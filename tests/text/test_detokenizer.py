@@ -1,6 +1,4 @@
-"""Text in pieces: joined it is the text of all ids, and no piece was too early or, where it
-matters, too late.
-"""
+"""Text in pieces: joined pieces equal the text of all ids, and none is early or needlessly late."""
 
 import itertools
 
@@ -16,7 +14,7 @@ from tests.depth import at_depth
 from tests.text import vocabularies
 from tests.text.vocabularies import ALL, BYTE_LEVEL, BYTES, GEMMA, LLAMA, PIECES, byte_token
 
-# Emoji joined to one, a flag, a skin tone, stacked marks, right-to-left, Hangul as parts:
+# Joined emoji, a flag, a skin tone, stacked marks, right-to-left, decomposed Hangul:
 # characters of many parts.
 CLUSTERS = [
     "👩‍👩‍👧",
@@ -44,8 +42,8 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[int]:
     size = tokenizer.vocab_size
     one = st.integers(0, size + 2) | st.just(2**32 - 1)
     if (first := tokenizer.backend.token_to_id("<0x00>")) is not None:
-        # Bytes that begin, go on with and spoil a character: half of all ids, so that runs come
-        # about.
+        # Bytes that begin, continue and break a character: half of all ids, so that runs
+        # occur.
         one |= st.sampled_from(
             [first + byte for byte in (0x41, 0x80, 0x9F, 0x98, 0xC3, 0xE2, 0xF0, 0xFF)]
         )
@@ -102,9 +100,7 @@ def test_real_vocabulary_on_any_ids(smollm2: Tokenizer, data: st.DataObject) -> 
 # surrogates, overlong forms, beyond Unicode
 @example(raw=b"\xed\xa0\x80\xe0\x80\xf4\x90\xc0\xaf", data=None)
 def test_detokenizer_takes_any_bytes(raw: bytes, data: st.DataObject | None) -> None:
-    """Python's and the library's ideas of which bytes one U+FFFD stands for are the same, wherever
-    they are cut.
-    """
+    """Cut invalid bytes at any place: Python and the library agree on the bytes of each U+FFFD."""
     ids = [BYTE_LEVEL.backend.token_to_id(character) for character in byte_level_characters(raw)]
     parts = [[token_id] for token_id in ids] if data is None else portions(data.draw, ids)
     detokenizer = Detokenizer(BYTE_LEVEL)
@@ -113,7 +109,7 @@ def test_detokenizer_takes_any_bytes(raw: bytes, data: st.DataObject | None) -> 
 
 
 def byte_level_characters(raw: bytes) -> str:
-    """The characters of byte-level tokens, found by decoding every character that could be one."""
+    """Find the characters of byte-level tokens by decoding every candidate character."""
     bare = decoders.ByteLevel()
     plain = {chr(code) for code in range(0x80)}
     found = {
@@ -123,7 +119,7 @@ def byte_level_characters(raw: bytes) -> str:
     }
     found.pop(b"\x7f", None)
     for code in range(0xA1, 0x200):
-        # "Ã" followed by the character is one letter, if it stands for a continuation byte; and so
+        # "Ã" followed by the character is one letter if that is a continuation byte, and so
         # on.
         for lead, base in (("Â", 0), ("Ã", 0x40)):
             text = bare.decode([lead + chr(code)])
@@ -163,8 +159,7 @@ def test_detokenizer_holds_back_only_text_that_may_change(
     )
     said = Detokenizer(tokenizer).push(ids)
     assert common.startswith(said)
-    # A U+FFFD written in bytes, too, is common to all when its run breaks; nobody can say so
-    # before.
+    # A literal U+FFFD belongs to the common text only after its run breaks.
     assert said.rstrip("\ufffd") == common.rstrip("\ufffd")
 
 
@@ -194,7 +189,7 @@ def test_copies_are_independent(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("text", ["", " ", "  ", "   ", "a", " a ", "  a  ", "a   "])
 @pytest.mark.parametrize("fused", [True, False])
 def test_stripping_both_ends(text: str, fused: bool) -> None:
-    """The library panics where nothing is left to strip at the end; here that is nothing."""
+    """Strip everything: the library panics if nothing is left, and our result is empty."""
     chain = [decoders.Fuse(), decoders.Strip(" ", 1, 2)] if fused else [decoders.Strip(" ", 1, 2)]
     tokenizer = vocabularies.tokenizer([text, *PIECES], decoders.Sequence(chain))
     detokenizer = Detokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""A sample's text and its stop strings, against a search of the whole text after every token."""
+"""A sample's text and stop strings, against a search of the whole text after every token."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
 from tests.text.vocabularies import BYTE_LEVEL, GEMMA, LLAMA, PIECES, byte_token
 
-# Few letters, so that stop strings overlap each other and themselves; emoji in pieces; U+FFFD from
-# broken ones.
+# Few letters, so that stop strings overlap each other and themselves. Emoji in pieces, and U+FFFD
+# from broken ones.
 LETTERS = ["a", "b", "ab", "aaa", "x", "▁a", "a▁b▁", "ab xa", "aÃ", "🙂", "é", "\ufffd", ""]
 STOP = st.text("ab x", min_size=1, max_size=5) | st.sampled_from(
     ["🙂", "é", "🙂a", "\ufffd", "\ufffda", "aaaa"]
@@ -22,11 +22,11 @@ STOP = st.text("ab x", min_size=1, max_size=5) | st.sampled_from(
 
 @dataclass(frozen=True)
 class Expected:
-    """What a search of the whole text finds."""
+    """Result of a search of the whole text."""
 
     matched_at: int | None  # index of the token
     stop: str | None
-    texts: list[str]  # after each token, up to the match: what may be shown
+    texts: list[str]  # after each token: the visible text, up to the match
     whole: str
 
 
@@ -112,7 +112,7 @@ def piece_id(tokenizer: Tokenizer, piece: str) -> int:
 
 def test_stop_string_matches_across_and_inside_tokens() -> None:
     output, stops = feed(GEMMA, ["x", "a", "b", "do not"], ("b do n",))
-    assert stops == [None] * 4  # there is no space between them
+    assert stops == [None] * 4  # no space between the strings
     output, stops = feed(GEMMA, ["x", "a", "b", "▁", "do not"], ("b do n",))
     assert stops == [None] * 4 + ["b do n"]
     assert output.take() + output.finish() == output.text == "xa"
@@ -121,9 +121,9 @@ def test_stop_string_matches_across_and_inside_tokens() -> None:
 @pytest.mark.parametrize(
     ("pieces", "stops", "first", "text"),
     [
-        (["x", "a", "ab"], ("b", "aab"), "aab", "x"),  # both end there
-        (["x", "aaa"], ("a", "aa"), "aa", "x"),  # both begin there; the shorter one ends earlier
-        (["x", "do not"], ("do", "o no"), "do", "x"),  # the first one, be it the shorter one
+        (["x", "a", "ab"], ("b", "aab"), "aab", "x"),  # both end here
+        (["x", "aaa"], ("a", "aa"), "aa", "x"),  # both begin here, the shorter one ends earlier
+        (["x", "do not"], ("do", "o no"), "do", "x"),  # the first one wins, even if it is shorter
         (["x", "aaa", "b"], ("aab", "ab"), "aab", "xa"),
     ],
 )
@@ -189,7 +189,7 @@ def test_empty_stop_string_is_refused() -> None:
 
 
 def test_work_does_not_grow_with_the_text() -> None:
-    """What is searched and kept back is bounded by the longest stop string, taken or not."""
+    """Bound the searched and the held-back text by the longest stop string, matched or not."""
     output = OutputText(GEMMA, ("aaab", "ab x"))
     longest = 0
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Templates that would run or grow without end: each ends soon, in little memory."""
+"""Templates that would run or grow forever: each ends soon, in little memory."""
 
 import resource
 import sys
@@ -135,7 +135,7 @@ GROWING = [
 
 
 def refused(template: str, seconds: float = MAX_SECONDS) -> str:
-    """Why the template ends."""
+    """Return the reason why the template ends."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
     with pytest.raises(Exception) as caught:  # noqa: PT011 - a template's code raises anything
@@ -186,7 +186,7 @@ def test_request_fails() -> None:
     begin = time.process_time()
     with pytest.raises(InvalidRequest, match="it takes longer than 2 s"):
         render_chat(SLOW[0], [{"role": "user", "content": "Hi"}], special_tokens={})
-    assert time.process_time() - begin < 5  # with a probe of what the template renders
+    assert time.process_time() - begin < 5  # with a probe of the rendered text
 
 
 def test_errors_contain_no_addresses_or_paths() -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, against a tiny byte-level one that is built here."""
+"""The tokenizer of a folder, against a tiny byte-level tokenizer built here."""
 
 import json
 import subprocess
@@ -22,9 +22,7 @@ CHAT = [{"role": "user", "content": "a"}]
 
 
 def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """A byte-level BPE without merges: 3 special tokens, then one token a byte. It adds <s> where
-    it is asked to.
-    """
+    """Write a byte-level BPE without merges: 3 special tokens, then one per byte. It can add <s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", "<pad>", *alphabet]
     backend = Backend(
@@ -47,7 +45,7 @@ def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
 def test_round_trip(tmp_path: Path, text: str) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     ids = tokenizer.encode(text)
-    assert len(ids) == len(text.encode())  # the file's truncation and padding are not applied
+    assert len(ids) == len(text.encode())  # the file's truncation and padding are ignored
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(tuple(ids)) == text
 
@@ -145,7 +143,7 @@ def test_templates_for_tools_are_chosen_as_transformers_does(tmp_path: Path) -> 
     check(None, "two")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("four")
-    check(None, "four")  # files win over all of the config
+    check(None, "four")  # files override all of the config
     (tmp_path / "chat_template.jinja").write_text("five")
     check("five", "four")
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
@@ -153,7 +151,7 @@ def test_templates_for_tools_are_chosen_as_transformers_does(tmp_path: Path) -> 
 
 
 def test_template_of_a_processor(tmp_path: Path) -> None:
-    """Models that read pictures have it in a file of its own."""
+    """Read the template from the processor's file, as vision models store it."""
     write_folder(tmp_path, {})
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "one"}))
     assert load_tokenizer(tmp_path).chat_template == "one"
@@ -257,7 +255,7 @@ def test_encoding_a_long_text_blocks_no_other_thread(tmp_path: Path) -> None:
         before = turns
         tokenizer.backend.encode_batch_fast(["warm up"])
         tokenizer.encode("👨‍👩‍👧‍👦" * 40_000)
-        assert turns - before > 50  # without others' turns it is one or two
+        assert turns - before > 50  # one or two without contention
     finally:
         ended.set()
         beside.join()

@@ -1,6 +1,4 @@
-"""Calls and answers in the history, in templates that render them, some of them, or none: nothing
-is lost.
-"""
+"""Calls and results in the history, in templates that render all, some or none: nothing is lost."""
 
 import json
 from typing import Any
@@ -82,7 +80,7 @@ TEMPLATES = {
         "{{- ', \"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
         "{%- else %}{{- raise_exception('no such role') }}{%- endif %}{%- endfor %}"
     ),
-    "calls alone": (  # a role that it does not know is left out
+    "calls alone": (  # the template omits unknown roles
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ "
         "m.content or '' }}"
         "{% for call in m.tool_calls or [] %}CALL {{ call.function | tojson }}{% endfor %}\n{% "

@@ -1,6 +1,4 @@
-"""System messages that are not the first, and words beside the answers of tools, in templates that
-render them elsewhere or not at all.
-"""
+"""Late system messages, and text next to tool results, in templates that move or reject them."""
 
 import pytest
 
@@ -12,20 +10,20 @@ CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}{% endfor %}"
 )
-# as Qwen 3.5 has it
+# as in Qwen 3.5
 FIRST = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-# as gpt-oss has it
+# as in gpt-oss
 SILENT = (
     "{% if messages[0].role in ('system', 'developer') %}[top]{{ messages[0].content }}"
     "{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}{% if m.role in ('user', 'assistant', 'tool') %}"
     "[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
 )
-# as Mistral has it: users and assistants in turns, calls and answers not counted
+# as in Mistral: users and assistants alternate, calls and results do not count
 IN_TURNS = (
     "{% set ns = namespace(index=0) %}"
     "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}"
@@ -42,7 +40,7 @@ IN_TURNS = (
 
 
 def said(text: str) -> list[dict[str, object]]:
-    """Messages of `role: content` lines; a call is `call: name`."""
+    """Parse messages from `role: content` lines. A call is `call: name`."""
     messages: list[dict[str, object]] = []
     for line in text.split(", "):
         role, _, content = line.partition(":")
@@ -88,7 +86,7 @@ def test_later_system_message_becomes_a_users_text(template: str, given: str, sh
 
 @pytest.mark.parametrize("refuses", [True, False])
 def test_unsupported_system_message_becomes_a_users_text(refuses: bool) -> None:
-    """As Gemma 2 has it, or in silence."""
+    """Reject the message as Gemma 2 does, or omit it silently."""
     what = "{{ raise_exception('System role not supported') }}" if refuses else ""
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}" + what + "{% else %}"
@@ -136,7 +134,7 @@ def test_text_between_tool_results_follows_them() -> None:
     assert [each["content"] for each in in_turns(messages, shape)] == [
         *("a", None, "b", "d", "c", "e", "g"),
     ]
-    messages = said("user:a, call:f, user:c")  # the answer is still to come
+    messages = said("user:a, call:f, user:c")  # the result is still missing
     assert in_turns(list(messages), shape) == messages
 
 

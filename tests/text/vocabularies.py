@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from nano_inference.text.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# Spaces and word marks in every place, lone marks, U+FFFD itself, what only looks like a byte,
+# Spaces and word marks in every place, lone marks, U+FFFD itself, lookalikes of bytes,
 # marks of other schemes.
 PIECES = [
     *(
@@ -54,9 +54,7 @@ SPECIAL = ["<s>", "</s>"]
 
 
 def tokenizer(words: Sequence[str], decoder: decoders.Decoder | None) -> Tokenizer:
-    """Ids in the order of `words`, then a token added in plain text, one that is normalised, two
-    special ones.
-    """
+    """Return a tokenizer of `words`, then one plain added token, one normalized, two special."""
     backend = Backend(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="a")
     )
