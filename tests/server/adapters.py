@@ -1,4 +1,4 @@
-"""Adapters' folders, as PEFT saves them, of tiny models."""
+"""Folders of adapters of tiny models in PEFT's format."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ RANK = 4
 
 
 def adapter_folder(model: Path, folder: Path, seed: int, *, width: int = 0) -> Path:
-    """A random adapter that changes what is drawn; `width`: of another base model."""
+    """Write a random adapter that changes samples. Another `width` fits another base model only."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for target in targets_of(load_spec(model)).values():

@@ -1,7 +1,5 @@
-"""One server on SmolLM2 for all tests of a session; a tiny model, and a client of an engine of it,
-for each module.
-
-Other servers: `running_server(ScriptedClient(...))`.
+"""Shared servers: SmolLM2 for all tests of a session, and per module a tiny model and a client of
+its engine. Start others with `running_server(ScriptedClient(...))`.
 """
 
 import asyncio
@@ -34,7 +32,7 @@ SMOLLM2 = EngineConfig(
 
 @pytest.fixture(scope="session", autouse=True)
 def _load_equal_tokenizers_once() -> Iterator[None]:
-    """Servers of this process share tokenizers: one of 49,152 tokens costs half a second of a core."""
+    """Share tokenizers in this process: 49,152 tokens cost half a second to load."""
     folders: dict[tuple[tuple[str, bytes], ...], Path] = {}
     load_once = functools.cache(load_tokenizer)
 
@@ -52,7 +50,9 @@ def _load_equal_tokenizers_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def slow_steps() -> Iterator[None]:
-    """In engines of this module's, here and in processes, long requests last: see `standing.slowed`."""
+    """Slow down the steps of this module's engines, so that long requests last: see
+    `standing.slowed`.
+    """
     start, root = process_client.start_child, str(Path(__file__).parents[2])
     paths = filter(None, (root, os.environ.get("PYTHONPATH")))
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def slow_steps() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The URL of a server of SmolLM2, in this process, without keys."""
+    """Run a server of SmolLM2 in this process, without keys, and yield its URL."""
     threads = torch.get_num_threads()
     config = ServerConfig(port=0, in_process=True, served_model_name="smollm2")
     with running_server(SMOLLM2, config) as url:
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     request: pytest.FixtureRequest, model: Path, slow_steps: None
 ) -> Iterator[tuple[EngineClient, Run]]:
-    """A client, and what runs coroutines on its loop."""
+    """Yield a client and a function that runs coroutines on its loop."""
     threads = torch.get_num_threads()
     client: EngineClient = request.param(config_of(model), 4096)
     with asyncio.Runner() as runner:

@@ -1,4 +1,4 @@
-"""Clients of engines of a tiny model, and what tests do with them."""
+"""Clients of tiny engines, and helpers for their tests."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ from nano_inference.remote.client import EngineClient, RequestStream
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]  # what runs a coroutine on a client's loop
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
-LONG = 40_000  # tokens of a prompt whose one step takes many seconds
+Run = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine on a client's loop
+PATIENCE = 30.0  # seconds: a hang fails instead of blocking
+LONG = 40_000  # prompt length whose one step takes many seconds
 
 
 def config_of(model: Path) -> EngineConfig:
@@ -31,9 +31,7 @@ def params_of(seed: int, max_tokens: int = 12) -> SamplingParams:
 
 
 async def finished(stream: RequestStream, deltas: Sequence[Delta] = ()) -> list[TrainingSample]:
-    """All samples of a request of which these deltas were read. Looks at whether deltas add up to
-    samples.
-    """
+    """Read all deltas of a request and return its samples. Check that the deltas add up."""
     samples: dict[int, TrainingSample] = {}
     seen: dict[int, tuple[int, ...]] = {}
     read = list(deltas)
@@ -56,7 +54,7 @@ def core_of(samples: list[TrainingSample]) -> str:
 
 
 async def until(condition: Callable[[], object], patience: float = PATIENCE) -> float:
-    """Wait for it; the seconds that it took."""
+    """Wait for a condition and return the seconds it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < patience, "it did not happen in time"
@@ -65,7 +63,7 @@ async def until(condition: Callable[[], object], patience: float = PATIENCE) -> 
 
 
 async def idle(client: EngineClient) -> None:
-    """Wait until the engine has nothing to do, and look for what it may have kept."""
+    """Wait until the engine is idle, and check for leaked resources."""
     began = time.monotonic()
     while True:
         stats = await client.call("stats")
@@ -78,7 +76,7 @@ async def idle(client: EngineClient) -> None:
 
 
 def child_of(client: EngineClient) -> ProcessClient:
-    """The client of the process, which a fleet of one has begun last."""
+    """Return the client of the engine process. In a fleet it is that of replica 0."""
     if isinstance(client, FleetClient):
         client = client.supervisor.replicas["0"].client
     assert isinstance(client, ProcessClient)
@@ -86,7 +84,7 @@ def child_of(client: EngineClient) -> ProcessClient:
 
 
 def stats_with(**values: Any) -> EngineStats:
-    """Statistics of an engine that has done nothing else."""
+    """Return the statistics of a new engine with some fields replaced."""
     zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
     others = {"step_microseconds": {}, "ranks_busy": (), "ranks_waiting": (), "speculation": None}
     return EngineStats(**zeros | others | values)

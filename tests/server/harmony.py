@@ -14,7 +14,7 @@ SPECIAL = [
     "<|call|>",
 ]
 
-# Of what gpt-oss's own template has, this has: what the system and the developer say, tools as
+# Supports these parts of gpt-oss's own template: system and developer messages, tools as
 # types, one call a message, its tool's name before the answer, thoughts only before calls that
 # nothing final follows, and refusals of what it cannot render.
 TEMPLATE = """\
@@ -108,7 +108,7 @@ number
 
 
 def harmony_tokenizer(folder: Path) -> Path:
-    """SmolLM2's vocabulary with harmony's tokens and template, in `folder`."""
+    """Write SmolLM2's tokenizer with harmony's tokens and template into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     source = smollm2()
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))

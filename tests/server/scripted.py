@@ -1,6 +1,4 @@
-"""An engine that says what it is told to say: for tests of protocols, tools and faults, without a
-model.
-"""
+"""A scripted engine for tests of protocols, tools and faults without a model."""
 
 import asyncio
 import math
@@ -36,7 +34,7 @@ from nano_inference.types import (
     VersionSpan,
 )
 
-# Qwen's way, in short: tools in the system message, calls as tagged JSON, reasoning in tags.
+# Qwen's format, shortened: tools in the system message, calls as tagged JSON, reasoning in tags.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "Answer with <tool_call></tool_call> and <think></think>.<|im_end|>\n{% endif %}"
@@ -69,15 +67,15 @@ class Script:
     """Script of one sample.
 
     Attributes:
-        says: a text, or token ids. It goes on with an end-of-sequence token unless `ends` is False.
-        ends: whether it stops by itself. Otherwise it says the last token again until `max_tokens`.
-        portion: tokens of a delta.
-        delay: seconds before each delta (and, without streaming, for each portion before the
-            sample).
-        refuse: the engine does not take the request.
-        fail_after: the sample ends as one whose sampler raised, after so many tokens.
-        die_after: the engine dies, after so many tokens.
-        cached_tokens: of the prompt.
+        says: Text or token ids. An end-of-sequence token follows unless `ends` is False.
+        ends: True if the sample ends by itself. Otherwise the last token repeats until
+            `max_tokens`.
+        portion: Tokens per delta.
+        delay: Seconds before each delta. Without streaming, the sample waits for all its portions.
+        refuse: Error with which the engine rejects the request.
+        fail_after: Number of tokens after which the sample fails, as if its sampler raised.
+        die_after: Number of tokens after which the engine dies.
+        cached_tokens: Number of cached prompt tokens.
     """
 
     says: str | Sequence[int] = "Hello there."
@@ -92,7 +90,7 @@ class Script:
 
 @cache
 def smollm2() -> Path:
-    """The folder of a real tokenizer with a ChatML template."""
+    """Return the folder of a real tokenizer with a ChatML template."""
     return resolve_model("smollm2-135m")
 
 
@@ -105,17 +103,17 @@ def logprob(place: int) -> float:
 
 
 class ScriptedClient(EngineClient):
-    """Answers each request by a script.
+    """Client that answers each request by a script.
 
     Args:
-        script: of every sample; or a function of the request and the sample's index.
-        tokenizer_folder: SmolLM2's by default. Another chat template: `with_template`.
-        max_model_len: tokens of prompt and completion together.
+        script: Script of every sample, or a function of the request and the sample's index.
+        tokenizer_folder: Tokenizer to use, SmolLM2's by default. See `with_template`.
+        max_model_len: Greatest number of tokens of prompt and completion together.
 
     Attributes:
-        requests: all that were submitted.
-        aborted: ids of requests that were given up.
-        calls: all calls; they return `returns[name]`, and fail where there is none.
+        requests: All submitted requests.
+        aborted: Ids of aborted requests.
+        calls: All calls. They return `returns[name]`, and fail without an entry.
     """
 
     def __init__(
@@ -141,10 +139,10 @@ class ScriptedClient(EngineClient):
             "take_in": None,
             "embed": [bytes(8)],
         }
-        self.failure: Exception | None = None  # what calls raise
+        self.failure: Exception | None = None  # exceptions of calls
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, list[asyncio.Task[None]]] = {}
-        self._ended: set[int] = set()  # these end with what they have
+        self._ended: set[int] = set()  # requests that end with their current tokens
 
     async def start(self) -> None:
         self._receive(Ready(self._engine_info()))
@@ -264,7 +262,7 @@ class _Sample:
         return ids if self.script.fail_after is None else ids[: self.script.fail_after]
 
     def _take(self, token_id: int, params: SamplingParams) -> bool:
-        """True if the sample ends with it."""
+        """Send one portion. Return True if the sample ends with it."""
         self.token_ids.append(token_id)
         eos = self.tokenizer.eos_token_id
         is_stop = token_id in params.stop_token_ids or (token_id == eos and not params.ignore_eos)
@@ -344,7 +342,7 @@ class _Sample:
 
 
 def _top_of(token_id: int, first: float, count: int) -> TopLogprobs:
-    """The token itself, and then its neighbours."""
+    """Return the token itself and then its neighbors."""
     return TopLogprobs(
         tuple((token_id + i) % 49152 for i in range(count)),
         tuple(first - 0.5 * i for i in range(count)),
@@ -352,8 +350,8 @@ def _top_of(token_id: int, first: float, count: int) -> TopLogprobs:
 
 
 def with_template(folder: Path, template: str | None) -> Path:
-    """A tokenizer folder at `folder` with SmolLM2's vocabulary and this chat template; None:
-    without one.
+    """Create a tokenizer folder with SmolLM2's vocabulary and this chat template, or without one if
+    None.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = smollm2()

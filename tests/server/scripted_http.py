@@ -1,4 +1,4 @@
-"""A server of the standard library that answers as it is told: for tests of what asks servers."""
+"""A scripted server on the standard library, for tests of HTTP clients."""
 
 import json
 import threading
@@ -14,10 +14,10 @@ class Answer:
     """Scripted answer to one request.
 
     Attributes:
-        content: a JSON object, or raw bytes.
-        events: of a stream, instead: JSON objects, or text that is no JSON.
-        cut: break the connection at the end.
-        wait: before each event.
+        content: JSON object or raw bytes.
+        events: Events of a stream that replaces `content`: JSON objects, or text that is not JSON.
+        cut: Break the connection at the end.
+        wait: Function to call before each event.
     """
 
     status: int = 200
@@ -30,7 +30,7 @@ class Answer:
 def said(
     *texts: str, usage: dict[str, Any] | None = None, reason: str = "stop", chat: bool = True
 ) -> Answer:
-    """A stream of these texts, with its role, its end, its usage and `[DONE]`."""
+    """Return a stream of these texts with role, end, usage and `[DONE]`."""
 
     def choice(text: str, reason: str | None = None) -> dict[str, Any]:
         own = {"delta": {"content": text}} if chat else {"text": text}
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def scripted_http(script: Callable[[str, Any], Answer]) -> Iterator[Seen]:
-    """A server on a free port; `script` is given the path and the body of each request."""
+    """Run a server on a free port. `script` gets the path and the body of each request."""
     with _Server(script) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

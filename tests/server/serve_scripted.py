@@ -1,8 +1,8 @@
-"""A server on a scripted engine as a process of its own: `python -m tests.server.serve_scripted
-'{"script": ...}'`.
+"""A server of a scripted engine in a separate process.
 
-Keys: `script` and `config` (arguments of `Script` and `ServerConfig`), `start` (a file: the engine
-is built when it exists, and cannot be where it is empty), `linger`.
+Run as `python -m tests.server.serve_scripted '{"script": ...}'`. Keys: `script` and `config`
+(arguments of `Script` and `ServerConfig`), `start` (a file: the engine is built once it exists, and
+fails to build if it is empty), `linger`.
 """
 
 import asyncio

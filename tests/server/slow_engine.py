@@ -1,4 +1,4 @@
-"""The engine process, with an engine in which long requests last: see `standing.slowed`."""
+"""The engine process with an engine whose long requests last: see `standing.slowed`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests over HTTP, and streams taken apart."""
+"""HTTP requests and parsed streams."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ def post(url: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
 
 
 def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of an OpenAI stream, whose form is checked."""
+    """Return the events of an OpenAI stream and check its form."""
     reply = httpx.post(url, json=body | {"stream": True}, timeout=60)
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream")

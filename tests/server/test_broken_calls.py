@@ -1,5 +1,5 @@
-"""A tool call whose JSON breaks, on every protocol: small mistakes are mended, and what cannot be
-mended is text, not a call that clients run.
+"""Tool calls with broken JSON in every protocol: small mistakes are repaired, others become text
+that no client executes.
 """
 
 import json
@@ -49,7 +49,7 @@ def url(engine: ScriptedClient) -> Iterator[str]:
 
 
 def streamed_chat(url: str) -> tuple[str, list[str], str]:
-    """Text, arguments of calls by index, why it ended."""
+    """Return text, arguments of calls by index, and finish reason."""
     content, arguments, reason = "", dict[int, str](), ""
     for chunk in events(f"{url}/v1/chat/completions", CHAT):
         (choice,) = chunk["choices"]
@@ -132,7 +132,7 @@ def test_whole_call_next_to_a_broken_one_is_a_call(url: str, engine: ScriptedCli
 
 
 def test_call_that_is_cut_off_stays_one(url: str, engine: ScriptedClient) -> None:
-    """OpenAI's clients get what came of it, and the reason."""
+    """Cut a call off: OpenAI's clients get its beginning and the finish reason."""
     engine.script = Script(UNFINISHED, ends=False)
     choice = post(f"{url}/v1/chat/completions", CHAT | {"max_tokens": 17})["choices"][0]
     assert choice["finish_reason"] == "length"

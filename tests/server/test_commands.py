@@ -34,7 +34,7 @@ def test_generate_shows_the_servers_answer(server: str) -> None:
 def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     lines = "My name is Ada.\nWhat is my name?\n" + "word " * 980 + "\n"
     result = run("chat", "--url", server, "-t", "0", "-m", "24", stdin=lines)
-    # the third message leaves no room, and a pipe ends with the first error
+    # the third message exceeds the context, and piped input ends at the first error
     assert result.exit_code == 2
     assert "tokens of at most 1024, which leaves no room for an answer; /clear" in result.stderr
     assert len(result.stdout.strip()) > 20

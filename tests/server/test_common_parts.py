@@ -1,5 +1,5 @@
-"""What samples of a request have in common leaves the engine once, whatever their number, and
-nothing is lost by it.
+"""Shared parts of a request's samples leave the engine once, for any number of samples, without
+loss.
 """
 
 import threading
@@ -70,7 +70,7 @@ def told(engine: InferenceEngine, num_samples: int, message: Any = None) -> list
 
 
 def samples_of(outputs: list[Outputs], message: Any) -> list[TrainingSample]:
-    """The samples, after their way over the wire."""
+    """Return the samples after transport over the wire."""
     asked = AskedParts(message)
     decoded = [
         msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=FromEngine) for each in outputs

@@ -1,6 +1,5 @@
-"""What `/openapi.json` says of structured output, asked for by a tool that we did not write: every
-field is described, and no grammar is answered with a server error, but where a sample reaches a limit
-of its matcher.
+"""Structured output as `/openapi.json` describes it, tested by schemathesis: every field is
+described, and no grammar causes a server error unless a sample reaches a limit of its matcher.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from tests.cli.running import write_tokenizer
 from tests.models.tiny import tiny_llama
 
 USER = {"role": "user", "content": "Hello"}
-# route -> what a request has beside its grammar, where grammars stand, and fields of its own
+# route -> other fields of a request, place of the grammars, and the route's own fields
 ROUTES: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (
         {"messages": [USER], "max_tokens": 8},
@@ -38,11 +37,11 @@ ROUTES: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "/generate": ({"input_ids": [5, 6]}, "sampling_params", ()),
 }
 
-# what makes grammars of tools
+# fields that turn tools into grammars
 FORCED = {"/v1/chat/completions": "required", "/v1/messages": {"type": "any"}}
 
-# The description says that a schema is an object and a grammar a string, and what is drawn of that
-# is refused at once. So it is told more: words of JSON schemas, regular expressions and notations.
+# The description says only that a schema is an object and a grammar a string: random ones are
+# rejected early. These add words of JSON schemas, regular expressions and notations.
 NAME = {"enum": ["a", "b", "$ref", "type", 'q"']}
 NUMBER = {"type": "integer", "minimum": -3, "maximum": 12}
 REGEX = {"type": "string", "pattern": r"^[a-c0.*+?()|\[\]{},^$\\dwsbpL-]{1,12}$"}
@@ -50,7 +49,7 @@ VALUES = {"type": "array", "items": {"enum": [1, "x", None, -0.5, "ü", []]}, "m
 
 
 def _schemas(inner: Any) -> dict[str, Any]:
-    """A schema of JSON schemas, whose parts are `inner`."""
+    """Return a schema of JSON schemas whose parts are `inner`."""
     types = ["object", "array", "string", "integer", "number", "boolean", "null", "strin", 5]
     formats = ["date-time", "uuid", "email", "ipv4", "color"]
     numbers = ("minimum", "maximum", "exclusiveMinimum", "multipleOf", "minLength", "maxLength")
@@ -152,7 +151,7 @@ def description(url: str) -> dict[str, Any]:
 
 
 def fields_of(description: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The fields of a route that may ask for a grammar -> what is said of them."""
+    """Return the fields of a route that may hold a grammar, with their descriptions."""
     body = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     _, within, own = ROUTES[path]
     properties = body["schema"]["properties"]
@@ -162,7 +161,7 @@ def fields_of(description: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _object(schema: Any) -> Any:
-    """What is said of an object that may be null, or one of several."""
+    """Return the description of an object that may be null or one of several."""
     for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         if "properties" in (found := _object(each)):
             return found
@@ -184,7 +183,7 @@ def test_fields_are_described(description: Mapping[str, Any], path: str) -> None
 
 
 def told(schema: Any, name: str) -> Any:
-    """A description that says more of what grammars are made of."""
+    """Return a description with more detail on the parts of grammars."""
     if name in TOLD and "properties" not in _object(schema):
         return TOLD[name]
     if isinstance(schema, dict) and "anyOf" in schema:
@@ -198,7 +197,7 @@ def told(schema: Any, name: str) -> Any:
 
 
 def body_of(path: str, name: str, field: Any) -> dict[str, Any]:
-    """What a request is that has this field and nothing else that may be wrong."""
+    """Return a valid request with this field."""
     base, within, _ = ROUTES[path]
     if name == "tools":
         base = base | {"tool_choice": FORCED[path]}
@@ -210,7 +209,7 @@ def body_of(path: str, name: str, field: Any) -> dict[str, Any]:
 
 
 def play(description: Mapping[str, Any], url: str, path: str, examples: int) -> dict[int, int]:
-    """Requests of one grammar each; returns how often which status was answered."""
+    """Send one request per grammar and return the number of replies by status."""
     seen: dict[int, int] = {}
 
     def check(case: Any) -> None:

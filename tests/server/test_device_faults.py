@@ -1,5 +1,5 @@
-"""A device that fails in the engine's process: requests are answered with the reason, and `/health`
-says dead.
+"""A device fault in the engine's process: requests fail with the reason, and `/health` reports
+dead.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from nano_inference.server.errors import api_error_of
 from nano_inference.server.http.admission import Readiness
 from tests.server.engines import PATIENCE, child_of, config_of, finished, params_of, until
 
-# Read by Python itself when the engine's process starts: its device fails in the fifth step, and in
-# all that follow.
+# Python runs this at the start of the engine's process: its device fails in the fifth step and in
+# all later ones.
 BROKEN = """
 import sys
 if any(arg.endswith("engine_process") for arg in sys.orig_argv):
@@ -91,7 +91,7 @@ def test_requests_get_the_device_fault_and_health_says_dead(
             "whoever runs the server is told all"
         )
         await until(lambda: lifecycle.status == "dead")
-        await until(lambda: not child.folder.exists())  # its process has ended by itself
+        await until(lambda: not child.folder.exists())  # the process has ended by itself
         assert client.num_samples == 0
         await asyncio.wait_for(client.close(), PATIENCE)
 

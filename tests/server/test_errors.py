@@ -1,4 +1,4 @@
-"""The table of `server/errors.py`: which HTTP status answers which error."""
+"""The table of `server/errors.py`: the HTTP status of each error."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from nano_inference.remote import errors as remote_errors
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
 from nano_inference.server.errors import ANSWERS, ApiError, api_error_of, is_bug
 
-# They do not reach a client: start-up ends with them, or others are raised in their place.
+# These never reach a client: they end the start, or other errors replace them.
 INSIDE = {
     FleetError,
     NoReplica,

@@ -1,6 +1,4 @@
-"""Requests that end early: clients that go away or do not read, time that is over, queues that are
-full.
-"""
+"""Requests that end early: clients that disconnect or stop reading, timeouts, full queues."""
 
 import asyncio
 import json
@@ -32,7 +30,7 @@ from nano_inference.server.main import running_server
 from tests.server import virtual_time
 from tests.server.scripted import Script, ScriptedClient
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds: a hang fails instead of blocking
 SLOW = Script("a " * 50, ends=False, delay=0.05)
 
 
@@ -57,7 +55,7 @@ def serving(script: Script, **options) -> Iterator[tuple[str, ScriptedClient]]:
 
 
 def connected(url: str, body: dict, **options) -> socket.socket:
-    """A connection that has sent a request."""
+    """Open a connection and send a request."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.socket()
     for option, value in options.items():
@@ -82,7 +80,7 @@ def test_client_that_disconnects_ends_its_request(stream: bool, when: str) -> No
         if when == "running":
             time.sleep(0.2)
         reader.close()
-        # it would last for a minute
+        # would last for a minute
         assert eventually(lambda: client.aborted == [client.requests[0].request_id])
         assert eventually(lambda: client.num_samples == 0)
         assert httpx.get(url + "/health").status_code == 200
@@ -117,7 +115,7 @@ def test_request_that_takes_too_long() -> None:
         assert len(client.aborted) == 2
     with serving(Script(delay=5.0), request_timeout=0.2) as (url, _):
         before = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
-        assert before.status_code == 504  # nothing was sent, so that a plain status could be
+        assert before.status_code == 504  # nothing was sent, so a plain status is still possible
 
 
 @pytest.mark.thorough
@@ -214,7 +212,7 @@ def test_poisoned_sample_ends_its_own_request_only() -> None:
 
 
 def played(events: AsyncGenerator[bytes, None], keep_alive: float) -> list[dict]:
-    """The ASGI messages of a stream."""
+    """Return the ASGI messages of a stream."""
     sent: list[dict] = []
 
     async def send(message) -> None:
@@ -266,7 +264,7 @@ def test_quiet_stream_is_kept_alive_by_comments() -> None:
 
 def test_error_is_a_status_first_and_an_event_later() -> None:
     assert played(slow(raises=True), keep_alive=1.0)[0]["status"] == 418
-    # a comment went out before
+    # a comment was sent before
     assert body(played(slow(raises=True), keep_alive=0.05))[-1] == b"failed: no more"
     assert body(played(slow(0.0, raises=True), keep_alive=1.0)) == [
         b"data: 0\n\n",
@@ -276,9 +274,7 @@ def test_error_is_a_status_first_and_an_event_later() -> None:
 
 @pytest.mark.thorough
 def test_server_answers_many_concurrent_clients() -> None:
-    """Threads of clients, streams and not, that go away at random: the server stays and nothing is
-    left.
-    """
+    """Run client threads, streaming and not, that disconnect at random: nothing leaks."""
     with serving(Script("a " * 20, ends=False, delay=0.005)) as (url, client):
 
         def visit(number: int) -> None:
@@ -310,7 +306,7 @@ def test_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch)
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as slow_one:
             slow_one.sendall(b"GET /health HTTP/1.1\r\na: ")
             assert hung_up(slow_one)
-        # a connection that waits for its next request may wait longer
+        # an idle connection may wait longer
         with httpx.Client(base_url=url) as http:
             assert http.get("/health").status_code == 200
             time.sleep(1.3)
@@ -321,7 +317,7 @@ def test_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch)
 def test_client_that_stops_reading_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, reads_again: bool
 ) -> None:
-    """Also where the backlog has room for all that is to be said."""
+    """Hang up even if the backlog has room for the whole answer."""
     monkeypatch.setattr(connection, "STALL_TIMEOUT", 0.05)
 
     async def app(scope: object, receive: object, send: object) -> None: ...
@@ -430,8 +426,8 @@ def test_version_that_cannot_come_is_refused_at_once() -> None:
 
 @pytest.mark.thorough
 def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
-    """Those that can be served are let in although the queue is full of others; these have a limit
-    of their own.
+    """Admit servable requests although the queue is full of waiting ones, which have their own
+    limit.
     """
 
     def script(request, _: int) -> Script:

@@ -1,4 +1,4 @@
-"""Calls of tools that are forced, over HTTP: both dialects, streamed and whole."""
+"""Forced tool calls over HTTP: both dialects, streamed and whole."""
 
 import json
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def require_valid(calls: list[tuple[str, str]]) -> None:
 
 
 def whole(url: str, body: dict[str, Any]) -> tuple[Any, str, list[tuple[str, str]]]:
-    """Content, why it ended, and the calls."""
+    """Return content, finish reason and calls."""
     choice = post(f"{url}/v1/chat/completions", body)["choices"][0]
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
@@ -90,7 +90,7 @@ def streamed(url: str, body: dict[str, Any]) -> tuple[Any, str, list[tuple[str, 
 
 @pytest.fixture(scope="module")
 def unknown_url(model: Path) -> Iterator[str]:
-    """Of a model whose template does not tell how it writes calls."""
+    """Run a server of a model whose template does not show its call format."""
     config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
     with running_server(config, ServerConfig(port=0, in_process=True)) as url:
         yield url
@@ -99,7 +99,7 @@ def unknown_url(model: Path) -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
 def test_call_is_forced_for_unknown_tool_formats(unknown_url: str, ask: Any, seed: int) -> None:
-    """In Hermes' way, and one call: nothing has taught the model where to stop."""
+    """Force one call in Hermes' format: the model was not trained to stop."""
     for choice, names in (("required", {*SCHEMAS}), (NAMED, {"now"}), (ALLOWED, {"now"})):
         content, reason, calls = ask(unknown_url, asks(choice, seed=seed))
         assert (content, reason, len(calls)) == (None, "tool_calls", 1)
@@ -152,7 +152,7 @@ def test_openai_calls_are_forced(url: str, ask: Any, seed: int) -> None:
         assert {name for name, _ in calls} <= names
     content, reason, calls = ask(url, asks("required", seed=seed))
     assert reason in ("tool_calls", "length")
-    assert content is None or reason == "length"  # the beginning of a call that was cut off
+    assert content is None or reason == "length"  # the beginning of a truncated call
     require_valid(calls if reason == "tool_calls" else calls[:-1])
     assert calls
 

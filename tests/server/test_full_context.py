@@ -1,4 +1,4 @@
-"""A prompt that fills the context is scored and embedded over HTTP as in process."""
+"""A prompt that fills the context has the same scores and embedding over HTTP as in process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,9 @@ from tests.server.streams import post
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[int], Any, Any]]:
-    """A server, a prompt as long as its context, and the engine's own scores and embedding."""
+    """Yield a server, a prompt as long as its context, and the engine's own scores and
+    embedding.
+    """
     folder = tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
     with InferenceEngine(config_of(folder)) as engine:
         prompt = [3 + place % 50 for place in range(engine.max_model_len)]

@@ -1,6 +1,4 @@
-"""What stands before a server: prefixes of paths, socket files, names of models, probes, and
-proxies.
-"""
+"""Servers after a gateway: path prefixes, socket files, model names, probes and proxies."""
 
 import socket
 import stat
@@ -45,7 +43,7 @@ def test_paths_are_served_with_a_proxys_prefix_and_without(url: str) -> None:
         assert httpx.post(url + prefix + "/v1/chat/completions", json=CHAT).status_code == 200
         assert httpx.post(url + prefix + "/flush_cache").status_code == 401  # the same keys
         bad = httpx.post(url + prefix + "/v1/messages", json={})
-        assert (bad.status_code, bad.json()["type"]) == (400, "error")  # the same shape of errors
+        assert (bad.status_code, bad.json()["type"]) == (400, "error")  # the same form of errors
     for other in ("/llm", "/llm/onex/health", "/llm/one/llm/one/health", "/other/health"):
         check_error(httpx.get(url + other), 404)
     assert httpx.get(url + "/llm/one/openapi.json").json()["servers"] == [{"url": "/llm/one"}]
@@ -102,7 +100,7 @@ def test_first_page_and_404s_list_the_routes(url: str) -> None:
 def test_socket_file(tmp_path: Path) -> None:
     file = tmp_path / "nano.sock"
     for mode in (0o600, 0o660):
-        if mode != 0o600:  # one that is left behind, and was given to a group
+        if mode != 0o600:  # a leftover socket that belongs to a group
             with socket.socket(socket.AF_UNIX) as old:
                 old.bind(str(file))
             file.chmod(mode)

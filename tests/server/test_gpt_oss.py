@@ -1,4 +1,4 @@
-"""A gpt-oss of random weights behind the server: both protocols say what its tokens say."""
+"""A gpt-oss of random weights in the server: both protocols report its tokens."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ MOST = 24  # tokens of an answer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its windows are shorter than any prompt."""
+    """Create a model whose windows are shorter than any prompt."""
     folder = harmony_tokenizer(tmp_path_factory.mktemp("gpt-oss"))
     tokenizer, case = load_tokenizer(folder), CASES["gpt-oss"]
     strong_model(folder, case.class_name, **case.config | {"vocab_size": tokenizer.vocab_size})

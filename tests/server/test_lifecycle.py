@@ -1,4 +1,4 @@
-"""From start to end: a server listens before its engine is there, drains when told to stop, ends
+"""Start and end of a server: it listens before the engine is built, drains on a signal, and ends
 with its engine.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-PATIENCE = 30.0  # seconds; a hang fails instead of hanging
+PATIENCE = 30.0  # seconds: a hang fails instead of blocking
 ENDLESS = {"says": "a " * 10, "ends": False, "delay": 0.02}
 
 
 class Process:
-    """A server in its own process, and what it has said."""
+    """A server in a separate process, and its output."""
 
     def __init__(self, **options) -> None:
         command = [sys.executable, "-m", "tests.server.serve_scripted", json.dumps(options)]
@@ -79,7 +79,7 @@ def ready(server: Process) -> None:
 
 
 def stream_of(server: Process, max_tokens: int, found: list) -> threading.Thread:
-    """A stream that is read in a thread; its text, or what went wrong, is put into `found`."""
+    """Read a stream in a thread and put its text, or its error, into `found`."""
 
     def read() -> None:
         try:
@@ -115,7 +115,7 @@ def test_server_listens_before_the_engine_is_ready(tmp_path: Path) -> None:
             early = httpx.request(method, server.url + path)
             assert (early.status_code, early.headers["retry-after"]) == (503, "1")
         (tmp_path / "new").write_text("now")
-        (tmp_path / "new").rename(file)  # whole at once
+        (tmp_path / "new").rename(file)  # complete at the end
         ready(server)
         assert httpx.get(server.url + "/health").json() == {"status": "ok", "model_loaded": True}
         server.signal()
@@ -140,7 +140,7 @@ def test_server_drains(number: signal.Signals) -> None:
         thread = stream_of(server, 250, results)
         server.signal(number)
         server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request; press Ctrl-C again")
-        # New connections: whoever asks is told, and not sent away without a word.
+        # New connections get a reply with the reason.
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["connection"] == "close"
@@ -164,11 +164,11 @@ def test_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n"
                 b"expect: 100-continue\r\n\r\n{"
             )
-            assert upload.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it reads the body
+            assert upload.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"  # reads the body
             server.signal()
             thread.join()
             assert "shutting down" in results[0].rstrip().rsplit("data: ", 1)[1]
-            assert b"503 Service Unavailable" in upload.recv(1000)  # it does not come to its end
+            assert b"503 Service Unavailable" in upload.recv(1000)  # does not reach the end
         assert server.ended() == 0
         assert "Traceback" not in "".join(server.lines)
 
@@ -251,5 +251,5 @@ def test_logs_of_a_server() -> None:
             3,
         )
         assert whole["first_token"] <= whole["seconds"]
-        assert lost["path"] == "/a\nb\x1b[31m"  # as JSON, escaped
+        assert lost["path"] == "/a\nb\x1b[31m"  # escaped as JSON
         assert not [line for line in server.lines if "secret" in line or "\x1b" in line]

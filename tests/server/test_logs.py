@@ -143,7 +143,7 @@ def test_short_lines_are_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Terminal(io.StringIO):
-    """A stream that says whether it is a terminal, and notes that something was written."""
+    """Stream that reports whether it is a terminal, and records writes."""
 
     def __init__(self, is_terminal: bool = True) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Nothing that arrives as bytes is run: no module from which a byte can come knows pickle and its
-kin.
-"""
+"""No received bytes are executed: no module that can receive bytes uses pickle or the like."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Nulls that OpenAI does not send go only to clients of vLLM."""
+"""Only vLLM's clients get nulls that OpenAI does not send."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
     COMPLETION: {"prompt": "Hi"},
 }
-# Requests of OpenAI's clients, each of another way through the builders.
+# Requests of OpenAI's clients, each with another path through the builders.
 PLAIN: list[tuple[str, dict[str, Any]]] = [
     *((path, {}) for path in BODIES),
     *((path, {"n": 2, "max_tokens": 2, "stop": "x", "seed": 5}) for path in BODIES),
@@ -33,7 +33,7 @@ PLAIN: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"max_tokens": 0}),
 ]
 OPENAIS = {"logprobs", "refusal", "finish_reason", "usage", "content"}
-OPENAIS |= {"token_logprobs", "top_logprobs"}  # with `echo`, of the first token
+OPENAIS |= {"token_logprobs", "top_logprobs"}  # the first token, with `echo`
 BOTH = {"token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts", "stop_reason"}
 WHOLE = {
     CHAT: BOTH | {"kv_transfer_params", "reasoning", "reasoning_content"},
@@ -83,7 +83,7 @@ def test_openai_clients_get_openai_nulls_unless_rl_is_on(
     url, rl = server
     for found in (whole(url, path, more), streamed(url, path, more)):
         assert (found <= OPENAIS) != rl
-    assert "usage" in streamed(url, path, more)  # of events before the last
+    assert "usage" in streamed(url, path, more)  # events before the last one
 
 
 @pytest.mark.parametrize("path", BODIES)

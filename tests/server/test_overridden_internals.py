@@ -1,7 +1,5 @@
-"""The internals of uvicorn and jinja2 that are overridden are there, and are still called.
-
-They are no promise of theirs: pyproject.toml caps both, and whoever raises a cap sees here what has
-changed.
+"""The overridden internals of uvicorn and jinja2 exist and are still called. They are not public:
+pyproject.toml caps both versions, and this test shows the changes if you raise a cap.
 """
 
 import inspect
@@ -22,7 +20,7 @@ from nano_inference.server.http.connection import Connection
 from nano_inference.text import sandbox
 
 ROOT = Path(__file__).parents[2]
-PARAMETERS = {  # of uvicorn's methods, as `Connection` overrides or calls them
+PARAMETERS = {  # methods of uvicorn that `Connection` overrides or calls
     "connection_made": ["self", "transport"],
     "connection_lost": ["self", "exc"],
     "data_received": ["self", "data"],

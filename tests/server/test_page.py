@@ -1,5 +1,5 @@
-"""The server's page and `/docs`, as HTTP: what may load, what is named, and who may read it. What a
-browser makes of it: `tests/server/page`.
+"""The server's page and `/docs` over HTTP: loaded resources, names and access. `tests/server/page`
+tests them in a browser.
 """
 
 import ast
@@ -93,7 +93,7 @@ def test_page_runs_no_foreign_code(url: str, path: str) -> None:
     }
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.headers["referrer-policy"] == "no-referrer"
-    # Of addresses of other places only the name of SVG's elements, which nothing is loaded from.
+    # The only foreign address is the name of SVG's elements, which loads nothing.
     matched = set(re.findall(r"(?:https?:)?//[\w.-]+[^\s\"'<>&]*", reply.text.replace(url, "")))
     assert {each for each in matched if "://" in each} <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|javascript:", reply.text)
@@ -143,7 +143,7 @@ def test_page_reads_no_text_as_html() -> None:
 
 
 def test_links_of_answers_are_made_in_one_place() -> None:
-    """An address that a model writes becomes a link in `anchor` alone, which takes http and https."""
+    """Create links from a model's addresses in `anchor` only, which accepts http and https."""
     made = {
         name: count
         for name in PAGE_FILES
@@ -202,7 +202,7 @@ def neutral() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("model", "config", "told"),
     [
-        ("scripted", {}, {"temperature": 0.7}),  # recommends nothing
+        ("scripted", {}, {"temperature": 0.7}),  # no recommended parameters
         ("smollm2-135m", {}, {"temperature": 0.2, "top_p": 0.9}),
         ("smollm2-135m", {"generation_config": "none"}, {}),
         ("scripted", {"rl": True}, {}),

@@ -1,5 +1,5 @@
-"""A Qwen3.5 of random weights behind the server, layers with a state and thoughts: both protocols
-say what its tokens say, and its logprobs are those of transformers, also behind a cached prefix.
+"""A Qwen3.5 of random weights in the server, with state layers and thoughts: both protocols report
+its tokens, and its logprobs match transformers, also after a cached prefix.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.models.strong import TOLERANCE, strong_model
 from tests.models.test_states import DELTA
 from tests.server.scripted import smollm2
 
-# As Qwen3.5's: the answer begins inside of a thought, unless thoughts are switched off.
+# As in Qwen3.5's: the answer begins inside of a thought, unless thoughts are off.
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" -}}
@@ -39,7 +39,7 @@ PLAIN: Any = {"chat_template_kwargs": {"enable_thinking": False}}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Its folder, and that of transformers."""
+    """Create the model's folder and the one for transformers."""
     folder = tmp_path_factory.mktemp("qwen3_5")
     tokenizer = Tokenizer.from_file(str(smollm2() / "tokenizer.json"))
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -113,7 +113,7 @@ def test_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], chat
 def test_message_of_anthropic_is_the_same_answer(
     model: tuple[Path, Any], url: str, chat: OpenAI
 ) -> None:
-    """Thoughts that the template has opened, which random weights do not close."""
+    """The template opens a thought, which random weights do not close."""
     asked: Any = {"model": str(model[0]), "max_tokens": MOST, "messages": ASKED}
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}

@@ -1,5 +1,5 @@
-"""One budget for a whole HTTP request, over every route that generates; and large answers, which
-are made in pieces.
+"""One budget for a whole HTTP request on every route that generates, and large answers in
+pieces.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ IDS = [7, 8]
 CHAT = [{"role": "user", "content": "Hi"}]
 MANY = {"n": 8, "max_tokens": 100}
 
-# route, a request beyond the budget, what its client calls the number that it should lower
+# route, request beyond the budget, and the field that its client should lower
 TOO_LARGE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": IDS, **MANY, "logprobs": 4}, "logprobs"),
     ("/v1/completions", {"prompt": IDS, "n": 50, "max_tokens": 100}, "max_tokens"),
@@ -126,7 +126,7 @@ BATCHES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Bounded(ScriptedClient):
-    """A scripted engine of another budget."""
+    """Scripted engine with another budget."""
 
     budget = BUDGET
 

@@ -1,4 +1,4 @@
-"""The scripted engine behaves as an engine: by HTTP, with and without streaming."""
+"""The scripted engine behaves like an engine over HTTP, with and without streaming."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def test_scripted_engine_follows_its_script(portion: int) -> None:
 
 
 def test_backlog_is_bounded_by_the_sample() -> None:
-    """A pause of this process must not end wide streams sooner than narrow ones."""
+    """Pause this process: wide streams must not end sooner than narrow ones."""
 
     async def test() -> None:
         client = ScriptedClient(Script(delay=1000.0), max_backlog=10)

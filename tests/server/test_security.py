@@ -1,7 +1,5 @@
-"""The security checklist of the server, line by line: each is a test, here or elsewhere, or a
-reason why there is none.
-
-`CHECKLIST` names the tests; a test looks whether they exist.
+"""The server's security checklist, line by line: each has a test or a reason for its absence.
+`CHECKLIST` names the tests, and a test checks that they exist.
 """
 
 import json
@@ -28,7 +26,7 @@ from tests.server.scripted import Script, ScriptedClient
 
 ROOT = Path(__file__).parents[2]
 
-# What it asks for -> tests as "file::name" below tests/, or a sentence.
+# Requirement -> tests as "file::name" below tests/, or a sentence.
 CHECKLIST: dict[int, tuple[str, list[str]]] = {
     1: ("no pickle, marshal, eval, torch.load where a byte can arrive",
         ["server/test_no_code_from_bytes.py::test_bytes_are_never_run",
@@ -138,9 +136,7 @@ def scripted() -> Iterator[tuple[str, ScriptedClient]]:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys are compared, whole, by the function that is for it, whether or not one has
-    matched.
-    """
+    """Compare all keys in full with the constant-time function, even after a match."""
     from nano_inference.server.http import layers
 
     compared: list[tuple[int, int]] = []
@@ -220,7 +216,7 @@ def test_value_over_a_limit_is_rejected_early(
     more: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the engine hears of it, and before what takes long: no large text is tokenised or
+    """Reject early: the engine does not get the value, and no large text is tokenized or
     rendered.
     """
     url, client = scripted
@@ -465,7 +461,7 @@ def test_salts_do_not_share_prefixes(server: str, path: str) -> None:
         details = usage.get("prompt_tokens_details") or {}
         return usage.get("cache_read_input_tokens") or details.get("cached_tokens") or 0
 
-    # A chat template is the same for all, so that the first request may find its beginning in the
+    # All requests share a chat template, so the first request may find its beginning in the
     # cache.
     for salt in ("mine", "yours", None):
         assert cached(salt) < 64

@@ -1,4 +1,4 @@
-"""An engine whose process is stopped says nothing: whoever watches the server is told soon."""
+"""An engine whose process is stopped is silent: the server's monitors notice it soon."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from tests.server.scripted import Script, ScriptedClient
 
 
 class Silent(ScriptedClient):
-    """Answers no call."""
+    """Client that answers no call."""
 
     def _send(self, message: ToEngine) -> None:
         if not isinstance(message, Call):
@@ -32,16 +32,16 @@ def test_missing_heartbeats_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         nonlocal now
         client = Silent(Script(ends=False, delay=60.0))
         await client.start()
-        assert not client.is_silent  # none has come that could be late
+        assert not client.is_silent  # no heartbeat is due yet
         client._receive(Heartbeat(None, 0, False))
-        now += time_limits.SILENCE - 1  # idle, it tells one every ten seconds
+        now += time_limits.SILENCE - 1  # an idle engine sends one every ten seconds
         assert not client.is_silent
-        client.submit([1], SamplingParams(), stream=True)  # from now on it tells one every second
+        client.submit([1], SamplingParams(), stream=True)  # from now on one every second
         assert not client.is_silent
         client._receive(Heartbeat(None, 0, True))
         now += time_limits.BUSY_SILENCE - 1
         assert not client.is_silent
-        client._receive(Outputs([], []))  # whatever is heard of it will do
+        client._receive(Outputs([], []))  # any message counts
         now += time_limits.BUSY_SILENCE - 1
         assert not client.is_silent
         now += 1
@@ -49,7 +49,7 @@ def test_missing_heartbeats_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         client._receive(Heartbeat(None, 0, True))
         assert not client.is_silent
         now += time_limits.SILENCE
-        client._receive(Dead("gone", ""))  # it is dead, which is more
+        client._receive(Dead("gone", ""))  # death supersedes silence
         assert not client.is_silent
         await client.close()
 
@@ -85,7 +85,7 @@ def test_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert httpx.get(url + "/health").status_code == 200
         client._heard = time.monotonic() - time_limits.SILENCE
         monkeypatch.setattr(sglang_routes, "ANSWER_PATIENCE", 60.0)
-        assert httpx.get(url + "/health_generate", timeout=30.0).status_code == 503  # at once
+        assert httpx.get(url + "/health_generate", timeout=30.0).status_code == 503  # immediately
         health = httpx.get(url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "stalled")
         assert httpx.get(url + "/metrics", timeout=30.0).status_code == 200

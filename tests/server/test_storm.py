@@ -1,5 +1,5 @@
-"""Two hundred requests that are cancelled, and a thousand bodies that make no sense: nothing leaks,
-nobody notices.
+"""Two hundred cancelled requests and a thousand nonsense bodies: nothing leaks, no other request
+changes.
 """
 
 import asyncio
@@ -37,16 +37,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def asks(number: int) -> dict[str, Any]:
-    """A request whose answer is a function of its seed alone, bit by bit."""
+    """Return a request whose answer depends only on its seed, bit for bit."""
     prompt = [random.Random(number).randrange(3, 300) for _ in range(20)]
     more = {"return_token_ids": True, "ignore_eos": True, "stream": True}
     return {"prompt": prompt, "max_tokens": 400, "seed": number, **more}
 
 
 async def listened(http: httpx.AsyncClient, number: int) -> list[int]:
-    """The tokens that a bystander hears. Sampled from what the model says of all that came before:
-    one bit tells.
-    """
+    """Return the tokens of a bystander's stream. One changed bit would change the rest."""
     heard: list[int] = []
     async with http.stream("POST", "/v1/completions", json=asks(number)) as reply:
         assert reply.status_code == 200, await reply.aread()
@@ -61,7 +59,7 @@ async def listened(http: httpx.AsyncClient, number: int) -> list[int]:
 
 
 async def cancelled(http: httpx.AsyncClient, number: int) -> None:
-    """A client that changes its mind after some milliseconds."""
+    """Cancel a request after some milliseconds."""
     chance = random.Random(1000 + number)
     body = asks(number % 7) | {
         "max_tokens": 300,
@@ -177,7 +175,7 @@ NAMES = (
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
-    """The same with a few things changed, somewhere."""
+    """Return a body with a few changes at random places."""
     if chance.random() < 0.15:
         return chance.choice(ODD)
     if isinstance(value, dict):
@@ -198,7 +196,7 @@ def fuzzed(number: int) -> tuple[str, bytes]:
     chance = random.Random(number)
     path = chance.choice(list(VALID))
     body = json.dumps(mutated(VALID[path], chance)).encode()
-    if chance.random() < 0.2:  # damage it as bytes
+    if chance.random() < 0.2:  # damage the bytes
         damaged = bytearray(body)
         for _ in range(chance.randrange(1, 5)):
             position = chance.randrange(len(damaged) + 1)
@@ -248,7 +246,7 @@ def test_fuzzing_covers_all_routes_with_bodies() -> None:
 
 
 def test_model_folder_runs_no_code(tmp_path: Path) -> None:
-    """`auto_map` names a module that transformers would import."""
+    """Set `auto_map` to a module that transformers would import."""
     folder = tiny_llama(tmp_path / "model")
     trace = tmp_path / "it-ran"
     (folder / "evil.py").write_text(

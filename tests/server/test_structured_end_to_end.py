@@ -1,4 +1,6 @@
-"""Schemas by the hundred, sampled at temperature 1 from a server: what ended by itself is valid."""
+"""Hundreds of schemas, sampled at temperature 1 from a server: every sample that ended by itself is
+valid.
+"""
 
 import json
 from collections.abc import Iterator
@@ -112,7 +114,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def schemas() -> list[dict[str, Any]]:
-    """As many as there are to be, always the same."""
+    """Return the configured number of schemas, always the same ones."""
     found = {json.dumps(each): each for each in BY_HAND}
 
     @settings(

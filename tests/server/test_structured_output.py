@@ -44,7 +44,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["age", "ok"],
     "additionalProperties": False,
 }
-UNKNOWN = {"type": "array", "uniqueItems": True}  # a keyword that cannot be enforced
+UNKNOWN = {"type": "array", "uniqueItems": True}  # an unsupported keyword
 GBNF = 'root ::= "yes" | "no"'
 LARK = 'start: "yes" | "no"'
 TAG = {
@@ -61,7 +61,7 @@ def _of_openai(schema: Any = SCHEMA) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": format}}
 
 
-# of every protocol but Anthropic's own names
+# of all protocols, except Anthropic's own names
 EVERYWHERE: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar.json_schema(json.dumps(SCHEMA))),
@@ -190,7 +190,7 @@ def test_grammar_fields_give_one_grammar(name: str, served: Served) -> None:
         assert grammar_of(name, fields, served) == grammar, fields
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a part of the reason
+BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the field at fault, a part of the reason
     ({"guided_json": UNKNOWN}, "guided_json", "uniqueItems"),
     ({"guided_json": 5}, "guided_json", "must be an object"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
@@ -342,7 +342,7 @@ def test_reasoning_stays_on_if_the_route_separates_it(engine: ScriptedClient) ->
     behind = replace(plain, after="</think>", opened_by="<think>")
     for name in ("chat", "messages"):
         assert grammar_of(name, {"guided_regex": "a+"}, served) == behind
-    for text, expected in (("", behind), ("So", plain)):  # an answer that is begun, or not
+    for text, expected in (("", behind), ("So", plain)):  # whether an answer has begun
         begun = {"messages": [USER, {"role": "assistant", "content": text}]}
         assert grammar_of("messages", {"guided_regex": "a+", **begun}, served) == expected
     for name in ("completions", "vllm", "sglang"):
@@ -408,7 +408,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def thoughtful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A model of which reasoning is told apart, and whose template does not open it."""
+    """Run a model whose reasoning is separated and whose template does not open it."""
     folder: Path = tiny_llama(tmp_path_factory.mktemp("thoughtful"), seed=0)
     write_tokenizer(folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
     config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22, seed=0)
@@ -467,7 +467,7 @@ def test_answers_follow_every_field(tiny: str, fields: dict[str, Any]) -> None:
 
 
 def bodies(pattern: str) -> dict[str, dict[str, Any]]:
-    """Requests under a regular expression, by route."""
+    """Return requests under a regular expression, by route."""
     asked = {"guided_regex": pattern}
     room = {"max_tokens": 50, **asked}
     return {
@@ -480,7 +480,7 @@ def bodies(pattern: str) -> dict[str, dict[str, Any]]:
 
 
 def failed(url: str, path: str, pattern: str, stream: bool) -> tuple[int, dict[str, Any]]:
-    """The status and the error of a request that fails; 200 where a stream ends with it."""
+    """Return status and error of a failed request, or 200 if a stream ends with the error."""
     body = bodies(pattern)[path] | {"stream": stream}
     reply = httpx.post(url + path, json=body, timeout=60)
     if reply.status_code != 200:
@@ -499,7 +499,7 @@ def test_failed_matcher_says_why(
 
     def failing(self: LlguidanceMatcher, words: Any) -> None:
         count[0] += 1
-        if count[0] % 30 == 0:  # the first steps of a stream are sent by then
+        if count[0] % 30 == 0:  # the stream's first steps have been sent
             raise GrammarError("a limit of lexer states is reached")
         fill(self, words)
 

@@ -1,5 +1,5 @@
-"""Clients of OpenAI, Anthropic and LangChain, as they come, ask a real engine of random weights for
-structured output: what they parse is valid.
+"""Unmodified clients of OpenAI, Anthropic and LangChain request structured output of a real engine
+with random weights: the objects they parse are valid.
 """
 
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def test_anthropic_calls_a_tool(url: str, name: str, choice: Any) -> None:
     Pet.model_validate(used.input)
 
 
-# langchain-core warns of its own deprecations while it is imported and used
+# importing and using langchain-core raises its own deprecation warnings
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning"
 )

@@ -1,5 +1,5 @@
-"""Agents on a model whose template renders no tools: they get text, and their second turn is
-answered.
+"""Agents on a model whose template renders no tools: they get text, and their second turn
+succeeds.
 """
 
 import json
@@ -131,8 +131,8 @@ def test_call_is_forced_as_hermes_writes_it(engine: ScriptedClient, client: http
         assert "<tool_call>" in grammar.text
 
 
-# as Mistral and Qwen 3.5 have it: a system message first or not at all; users and assistants in
-# turns, of which calls and answers are none
+# as in Mistral and Qwen 3.5: a system message only at the start, users and assistants alternate,
+# calls and results do not count
 STRICT = (
     "{% set ns = namespace(index=0) %}{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"

@@ -1,5 +1,5 @@
-"""An event loop whose clock stands still while anything is to do, and jumps to the next timer when
-nothing is: waits have exact lengths, on any machine, and take no time.
+"""An event loop with a virtual clock that jumps to the next timer when no work is left: waits have
+exact lengths on any machine and take no time.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting for a timer it notes how long that would have taken."""
+    """Selector that records the time until the next timer instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()

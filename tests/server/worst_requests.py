@@ -1,6 +1,7 @@
-"""`python -m tests.server.worst_requests "in process"` (or "over http"): the worst combination of
-all fields, lowered as refusals say until it is taken, under a limit of address space that the
-memory of today's default would burst.
+"""Send the worst combination of all fields, lowered as the errors say until it is accepted, under
+an address space limit that unbounded requests would exceed.
+
+Run as `python -m tests.server.worst_requests "in process"` or `"over http"`.
 """
 
 import json
@@ -17,14 +18,16 @@ MIB = 1 << 20
 
 
 def limit(mebibytes: int) -> None:
-    """Let this process have so much more than it has."""
+    """Limit this process to its current address space plus a margin."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + mebibytes * MIB
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def lowered(ask: Callable[[], str | None], lower: Callable[[str, int], None]) -> int:
-    """Ask, and lower what the refusal names, until there is none. Returns how often that was."""
+    """Lower the fields that the errors name until the request is accepted. Return the number of
+    errors.
+    """
     for times in range(20):
         refusal = ask()
         if refusal is None:
@@ -56,7 +59,7 @@ def in_process() -> None:
             samples = engine.generate([7], SamplingParams(max_tokens=60, **mask), 128)
             assert {each.finish_reason for each in samples} == {"abort"}
             wide = SamplingParams(max_tokens=8, top_logprobs=50_000, ignore_eos=True)
-            # in its steps, so that each has as wide a row
+            # in steps, so that each has an equally wide row
             plain = SamplingParams(max_tokens=8, ignore_eos=True)
             samples = engine.generate([[7]] * 200, [wide, *[plain] * 199])
             assert [
@@ -186,7 +189,7 @@ def over_http() -> None:
                 *outer, last = name.split(".")
                 for item in outer:
                     body = body[item]
-                # echo tells as many
+                # echo reports as many
                 if last == "prompt_logprobs" and isinstance(body.get("logprobs"), int):
                     body["logprobs"] = min(body["logprobs"], value)
                 assert last in body, name

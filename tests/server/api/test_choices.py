@@ -1,4 +1,4 @@
-"""Choices: however an engine's deltas are gathered, the same tokens come with the same values."""
+"""Choices: any grouping of an engine's deltas gives the same tokens and values."""
 
 from dataclasses import replace
 

@@ -1,5 +1,6 @@
-"""What every client of structured output asks for, and how it tells what came. Their own interpreter
-runs them: it has other packages than the tests.
+"""The common request of all clients of structured output, and the report of its result.
+
+A separate interpreter runs the clients, since their packages differ from those of the tests.
 """
 # pyright: reportMissingImports=false
 
@@ -24,5 +25,5 @@ class Pet(BaseModel):
 
 
 def tell(**pets: object) -> None:
-    """By way of asking, what came: a `Pet`, or what is to be one."""
+    """Print the result by method: a `Pet`, or data to build one."""
     print(json.dumps({way: dict(pet) for way, pet in pets.items()}))  # pyright: ignore

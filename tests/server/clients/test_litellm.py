@@ -1,4 +1,4 @@
-"""LiteLLM, unmodified, in an environment of its own (`make test-slow` makes it)."""
+"""LiteLLM, unmodified, in a separate environment (`make test-slow` creates it)."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def test_litellm() -> None:
     answer = seen["chat"]
     assert "Paris" in answer["text"]
     assert answer["finish"] == "stop"
-    assert answer["prompt"] > 30  # the template's words count
+    assert answer["prompt"] > 30  # includes the template's words
     assert seen["chat_streamed"] == answer
     assert seen["chat_awaited"] == answer["text"]
     assert seen["messages"] == answer

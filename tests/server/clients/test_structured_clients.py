@@ -1,5 +1,5 @@
-"""Clients of structured output, unmodified, in an environment of their own (`make test-slow` makes
-it): what each of them takes out of a real model's answers is valid.
+"""Clients of structured output, unmodified, in a separate environment (`make test-slow` creates
+it): the objects they parse from a real model's answers are valid.
 """
 
 import json
@@ -16,7 +16,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 
 PYTHON = Path(sys.prefix) / "sdks" / "bin" / "python"
-# client -> the ways in which it asks
+# client -> its methods
 CLIENTS = {
     "dspy": {"json", "chat"},
     "instructor": {"tools", "strict", "schema", "parts", "messages"},
@@ -39,7 +39,7 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_clients_schemas_give_valid_output(url: str, client: str) -> None:
     script = Path(__file__).with_name(f"with_{client}.py")
-    local = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the network
+    local = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # would access the network
     ran = subprocess.run(
         [PYTHON, script, url], capture_output=True, text=True, env=local, timeout=300
     )

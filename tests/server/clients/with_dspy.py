@@ -1,7 +1,7 @@
-"""dspy: a typed field by the JSON adapter, and by the chat adapter, which falls back on it.
+"""dspy: a typed field through the JSON adapter, and through the chat adapter that falls back on it.
 
-dspy asks for a schema where its tables say that a model knows them. They know no model of a server of
-one's own, but LM Studio's, which have this protocol.
+dspy requests a schema only for models in its tables. The tables have no self-hosted models except
+LM Studio's, which use this protocol.
 """
 # pyright: reportMissingImports=false
 

@@ -1,5 +1,5 @@
-"""What LiteLLM makes of a server. Run by its own interpreter: it wants an older openai than the
-other tests.
+"""Use a server with LiteLLM. Run by a separate interpreter, because LiteLLM needs an older
+openai.
 """
 # pyright: reportMissingImports=false
 

@@ -1,6 +1,4 @@
-"""Bodies that do not end, and more connections than there is room for: others are served all the
-same.
-"""
+"""Unfinished bodies and more connections than the limit: other requests are still served."""
 
 import json
 import socket
@@ -24,7 +22,7 @@ MIB = 1 << 20
 
 @contextmanager
 def serving(monkeypatch: pytest.MonkeyPatch, **options) -> Iterator[tuple[str, list[Bodies]]]:
-    """A server; and what counts its bodies."""
+    """Yield a server and its counter of bodies."""
     made: list[Bodies] = []
     init = Bodies.__init__
 
@@ -43,7 +41,7 @@ def connected(url: str) -> socket.socket:
 
 
 def unfinished(url: str, sent: int, size: int) -> socket.socket:
-    """A connection on which so many bytes of a body have been sent."""
+    """Open a connection and send `count` bytes of a body."""
     peer = connected(url)
     peer.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
@@ -67,7 +65,7 @@ def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
         assert b"retry-after: 1" in head
         assert b"connection: close" in head
         assert "max_pending_bytes" in json.loads(body)["error"]["message"]
-        # small ones pass
+        # small bodies pass
         assert httpx.post(url + "/v1/completions", json={"prompt": "Hi" * 1000}).status_code == 200
         first.close()
         assert eventually(lambda: bodies.pending == MIB - 1 - SMALL)
@@ -99,7 +97,7 @@ def test_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         serving(monkeypatch, body_timeout=2.0) as (url, _),
         unfinished(url, 0, len(content)) as peer,
     ):
-        for byte in content:  # all of it takes longer than one gap may
+        for byte in content:  # all of it takes longer than one permitted gap
             peer.sendall(bytes((byte,)))
             time.sleep(0.15)
         assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -114,10 +112,10 @@ def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         for peer in (first, second):
             peer.sendall(head)
             assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
-        # what watches the server is let in
+        # monitoring is admitted
         third.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert third.recv(65536).startswith(b"HTTP/1.1 200 ")
-        with connected(url) as fourth:  # beyond those that are told
+        with connected(url) as fourth:  # beyond the connections that get a reply
             assert fourth.recv(1) == b""
         third.sendall(head)
         told, _, body = third.recv(65536).partition(b"\r\n\r\n")

@@ -1,6 +1,4 @@
-"""HTTP as few clients speak it: pipelines, HTTP/1.0, wishes for other protocols, trailers, what
-cannot be parsed.
-"""
+"""Rare uses of HTTP: pipelines, HTTP/1.0, protocol upgrades, trailers and malformed requests."""
 
 import inspect
 import json
@@ -104,7 +102,7 @@ def test_wish_for_http_2_is_ignored_and_the_body_read(peer: socket.socket, piece
     for start in range(0, len(sent), step):
         peer.sendall(sent[start : start + step])
         time.sleep(0.01)
-    peer.sendall(request("connection: close"))  # and the connection goes on
+    peer.sendall(request("connection: close"))  # and the connection stays open
     answers = all_of(peer)
     assert answers.count("200 OK") == 2
     assert answers.count("Hello there.") == 2
@@ -138,7 +136,7 @@ def test_requests_that_wait_on_a_connection_are_bounded(
     engine.script = ENDLESS
     peer.sendall(request(max_tokens=10_000))
     assert eventually(lambda: engine.num_samples == 1)
-    with suppress(ConnectionError):  # the server hangs up
+    with suppress(ConnectionError):  # the server closes the connection
         for _ in range(1000):
             peer.sendall(request())
             time.sleep(0.001)
@@ -191,9 +189,7 @@ def test_http_1_0_needs_no_host(peer: socket.socket) -> None:
 
 
 def test_uvicorn_has_what_is_used_of_it() -> None:
-    """Its public names alone: a private one may go with any version, and the server would fail by
-    requests.
-    """
+    """Use only uvicorn's public names: a private name may disappear in any version."""
     theirs = vars(HttpToolsProtocol)
     mine = {
         name
@@ -210,7 +206,7 @@ def test_uvicorn_has_what_is_used_of_it() -> None:
         - set(theirs)
         - {
             "abort",
-            "on_chunk_header",  # the parser's
+            "on_chunk_header",  # names of the parser
             "begin_without_length",
             "end_without_length",
         }

@@ -1,4 +1,4 @@
-"""Ids, keys, limits and shapes of errors, on every route."""
+"""Ids, keys, limits and forms of errors on every route."""
 
 import json
 import socket
@@ -62,7 +62,9 @@ def all_routes() -> list[tuple[str, str]]:
 
 
 def check_error(reply: httpx.Response, status: int) -> str:
-    """Its message. Anthropic's shape below /v1/messages, OpenAI's elsewhere."""
+    """Check the form of an error and return its message: Anthropic's below /v1/messages, otherwise
+    OpenAI's.
+    """
     assert reply.status_code == status, reply.text
     assert reply.headers["x-request-id"] == reply.headers["request-id"]
     body = reply.json()
@@ -122,8 +124,7 @@ def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> No
         "flushed": True
     }
     assert "off" in check_error(httpx.post(open_ + "/flush_cache"), 403)
-    # The router's pattern lets a line feed at the end pass, and must not find the admin's route by
-    # it.
+    # The router's pattern accepts a trailing line feed, which must not lead to the admin route.
     check_error(httpx.post(open_ + "/flush_cache%0A"), 404)
     check_error(httpx.post(keyed + "/flush_cache%0A", headers={"x-api-key": KEY}), 404)
 
@@ -167,7 +168,7 @@ def test_chunked_body_that_is_too_large(open_: str) -> None:
         ({"content-type": "application/json; charset=utf-8"}, 200),
         ({"content-type": "application/vnd.api+json"}, 200),
         ({}, 200),
-        ({"content-type": "application/x-www-form-urlencoded"}, 200),  # what `curl -d` says
+        ({"content-type": "application/x-www-form-urlencoded"}, 200),  # sent by `curl -d`
         (
             {"content-type": "application/x-www-form-urlencoded", "origin": "https://evil.example"},
             415,
@@ -223,7 +224,7 @@ def test_depth_is_found_without_parsing(value: object, ascii_: bool) -> None:
 @given(body=st.binary() | st.text('"\\[]{}a').map(str.encode))
 @settings(max_examples=at_depth(200))
 def test_depth_of_what_is_not_json(body: bytes) -> None:
-    with suppress(ApiError):  # and nothing else
+    with suppress(ApiError):  # and no others
         check_json(body, 1, 2)
 
 
@@ -241,7 +242,7 @@ def test_containers_over_the_limit_are_rejected() -> None:
 
 
 def commas(value: object) -> int:
-    """Between values, as many as the limit counts."""
+    """Return a body with as many commas between values as the limit allows."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max(len(inner) - 1, 0) + sum(map(commas, inner))
 
@@ -249,7 +250,7 @@ def commas(value: object) -> int:
 @given(value=VALUES, ascii_=st.booleans())
 @settings(max_examples=at_depth(200))
 def test_values_are_counted_without_parsing(value: object, ascii_: bool) -> None:
-    """Commas and brackets in texts count nothing, whatever stands around them."""
+    """Count no commas and brackets inside strings, whatever surrounds them."""
     whole = [value, '",[{:\\"', "x," * 3]
     body = json.dumps(whole, ensure_ascii=ascii_).encode("utf-8", "surrogatepass")
     check_json(body, 64, commas(whole))
@@ -288,7 +289,7 @@ def test_request_within_limits_is_accepted() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> None:
-    """Its values are no numbers: validating would say so first."""
+    """Send values that are not numbers: validation would report them first."""
     bias = {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}
     body = json.dumps(
         {"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias
@@ -318,8 +319,8 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     "pieces",
     [
         [HEAD + b"a: " + b"x" * 70_000 + b"\r\n\r\n"],
-        [HEAD, b"a: ", *[b"x" * 10_000] * 60],  # one line that never ends
-        [HEAD, *[b"a" * 10_000] * 60],  # not even a colon
+        [HEAD, b"a: ", *[b"x" * 10_000] * 60],  # one endless line
+        [HEAD, *[b"a" * 10_000] * 60],  # without a colon
         [HEAD + b"a: b\r\n" * 200 + b"\r\n"],
         [b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n"],
         [HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 20_000],  # trailers
@@ -328,8 +329,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 )
 def test_header_bombs(open_: str, pieces: list[bytes]) -> None:
     answer = raw(open_, *pieces)
-    # The kernel may drop the answer when the client still writes; the connection is closed at any
-    # rate.
+    # The kernel may drop the answer while the client still writes, but the connection closes anyway.
     if answer and not answer.startswith(b"HTTP/1.1 200"):
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b" 431 " in head.split(b"\r\n")[0]

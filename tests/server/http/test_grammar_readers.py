@@ -1,4 +1,4 @@
-"""Slow grammars cost their own request, and hold up no others."""
+"""Slow grammars fail only their own request and delay no others."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ LARGE = SMALL + 1
 
 
 class Standing:
-    """Jobs that stand still until they are let go."""
+    """Jobs that block until they are released."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -42,7 +42,7 @@ def run(test: Callable[[Standing], Coroutine[Any, Any, None]]) -> None:
 
 
 async def busy(readers: GrammarReaders, job: Standing, size: int) -> list[asyncio.Task[str]]:
-    """All threads of a lane at work."""
+    """Occupy all threads of a lane."""
     tasks = [asyncio.create_task(readers.read(job, size)) for _ in range(THREADS)]
     for _ in tasks:
         assert await asyncio.to_thread(job.begun.acquire, timeout=30)
@@ -53,7 +53,7 @@ def test_read_returns_the_grammar_or_raises_its_error() -> None:
     async def test(_: Standing) -> None:
         readers = GrammarReaders(20.0)
         assert await readers.read(lambda: 3, 10) == 3
-        for _number in range(2 * THREADS):  # a thread that raised is free again
+        for _number in range(2 * THREADS):  # a thread whose job raised is free again
             with pytest.raises(ZeroDivisionError):
                 await readers.read(lambda: 1 // 0, 10)
 
@@ -80,7 +80,7 @@ def test_read_starts_its_clock_with_its_thread() -> None:
         assert not waiting.done()
         job.go.set()
         assert await waiting == 3
-        assert await asyncio.gather(*tasks) == ["made"] * THREADS  # they stood, and did not work
+        assert await asyncio.gather(*tasks) == ["made"] * THREADS  # they used no processor time
 
     run(test)
 
@@ -104,7 +104,7 @@ def test_read_without_a_free_thread_is_503_with_a_retry(
         assert await readers.read(lambda: 3, 10) == 3
 
     if name == "MOST_WAITING":
-        # a free thread is taken at once, and nobody waits
+        # a free thread is used immediately
         monkeypatch.setattr(grammar_readers, "MOST_WAITING", 128)
     run(test)
 

@@ -1,4 +1,4 @@
-"""`/metrics`, `/stats` and `/flush_cache` over a real engine."""
+"""`/metrics`, `/stats` and `/flush_cache` on a real engine."""
 
 import importlib.util
 import re
@@ -161,7 +161,7 @@ def test_dashboard_draws_existing_metrics(tmp_path: Path, monkeypatch: pytest.Mo
     metrics = Metrics(made.client)
     metrics.serve("m")
     made.client.stats = stats_with(speculation=None)
-    # those with a label of their own have no sample before something has happened
+    # labelled metrics have no samples before their first event
     known = set(re.findall(r"^# TYPE (\S+)", metrics.text().decode(), flags=re.M))
     drawn = set(re.findall(r"nano_inference_\w+", board))
     assert len(drawn) > 20
@@ -184,7 +184,7 @@ def test_small_routes(server: str, path: str) -> None:
 
 @pytest.mark.thorough
 def test_scrape_is_of_this_moment(server: str) -> None:
-    """What an answer has counted is in the next scrape, not in one a heartbeat later."""
+    """Scrape right after an answer: its tokens are counted, not a heartbeat later."""
     for _ in range(5):
         before = read(server)["generation_tokens"]["generation_tokens_total"]
         body = {"prompt": "The capital of France is", "max_tokens": 3, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Spans that arrive at a collector of OpenTelemetry."""
+"""Spans reach an OpenTelemetry collector."""
 
 import http.server
 import threading
@@ -17,7 +17,7 @@ from tests.server.scripted import Script, ScriptedClient
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """Its URL, and what it was sent."""
+    """Yield the collector's URL and the list of received spans."""
     bodies = list[bytes]()
 
     class Handler(http.server.BaseHTTPRequestHandler):

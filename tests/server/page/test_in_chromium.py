@@ -1,5 +1,5 @@
-"""The page in Debian's Chromium, by playwright in an environment of its own (`make test-page` makes
-it).
+"""The page in Debian's Chromium, driven by playwright in a separate environment (`make test-page`
+creates it).
 """
 
 import json
@@ -37,7 +37,7 @@ from tests.server.trainers.weight_runs import free_port
 PYTHON = Path(sys.prefix) / "page" / "bin" / "python"
 CHROMIUM = Path("/usr/bin/chromium")
 SCRIPT = Path(__file__).with_name("with_chromium.py")
-PATIENCE = 90  # seconds that a server may take to start
+PATIENCE = 90  # seconds until a server must have started
 HOSTILE = "<script>alert(3)</script><img src=x onerror=alert(4)>"
 
 pytestmark = [
@@ -50,7 +50,7 @@ pytestmark = [
 
 
 def look(url: str, name: str, meanwhile: Mapping[str, Callable[[], object]] | None = None) -> Any:
-    """What one of `with_chromium.LOOKS` sees; what it asks for meanwhile is done."""
+    """Return the result of a function of `with_chromium.LOOKS`, and run the actions it requests."""
     with subprocess.Popen(
         [PYTHON, SCRIPT, url, name],
         stdin=subprocess.PIPE,
@@ -134,7 +134,7 @@ def test_stop(url: str) -> None:
 
 @pytest.fixture
 def trained() -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server whose weights may change, and what serves them again under a new version."""
+    """Yield a server with updatable weights, and a function that serves them as a new version."""
     engine = EngineConfig(
         "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**27, num_threads=1
     )
@@ -154,7 +154,7 @@ def test_seed_draws_the_same_again(trained: tuple[str, Callable[[], None]]) -> N
     assert len({"".join(column) for column in seen["before"]}) == 3
     assert seen["said"].removeprefix("seed ").isdigit()
     assert seen["again"] == f"{seen['said']} · replayed: all 36 tokens are equal"
-    # the same tensors under a new version
+    # the same tensors as a new version
     assert seen["changed"] == f"{seen['again']}, weights 0, then 1"
 
 
@@ -181,12 +181,12 @@ def test_server_may_die_and_come_again() -> None:
             second.enter_context(running_server(scripted(), ServerConfig(port=port)))
 
         seen = look(address, "restart", {"kill": first.close, "start": start})
-    assert seen["gone"] == ["3", 2]  # it keeps what it has
+    assert seen["gone"] == ["3", 2]  # keeps the old samples
 
 
 @contextmanager
 def process(port: int, log: Path, *options: str) -> Iterator[psutil.Process]:
-    """`nano-inference serve`, killed at the end."""
+    """Run `nano-inference serve` and kill it at the end."""
     small = ("--threads", "1", "--max-model-len", "1024", "--kv-cache-memory", "128MiB")
     command = [*ENTRY, "serve", "smollm2-135m", "--port", str(port), *small, *options]
     with log.open("a") as said, subprocess.Popen(command, stdout=said, stderr=said) as child:
@@ -209,7 +209,7 @@ def is_healthy(port: int) -> bool:
 
 
 def require_continued(seen: Any) -> None:
-    """What was streamed is there still, and is what the samples begin with that came later."""
+    """Check that the streamed text is kept and that the later samples begin with it."""
     assert all(len(column) > 10 for column in seen["columns"])
     assert all("cut off" in foot for foot in seen["feet"])
     for before, after in zip(seen["columns"], seen["again"], strict=True):
@@ -230,7 +230,7 @@ def test_server_is_killed_amid_a_stream(tmp_path: Path) -> None:
         seen = look(f"http://127.0.0.1:{port}", "killed", {"kill": server.kill, "start": start})
     assert seen["problem"] == "Lost the connection to the server. The text shown is incomplete."
     assert seen["status"] == "reconnecting…"
-    assert seen["kept"] == seen["columns"]  # although more was asked for meanwhile
+    assert seen["kept"] == seen["columns"]  # although more was requested meanwhile
     require_continued(seen)
 
 
@@ -254,7 +254,7 @@ def test_text_stays_text() -> None:
     for mode in ("raw", "chat"):
         assert all(text.startswith(HOSTILE[:20]) for text in seen[mode])
     assert seen["elements"] == 0
-    assert seen["refused"]  # what would read HTML is off
+    assert seen["refused"]  # settings that would read HTML are off
 
 
 def test_key_is_asked_for_and_kept_in_the_tab() -> None:
@@ -328,7 +328,7 @@ def test_tab_follows_the_page() -> None:
 
 
 def asked(client: ScriptedClient) -> list[str]:
-    """The prompts that came, as text."""
+    """Return the received prompts as text."""
     return [client.tokenizer.decode(each.prompt) for each in client.requests]
 
 
@@ -338,10 +338,10 @@ def test_chat_has_a_history_and_survives_a_reload() -> None:
         seen = look(address, "chat")
     shown = ["One\ntwo", "Fine.", "Three", "Fine."]
     assert seen["first"] == "chat"
-    assert seen["hint"] == "0.7"  # the model recommends nothing
+    assert seen["hint"] == "0.7"  # the model recommends no parameters
     assert seen["typed"] == "One\ntwo"
     assert seen["shown"] == shown
-    # tokens that come all at once have no speed
+    # tokens that arrive together have no speed
     foot = r"\d+ tokens( · [\d.,]+ tok/s)? · finished · seed \d+"
     assert all(re.fullmatch(foot, each) for each in seen["feet"])
     assert seen["again"] == [shown, "0.25"]
@@ -409,7 +409,7 @@ def test_answer_is_continued_drawn_again_and_a_message_edited() -> None:
     assert seen["again"] == ["Count", first]
     assert seen["edited"] == ["Begin anew", first]
     prompts = asked(client)
-    assert prompts[1].endswith(first)  # it goes on amid the answer
+    assert prompts[1].endswith(first)  # continues within the answer
     assert prompts[2] == prompts[0]
     assert "Count" not in prompts[-1]
     seeds = [each.params.seed for each in client.requests]
@@ -434,14 +434,14 @@ def test_link_fills_in_and_sends_nothing() -> None:
     count: list[int] = []
     with running_server(client, ServerConfig(port=0)) as address:
         seen = look(address, "link", {"count": lambda: count.append(len(client.requests))})
-    assert count == [1]  # of the message before
+    assert count == [1]  # from the preceding message
     assert seen["filled"] == ["Name a fruit.", "7", "0.3", "Be brief."]
     assert seen["sent"] == []
     assert seen["opened"] == [["Name a fruit.", "Fine."], "And another."]
     assert seen["samples"] == ["The sky", "raw", "2", "5"]
     assert seen["url"].endswith("#/samples")
     assert len(client.requests) == 3
-    assert client.requests[0].params.temperature == 0.7  # the field is empty
+    assert client.requests[0].params.temperature == 0.7  # empty field
     assert client.requests[1].params.seed == 7
     assert client.requests[1].params.temperature == 0.3
     assert "Be brief." in asked(client)[1]
@@ -498,7 +498,7 @@ def test_answer_that_is_cut_off_stays() -> None:
     assert seen["kept"][0] == "Hello"
     assert seen["kept"][1].startswith("One two")
     assert "cut off" in seen["foot"]
-    assert seen["after"] == seen["kept"]  # although more was asked for meanwhile
+    assert seen["after"] == seen["kept"]  # although more was requested meanwhile
     assert seen["draft"] == "Is there anybody?"
 
 

@@ -1,7 +1,7 @@
-"""What Debian's Chromium makes of the page, by playwright; its own interpreter runs this: `python
-with_chromium.py URL LOOK`. The last line that it prints is JSON of what was seen.
+"""Drive the page in Debian's Chromium by playwright: `python with_chromium.py URL LOOK`.
 
-Where something is to happen meanwhile it prints what, and waits for a line.
+A separate interpreter runs this script. Its last line of output is JSON of the observations. To
+request an action of the test it prints the action's name and waits for a line.
 """
 # pyright: reportMissingImports=false
 
@@ -18,14 +18,14 @@ PATIENCE = 60_000  # ms
 
 
 def let(what: str) -> None:
-    """Let the test do something."""
+    """Request an action of the test and wait for it."""
     print(what, flush=True)
     input()
 
 
 def until(page: Page, condition: str) -> None:
-    """Wait for it. Playwright's own waiting makes code of a string in the page, which the page's
-    policy refuses.
+    """Wait for a condition. Playwright's own wait evaluates a string, which the page's policy
+    rejects.
     """
     ends = time.monotonic() + PATIENCE / 1000
     while not page.evaluate(condition):
@@ -34,7 +34,7 @@ def until(page: Page, condition: str) -> None:
 
 
 def sampling(page: Page, prompt: str, **settings: str) -> None:
-    """Fill in the view Samples; settings are named as in its form."""
+    """Fill in the view Samples. Settings have the names of its form."""
     page.click("nav a[href='#/samples']")
     if not page.locator("#samples-max_tokens").is_visible():
         page.click("#samples-settings > summary")
@@ -45,7 +45,7 @@ def sampling(page: Page, prompt: str, **settings: str) -> None:
 
 
 def sample(page: Page, prompt: str, *, n: int = 3, seed: str = "7", **settings: str) -> None:
-    """Sample, and wait for the end."""
+    """Start sampling and wait for the end."""
     fields = {"max_tokens": "12", "temperature": "0.8", "top_p": "1"} | settings
     sampling(page, prompt, n=str(n), seed=seed, **fields)
     page.press("#prompt", "Control+Enter")
@@ -95,7 +95,7 @@ def chat_sample(page: Page) -> dict[str, Any]:
 
 
 def shapes(page: Page) -> dict[str, Any]:
-    """Of samples that end, with code in them: as tokens, then as text."""
+    """Show samples that end and contain code, as tokens and then as text."""
     sample(page, "Write code", mode="chat", n=2, max_tokens="200")
     opacity = "each => getComputedStyle(each, '::before').opacity"
     page.mouse.move(0, 0)
@@ -117,7 +117,7 @@ def shapes(page: Page) -> dict[str, Any]:
 
 
 def empty_samples(page: Page) -> dict[str, Any]:
-    """The view without samples, and what may not be sampled."""
+    """Show the view without samples, and rejected inputs."""
     page.click("nav a[href='#/samples']")
     folded = page.locator("#samples-top_p").is_visible()
     visible = page.locator("#samples-fields").inner_text()
@@ -141,7 +141,7 @@ def empty_samples(page: Page) -> dict[str, Any]:
 
 
 def replay(page: Page) -> dict[str, Any]:
-    sample(page, "Once upon a time", seed="")  # one is drawn
+    sample(page, "Once upon a time", seed="")  # one sample is drawn
     before, said = texts(page), page.locator("#said").inner_text()
     page.click("#replay")
     ended(page, 3)
@@ -203,7 +203,7 @@ def restart(page: Page) -> dict[str, Any]:
 
 
 def begun(page: Page) -> None:
-    """Two long samples, ten tokens of each."""
+    """Start two long samples and wait for ten tokens of each."""
     sampling(page, "Once upon a time there was a", n="2", max_tokens="160", seed="7")
     page.press("#prompt", "Control+Enter")
     until(page, "document.querySelectorAll('.sample').length === 2")
@@ -212,7 +212,7 @@ def begun(page: Page) -> None:
 
 
 def cut(page: Page) -> dict[str, Any]:
-    """What is seen when the stream has ended too early, with the server's state from then on."""
+    """Return the view after the stream ended too early, with the server's state."""
     page.locator("#problem").wait_for()
     until(page, "document.getElementById('status').dataset.state !== 'ok'")
     return {
@@ -224,7 +224,7 @@ def cut(page: Page) -> dict[str, Any]:
 
 
 def replayed(page: Page) -> dict[str, Any]:
-    """The server is there again."""
+    """Return the view after the server is available again."""
     page.locator("#status[data-state=ok]").wait_for()
     page.click("#replay")
     ended(page, 2)
@@ -252,7 +252,7 @@ def killed(page: Page) -> dict[str, Any]:
 def engine_killed(page: Page) -> dict[str, Any]:
     begun(page)
     let("kill")
-    # A poll at the moment of death only sees that its call failed; the next one sees the state.
+    # A poll at the moment of death sees only a failed call. The next poll sees the state.
     until(page, "document.getElementById('status').textContent === 'restarting the engine…'")
     return cut(page) | replayed(page)
 
@@ -318,7 +318,7 @@ def open_settings(page: Page) -> None:
 
 
 def say(page: Page, message: str) -> None:
-    """Send a message, and wait for the end of the answer."""
+    """Send a message and wait for the end of the answer."""
     page.fill("#message", message)
     page.press("#message", "Enter")
     answered(page)
@@ -329,12 +329,12 @@ def answered(page: Page) -> None:
 
 
 def conversation(page: Page) -> list[str]:
-    """The texts of the messages."""
+    """Return the texts of the messages."""
     return page.locator(".message .body:visible").all_inner_texts()
 
 
 def chat(page: Page) -> dict[str, Any]:
-    """Two turns, settings and a system message, then a reload, another chat, and back."""
+    """Chat for two turns with settings and a system message, reload, and switch between chats."""
     first = page.locator("main:visible").get_attribute("id")
     open_settings(page)
     hint = page.locator("#chat-temperature").get_attribute("placeholder")
@@ -405,7 +405,7 @@ def markdown(page: Page) -> dict[str, Any]:
 
 
 def turns(page: Page) -> dict[str, Any]:
-    """An answer that is cut and continued, drawn again, and a message that is edited."""
+    """Cut, continue and redraw an answer, and edit a message."""
     open_settings(page)
     page.fill("#chat-max_tokens", "5")
     say(page, "Count")
@@ -429,7 +429,7 @@ def halt(page: Page) -> dict[str, Any]:
     page.press("#message", "Enter")
     until(page, "document.querySelector('.message.assistant .body')?.textContent.length > 10")
     page.fill("#message", "next")
-    page.press("#message", "Enter")  # not while an answer comes
+    page.press("#message", "Enter")  # impossible during an answer
     page.click("#chat-halt")
     answered(page)
     return {
@@ -441,7 +441,9 @@ def halt(page: Page) -> dict[str, Any]:
 
 
 def link(page: Page) -> dict[str, Any]:
-    """A link fills in, and sends nothing; one that is copied leads to the same question."""
+    """Open a link: it fills in the form and sends nothing. A copied link leads to the same
+    question.
+    """
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     say(page, "Before")
     base = page.url.partition("#")[0]
@@ -498,7 +500,7 @@ def words(page: Page) -> dict[str, Any]:
 
 
 def calls(page: Page) -> dict[str, Any]:
-    """A tool is called, its result goes back, and the model goes on from there."""
+    """Return a tool's result to a call; the model continues from there."""
     open_settings(page)
     page.fill("#chat-tools", '{"name": "weather", "parameters": {"type": "object"}}')
     say(page, "How is the weather?")
@@ -543,7 +545,7 @@ def idle(page: Page) -> dict[str, Any]:
     status = page.locator("#status").inner_text()
     page.click("nav a[href='#/dashboard']")
     until(page, "!document.getElementById('load-idle').hidden")
-    page.wait_for_timeout(1200)  # the next look of the page
+    page.wait_for_timeout(1200)  # the page's next poll
     return {
         "status": status,
         "charts": page.locator("#dashboard svg:visible").evaluate_all(

@@ -1,4 +1,4 @@
-"""Requests of the tests of RL: while others run, and read as they come."""
+"""Requests for RL tests: concurrent, with their tokens read on arrival."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ GENERATE = "/inference/v1/generate"
 def ask(
     url: str, path: str, body: dict[str, Any] | None = None, status: int = 200, **headers: str
 ) -> Any:
-    """A POST, with no body where there is none."""
+    """Send a POST and return the reply. Without `body` none is sent."""
     reply = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=PATIENCE)
     assert reply.status_code == status, reply.text
     return reply.json()
@@ -38,13 +38,13 @@ def body(prompt: list[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
 
 @dataclass
 class Running:
-    """A request that streams.
+    """A streaming request.
 
     Attributes:
-        token_ids: that have come.
-        last: the choice in its last piece.
-        usage: of the end.
-        dawdles: until its end is waited for.
+        token_ids: Tokens received so far.
+        last: Choice in the last piece.
+        usage: Usage at the end.
+        dawdles: Slows the request until the test waits for its end.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -56,13 +56,13 @@ class Running:
     dawdles: ExitStack = field(default_factory=ExitStack)
 
     def until(self, count: int) -> None:
-        """Wait for so many tokens."""
+        """Wait for `count` tokens."""
         with self.grown:
             assert self.grown.wait_for(lambda: len(self.token_ids) >= count or self.last, PATIENCE)
             assert len(self.token_ids) >= count
 
     def end(self) -> dict[str, Any]:
-        """Wait for all of it; the last choice."""
+        """Wait for the end and return the last choice."""
         assert self.thread is not None
         self.dawdles.close()
         self.thread.join(PATIENCE)
@@ -92,7 +92,7 @@ class Running:
 
 @contextmanager
 def running(url: str, given: dict[str, Any], **headers: str) -> Iterator[Running]:
-    """A request whose first tokens have come; at the end it is aborted if it still runs."""
+    """Start a request, wait for its first tokens, and abort it at the end if it still runs."""
     it = Running()
     it.thread = threading.Thread(target=it.read, args=(url, given, headers))
     with it.dawdles:

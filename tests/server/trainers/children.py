@@ -1,4 +1,4 @@
-"""Trainers in processes of their own, which read orders from their stdin and answer by lines."""
+"""Trainer processes that read orders from stdin and answer in lines."""
 
 import json
 import os
@@ -14,11 +14,11 @@ PATIENCE = 60.0
 
 
 class Child:
-    """A process of a module of tests, and the lines that it says.
+    """A process of a test module and the lines it prints.
 
     Args:
-        module: what runs, such as `tests.server.trainers.small_trainer`.
-        arguments: its own.
+        module: Module to run, such as `tests.server.trainers.small_trainer`.
+        arguments: Arguments of the module.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -35,24 +35,24 @@ class Child:
         self._listener.start()
 
     def write(self, line: str) -> None:
-        """Send an order, without waiting."""
+        """Send an order without waiting."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def hear(self, seconds: float = PATIENCE) -> str:
-        """Return its next line; "ended" after its last one."""
+        """Return the next line, or "ended" after the last one."""
         try:
             return self._said.get(timeout=seconds)
         except Empty:
             raise AssertionError("the trainer's process says nothing") from None
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Kill it, or stop it."""
+        """Send a signal, such as SIGKILL or SIGSTOP."""
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process and close its pipes."""
         self.process.kill()
         self.process.wait()
         self._listener.join(PATIENCE)
@@ -68,7 +68,7 @@ class Child:
 
 
 class GroupTrainer(Child):
-    """A `group_trainer`, which has weights of a model's folder and understands JSON."""
+    """A `group_trainer` that has the weights of a model's folder and reads JSON."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("tests.server.trainers.group_trainer", str(folder))
@@ -76,5 +76,5 @@ class GroupTrainer(Child):
         assert self.hear() == "ready"
 
     def say(self, do: str, **told: Any) -> None:
-        """Order something, without waiting."""
+        """Send an order without waiting."""
         self.write(json.dumps({"do": do, **told}))

@@ -41,7 +41,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rl_server(tiny_folder: Path) -> Iterator[str]:
-    """The URL of a server of it, in this process; it asks for no key."""
+    """Run a server of the tiny model in this process, without keys, and yield its URL."""
     threads = torch.get_num_threads()
     with running_server(engine_config(tiny_folder), RL) as url:
         yield url

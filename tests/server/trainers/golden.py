@@ -1,10 +1,9 @@
-"""Golden exchanges: files of requests with their replies, replayed in order against a server of a
-tiny model.
+"""Golden exchanges: files of requests and replies, replayed in order on a server of a tiny model.
 
-`golden/<dialect>.json` is a list of `{"name", "method", "path", "body", "status", "reply"}`. A body
-that is null is not sent. Where a request needs company (a trainer that broadcasts), `"beside"`
-names what runs at its side. `pytest tests/server/trainers/test_golden.py --update-golden` writes
-statuses and replies anew.
+`golden/<dialect>.json` is a list of `{"name", "method", "path", "body", "status", "reply"}`. A null
+body is not sent. `"beside"` names a context that runs during the request, such as a trainer that
+broadcasts. `pytest tests/server/trainers/test_golden.py --update-golden` rewrites statuses and
+replies.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 
 FOLDER = Path(__file__).with_name("golden")
-# What differs from run to run, or from machine to machine.
+# Fields that vary by run or by machine.
 _VARYING = frozenset(
     (
         "id",
@@ -30,7 +29,7 @@ _VARYING = frozenset(
         "timestamp",
     )
 )
-_CLOSE = 2e-3  # between logprobs of two machines
+_CLOSE = 2e-3  # tolerance between logprobs of two machines
 
 Beside = Mapping[str, Callable[[], AbstractContextManager[object]]]
 
@@ -43,14 +42,14 @@ def replay(
     update: bool = False,
     beside: Beside | None = None,
 ) -> None:
-    """Send what a file says, and compare, or write, what comes.
+    """Send the requests of a file, and compare or rewrite the replies.
 
     Args:
-        url: of a fresh server.
-        dialect: the file's name.
-        words: what stands in the file -> what it is in this run: `{"<model>": "/tmp/…"}`.
-        update: write the replies into the file.
-        beside: name -> makes a context in which a request is sent.
+        url: URL of a fresh server.
+        dialect: Name of the file.
+        words: Maps a placeholder of the file to its value in this run: `{"<model>": "/tmp/…"}`.
+        update: Write the replies into the file.
+        beside: Maps a name to a function that returns the context of a request.
     """
     path = FOLDER / f"{dialect}.json"
     exchanges: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +69,7 @@ def replay(
 
 
 def masked(value: Any, words: Mapping[str, str]) -> Any:
-    """A reply without what varies."""
+    """Return a reply without varying fields."""
     if isinstance(value, dict):
         return {
             key: f"<{key}>" if key in _VARYING else masked(each, words)
@@ -135,7 +134,7 @@ def _sent(
 
 
 def _line(exchange: Mapping[str, Any]) -> str:
-    """One line a key: a change of a reply is one line of a diff."""
+    """Format an exchange with one key per line, for readable diffs."""
     keys = ",\n".join(
         f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in exchange.items()
     )

@@ -1,7 +1,8 @@
-"""A trainer in a process of its own, of torch alone: it does what lines of JSON on stdin say, and
+"""A torch-only trainer in a separate process: it executes orders (lines of JSON) from stdin and
 answers each.
 
-Run as `python -m tests.server.trainers.group_trainer FOLDER`, of the model whose weights it makes up.
+Run as `python -m tests.server.trainers.group_trainer FOLDER`. It invents new weights for the model
+in FOLDER.
 """
 
 import json
@@ -22,7 +23,7 @@ from tests.models.tiny import llama_weights
 
 
 def new_weights(folder: Path, seed: int, dtype: str = "float32") -> dict[str, Tensor]:
-    """Weights of the model in a folder, as a trainer might have made them."""
+    """Return random weights for the model in a folder."""
     config = json.loads((folder / "config.json").read_text())
     return {
         name: tensor.to(getattr(torch, dtype))
@@ -31,7 +32,7 @@ def new_weights(folder: Path, seed: int, dtype: str = "float32") -> dict[str, Te
 
 
 def ordinary_group(port: int, world_size: int, timeout: timedelta) -> Any:
-    """The first group of a process."""
+    """Create the default group of a process."""
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
         "gloo", init_method=address, rank=0, world_size=world_size, timeout=timeout
@@ -40,9 +41,7 @@ def ordinary_group(port: int, world_size: int, timeout: timedelta) -> Any:
 
 
 def named_group(name: str, port: int, world_size: int, timeout: timedelta) -> Any:
-    """A group beside others, known by its name: a rendezvous of its own, and the name in front of
-    its store.
-    """
+    """Create an additional, named group with its own rendezvous and a prefix for its store."""
     store, rank, size = next(
         dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout)  # pyright: ignore
     )
@@ -56,7 +55,7 @@ def named_group(name: str, port: int, world_size: int, timeout: timedelta) -> An
 
 
 class Trainer:
-    """Its groups, by name, and its weights."""
+    """Process groups by name, and the weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +64,7 @@ class Trainer:
     def join(
         self, name: str, port: int, named: bool = False, world_size: int = 2, seconds: float = 20.0
     ) -> None:
-        """Make a group and wait for the engine."""
+        """Create a group and wait for the engine."""
         timeout = timedelta(seconds=seconds)
         if named:
             self.groups[name] = named_group(name, port, world_size, timeout)
@@ -73,11 +72,11 @@ class Trainer:
             self.groups[name] = ordinary_group(port, world_size, timeout)
 
     def leave(self, name: str) -> None:
-        """Destroy it."""
+        """Destroy a group."""
         dist.destroy_process_group(self.groups.pop(name))
 
     def leave_all(self) -> None:
-        """Destroy what is left."""
+        """Destroy all remaining groups."""
         for name in list(self.groups):
             self.leave(name)
 
@@ -93,9 +92,8 @@ class Trainer:
         nan: bool = False,
         dtypes: list[str] | None = None,
     ) -> None:
-        """Broadcast tensors one by one, or packed; `numbers` of each, if it lies about their sizes.
-
-        With `then_signal` it sends itself a signal after so many.
+        """Broadcast tensors one by one or packed. `numbers` falsifies their sizes. With
+        `then_signal`, send this process a signal after that many.
         """
         weights = new_weights(self.folder, seed, dtype)
         tensors = [weights[name] for name in (weights if names is None else names)]
@@ -115,14 +113,14 @@ class Trainer:
             dist.broadcast(flat, 0, group=self.groups[group])
 
     def stream(self, group: str, seed: int, version: int) -> None:
-        """The same by this package's own sender."""
+        """Broadcast the tensors with this package's own sender."""
         WeightSender.over(self.groups[group], timeout=20.0).send(
             new_weights(self.folder, seed), version=version
         )
 
 
 def packed(tensors: Iterable[Tensor], max_bytes: int) -> list[Tensor]:
-    """Flat bytes, until there are more than that; then a new run."""
+    """Pack tensors into flat buckets. A bucket ends once it exceeds `max_bytes`."""
     runs: list[list[Tensor]] = []
     size = max_bytes + 1
     for tensor in tensors:
@@ -135,7 +133,7 @@ def packed(tensors: Iterable[Tensor], max_bytes: int) -> list[Tensor]:
 
 
 def main() -> None:
-    """Do as told until stdin ends."""
+    """Execute orders until stdin ends."""
     torch.set_num_threads(1)
     trainer = Trainer(Path(sys.argv[1]))
     do: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""A trainer that speaks SGLang's dialect: it asks by HTTP, and sends from a process of its own
+"""A trainer in SGLang's dialect: it requests over HTTP and broadcasts from a separate process
 (`group_trainer.py`).
 """
 
@@ -22,7 +22,7 @@ GROUP = "slime-pp_0"
 
 
 def post(url: str, path: str, body: Any = None, status: int = 200) -> Any:
-    """Ask, and be answered with this status."""
+    """Send a request and check the reply's status."""
     reply = httpx.post(url + path, json={} if body is None else body, timeout=PATIENCE)
     assert reply.status_code == status, f"{path}: {reply.status_code} {reply.text[:500]}"
     told = reply.json()
@@ -62,7 +62,7 @@ def told_of(weights: dict[str, Tensor], **more: Any) -> dict[str, Any]:
 
 
 class Trainer(GroupTrainer):
-    """It, and the process that has its end of the group."""
+    """A trainer in SGLang's dialect and the process at its end of the group."""
 
     def __init__(self, url: str, folder: Path) -> None:
         super().__init__(folder)
@@ -73,7 +73,7 @@ class Trainer(GroupTrainer):
         return self._pool.submit(act, *arguments)
 
     def join(self, status: int = 200, **more: Any) -> Any:
-        """`/init_weights_update_group`, as both sides see it."""
+        """Join a group on both sides by `/init_weights_update_group`."""
         port = free_port()
         if status == 200:
             self.say("join", name=GROUP, port=port, named=True)
@@ -92,7 +92,7 @@ class Trainer(GroupTrainer):
         return reply
 
     def send(self, seed: int, names: list[str], **more: Any) -> Any:
-        """One bucket, of what `new_weights` makes of a seed."""
+        """Send one bucket of the weights that `new_weights` makes from a seed."""
         weights = new_weights(self.folder, seed)
         asked = self.beside(
             post,
@@ -117,7 +117,7 @@ class Trainer(GroupTrainer):
 
 @contextmanager
 def trainer_of(url: str, folder: Path) -> Iterator[Trainer]:
-    """One that ends with the block."""
+    """Run a trainer that ends with the block."""
     trainer = Trainer(url, folder)
     try:
         yield trainer
@@ -127,7 +127,7 @@ def trainer_of(url: str, folder: Path) -> Iterator[Trainer]:
 
 @contextmanager
 def rollout(url: str, **sampling: Any) -> Iterator["Future[Any]"]:
-    """A request that is under way when the block begins."""
+    """Run a request that is in flight when the block begins."""
     sampling = {"max_new_tokens": 480, "ignore_eos": True, "sampling_seed": 1} | sampling
     body = {
         "input_ids": [5, 6, 7],

@@ -1,9 +1,8 @@
-"""A trainer of the PipelineRL or prime-rl kind in a process of its own, at the other end of a gloo
-group.
+"""A trainer like PipelineRL or prime-rl in a separate process, at the other end of a gloo group.
 
-Run as `python -m tests.server.trainers.small_trainer KIND URL PORT WORLD_SIZE`; the port is that of its
-store. It prints `joined`, then obeys lines of its input, each `ACTION VERSION`, and answers each
-with one line: a status and a reply.
+Run as `python -m tests.server.trainers.small_trainer KIND URL PORT WORLD_SIZE`, with the port of
+its store. It prints `joined`, then executes lines of stdin, each `ACTION VERSION`, and answers each
+with a line: a status and a reply.
 """
 
 import json
@@ -52,7 +51,7 @@ def pipeline(url: str, action: str, version: int) -> str:
         "parameters_info": infos,
     }
     with ThreadPoolExecutor(1) as pool:
-        if action == "beside":  # somebody else announces them
+        if action == "beside":  # another client announces them
             answer = pool.submit(str, "sent")
         else:
             answer = pool.submit(post, url, "/receive_weight_update", request)
@@ -62,12 +61,12 @@ def pipeline(url: str, action: str, version: int) -> str:
             try:
                 dist.broadcast(tensor, 0)
             except RuntimeError:
-                break  # the engine has left; its answer says why
+                break  # the engine has left, and the reply gives the reason
         return answer.result()
 
 
 def prime(url: str, action: str, version: int) -> str:
-    """Name the folder of a step, as prime-rl's orchestrator does, and send from its trainer."""
+    """Name the folder of a step like prime-rl's orchestrator, and send from its trainer."""
     with ThreadPoolExecutor(1) as pool:
         folder = {
             "weight_dir": None if action == "unnamed" else f"/somewhere/broadcasts/step_{version}"
@@ -79,13 +78,13 @@ def prime(url: str, action: str, version: int) -> str:
             else:
                 WeightSender.over(dist.group.WORLD, timeout=PATIENCE).send(weights(version))
         except (RuntimeError, WeightUpdateError):
-            pass  # the engine has left; its answer says why
+            pass  # the engine has left, and the reply gives the reason
         return answer.result()
 
 
 def send_pickled(tensors: dict[str, torch.Tensor]) -> None:
-    """prime-rl's own format: how many dicts, the length of a pickled description, it, and a tensor
-    of all numbers.
+    """Send in prime-rl's format: the number of dicts, the length of a pickled description, the
+    description, and a tensor of all numbers.
     """
     described = pickle.dumps(
         {torch.float32: [(name, t.shape, t.numel()) for name, t in tensors.items()]}
@@ -100,7 +99,7 @@ def send_pickled(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def main() -> None:
-    """Join, and obey."""
+    """Join the group and execute orders."""
     torch.set_num_threads(1)
     kind, url, port, world_size = sys.argv[1:]
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Small trainers (`small_trainer.py`) as their tests hold them."""
+"""Test helpers for `small_trainer.py`."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ class Trainer(Child):
     """A process of `small_trainer`."""
 
     def update(self, action: str, version: int) -> tuple[int, dict[str, Any]]:
-        """Status and reply of the request that it sends."""
+        """Send an update and return the request's status and reply."""
         self.write(f"{action} {version}")
         status, _, reply = self.hear().partition(" ")
         return int(status), json.loads(reply)
@@ -22,7 +22,7 @@ class Trainer(Child):
 
 @contextmanager
 def trainer(kind: str, url: str, port: int, world_size: int = 2) -> Iterator[Trainer]:
-    """One, killed at the end."""
+    """Run a trainer and kill it at the end."""
     module = "tests.server.trainers.small_trainer"
     own = Trainer(module, kind, url, str(port), str(world_size))
     try:

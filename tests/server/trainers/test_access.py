@@ -1,4 +1,6 @@
-"""Who may change the engine: levels of the trainers' routes, keys, web pages, and what is off."""
+"""Access to the engine's controls: levels of the trainers' routes, keys, web pages and disabled
+routes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +22,7 @@ from nano_inference.server.runner import log_start
 from nano_inference.server.server import Server
 from tests.server.scripted import ScriptedClient
 
-# one for administrators, for users, for all
+# a key for administrators, for users, for everyone
 SWAP, READ, ALIVE = "/update_weights", "/weight_info", "/liveness"
 HERE = [(b"host", b"127.0.0.1:8000")]
 
@@ -34,7 +36,7 @@ def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) 
 
 
 def test_dialect_routes_have_an_access_level() -> None:
-    """One that is in no table would be for all users."""
+    """Require a table entry for every route: without one it would be open to all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
     router = APIRouter()
     for add in RL_ROUTES:
@@ -68,7 +70,7 @@ def test_keys_open_as_they_do_elsewhere() -> None:
     both = ServerConfig(rl=True, api_keys=("user",), admin_key="admin")
     assert [status(both, path, [*HERE, user]) for path in (SWAP, READ, ALIVE)] == [403, 200, 200]
     assert [status(both, path, [*HERE, admin]) for path in (SWAP, READ, ALIVE)] == [200, 200, 200]
-    # A page has no key; a reverse proxy with one may forward any name.
+    # A page has no key. A reverse proxy with a key may forward any name.
     assert (
         status(both, SWAP, [(b"host", b"engine.example"), (b"origin", b"https://x.example"), admin])
         == 200
@@ -81,7 +83,7 @@ PAGES = [
     [*HERE, (b"origin", b"null")],
     [*HERE, (b"sec-fetch-site", b"cross-site")],
     [*HERE, (b"sec-fetch-site", b"same-site")],
-    [*HERE, (b"sec-fetch-site", b"same-origin")],  # none of its pages is ours
+    [*HERE, (b"sec-fetch-site", b"same-origin")],  # we serve none of these pages
     [(b"host", b"evil.example:8000")],
     [(b"host", b"localhost.evil.example")],
     [(b"host", b"127.0.0.1.evil.example")],

@@ -1,5 +1,5 @@
-"""Adapters over HTTP: loaded and unloaded by the routes of three dialects, and asked for by the name
-of a model, of one engine and of two.
+"""Adapters over HTTP on one engine and on two: load and unload by three dialects, use by model
+name.
 """
 
 import base64
@@ -63,7 +63,7 @@ def url(
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder: Path, folders: dict[str, str]) -> Iterator[InferenceEngine]:
-    """The same model, with both adapters."""
+    """Build an engine of the same model with both adapters."""
     with InferenceEngine(replace(engine_config(tiny_folder), max_loras=3)) as local_engine:
         local_engine.load_adapter("a", folders["a"])
         local_engine.load_adapter("b", folders["b"])
@@ -77,7 +77,7 @@ def post(url: str, path: str, body: Any, status: int = 200, **headers: str) -> h
 
 
 def load(url: str, name: str, path: str, status: int = 200, **more: Any) -> str:
-    """The text of vLLM's answer."""
+    """Load an adapter and return the text of vLLM's reply."""
     return post(url, LOAD, {"lora_name": name, "lora_path": path, **more}, status).text
 
 
@@ -90,7 +90,7 @@ def models(url: str) -> dict[str, dict[str, Any]]:
 
 
 def drawn(url: str, model: str | None, prompt: list[int] = PROMPT, tokens: int = 12) -> Any:
-    """Tokens and logprobs of vLLM's generation."""
+    """Return tokens and logprobs of vLLM's generation."""
     (choice,) = ask(url, GENERATE, body(prompt, tokens) | {"model": model})["choices"]
     return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
@@ -161,7 +161,7 @@ def test_adapter_in_use_is_unloaded_after_its_requests(
         assert it.end()["finish_reason"] == "length"
     assert (it.token_ids, it.logprobs) == expected(engine, "b", 60)
     assert "own" not in models(url)
-    load(url, "own", folders["a"])  # its name is free, and old prefixes are not its
+    load(url, "own", folders["a"])  # its name is free again and does not share old prefixes
     assert drawn(url, "own") == expected(engine, "a")
     unload(url, "own")
 
@@ -220,7 +220,7 @@ def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None
         "loaded_adapters": loaded,
         "status": "ok",
     }
-    assert ask(url, "/load_lora_adapter", fields) == reply  # prime-rl loads each step in place
+    assert ask(url, "/load_lora_adapter", fields) == reply  # prime-rl reuses the name
     assert ask(url, "/load_lora_adapter", fields | {"lora_path": folders["wide"]}, 400)
     gone = ask(url, "/unload_lora_adapter", {"lora_name": "own"})
     assert gone["loaded_adapters"] == {"first": folders["a"]}
@@ -228,7 +228,7 @@ def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None
 
 
 def send(url: str, name: str, content: bytes, status: int = 200, **more: Any) -> Any:
-    """An adapter's tensors as the body, and what else is said in the query."""
+    """Send an adapter's tensors as the body, and other fields in the query."""
     fields = {"lora_name": name, "config_dict": json.dumps({"r": 4, "lora_alpha": 8}), **more}
     headers = {"content-type": "application/octet-stream"}
     reply = httpx.post(url + TENSORS, params=fields, content=content, headers=headers, timeout=60)
@@ -253,7 +253,7 @@ def test_tensors_come_over_the_wire(
         for field in ({"serialized_tensors": encoded}, {"serialized_named_tensors": [encoded]}):
             assert ask(url, TENSORS, body_of | field)["success"]
         assert it.end()["finish_reason"] == "length"
-    assert (it.token_ids, it.logprobs) == expected(engine, "b", 60)  # it keeps what it began with
+    assert (it.token_ids, it.logprobs) == expected(engine, "b", 60)  # keeps its first weights
     assert drawn(url, "wired") == expected(engine, "a")
     unload(url, "wired")
 
@@ -323,7 +323,7 @@ def adapters_are_sent_alone(info: Any) -> bool:
     lora = config.get("lora_config")
     return (
         lora is not None
-        and lora["max_loras"] >= 2  # the version that serves, and the next one
+        and lora["max_loras"] >= 2  # the live version and the next one
         and lora["max_lora_rank"] >= 4
         and config["parallel_config"]["data_parallel_size"] == 1
     )

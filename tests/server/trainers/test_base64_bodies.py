@@ -1,4 +1,4 @@
-"""Files as base64 in JSON: read in threads, in portions, as the whole JSON would be."""
+"""Base64 files in JSON: threads decode them in portions, with the result of a whole JSON parse."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ BYTES = st.binary(min_size=0, max_size=200)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short strings are long, and portions and windows are short."""
+    """Lower the sizes of long strings, portions and windows."""
     monkeypatch.setattr(reading, "LONG", 16)
     monkeypatch.setattr(reading, "PORTION", 8)
     monkeypatch.setattr(reading, "WINDOW", 5)
@@ -130,7 +130,7 @@ def test_file_is_decoded_in_portions_and_not_on_the_event_loop(
 
 
 def test_file_is_not_searched_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random bytes hold the words that ask for one sooner or later: "ebnf" has four letters."""
+    """Send random bytes: they may contain a grammar keyword such as "ebnf" by chance."""
     monkeypatch.setattr("nano_inference.server.server.GRAMMAR_SECONDS", 0.0)
     ebnf = base64.b64decode("ebnf") * 30_000
     body = {"serialized_named_tensors": [base64.b64encode(ebnf).decode()]}

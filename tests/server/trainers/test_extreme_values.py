@@ -1,6 +1,4 @@
-"""Each field of each trainers' route with values that nobody should send: never a 500, never a
-session left open.
-"""
+"""Each field of each trainer route with extreme values: never a 500, never an open session."""
 
 import dataclasses
 import json
@@ -31,8 +29,7 @@ INFO = {
     "packed": False,
     "packed_buffer_size_bytes": 9,
 }
-# Path -> what a good request says; each field in turn says something else, in the JSON and in the
-# query.
+# Path -> a valid request. Each field in turn gets other values, in the JSON and in the query.
 BODIES: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "a", "abort_all": False, "prefix": False},
     "/abort_requests": {"request_ids": ["a"]},
@@ -102,7 +99,7 @@ def url(tiny_folder: Path) -> Iterator[str]:
 
 
 def variants(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each field in turn, of a part too, with each extreme."""
+    """Return bodies in which one field, nested ones included, has one extreme value."""
     for name, value in body.items():
         for extreme in EXTREMES:
             yield body | {name: extreme}
@@ -126,7 +123,7 @@ def asked(client: httpx.Client, path: str, **request: Any) -> None:
 
 
 def tidy(client: httpx.Client) -> None:
-    """Nothing is asleep or paused, and no update is open after what was refused."""
+    """Check that nothing sleeps or is paused and that no update is open after a rejection."""
     for path in ("/wake_up", "/resume"):
         client.post(path).raise_for_status()
 
@@ -168,7 +165,7 @@ def test_extremes_are_refused_in_a_sentence(url: str, path: str) -> None:
         tidy(client)
         reply = client.post("/begin_weight_update")
         assert reply.status_code == 200, reply.text  # 409: an update is open
-        # it is not whole, or the half second that it may be silent is over
+        # incomplete, or silent for more than half a second
         assert client.post("/end_weight_update").status_code in (400, 409)
         asked(
             client,

@@ -1,5 +1,5 @@
-"""All experts of a layer in one tensor, as transformers has them in memory: one table of names for
-every transport.
+"""All experts of a layer in one tensor, as transformers has them in memory: one name table for all
+transports.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def in_memory(stored: Weights) -> Weights:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE: three layers, the middle one without experts."""
+    """Create a tiny Qwen3-MoE of three layers, the middle one without experts."""
     return tiny_model(tmp_path_factory.mktemp("moe"), "qwen3-moe")
 
 
@@ -103,9 +103,7 @@ def engine(folder: Path) -> Iterator[InferenceEngine]:
 def expected(
     engine: InferenceEngine, new: Weights, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """Scores of an engine that was built with the new weights, under the names of the
-    checkpoint.
-    """
+    """Return scores of an engine built with the new weights under checkpoint names."""
     config = json.loads((folder / "config.json").read_text())
     with InferenceEngine(
         config_of(write_model(tmp_path_factory.mktemp("new"), config, family_weights(config, 1)))
@@ -141,7 +139,7 @@ def stream(engine: InferenceEngine, weights: Weights, _: Path) -> None:
 
 
 def changed(engine: InferenceEngine, weights: Weights, _: Path) -> None:
-    """As patches of every number."""
+    """Return the update as patches of every number."""
     patches: list[WeightPatch] = []
     for name, tensor in weights.items():
         order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))
@@ -150,7 +148,7 @@ def changed(engine: InferenceEngine, weights: Weights, _: Path) -> None:
 
 
 def parcelled(engine: InferenceEngine, weights: Weights, _: Path) -> None:
-    """verl's buckets, and Ray's."""
+    """Send the update in the buckets of verl and Ray."""
 
     async def theirs() -> list[Any]:
         return [each async for each in parcels(weights.items(), 100_000)]

@@ -1,4 +1,4 @@
-"""Every file of golden exchanges, against a fresh server."""
+"""Replay every file of golden exchanges on a fresh server."""
 
 from pathlib import Path
 

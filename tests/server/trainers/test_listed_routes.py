@@ -1,10 +1,10 @@
-"""Every route that trainers may count on is there, and answers an empty request as it should.
+"""Every route that trainers rely on exists and answers an empty request as listed.
 
-What each of them does is seen in the tests of its dialect; this one keeps the list, which is
-written down here and not taken from the code: a status for each route, asked in this order, without
-a body, with an empty one and with `{}`. 200: it needs nothing to be told. 400: it says what is
-missing. 409: it comes at a wrong time. 501: it says what to do instead. Where the first call
-changes what the next ones find, three statuses.
+Other tests check the effects of each route. The list is written by hand, not derived from the code:
+a status for each route, requested in this order without a body, with an empty body and with `{}`.
+200: no argument is required. 400: the reply names the missing argument. 409: the route is not valid
+now. 501: the reply names an alternative. Three statuses are listed if the first call changes later
+results.
 """
 
 import httpx
@@ -36,7 +36,7 @@ POST /receive_weight_update 409
 
 
 def routes(listed: str) -> list[tuple[str, str, list[int]]]:
-    """Method, path, status for each of three bodies."""
+    """Parse lines into method, path and the status for each of three bodies."""
     words = listed.split()
     statuses = [[int(each) for each in word.split(",")] for word in words[2::3]]
     return [

@@ -1,4 +1,4 @@
-"""Miles' rollout code, unmodified, in an environment of its own (`make test-slow` makes it)."""
+"""Miles' rollout code, unmodified, in a separate environment (`make test-slow` creates it)."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def test_miles_samples(rl_server: str) -> None:
     assert report["response_length"] == len(report["loss_mask"]) == len(report["logprobs"]) == 10
     assert report["versions"] == ["0", "0"]
     assert report["status"] == "truncated"
-    assert report["cached"] > 0  # the second turn found the first one's prefix
-    # At temperature 1 Miles takes its logprobs for those of the whole vocabulary, also at top_p <
+    assert report["cached"] > 0  # the second turn reuses the first turn's prefix
+    # At temperature 1 Miles takes its logprobs as those of the whole vocabulary, even at top_p <
     # 1.
     assert report["logprobs"] == pytest.approx(report["scored"], abs=1e-4)

@@ -1,5 +1,5 @@
-"""PipelineRL: a group of the start, updates while requests decode, trainers that err, die and come
-again.
+"""PipelineRL: a group at start, updates while requests decode, trainers that fail, die and
+rejoin.
 """
 
 import json
@@ -50,7 +50,7 @@ def joined(url: str, port: int) -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def served(tiny_folder: Path) -> Iterator[tuple[str, int]]:
-    """The URL of a server, and where its group will be."""
+    """Yield the URL of a server and the address of its future group."""
     threads, port = torch.get_num_threads(), free_port()
     with running_server(engine_config(tiny_folder), config(port)) as url:
         yield url, port
@@ -58,7 +58,7 @@ def served(tiny_folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def serving(url: str) -> tuple[str, dict[str, str]]:
-    """Version and checksums."""
+    """Return the live version and the checksums."""
     reply = httpx.post(url + "/weight_checker", json={"action": "checksum"})
     return httpx.get(url + "/weight_info").json()["weight_version"], reply.json()["checksums"]
 
@@ -75,7 +75,7 @@ def test_server_serves_while_it_waits_for_its_trainer(served: tuple[str, int]) -
 def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
     url, port = served
     with joined(url, port) as it:
-        # the first update names no larger number
+        # the first update names no greater version
         assert it.update("send", 0) == (200, {"status": "ok"})
         assert serving(url) == ("0", checksums(0))
         body = {
@@ -99,7 +99,9 @@ def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
 
 
 def test_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
-    """Tokens are read from the names in logprobs: the last one too, and special ones."""
+    """Chat like its actor, which reads tokens from names in logprobs, special and last ones
+    included.
+    """
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Hi"}],
@@ -147,7 +149,7 @@ def test_failed_update_changes_nothing_and_frees_the_group(served: tuple[str, in
 
 @pytest.mark.thorough
 def test_trainer_that_never_comes(tiny_folder: Path) -> None:
-    """The request fails by its deadline, and the server ends at once all the same."""
+    """Wait for a trainer that never joins: the request times out, and the server still ends."""
     with running_server(engine_config(tiny_folder), config(free_port(), rl_timeout=1.0)) as url:
         body = {
             "version": 1,

@@ -1,4 +1,4 @@
-"""prime-rl: folders of steps, a broadcaster, life."""
+"""prime-rl: folders of steps, a broadcaster, liveness."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def post(url: str, path: str, body: Any = None, **more: Any) -> httpx.Response:
 
 @contextmanager
 def joined(url: str) -> Iterator[Trainer]:
-    """A trainer whose group the server has joined as prime-rl's orchestrator tells it to."""
+    """Run a trainer whose group the server joined on request of prime-rl's orchestrator."""
     port = free_port()
     with trainer("prime", url, port) as it:
         body = {
@@ -51,8 +51,8 @@ def joined(url: str) -> Iterator[Trainer]:
 def test_step_is_read_when_it_is_whole(
     rl_server: str, tiny_folder: Path, tmp_path: Path, below: str
 ) -> None:
-    """`broadcasts/step_N` has the marker beside its weights, `checkpoints/step_N/weight` above
-    them.
+    """Find the marker next to the weights in `broadcasts/step_N`, and above them in
+    `checkpoints/step_N/weight`.
     """
     step = 30 if below else 20
     folder = tmp_path / f"step_{step}" / below

@@ -1,6 +1,4 @@
-"""How control requests are read: bodies that are missing, flags in the query or the JSON, values
-that are none.
-"""
+"""Parsing of control requests: missing bodies, flags in the query or the JSON, invalid values."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -61,7 +59,7 @@ FIELDS = sorted(Example.model_fields)
 
 
 def read(field: str, body: Mapping[str, Any], query: Mapping[str, list[str]]) -> object:
-    """The value, or the error."""
+    """Return the value or the error."""
     try:
         return getattr(read_fields(Example, body, query), field)
     except ApiError as problem:
@@ -92,7 +90,7 @@ def test_read_fields_takes_the_json_first_and_null_as_nothing() -> None:
 
 
 class Needing(ControlRequest):
-    """Fields that must be there."""
+    """Request with required fields."""
 
     missing: ClassVar = {"version": "version is missing; it must be a string."}
     name: RequiredText
@@ -147,7 +145,7 @@ def test_bodies(rl_server: str, body: bytes) -> None:
 def test_training_has_wider_limits_unless_they_are_set() -> None:
     usual, training = ServerConfig(), ServerConfig(rl=True)
     assert (usual.max_samples, usual.max_logprobs, usual.request_timeout) == (128, 20, 600.0)
-    assert training.max_samples >= 32 * 8  # a batch of TRL's
+    assert training.max_samples >= 32 * 8  # a batch from TRL
     assert training.max_logprobs == -1
     assert training.max_queued_samples >= 4 * training.max_samples
     assert training.request_timeout > 3600

@@ -1,5 +1,5 @@
-"""Whatever is refused of an update, at whatever stage and by whatever route: the old weights serve,
-and the next update works.
+"""Rejected updates, at any stage and by any route: the old weights serve, and the next update
+works.
 """
 
 import base64
@@ -35,7 +35,7 @@ def client(rl_server: str) -> Iterator[httpx.Client]:
 
 
 def new_weights(folder: Path) -> dict[str, Tensor]:
-    """Others each time."""
+    """Return different weights for each call."""
     return llama_weights(json.loads((folder / "config.json").read_text()), next(SEEDS))
 
 
@@ -68,7 +68,7 @@ TENSOR, DISK, GROUP = (
 VERSIONS: list[Any] = ["\n", "", "x" * 257, -5, 10**30, True, ["7"], {}]
 TOLD = {"names": [NORM], "dtypes": ["float32"], "shapes": [[64]]}
 
-# (path, request) of SGLang's dialect that are refused.
+# (path, request) in SGLang's dialect that the server rejects.
 SGLANG: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"bytes, version {each[:2]!r}": (TENSOR, part(weight_version=each))
@@ -119,7 +119,7 @@ Before = Callable[[httpx.Client], object]
 
 
 def gathering(client: httpx.Client) -> None:
-    """Between a pause and its end one bucket has come."""
+    """Send one bucket between a pause and its end."""
     client.post("/pause_generation").raise_for_status()
     client.post(TENSOR, **part(weight_version="gathered")).raise_for_status()
 
@@ -146,7 +146,7 @@ def test_sglangs_requests(
     before(client)
     path, request = SGLANG[why]
     reply = client.post(path, **request)
-    if stage == "begun" and why == "incomplete":  # it says so too late
+    if stage == "begun" and why == "incomplete":  # reports it too late
         assert "complete=True differs from" in reply.text
     assert reply.status_code in (400, 409, 501), reply.text
     assert reply.json()["success"] is False
@@ -161,7 +161,7 @@ def test_sglangs_requests(
     assert all(held[name] != was[1][name] for name in new)
 
 
-# (path, body) of vLLM's that are refused once /start_weight_update was answered.
+# (path, body) in vLLM's dialect that the server rejects after /start_weight_update.
 VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "no group": (
         "/update_weights",
@@ -185,9 +185,7 @@ VLLM: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("why", VLLM)
 def test_vllms_requests(rl_server: str, client: httpx.Client, tiny_folder: Path, why: str) -> None:
-    """Its order asks for a group before an update begins; a session that another dialect has opened
-    serves here.
-    """
+    """Require a group before an update begins. A session of another dialect counts too."""
     was = serving(rl_server)
     client.post("/begin_weight_update").raise_for_status()
     path, request = VLLM[why]
@@ -210,7 +208,7 @@ def test_update_that_cannot_begin(
 
 
 def folders(at: Path) -> dict[str, dict[str, Any]]:
-    """prime-rl's requests that are refused."""
+    """Return prime-rl requests that the server rejects."""
     for name in ("step_3", "step_4", "step_5"):
         (at / name).mkdir()
         (at / name / "STABLE").touch()

@@ -1,6 +1,4 @@
-"""`Control` and requests: paused, asleep, aborted with what they have. In this process and in one
-of its own.
-"""
+"""`Control` and requests: pause, sleep and abort, in this process and in a separate one."""
 
 import asyncio
 import json
@@ -28,7 +26,7 @@ from nano_inference.server.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
 from tests.server.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of
 
-LONG = 450  # tokens; more than are made while a test looks at them
+LONG = 450  # tokens: more than a request gets during a check
 
 
 @pytest.fixture
@@ -274,7 +272,7 @@ def served_of(client: EngineClient) -> Any:
 
 
 def test_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams end as they should, whole answers are 200."""
+    """Abort requests: streams end properly, and whole answers have status 200."""
 
     def routes(router: APIRouter, server: Server) -> None:
         @router.post("/test/abort")

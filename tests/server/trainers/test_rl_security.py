@@ -1,5 +1,4 @@
-"""What reaches a server that trains from outside: pickles, shapes that no model has, bodies, floods
-of calls.
+"""External input of a training server: pickles, impossible shapes, bodies and floods of calls.
 
 Keys and pages: `test_access.py`. Paths: `test_prime_rl.py`.
 """
@@ -34,14 +33,14 @@ FLAG = Path("/tmp/nano-inference-was-here")
 
 
 class Evil:
-    """Unpickled, it leaves a file behind."""
+    """Pickled object that creates a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (Path.touch, (FLAG,))
 
 
 def evil() -> list[bytes]:
-    """Pickles in all the clothes that weights come in."""
+    """Return malicious pickles in every form in which weights arrive."""
     zipped, old = io.BytesIO(), io.BytesIO()
     torch.save({"model.norm.weight": Evil()}, zipped)
     torch.save({"model.norm.weight": Evil()}, old, _use_new_zipfile_serialization=False)
@@ -66,7 +65,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 
 def refused(reply: httpx.Response, *statuses: int) -> str:
-    """Its message: short, without paths and tracebacks."""
+    """Check that the error is short and has no path or traceback, and return its message."""
     assert reply.status_code in (statuses or (400,)), reply.text
     body = reply.json()
     assert body["success"] is False
@@ -135,7 +134,7 @@ DTYPES: list[Any] = [
 
 
 def rogues() -> list[tuple[Any, Any, Any]]:
-    """(name, shape, dtype), each with one thing wrong."""
+    """Draw (name, shape, dtype), each with one fault."""
     wrong = [(NORM, shape, "float32") for shape in SHAPES] + [
         (name, [64], "float32") for name in NAMES
     ]
@@ -143,7 +142,7 @@ def rogues() -> list[tuple[Any, Any, Any]]:
 
 
 def distributed(tensors: list[tuple[Any, Any, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of each dialect that announce tensors."""
+    """Return requests of each dialect that announce tensors."""
     names, shapes, dtypes = (list(each) for each in zip(*tensors, strict=True))
     infos = [{"name": name, "shape": shape, "dtype": dtype} for name, shape, dtype in tensors]
     return [
@@ -179,7 +178,7 @@ def test_shapes_and_names_that_no_model_has(url: str, client: httpx.Client) -> N
 
 @pytest.mark.thorough
 def test_million_tensor_names_are_rejected(url: str, client: httpx.Client) -> None:
-    """Refused, or told that there is no group, without holding up others."""
+    """Send a million names: the server rejects them and keeps serving others."""
     before = serving(url)
     many = [(f"n{i}", [1], "float32") for i in range(60_000)]
     for path, body in distributed(many):
@@ -225,7 +224,7 @@ BODIES: list[bytes] = [
 
 @pytest.mark.thorough
 def test_nonsense_bodies_are_rejected(url: str, client: httpx.Client) -> None:
-    """Every route answers each of them, none with a 500, and the engine still serves afterwards."""
+    """Send nonsense to every route: no reply is a 500, and the engine still serves."""
     headers = {"content-type": "application/json"}
     before = serving(url)[1]
     for path in sorted(paths.CHANGING - {"/sleep", "/release_memory_occupation"}):
@@ -243,9 +242,7 @@ def test_nonsense_bodies_are_rejected(url: str, client: httpx.Client) -> None:
 
 @pytest.mark.thorough
 def test_flood_of_calls_leaves_no_state(url: str, client: httpx.Client) -> None:
-    """Groups that never form, of one name and of many: few threads wait for a peer that is silent,
-    none afterwards.
-    """
+    """Form groups that never complete, under one name and many: no waiting thread remains."""
     process, closed = psutil.Process(), free_port()
     before = threading.active_count(), process.num_fds()
     with (

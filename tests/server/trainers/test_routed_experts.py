@@ -1,4 +1,4 @@
-"""Routed experts as vLLM's and SGLang's clients read them, from an engine process of its own too."""
+"""Routed experts in the formats of vLLM's and SGLang's clients, also from an engine process."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from tests.server.trainers.asking import GENERATE, ask
 from tests.server.trainers.conftest import RL, TEMPLATE, engine_config
 
 PROMPT = [5, 6, 7, 8, 9]
-SHAPE = (8, 3, 3)  # of five tokens of a prompt and four of a completion
+SHAPE = (8, 3, 3)  # five prompt tokens and four completion tokens
 Array = np.ndarray[Any, Any]
 
 
@@ -55,7 +55,7 @@ def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Array:
-    """The engine's own."""
+    """Return the engine's own record of experts."""
     params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, routed_experts=True)
     with InferenceEngine(config_of(folder)) as engine:
         return np.asarray(engine.generate([PROMPT], params)[0].routed_experts)
@@ -177,7 +177,7 @@ def test_server_without_a_record_says_how_to_get_one(rl_server: str) -> None:
 
 
 def test_experts_that_were_not_asked_for_cost_nothing(folder: Path) -> None:
-    """A token has 9 ids of experts, one entry; the request fits without them and not with them."""
+    """Exceed the budget only with experts: a token has 9 expert ids and one other entry."""
     config = replace(config_of(folder), max_request_entries=3 * (5 + 4) + 8)
     with running_server(config, RL) as url:
         assert vllm(url, n=1)["choices"][0]["routed_experts"] is not None

@@ -1,4 +1,4 @@
-"""`/generate`: what SGLang's clients send, and what they read in the answer."""
+"""`/generate`: requests of SGLang's clients and the fields they read."""
 
 import base64
 import json
@@ -146,16 +146,14 @@ def _assert_grows(before: dict[str, Any], event: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.2}])
 def test_logprobs_are_of_the_whole_vocabulary(rl_server: str, filters: dict[str, Any]) -> None:
-    """As a trainer's are, whatever the filters kept; what was sampled from is told beside the
-    mask.
-    """
+    """Return unfiltered logprobs, as trainers do. The mask gives the filtered distribution."""
     sampling = {"max_new_tokens": 12, "sampling_seed": 1, **filters}
     mask = {"return_sampling_mask": True} if filters else {}
     reply = generate(
         rl_server, [5, 6, 7], sampling, return_logprob=True, top_logprobs_num=2, **mask
     )
     rows = reply["meta_info"]["output_token_logprobs"]
-    scored = generate(  # as Miles scores a sample again
+    scored = generate(  # as Miles rescores a sample
         rl_server,
         [5, 6, 7, *reply["output_ids"]],
         {"max_new_tokens": 0, "temperature": 0},

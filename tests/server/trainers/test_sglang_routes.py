@@ -1,6 +1,4 @@
-"""What SGLang's routes do, and what they refuse; updates over a group are in
-`test_sglang_updates.py`.
-"""
+"""SGLang's routes and their rejections. `test_sglang_updates.py` has updates over a group."""
 
 import base64
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from tests.server.trainers.sglang_trainer import checksums, checksums_of, post, 
 
 @pytest.fixture
 def url(tiny_folder: Path) -> Iterator[str]:
-    """A server of its own: tests change its weights."""
+    """Run a separate server, because the tests change its weights."""
     with running_server(engine_config(tiny_folder), RL) as url:
         yield url
 
@@ -38,7 +36,7 @@ def test_server_info_names_the_model(url: str, tiny_folder: Path) -> None:
             "0",
             True,
         )
-    for path in ("/server_info", "/get_server_info"):  # slime reads either
+    for path in ("/server_info", "/get_server_info"):  # slime reads both
         reply = httpx.get(url + path).json()
         assert [reply[f"{each}_size"] for each in ("tp", "pp", "dp", "ep")] == [1, 1, 1, 1]
         assert reply["disaggregation_mode"] == "null"
@@ -62,8 +60,7 @@ def test_pause_stops_running_requests_and_flushes_report_it(url: str, mode: str)
         assert httpx.get(f"{url}/flush_cache").status_code == 400  # while requests run
         said = post(url, "/pause_generation", {"mode": mode})
         assert said == {"message": "Generation paused successfully.", "status": "ok"}
-        # SGLang keeps a pause in place from being flushed, and no other, also with newcomers
-        # waiting.
+        # As in SGLang, only a pause in place rejects a flush, even if new requests wait.
         assert httpx.get(f"{url}/flush_cache").status_code == (400 if mode == "in_place" else 200)
         steps = httpx.get(f"{url}/stats").json()["engine"]["num_steps"]
         if mode == "abort":
@@ -165,7 +162,7 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
     post(url, "/pause_generation")
     for half in halves:
         send_file(url, half, "bytes", tmp_path, weight_version="4")
-        assert version(url) == "0"  # to ask changes nothing
+        assert version(url) == "0"  # a query changes nothing
     post(url, "/continue_generation")
     assert (version(url), checksums(url)) == ("4", checksums_of(weights))
 
@@ -176,7 +173,7 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
     assert version(url) == "4"
 
     post(url, "/pause_generation")
-    # whole: slime deletes the folder now
+    # read completely: slime deletes the folder now
     send_file(url, weights, "disk", tmp_path, weight_version="6")
     assert version(url) == "6"
     send_file(url, weights, "bytes", tmp_path, weight_version="7", flush_cache=True)
@@ -319,5 +316,5 @@ def test_non_json_bodies_are_rejected(rl_server: str) -> None:
         f"{rl_server}/update_weights_from_distributed", content=b"{", headers=headers
     )
     assert (reply.status_code, reply.json()["success"]) == (400, False)
-    for body in (b"", b"{}"):  # as clients of every kind send it
+    for body in (b"", b"{}"):  # in the forms of all clients
         assert httpx.post(f"{rl_server}/continue_generation", content=body).status_code == 200

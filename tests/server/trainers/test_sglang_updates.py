@@ -1,4 +1,4 @@
-"""Weights over a group, as slime, Miles and AReaL send them, and what goes wrong on the way."""
+"""Weights over a group in the manner of slime, Miles and AReaL, and faults on the way."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def url(tiny_folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def trainers(url: str, tiny_folder: Path) -> Iterator[list[Trainer]]:
-    """Those of the tests; one serves all of them, unless it is killed."""
+    """Yield a function that returns a trainer. All tests share it unless one kills it."""
     trainers: list[Trainer] = []
     yield trainers
     for trainer in trainers:
@@ -53,7 +53,7 @@ def trainers(url: str, tiny_folder: Path) -> Iterator[list[Trainer]]:
 
 @pytest.fixture
 def trainer(url: str, tiny_folder: Path, trainers: list[Trainer]) -> Trainer:
-    """One whose group has formed. What a test before it left behind is forgotten by the pause."""
+    """Yield a trainer whose group has formed. The pause discards leftovers of earlier tests."""
     post(url, "/pause_generation")
     post(url, "/continue_generation")
     if not trainers or trainers[-1].process.poll() is not None:
@@ -65,14 +65,14 @@ def trainer(url: str, tiny_folder: Path, trainers: list[Trainer]) -> Trainer:
 
 
 def leave(trainer: Trainer) -> None:
-    """Both sides leave; the engine may have done so already, where a broadcast has failed."""
+    """Leave on both sides. The engine may have left already after a failed broadcast."""
     httpx.post(f"{trainer.url}/destroy_weights_update_group", json={"group_name": GROUP})
     trainer.say("leave", name=GROUP)
     trainer.hear()
 
 
 def update(trainer: Trainer, name: str, seed: int = 1) -> None:
-    """A whole update, which works whatever went wrong before it."""
+    """Run a whole update, which must work after any fault."""
     trainer.send(seed, list(new_weights(trainer.folder, seed)), weight_version=name)
     assert version(trainer.url) == name
     assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, seed))
@@ -84,7 +84,7 @@ MODES = ("abort", "retract", "in_place")
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
-    """The example, in a process of its own, with rollouts in flight."""
+    """Run the example in a separate process, with rollouts in flight."""
     with running_server(engine_config(tiny_folder), RL) as url:
         run_example(url, tiny_folder, mode, "--bucket-bytes", "60000")
 
@@ -92,7 +92,7 @@ def test_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_slime_like_trainer_of_smollm2(mode: str) -> None:
-    """The same with the engine in a process of its own, as servers have it."""
+    """Run the engine in a separate process, as servers do."""
     config = dataclasses.replace(RL, in_process=False, rl_timeout=120.0)
     engine = EngineConfig(
         "smollm2-135m", device="cpu", max_model_len=512, kv_cache_memory=2**27, num_threads=1
@@ -117,7 +117,7 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
 
 @pytest.mark.thorough
 def test_request_outside_of_a_pause_is_an_update(trainer: Trainer) -> None:
-    """And decoding goes on meanwhile: the sample has tokens of all of them."""
+    """Update outside of a pause: decoding continues, and the sample has tokens of all versions."""
     first, second = trainer.buckets(2)
     with rollout(trainer.url) as asked:
         with dawdling():
@@ -128,7 +128,7 @@ def test_request_outside_of_a_pause_is_an_update(trainer: Trainer) -> None:
         meta = asked.result(30)["meta_info"]
     names = [span["version"] for span in meta["weight_versions"]]
     assert meta["finish_reason"]["type"] == "length"
-    assert names[-1] in ("a", "b")  # the request may have been over before the second
+    assert names[-1] in ("a", "b")  # the request may have ended before the second update
     assert len(names) > 1
     assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, 11))
 
@@ -193,7 +193,7 @@ def test_mismatched_tensor_ends_the_update_and_the_next_works(
         ]
     )
     post(url, "/continue_generation")
-    # what came before is forgotten as well
+    # earlier buckets are discarded too
     assert (version(url), checksums(url)) == (before, served)
     leave(trainer)
     trainer.join()
@@ -213,16 +213,14 @@ def test_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> N
 
 @pytest.mark.thorough
 def test_trainer_that_died_comes_again(trainer: Trainer) -> None:
-    """It died between two buckets; what it had sent must not be put together with what comes
-    now.
-    """
+    """Kill the trainer between two buckets: its tensors must not mix with those of the next one."""
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
     post(url, "/pause_generation")
     trainer.send(16, trainer.buckets(2)[0], weight_version="half")
     trainer.process.kill()
     trainer.process.wait()
     with trainer_of(url, trainer.folder) as again:
-        again.join()  # slime makes its group before it pauses
+        again.join()  # slime creates its group before the pause
         post(url, "/continue_generation")
         assert (version(url), checksums(url)) == (before, served)
         update(again, "again")
@@ -236,7 +234,7 @@ def test_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
         failing = trainer.beside(
             post, url, "/update_weights_from_distributed", told_of(weights), 504
         )
-        time.sleep(0.3)  # it waits for the first tensor
+        time.sleep(0.3)  # waits for the first tensor
         trainer.process.kill()
         began = time.monotonic()
         failing.result(30)

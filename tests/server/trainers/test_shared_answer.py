@@ -1,4 +1,4 @@
-"""Probes of `/health_generate`: many callers cost one token a second."""
+"""Probes of `/health_generate`: many callers cost one token per second."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from tests.server.scripted import Script, ScriptedClient
 
 
 class Question:
-    """Takes two seconds, and counts how often it is asked."""
+    """Probe of two seconds that counts its runs."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -56,7 +56,7 @@ def test_shared_answer_outlives_a_caller_that_leaves() -> None:
         first.cancel()
         assert await second == 1
         assert first.cancelled()
-        assert await shared.get() == 2  # without a second of freshness it is asked again
+        assert await shared.get() == 2  # a second probe runs after the first one expires
 
     virtual_time.run(run())
 
@@ -92,5 +92,5 @@ def test_health_generate_draws_one_token_a_second_for_all() -> None:
         begun = time.monotonic()
         assert asyncio.run(probe(url)) == [200] * 100
         seconds = time.monotonic() - begun
-    assert 1 <= len(client.requests) <= 1 + seconds  # a second lies between two of them
+    assert 1 <= len(client.requests) <= 1 + seconds  # a second passes between the two
     assert len(client.calls) <= 100

@@ -1,5 +1,5 @@
-"""What routes tell of weights and of requests, as SGLang and vLLM do: rows by name, the folder,
-checksums, ids.
+"""Reports on weights and requests in the forms of SGLang and vLLM: rows by name, folder, checksums,
+ids.
 """
 
 import threading

@@ -1,5 +1,5 @@
-"""TRL's clients of a vLLM server, unmodified, in an environment of their own (`make test-slow`
-makes it).
+"""TRL's clients of a vLLM server, unmodified, in a separate environment (`make test-slow` creates
+it).
 """
 
 import json
@@ -58,7 +58,7 @@ def test_trl_client(tiny_folder: Path) -> None:
     assert all(len(each) in (3, 4) for row in seen["best"]["logprobs"] for each in row)
     assert [len(ids) for ids in seen["texts"]["completion_ids"]] == [3, 3]
     assert (seen["without"], seen["many"]) == (None, 512)
-    assert [len(ids) for ids in seen["chatted"]["prompt_ids"]] == [20, 21]  # a token a character
+    assert [len(ids) for ids in seen["chatted"]["prompt_ids"]] == [20, 21]  # one per character
     check_scores(seen["scored"])
     assert seen["updates"] == {
         each: {"match": True, "mismatches": []} for each in ("first", "second")

@@ -1,6 +1,4 @@
-"""renderers and verifiers, unmodified, in an environment of their own (`make test-slow` makes
-it).
-"""
+"""renderers and verifiers, unmodified, in a separate environment (`make test-slow` creates it)."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""`/inference/v1/generate`, and what trainers ask of `/v1/completions`: forms of logprobs, texts,
-groups, versions.
+"""`/inference/v1/generate` and the trainers' parameters of `/v1/completions`: forms of logprobs,
+texts, groups, versions.
 """
 
 import base64
@@ -65,7 +65,7 @@ def test_reply_holds_the_documented_fields(
         check_choice(choice, sampling, text)
     usage = whole["usage"]
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
-    # flat numbers are the same numbers
+    # the flat form has the same numbers
     packed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "base64"})["choices"]
     listed = ask(rl_server, GENERATE, fields | {"flat_logprobs": "list"})["choices"]
     for choice, one, other in zip(choices, packed, listed, strict=True):
@@ -78,7 +78,7 @@ def test_reply_holds_the_documented_fields(
             assert other["token_logprobs"] == [
                 each["logprob"] for each in choice["logprobs"]["content"]
             ]
-    # and a stream says the same
+    # the stream agrees
     events = streamed(rl_server, GENERATE, fields | {"stream_options": {"include_usage": True}})
     for choice in choices:
         news = [
@@ -128,7 +128,7 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
         assert 1 <= len(tops) <= (300 if count == -1 else max(count, 1))
         assert {key: tops[0][key] for key in ("token", "token_id", "logprob", "rank")} == {
             key: entry[key] for key in ("token", "token_id", "logprob", "rank")
-        }  # as in vLLM the token itself is the first
+        }  # the token itself comes first, as in vLLM
         assert [each["logprob"] for each in tops[1:]] == sorted(
             (each["logprob"] for each in tops[1:]), reverse=True
         )
@@ -300,7 +300,7 @@ def test_scored_token_is_first_in_its_row_and_has_a_rank(rl_server: str) -> None
         assert own == str(token_id)
         told = [row[each]["rank"] for each in others]
         assert told == [rank for rank in range(1, 6) if rank != row[own]["rank"]]
-        assert 1 <= row[own]["rank"] <= 6  # 6: behind those that were asked for
+        assert 1 <= row[own]["rank"] <= 6  # 6: after the requested ones
     all_of_them = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": -1}}
     assert [len(row or ()) for row in ask(rl_server, GENERATE, all_of_them)["prompt_logprobs"]] == [
         0,

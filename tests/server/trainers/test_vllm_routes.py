@@ -1,4 +1,4 @@
-"""vLLM's RL routes, each by what it does to requests: paused, aborted, asleep, computed again."""
+"""vLLM's RL routes and their effect on requests: pause, abort, sleep, recompute."""
 
 import threading
 import time
@@ -11,13 +11,13 @@ import pytest
 from tests.server.trainers.asking import GENERATE, ask, body, look, running
 
 PROMPT = list(range(3, 60))
-LONG = 430  # tokens; more than are made while a test looks at them
-QUIET = 0.2  # seconds in which a paused engine makes nothing
+LONG = 430  # tokens: more than a request gets during a check
+QUIET = 0.2  # seconds without progress of a paused engine
 
 
 @pytest.fixture
 def url(rl_server: str) -> Iterator[str]:
-    """A server that is as it was when the test ends."""
+    """Yield a server and restore its state at the end."""
     yield rl_server
     ask(rl_server, "/wake_up")
     ask(rl_server, "/resume")
@@ -30,12 +30,12 @@ def sampled(url: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def computed(url: str) -> int:
-    """Tokens that the engine has computed so far."""
+    """Return the number of tokens computed so far."""
     return look(url, "/stats")["engine"]["tokens_computed"]
 
 
 def cached(url: str) -> int:
-    """Tokens of the prompt that the prefix cache has."""
+    """Return the number of the prompt's tokens in the prefix cache."""
     usage = ask(url, GENERATE, body(PROMPT, 1))["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -48,7 +48,7 @@ def test_pause_stops_requests_where_they_are(url: str, clear_cache: str) -> None
         assert ask(url, f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}
         assert look(url, "/is_paused") == {"is_paused": True}
         assert look(url, "/is_sleeping") == {"is_sleeping": True}
-        before = computed(url)  # what was on its way may still come
+        before = computed(url)  # tokens in transit may still arrive
         time.sleep(QUIET)
         assert computed(url) == before
         assert len(it.token_ids) < LONG
@@ -162,7 +162,7 @@ def test_sleep_that_is_refused_stops_nothing(url: str) -> None:
             it.until(len(it.token_ids) + 2)
             assert not it.last
     finally:
-        ask(url, "/pause_generation", {})  # forgets the update
+        ask(url, "/pause_generation", {})  # discards the update
         ask(url, "/continue_generation", {})
 
 
@@ -189,7 +189,7 @@ def test_checks_of_the_weights(url: str) -> None:
 @pytest.mark.thorough
 def test_versions_have_names(url: str) -> None:
     first = look(url, "/weight_info")["weight_version"]
-    with running(url, body([7, 8, 9], LONG)) as it:  # naming never ends requests
+    with running(url, body([7, 8, 9], LONG)) as it:  # naming a version never ends requests
         assert (
             ask(url, "/update_weight_version", {"new_version": "step-7"})["new_version"] == "step-7"
         )

@@ -1,6 +1,4 @@
-"""Weights by vLLM's routes: real bytes of a trainer in another process, requests in flight, and
-what may go wrong.
-"""
+"""Weights by vLLM's routes: real bytes from a trainer process, requests in flight, and faults."""
 
 import signal
 import time
@@ -31,7 +29,7 @@ INIT, START, UPDATE, FINISH = (
 
 
 class Trainer(GroupTrainer):
-    """A `group_trainer`, and the HTTP half of what it does."""
+    """A `group_trainer` and its HTTP requests."""
 
     def __init__(self, url: str, folder: Path) -> None:
         super().__init__(folder)
@@ -51,7 +49,7 @@ class Trainer(GroupTrainer):
         return reply
 
     def update(self, seed: int, **info: Any) -> dict[str, Any]:
-        """One `/update_weights`, and its broadcasts."""
+        """Send one `/update_weights` and its broadcasts."""
         request = described(self.folder)
         self.say("send", group="group", seed=seed, packed_bytes=info.pop("send_packed", None))
         reply = ask(self.url, UPDATE, {"update_info": request | info})
@@ -91,7 +89,7 @@ def lasting(url: str, tiny_folder: Path) -> Iterator[Trainer]:
 
 @pytest.fixture
 def trainer(lasting: Trainer) -> Iterator[Trainer]:
-    """The same process for each test, out of its group at the end."""
+    """Yield a shared process that leaves its group at the end of each test."""
     yield lasting
     ask(lasting.url, "/wake_up")
     ask(lasting.url, "/shutdown_weight_transfer_engine")
@@ -101,7 +99,7 @@ def trainer(lasting: Trainer) -> Iterator[Trainer]:
 
 @pytest.fixture
 def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
-    """Starts trainers that may die."""
+    """Yield a factory of trainers that may die."""
     trainers: list[Trainer] = []
 
     def new() -> Trainer:
@@ -128,7 +126,7 @@ def test_trainers_bytes_arrive(url: str, tiny_folder: Path, trainer: Trainer, pa
     assert ask(url, START) == {"message": "Weight update started"}
     more = {"packed": True} if packed == "by the update" else {}
     assert trainer.update(1, send_packed=size, **more) == {"message": "Weights updated"}
-    # nothing of it serves before it is whole
+    # no part is live before the update is complete
     assert look(url, "/weight_info")["weight_version"] == str(before)
     assert ask(url, FINISH) == {"message": "Weight update finished"}
     assert serving(url) == (str(before + 1), checksums(tiny_folder, 1))
@@ -219,8 +217,8 @@ def test_mismatched_tensor_ends_the_update(url: str, tiny_folder: Path, trainer:
         ask(url, START)
         reply = ask(url, UPDATE, changed(tiny_folder, **wrong), 400)
         assert said in reply["message"]
-        ask(url, FINISH, None, 409)  # there is no update any more
-        # and no group: what was sent into it must not be taken for the next update
+        ask(url, FINISH, None, 409)  # the update no longer exists
+        # nor does the group: its bytes must not enter the next update
         ask(url, START, None, 409)
         assert serving(url) == before
         trainer.say("leave", name="group")

@@ -1,5 +1,5 @@
-"""What the tests of weights over calls have in common: a trainer's process, its weights, and
-requests meanwhile.
+"""Helpers for tests of weight updates by calls: a trainer process, its weights, and concurrent
+requests.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ NORM = "model.norm.weight"
 
 
 class TrainerProcess(GroupTrainer):
-    """A `group_trainer` for tests that are coroutines."""
+    """A `group_trainer` for coroutine tests."""
 
     async def answer(self) -> str:
-        """Its next answer."""
+        """Return the next answer."""
         return await asyncio.to_thread(self.hear)
 
     async def join(self, control: Control, name: str = "group", *, named: bool = True) -> None:
-        """Meet the engine in a new group."""
+        """Join a new group with the engine."""
         port = free_port()
         self.say("join", name=name, port=port, named=named)
         await control.groups.join(
@@ -46,7 +46,7 @@ class TrainerProcess(GroupTrainer):
         assert await self.answer() == "done"
 
     async def leave(self, name: str = "group") -> None:
-        """Destroy its side of the group."""
+        """Destroy the trainer's side of the group."""
         self.say("leave", name=name)
         assert await self.answer() == "done"
 
@@ -65,7 +65,7 @@ def checksums(folder: Path, seed: int, dtype: str = "float32") -> dict[str, str]
 
 
 def safetensors_of(folder: Path, names: list[str] | None, seed: int = 0) -> bytes:
-    """A file of some of the weights; None: of all."""
+    """Return a safetensors file of some weights, or of all if `names` is None."""
     weights = new_weights(folder, seed)
     return save({name: weights[name] for name in (weights if names is None else names)})
 
@@ -79,7 +79,7 @@ async def update(
     join: bool = True,
     **finish: Any,
 ) -> str:
-    """A whole update that works; returns its version."""
+    """Run a whole update and return its version."""
     if join:
         await trainer.join(control, name)
     await control.updates.begin(complete=True)
@@ -96,7 +96,9 @@ async def update(
 async def refused(
     control: Control, status: int, told: str, *, within: float = 15.0, still_open: bool = False
 ) -> AsyncIterator[None]:
-    """What happens inside is refused in time, in a sentence, and changes nothing that serves."""
+    """Check that the block raises an error in time, with a clean message and an unchanged live
+    version.
+    """
     before, began = (
         (await control.engine.serving_version(), await control.checksums.get()),
         time.monotonic(),
@@ -114,7 +116,7 @@ async def refused(
 
 @asynccontextmanager
 async def requests_meanwhile(client: EngineClient) -> AsyncIterator[None]:
-    """Requests one after the other, each to the bit as if nothing else happened."""
+    """Run requests in a row and check that each has the bits of an undisturbed run."""
     prompt, params, stop = [1, 2, 3], params_of(7, 40), asyncio.Event()
     alone = core_of(await finished(client.submit(prompt, params, 2, stream=False)))
     count = 0

@@ -1,7 +1,7 @@
-"""Miles' own code for `/generate`, unmodified: it asks, reads the answers into its `Sample`, and
-scores that again.
+"""Run Miles' own code for `/generate`, unmodified: it requests, fills its `Sample`, and rescores
+the sample.
 
-Run as `python with_miles.py URL`, where Miles is. It prints what the sample has become, as JSON.
+Run as `python with_miles.py URL` in Miles' environment. Prints the resulting sample as JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -49,7 +49,7 @@ PROMPT = [5, 6, 7]
 
 
 async def ask(url: str, sample: Sample, max_new_tokens: int) -> dict[str, Any]:
-    """A turn of the sample."""
+    """Run one turn of the sample."""
     payload, status = compute_request_payload(
         ARGS,
         sample.tokens or PROMPT,

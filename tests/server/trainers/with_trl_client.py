@@ -73,7 +73,7 @@ def sampling(client: VLLMClient) -> dict[str, Any]:
 
 
 def whole_update(client: VLLMClient) -> dict[str, Any]:
-    client.init_communicator(torch.device("cuda"))  # its only look at the device is at its type
+    client.init_communicator(torch.device("cuda"))  # its only use of the device is the type
     one, other = a_model(1), a_model(2)
     client.update_model_params(one)
     first = compared(one)
@@ -127,7 +127,7 @@ def update_in_flight() -> dict[str, Any]:
 
 
 torch.set_num_threads(1)
-PartialState(cpu=True)  # TRL's logging asks for it
+PartialState(cpu=True)  # TRL's logging requires it
 client = VLLMClient(base_url=URL, group_port=vllm_gloo.free_port(), connection_timeout=10)
 seen = {"info": client.get_server_info(), "model": client.model} | sampling(client)
 seen |= {"updates": whole_update(client), "in_flight": update_in_flight()}

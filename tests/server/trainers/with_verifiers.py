@@ -1,7 +1,6 @@
-"""What renderers and verifiers make of a server. Run by an interpreter that has them; prints what
-it saw as JSON.
+"""Use a server with renderers and verifiers: `python with_verifiers.py URL TOKENIZER_FOLDER`.
 
-`python with_verifiers.py URL TOKENIZER_FOLDER`.
+Run by an interpreter that has both packages. Prints the results as JSON.
 """
 # pyright: reportMissingImports=false
 
@@ -65,7 +64,7 @@ def plain(told: dict[str, Any]) -> dict[str, Any]:
 
 
 async def verified(kind: Any, **more: Any) -> list[dict[str, Any]]:
-    """Two turns of a conversation, by one of the clients of verifiers."""
+    """Run two turns of a conversation through one of the verifiers clients."""
     client = resolve_client(kind(base_url=f"{URL}/v1", api_key_var="NO_KEY", **more))
     messages, seen = [*MESSAGES], []
     for _ in range(2):

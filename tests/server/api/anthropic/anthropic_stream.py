@@ -1,5 +1,5 @@
-"""A validator of Anthropic's event streams: it accumulates a message, and refuses what breaks a
-client.
+"""A validator of Anthropic's event streams: it accumulates a message and rejects events that break
+clients.
 """
 
 import json
@@ -15,7 +15,7 @@ _USAGE = {"input_tokens", "output_tokens", "cache_read_input_tokens", "cache_cre
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """The events of a body, each with an `event:` line that names its type."""
+    """Return the events of a body. Each has an `event:` line with its type."""
     assert data.endswith(b"\n\n")
     events = []
     for block in data.decode().removesuffix("\n\n").split("\n\n"):
@@ -29,7 +29,7 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 
 
 def accumulated(data: bytes) -> dict[str, Any]:
-    """The message that a stream says, as the one answer would have said it."""
+    """Return the message of a stream in the form of an unstreamed answer."""
     first, *events = [event for event in events_of(data) if event["type"] != "ping"]
     assert first["type"] == "message_start"
     message = first["message"]
@@ -52,8 +52,8 @@ def accumulated(data: bytes) -> dict[str, Any]:
 
 
 class _Blocks:
-    """Blocks rise by one and never overlap; none ends as it began, unless it is a call without
-    arguments.
+    """Content blocks with consecutive indices that never overlap. Only a call without arguments may
+    end unchanged.
     """
 
     def __init__(self) -> None:

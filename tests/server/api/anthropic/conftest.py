@@ -1,4 +1,4 @@
-"""A scripted engine behind a server, for each module; tests set `scripted.script`."""
+"""A scripted engine and its server, one per module. Tests set `scripted.script`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.server.scripted import Script, ScriptedClient, with_template
 
-# ChatML with tools as Hermes writes them, and reasoning that a request may turn off.
+# ChatML with tools in Hermes' format, and reasoning that a request may turn off.
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{{ '</tools> Call as <tool_call>{...}</tool_call>.<|im_end|>\\n' }}{% endif %}
@@ -26,7 +26,7 @@ TEMPLATE = """\
 
 @dataclass
 class Scripted:
-    """The engine and the server in front of it."""
+    """A scripted engine and its server."""
 
     client: ScriptedClient
     url: str
@@ -40,7 +40,7 @@ class Scripted:
         self.client.script = script
 
     def prompt(self) -> str:
-        """The last prompt, as text."""
+        """Return the last prompt as text."""
         return self.client.tokenizer.decode(
             self.client.requests[-1].prompt, skip_special_tokens=False
         )
@@ -59,7 +59,7 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script
 
 @pytest.fixture
 def scripted(scripted_server: Scripted) -> Scripted:
-    """As new: it says hello."""
+    """Reset the script to the default answer."""
     scripted_server.script = Script()
     scripted_server.client.requests.clear()
     return scripted_server

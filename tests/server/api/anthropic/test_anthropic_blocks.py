@@ -1,4 +1,4 @@
-"""Streams and whole answers of the same pieces, whatever the pieces."""
+"""Streams and whole answers of the same pieces agree, for any pieces."""
 
 import json
 import secrets
@@ -55,7 +55,7 @@ def sample(
 
 
 class Replay:
-    """A parser that finds what it is told to."""
+    """Parser that returns scripted pieces."""
 
     def __init__(self, pieces: list[ChoiceDelta]) -> None:
         self._parsed = [
@@ -106,7 +106,7 @@ class Say:
 
 @st.composite
 def calls(draw: st.DrawFn, index: int) -> list[Say]:
-    """One call, in portions."""
+    """Draw one call, split into portions."""
     arguments = json.dumps(
         draw(st.dictionaries(TEXT, st.integers() | TEXT | st.lists(TEXT), max_size=3))
     )
@@ -122,7 +122,7 @@ def calls(draw: st.DrawFn, index: int) -> list[Say]:
 
 @st.composite
 def says(draw: st.DrawFn, in_order: bool) -> list[ChoiceDelta]:
-    """Pieces of one answer. In order: thinking, text, calls."""
+    """Draw the pieces of one answer in order: thinking, text, calls."""
     words = draw(
         st.lists(st.builds(Say, content=TEXT) | st.builds(Say, reasoning=TEXT), max_size=6)
     )
@@ -148,7 +148,7 @@ def says(draw: st.DrawFn, in_order: bool) -> list[ChoiceDelta]:
             and not last.tool_calls
             and draw(st.booleans())
         ):
-            pieces[-1] = ChoiceDelta(0, new.content, last.reasoning)  # several at once
+            pieces[-1] = ChoiceDelta(0, new.content, last.reasoning)  # several at the same time
         elif (
             last
             and say.call

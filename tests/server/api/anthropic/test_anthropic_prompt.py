@@ -81,7 +81,7 @@ WORDS = st.text(alphabet="ab\n", max_size=3).map(lambda each: each + "x")
 def test_turns_of_one_role_are_one_turn(turns: list[tuple[str, list[str]]], data: st.DataObject):
     whole = [(role, [text(each) for each in texts]) for role, texts in turns]
     apart = []
-    for role, texts in turns:  # the same in several messages, some of them plain strings
+    for role, texts in turns:  # the same in several messages, some plain strings
         for each in texts:
             block = text(each)
             if (

@@ -50,7 +50,7 @@ def shared_sdk(scripted_server: Scripted, request: pytest.FixtureRequest) -> Ite
 
 @pytest.fixture
 def sdk(shared_sdk: Anthropic, scripted: Scripted) -> Anthropic:
-    """A client of a server whose engine has served nothing yet."""
+    """Return a client of a server whose engine has served no requests yet."""
     return shared_sdk
 
 
@@ -431,7 +431,7 @@ def test_queue_full():
     with running_server(client, config) as url:
         answers = asyncio.run(flood(url))
     refused = [each for each in answers if isinstance(each, anthropic.RateLimitError)]
-    assert len(refused) == 40 - 33  # a batch of 32 and one that waits
+    assert len(refused) == 40 - 33  # a batch of 32, and one request that waits
     assert all(isinstance(each, anthropic.types.Message) for each in answers if each not in refused)
     assert refused[0].response.headers["retry-after"]
     assert refused[0].type == "rate_limit_error"

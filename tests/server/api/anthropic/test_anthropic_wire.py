@@ -1,4 +1,4 @@
-"""What is on the wire: what breaks Anthropic clients, requests as Claude Code sends them, random
+"""Bytes on the wire: faults that break Anthropic clients, requests of Claude Code, random
 bodies.
 """
 
@@ -43,7 +43,7 @@ def post(
 
 @pytest.fixture(params=SAYS)
 def streamed(scripted: Scripted, request: pytest.FixtureRequest) -> bytes:
-    """The body of a stream."""
+    """Return the body of a streamed reply."""
     scripted.script = Script(request.param, cached_tokens=3)
     answer = post(scripted, BODY | {"stream": True, "tools": TOOLS})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -278,7 +278,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """A good body with some fields that may not be."""
+    """Draw a valid body with some invalid fields."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True))
     return BODY | {name: draw(FIELDS[name]) for name in names}
 

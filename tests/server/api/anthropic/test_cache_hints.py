@@ -1,4 +1,4 @@
-"""Hints to keep what is cached, to a server whose engine has no prefix cache."""
+"""Cache hints to a server whose engine has no prefix cache."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +52,7 @@ def test_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
 
 
 def test_engine_parameters_are_not_cache_hints() -> None:
-    """The engine refuses it."""
+    """Send a parameter that the engine rejects."""
     fields = {"prompt": "Hi.", "keep_cache_seconds": 86400, "cache_priority": 3}
     request = CompletionRequest.model_validate(fields)
     assert params(request, sampling.kept_seconds("24h", request), False).keep_cache_seconds == 86400

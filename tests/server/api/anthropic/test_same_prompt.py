@@ -1,4 +1,4 @@
-"""The same conversation is the same prompt, in whichever protocol it comes."""
+"""The same conversation gives the same prompt in every protocol."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from tests.depth import at_depth
 from tests.server.api.anthropic.conftest import TEMPLATE
 from tests.server.scripted import ScriptedClient, with_template
 
-# Says whether there is content, and writes arguments that are JSON text already.
+# Shows whether there is content, and writes arguments that are JSON text already.
 OF_TEXT = TEMPLATE.replace(
     "{{- message.content }}", "{{- 'none' if message.content is none else message.content }}"
 )
@@ -40,7 +40,7 @@ turns = st.lists(st.tuples(texts, st.lists(inputs, max_size=2), words | st.none(
 
 
 class Conversation:
-    """One conversation as each protocol's body."""
+    """One conversation as a body of each protocol."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def test_same_conversation_is_the_same_prompt(
         "messages": it.openai,
         "tools": it.tools,
         "continue_final_message": begun is not None,
-        # Anthropic's models think when they are asked to
+        # Anthropic's models think on request only
         "chat_template_kwargs": {"enable_thinking": thinks},
     }
     anthropic = {
@@ -193,7 +193,7 @@ def test_too_many_tools_and_messages(
 
 @pytest.mark.thorough
 def test_first_chat_finds_all_made() -> None:
-    """What is slow to make for a large vocabulary is made when the server starts."""
+    """Build slow structures for a large vocabulary at the server's start, not in the first chat."""
     client = ScriptedClient()
     served = Served("m", client._engine_info(), client.tokenizer, ChatFormat(), ServerConfig())
     made = control_tokens._secret_tokenizer.cache_info().misses

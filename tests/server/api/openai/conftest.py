@@ -1,4 +1,6 @@
-"""OpenAI's own client, with strict validation, of a scripted engine whose model thinks and calls."""
+"""OpenAI's own client, with strict validation, on a scripted engine whose model thinks and
+calls.
+"""
 
 from collections.abc import Iterator
 
@@ -38,5 +40,5 @@ def shared_client(url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def client(shared_client: OpenAI, script: ScriptedClient) -> OpenAI:
-    """A client of a server whose engine has served nothing yet."""
+    """Return a client of a server whose engine has served no requests yet."""
     return shared_client

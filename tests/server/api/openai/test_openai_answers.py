@@ -1,5 +1,5 @@
-"""The form of OpenAI's answers, from a scripted engine: keys, order, extensions; validated against
-our own schemas.
+"""The form of OpenAI's answers from a scripted engine: keys, order and extensions, validated
+against our schemas.
 """
 
 import asyncio
@@ -101,9 +101,9 @@ def test_order_of_a_chat_s_stream(url: str, engine: ScriptedClient) -> None:
     assert all(set(each) >= {"index", "delta", "logprobs", "finish_reason"} for each in news)
     assert chunks[-1]["choices"] == []
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts[:2] == [0, 1]  # nothing is said by the role
+    assert counts[:2] == [0, 1]  # the role's event has no text
     assert counts == sorted(counts)
-    assert counts[-1] == 3  # the end's token too
+    assert counts[-1] == 3  # includes the end token
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
@@ -354,7 +354,9 @@ def test_special_tokens_come_only_from_template_and_completions(
 
 @pytest.mark.thorough
 def test_unrequested_fields_are_null(url: str, engine: ScriptedClient) -> None:
-    """vLLM's clients read it: SDKs make attributes of what is there, and of nothing else."""
+    """Send null fields to vLLM's clients, which read them: SDKs create attributes only for present
+    fields.
+    """
     engine.script = Script("One two")
     chat, text = f"{url}/v1/chat/completions", f"{url}/v1/completions"
     vllms = {"return_token_ids": False}
@@ -402,7 +404,7 @@ def test_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient) ->
     for token_id, row in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
         own, *others = row
         assert int(own) == token_id
-        # one was asked for, though two are told
+        # one was requested, though two are reported
         assert [row[each]["rank"] for each in others] == [1][: len(others)]
         assert row[own]["rank"] == (2 if others else 1)
         assert row[own]["decoded_token"] == engine.tokenizer.decode([token_id])
@@ -457,7 +459,7 @@ def test_newer_names_and_values(url: str, engine: ScriptedClient) -> None:
         post(f"{url}/v1/{path}", body | {"top_p": 0, "temperature": 1.0})
         params = engine.requests[-1].params
         assert (params.top_k, params.top_p) == (1, 1.0)
-        post(f"{url}/v1/{path}", body | {"prompt_logprobs": -1}, 400)  # this server tells 20
+        post(f"{url}/v1/{path}", body | {"prompt_logprobs": -1}, 400)  # this server reports 20
     plain, around = (
         post(f"{url}/tokenize", HELLO | {"add_special_tokens": add})["tokens"]
         for add in (False, True)

@@ -1,5 +1,5 @@
-"""`/v1/embeddings` as OpenAI's client speaks it, over an engine of a tiny model in a process of its
-own, and of a fleet of two.
+"""`/v1/embeddings` through OpenAI's client, on an engine process of a tiny model and on a fleet of
+two.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ INPUTS = [[3, 4, 5], [6, 7], *([place, 9] for place in range(10, 20))]
 def client(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[OpenAI, list[np.ndarray]]]:
-    """A client, and what the engine itself gives."""
+    """Yield a client and the engine's own embeddings."""
     folder = tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
     with InferenceEngine(config_of(folder)) as engine:
         rows = [row.numpy() for row in engine.embed(INPUTS)]
@@ -100,7 +100,7 @@ def test_invalid_embedding_input_is_named(
 
 
 class StandingClient(ScriptedClient):
-    """Answers calls only once `go` is set."""
+    """Client that answers calls only once `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class StandingClient(ScriptedClient):
 
 
 def test_queued_inputs_count_against_max_queued_samples() -> None:
-    client = StandingClient()  # runs 32 samples at once
+    client = StandingClient()  # runs 32 samples concurrently
     config = ServerConfig(port=0, in_process=True, max_queued_samples=8)
 
     async def ask(url: str) -> list[int]:
@@ -146,7 +146,7 @@ def test_queued_inputs_count_against_max_queued_samples() -> None:
 
 
 class SlowClient(ScriptedClient):
-    """Takes a while for each call."""
+    """Client whose calls take a while."""
 
     def _later(self, message: Returned | Failed) -> None:
         asyncio.get_running_loop().call_later(0.2, self._receive, message)

@@ -1,5 +1,5 @@
-"""OpenAI's routes on a real model: streams say what whole answers say, and prompts are scored as
-lm-eval reads them.
+"""OpenAI's routes on a real model: streams agree with whole answers, and lm-eval can read prompt
+scores.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def scores(text: str) -> list[float]:
-    """Log-probabilities of all tokens after the first, by transformers."""
+    """Compute the logprobs of all tokens after the first with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def test_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
     mine = logprobs["token_logprobs"][num_context:-1]
     # bfloat16 against float32
     assert mine == pytest.approx(scores(text)[num_context - 1 :], abs=0.1)
-    # lm-eval: greedy if every token is the most probable one at its place
+    # lm-eval's `is_greedy`: every token is the most probable one at its position
     tops = logprobs["top_logprobs"][num_context:-1]
     tokens = logprobs["tokens"][num_context:-1]
     assert tokens == [" Paris", "."]
@@ -111,7 +111,7 @@ def test_scored_prompts_of_both_routes(server: str) -> None:
     assert rows[0] is None
     mine = [row[str(token_id)]["logprob"] for row, token_id in zip(rows[1:], ids[1:], strict=True)]
     assert mine == pytest.approx(scores(CONTEXT), abs=0.1)
-    # the token itself, then the best of the others
+    # the token itself, then the most probable others
     for row, token_id in zip(rows[1:], ids[1:], strict=True):
         own, *others = row
         assert own == str(token_id)
@@ -136,7 +136,7 @@ def test_scored_prompts_of_both_routes(server: str) -> None:
 
 
 def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any]]:
-    """The choices of a stream, their news put together."""
+    """Join the deltas of each choice of a stream."""
     choices: list[dict[str, Any]] = [
         {"text": "", "token_ids": [], "logprobs": {}, "raw_logprobs": []}
         for _ in range(num_choices)

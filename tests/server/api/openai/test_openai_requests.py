@@ -54,7 +54,9 @@ def served(engine: ScriptedClient) -> Served:
 
 
 def refusal(body: object, served: Served, *, chat: bool) -> ApiError:
-    """What a body is refused with, quickly (of the processor's time: the machine may be busy)."""
+    """Return the error of a rejected body. Check the processor time, since the machine may be
+    busy.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     began = time.thread_time()
     with pytest.raises((ApiError, InvalidRequest)) as raised:
@@ -360,7 +362,7 @@ def test_fuzzed_bodies_are_read_or_rejected(
     served: Served, chat: bool, change: dict[str, Any]
 ) -> None:
     base = CHAT | {"max_tokens": 5} if chat else TEXT
-    # writes NaN, Infinity and lone surrogates as they are
+    # writes NaN, Infinity and lone surrogates unchanged
     body = json.dumps(base | change).encode()
     began = time.thread_time()
     try:

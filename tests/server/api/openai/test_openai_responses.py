@@ -1,6 +1,4 @@
-"""`/v1/responses` as OpenAI's own client speaks it, with strict validation, against a scripted
-engine.
-"""
+"""`/v1/responses` through OpenAI's own client, with strict validation, on a scripted engine."""
 
 import json
 from typing import Any
@@ -301,7 +299,7 @@ def test_store_can_be_disabled(script: ScriptedClient) -> None:
 
 
 def pieces() -> st.SearchStrategy[list[ChoiceDelta]]:
-    """An answer's pieces: reasoning, text, and calls that begin one after the other."""
+    """Draw an answer's pieces: reasoning, text, and calls that begin one after another."""
     texts = st.sampled_from(["", " ", "\n", "a", "b c"])
     kinds = st.lists(st.tuples(st.sampled_from(["think", "say", "call", "more"]), texts))
 

@@ -1,4 +1,6 @@
-"""Every reply is valid by OpenAI's own document (`openai_schema.json` says where it is from)."""
+"""Every reply is valid under OpenAI's published document (`openai_schema.json` names its
+source).
+"""
 
 import itertools
 import json
@@ -52,7 +54,9 @@ COMPLETIONS: list[dict[str, Any]] = [
 
 
 def _published() -> dict[str, Any]:
-    """The schemas, with what the document says elsewhere, or OpenAI does without saying it."""
+    """Return the schemas, with changes from other parts of the document and from OpenAI's
+    practice.
+    """
     schemas = json.loads((Path(__file__).parent / "openai_schema.json").read_text())["components"][
         "schemas"
     ]
@@ -60,9 +64,9 @@ def _published() -> dict[str, Any]:
     choice = completion["choices"]["items"]["properties"]
     scores = choice["logprobs"]["anyOf"][0]["properties"]
     nulls = [
-        # of a prompt's first token
+        # the prompt's first token
         *(scores["token_logprobs"]["items"], scores["top_logprobs"]["items"]),
-        *(choice["finish_reason"], completion["usage"]),  # of an event that is not the last
+        *(choice["finish_reason"], completion["usage"]),  # events before the last one
     ]
     for schema in nulls:
         schema["nullable"] = True
@@ -70,7 +74,7 @@ def _published() -> dict[str, Any]:
 
 
 def _with_nulls(schema: Any) -> Any:
-    """`nullable` as JSON Schema writes it."""
+    """Replace `nullable` by JSON Schema's null type."""
     if isinstance(schema, list):
         return [_with_nulls(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,4 @@
-"""OpenAI's own client, and LangChain's, against a scripted engine: whatever they can express
-arrives as it should.
-"""
+"""OpenAI's own client and LangChain's on a scripted engine: every parameter reaches the engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,8 +17,8 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def lenient(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
-    """Legacy completion chunks say `finish_reason: null`, as OpenAI's do, which the SDK's own
-    strict mode refuses.
+    """Return a client without strict mode: legacy completion chunks have `finish_reason: null`,
+    which strict mode rejects although OpenAI sends it.
     """
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -127,7 +125,7 @@ def test_completions_as_a_stream(lenient: OpenAI, client: OpenAI) -> None:
     chunks = ask(lenient)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there, 🙂!"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
-    # when it no longer does, the fixture can go
+    # if this fails, remove the fixture
     with pytest.raises(openai.APIResponseValidationError):
         ask(client)
 
@@ -234,7 +232,7 @@ def test_errors_are_the_sdk_s_own(client: OpenAI, script: ScriptedClient) -> Non
         pytest.raises(openai.APIError),
         client.chat.completions.stream(model="scripted", messages=HELLO) as stream,
     ):
-        list(stream)  # some of it has been sent
+        list(stream)  # part of the stream has been sent
 
 
 def test_extensions_through_extra_body(client: OpenAI, script: ScriptedClient) -> None:
@@ -269,7 +267,7 @@ def test_extensions_through_extra_body(client: OpenAI, script: ScriptedClient) -
     assert (reply.model_extra or {})["prompt_token_ids"] == script.requests[0].prompt
 
 
-# langchain-core warns of its own deprecations while it is imported and used
+# importing and using langchain-core raises its own deprecation warnings
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning"
 )

@@ -1,4 +1,4 @@
-"""Harmony taken apart: channels, calls by recipient, any cut, and nothing lost."""
+"""The Harmony parser: channels, calls by recipient, any cut, and no lost text."""
 
 import re
 from itertools import pairwise
@@ -154,9 +154,9 @@ def test_markers_in_ordinary_letters_are_text() -> None:
     arguments = '{"y": "<|end|> no"}'
     text = re.sub(MARKER, "§$\\g<0>", call) + arguments + "§$<|call|>"
     assert parse(*text, tail=tail, mark="§$") == ("", "", [["f", arguments]])
-    # another special token than the format's
+    # a special token outside of the format
     assert parse(answer + "a§$<|pad|>b", tail=tail, mark="§$") == ("", "a<|pad|>b", [])
-    # and in the prompt's end, which a client may have written
+    # also at the prompt's end, which a client may have written
     written = f"{tail}§$<|channel|>final§$<|message|>a <|start|>b"
     assert parse("c", tail=written, mark="§$") == ("", "c", [])
 
@@ -185,7 +185,7 @@ def test_answer_that_the_prompt_has_begun() -> None:
     [" to=" + "x" * 2000, " " * 2000 + "x", "<|channel|>" + "x" * 2000, "<|channel|>" * 91 + "x"],
 )
 def test_header_that_never_ends_is_text(text: str) -> None:
-    """Nobody goes through what a client makes a model write again with every token of it."""
+    """Write an endless header: the parser must not rescan it with every token."""
     parser = HarmonyParser(tools=True, reasoning=True, prompt_tail="<|start|>assistant")
     assert parser.push(text[:-1]).content == text[:-1]
     assert parser.push(text[-1]).content == "x"
@@ -208,7 +208,7 @@ def test_parse_is_independent_of_the_split(text: str, ends: list[int], tools: bo
     assert parse(*pieces, tools=tools) == parse(text, tools=tools)
 
 
-# A header that is only begun: it says nothing.
+# An unfinished header gives no text.
 BEGUN = re.compile(r"\s*(t(o(=\S*)?)?)?\s*")
 
 

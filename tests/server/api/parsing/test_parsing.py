@@ -1,5 +1,5 @@
-"""Parsers of model output: what well-formed answers give, and that no text at all is lost, changed
-or slow.
+"""Parsers of model output: results of well-formed answers, and no text that is lost, changed or
+slow.
 """
 
 import json
@@ -69,7 +69,7 @@ def parse(
 
 
 def cut(text: str, ends: Sequence[int]) -> list[str]:
-    """`text` in pieces, some of them empty."""
+    """Cut `text` into pieces, some of them empty."""
     places = [0, *sorted(end % (len(text) + 1) for end in ends), len(text)]
     return [text[begin:end] for begin, end in pairwise(places)]
 
@@ -91,7 +91,7 @@ OBJECTS = st.dictionaries(
     max_size=3,
 )
 NAMES = st.sampled_from(["f", "get_weather", 'a"b', "é🙂"])
-# Pieces of every format, whole and broken, so that drawn text comes close to calls.
+# Pieces of every format, whole and broken, so that random text resembles calls.
 FRAGMENTS = [
     *MARKERS,
     *(
@@ -146,8 +146,8 @@ def test_parse_is_independent_of_the_split(
 @given(st.sampled_from(FORMATS), DOCUMENTS, st.booleans())
 @settings(max_examples=at_depth(400), deadline=None)
 def test_parser_loses_no_text(tools: str, text: str, inside: bool) -> None:
-    # Letters that stand in no marker and in no call's own words; each has to come out once, in
-    # order in its channel.
+    # Letters that occur in no marker and in no call. Each must be emitted once, in order, in its
+    # channel.
     marked = "".join(
         letter if letter in '{}[]":,;<>/|_tolcahinkmergusypTOLCAS\\ \n' else "Ж" for letter in text
     )
@@ -159,7 +159,7 @@ def test_parser_loses_no_text(tools: str, text: str, inside: bool) -> None:
         for part in out[:2]:
             rest = iter(words)
             assert all(letter in rest for letter in part)
-        for part in out[2:]:  # what is mended has other characters
+        for part in out[2:]:  # repaired JSON has other characters
             rest = iter(words)
             assert all(letter in rest for letter in part if letter in "Ж🙂é")
 
@@ -177,7 +177,7 @@ def test_plain_text_stays_as_it_is(tools: str, text: str) -> None:
 
 
 def write(tools: str, calls: Sequence[tuple[str, str]], newline: str) -> str:
-    """The calls as a model of the family writes them."""
+    """Write the calls in the format of a model family."""
     if tools == "hermes":
         blocks = [
             f'<tool_call>{newline}{{"name": {name}, "arguments": {text}}}{newline}</tool_call>'
@@ -241,7 +241,7 @@ def test_arguments_stream(tools: str) -> None:
     parser = make_parser(ChatFormat(tools), tools=True, reasoning=False, prompt_tail="")
     deltas = [delta for letter in text for delta in parser.push(letter).tool_calls]
     whole = '{"city": "Paris", "days": [1, 2]}'
-    waiting = re.findall(r", .|.", whole)  # a comma waits for what follows
+    waiting = re.findall(r", .|.", whole)  # a comma waits for the next character
     assert [delta.arguments for delta in deltas if delta.arguments] == waiting
     assert deltas[0].name == "f"
 
@@ -266,7 +266,7 @@ def test_parser_holds_back_only_possible_markers(text: str) -> None:
 @pytest.mark.parametrize(
     ("tools", "text", "content", "calls"),
     [
-        # No call after all: as it was written, space and markers included.
+        # Not a call: emitted as written, with spaces and markers.
         ("hermes", 'a\n<tool_call>\n{"nome": "f"}\n</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None, []),
@@ -283,14 +283,14 @@ def test_parser_holds_back_only_possible_markers(text: str) -> None:
         ("mistral", "[1] says", None, []),
         ("mistral", "[TOOL_CALLS] none", None, []),
         ("mistral", '[{"name": "f", "age": {}}]', None, []),
-        # A marker in the broken part is seen where the call breaks.
+        # A marker in the broken part is recognized at the fault.
         (
             "hermes",
             '<tool_call> <tool_call>{"name": "f"}</tool_call>',
             "<tool_call> ",
             [["f", "{}"]],
         ),
-        # What breaks inside the arguments.
+        # Faults inside the arguments.
         (
             "hermes",
             'a <tool_call>{"name": "f", "arguments": {"a": oops}}',
@@ -314,7 +314,7 @@ def test_parser_holds_back_only_possible_markers(text: str) -> None:
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a" 1}}]', None, []),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": 1}', ', "x": 1}', [["f", "{}"]]),
-        # Small mistakes that leave no doubt.
+        # Small, unambiguous mistakes.
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>\n',
@@ -343,7 +343,7 @@ def test_parser_holds_back_only_possible_markers(text: str) -> None:
             [["f", "{}"], ["g", "{}"]],
         ),
         ("mistral", ' [{"name": "f", "arguments": {}}]', "", [["f", "{}"]]),
-        # Text around calls keeps its own white space.
+        # Text around calls keeps its whitespace.
         ("hermes", 'a b\n<tool_call>{"name": "f"}</tool_call>\nc ', "a b\nc ", [["f", "{}"]]),
         ("llama", '{"name": "f", "parameters": {}} done', " done", [["f", "{}"]]),
     ],
@@ -439,14 +439,14 @@ def test_scanner_finds_the_end_of_a_value(
 def test_scanner_takes_what_json_takes(parts: list[str]) -> None:
     text = "".join(parts)
     scanner = JsonScanner()
-    end = scanner.feed(text + ",", 0)  # a number needs what follows it
+    end = scanner.feed(text + ",", 0)  # a number ends only at the next character
     try:
         assert not text.startswith((" ", "\n", "\t"))  # not part of the value
         expected = json.JSONDecoder(parse_constant=lambda name: pytest.fail(name)).raw_decode(text)[
             1
         ]
     except (ValueError, AssertionError):
-        # A number may be cut where the library gives up the rest: `1.` is 1 and a point to it.
+        # A cut may split a number if the library gives up the rest: it reads `1.` as 1 and a point.
         assert not scanner.complete
     else:
         assert (end == expected) == scanner.complete
@@ -485,7 +485,7 @@ def test_mender_writes_json(text: str, ends: list[int]) -> None:
     )
     if whole.complete:
         json.loads(out)
-    try:  # what the library takes leniently is taken too
+    try:  # inputs that the library accepts leniently are accepted too
         if text.startswith(("{", "[")):
             expected, stopped = json.JSONDecoder(strict=False, parse_constant=_fail).raw_decode(
                 text
@@ -554,8 +554,8 @@ def test_time_grows_with_the_text(tools: str, unit: str) -> None:
         return time.process_time() - begin
 
     for step in (8, 10**6):
-        # Four times the text; quadratic work takes sixteen times as long. Others use the machine
-        # too: three tries.
+        # Four times the text: quadratic work takes sixteen times as long. The machine may be
+        # busy, so try three times.
         assert any(seconds(200_000, step) < 9 * max(seconds(50_000, step), 0.01) for _ in range(3))
 
 

@@ -1,4 +1,4 @@
-"""Tool calls that a grammar forces: what is drawn under it is what our parsers read back."""
+"""Tool calls forced by a grammar: our parsers read back every text drawn under it."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from tests.depth import at_depth
 from tests.structured.vocabularies import EOS, accepts, allowed, byte_tokenizer, state_of
 
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
-# How a tokenizer has the markers: as tokens that answers show, that they do not show, or not.
+# Markers in the tokenizer: visible tokens, hidden tokens, or no tokens.
 KINDS = ["bytes", "tokens", "special"]
 
 
@@ -90,15 +90,15 @@ TOOLS = st.lists(
     max_size=4,
     unique_by=lambda tool: tool.name,
 )
-# Behind so many tokens a text is brought to its end by these, where they may follow.
+# After `LONG` tokens these close the text if the mask allows them.
 CLOSING = [*'"}])\n', *"0123456789aelrsuEnt", *"</_>ol;, ", *"cT:{["]
 LONG = 60
 CALLS = ['{"name": "a", "parameters": {}}', '[{"name": "a", "arguments": {"a": 1}}]', '{"name": "']
 
 
 def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int], bool]:
-    """Tokens that masks allow, drawn at random, and whether the text has ended. Now and then they
-    try to write what calls begin with.
+    """Draw random tokens under the masks. Return them and whether the text has ended. Occasionally
+    try to write the beginning of a call.
     """
     state = state_of(grammar, tokenizer)
     draw, ids = random.Random(seed), list[int]()
@@ -114,7 +114,7 @@ def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int],
             whole = tokenizer.backend.token_to_id(text)
             in_bytes = [each for byte in text for each in tokenizer.encode(byte)]
             tried = in_bytes if whole is None or draw.random() < 0.5 else [whole]
-        elif state.changes is None:  # it thinks
+        elif state.changes is None:  # inside the thought
             tried = tokenizer.encode("</think>")
             token_id = tried.pop(0)
         else:
@@ -131,7 +131,7 @@ def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int],
 def read(
     text: str, name: str, reasoning: str | None = None, tail: str = ""
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning, and the calls' names and arguments."""
+    """Parse the text into content, reasoning, and the names and arguments of calls."""
     parser = make_parser(ChatFormat(name, reasoning), tools=True, reasoning=True, prompt_tail=tail)
     content = thought = ""
     calls: list[list[str]] = []
@@ -202,7 +202,7 @@ def test_tool_grammar_draws_are_parsed_as_valid_calls(
 
 
 STRICT_NOW = OfferedTool("now", None, strict=True)
-# format -> a call, one with wrong arguments, and how several are written
+# format -> a call, a call with wrong arguments, and the notation of several calls
 WRITTEN = {
     "hermes": (
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -254,7 +254,7 @@ def test_text_is_free_until_a_call_begins(
     for after in ("", thought):
         assert all_of(yes, after=after) == [True] * len(yes)
         assert all_of(no, after=after) == [False] * len(no)
-    shown = name == "hermes" or kind != "special"  # behind text a hidden marker would be nothing
+    shown = name == "hermes" or kind != "special"  # a hidden marker after text would have no effect
     assert all_of([f"Let me see. {marked(name, good)}"]) == [shown]
     assert all_of([f"Let me see. {marked(name, bad)}"]) == [False]
     assert all_of([several, good], parallel=False) == [False, True]

@@ -1,4 +1,4 @@
-"""An engine, its control and trainers, for tests of weights by calls."""
+"""An engine, its control and trainers for tests of weight updates by calls."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ from tests.server.trainers.weight_runs import TrainerProcess
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
+    """Create a tiny model."""
     return tiny_llama(tmp_path_factory.mktemp("model"), seed=0, max_position=8192)
 
 
 @pytest.fixture(scope="module")
 def client_kind() -> type[EngineClient]:
-    """Where the engine runs: in a process of its own, which a fault may take with it."""
+    """Return the engine's place: a separate process, since a fault may kill it."""
     return ProcessClient
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path, client_kind: type[EngineClient]) -> Iterator[tuple[EngineClient, Run]]:
-    """A client, and what runs coroutines on its loop."""
+    """Yield a client and a function that runs coroutines on its loop."""
     threads = torch.get_num_threads()
     in_process = client_kind is InProcessClient
     client: EngineClient = InProcessClient(config_of(folder), 4096)
@@ -48,14 +48,14 @@ def served(folder: Path, client_kind: type[EngineClient]) -> Iterator[tuple[Engi
 
 @pytest.fixture
 def control(client: EngineClient, run: Run) -> Iterator[Control]:
-    """Nothing is left of it for the next test."""
+    """Yield a control and clear its state for the next test."""
     control = Control(client, ServerConfig(rl=True, rl_timeout=20.0))
     yield control
 
     async def tidy() -> None:
         assert not control.updates.is_open
         for group in ("group", "other"):
-            with suppress(ApiError):  # there is none
+            with suppress(ApiError):  # no session is open
                 await control.groups.leave(group)
 
     run(tidy())
@@ -63,7 +63,7 @@ def control(client: EngineClient, run: Run) -> Iterator[Control]:
 
 @pytest.fixture
 def trainers(folder: Path) -> Iterator[Callable[[], TrainerProcess]]:
-    """Starts processes."""
+    """Yield a factory of trainer processes."""
     started: list[TrainerProcess] = []
 
     def start() -> TrainerProcess:
@@ -77,7 +77,7 @@ def trainers(folder: Path) -> Iterator[Callable[[], TrainerProcess]]:
 
 @pytest.fixture(scope="module")
 def shared_trainer(folder: Path) -> Iterator[TrainerProcess]:
-    """One that no test kills."""
+    """Yield a trainer that no test kills."""
     trainer = TrainerProcess(folder)
     yield trainer
     trainer.close()

@@ -1,5 +1,5 @@
-"""Faults of weight updates by calls: each is an error in time, with the old version serving, and
-the next one works.
+"""Faults of weight updates by calls: a timely error, the old version stays live, and the next
+update works.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ def test_wrong_order_of_calls(
                 await control.checksums.changed_tensors()
             assert not await control.updates.cancel("nothing is open")
             await trainer.join(control)
-            # Without a session: what the trainer sends meanwhile must not be taken for what it
-            # sends next.
+            # Without a session, the trainer's current tensors must not be taken for its next
+            # update.
             trainer.say("send", group="group", seed=1)
             async with refused(control, 409, "no weight update is open"):
                 await control.updates.receive_broadcast("group", tensors)
@@ -101,7 +101,7 @@ def test_second_trainer(
             )
             first.interrupt(signal.SIGKILL)
             await asyncio.to_thread(first.process.wait, 5)
-            await second.join(control)  # under the name of the dead one, whose update is forgotten
+            await second.join(control)  # under the dead trainer's name, whose update is discarded
             async with refused(control, 409, "the trainer of this weight update died"):
                 await control.updates.finish()
         await update(control, second, 2, join=False)
@@ -141,13 +141,13 @@ def test_group_that_never_forms(
                 )
             )
             await asyncio.sleep(0.3)
-            # a trainer that says nothing yet
+            # a trainer that has sent nothing yet
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 address = listening.getsockname()
                 again = asyncio.create_task(
                     control.groups.join("group", *address, rank=1, world_size=2, timeout=5.0)
                 )
-                # its trainer never came
+                # its trainer never arrived
                 with pytest.raises(ApiError, match="was left while it was being joined") as left:
                     await asyncio.wait_for(joining, 15)
                 assert left.value.status == 409
@@ -213,7 +213,7 @@ def test_cancelled_call_ends_its_update(
             assert not control.updates.is_open
             assert await trainer.answer() == "done"
             began = time.monotonic()
-            while await client.call("has_group", group="group"):  # nobody goes on to wait in it
+            while await client.call("has_group", group="group"):  # no thread waits in it any longer
                 assert time.monotonic() - began < 15.0
                 await asyncio.sleep(0.02)
             await trainer.leave()
@@ -228,7 +228,7 @@ def test_cancelled_call_ends_its_update(
         with pytest.raises(asyncio.CancelledError):
             await finishing
         await control.pauses.resume()
-        now = await control.engine.serving_version()  # it came in time, or not; never half of it
+        now = await control.engine.serving_version()  # complete or absent, never partial
         assert await control.checksums.get() == checksums(
             trainer.folder, 1 if now == version else 0
         )

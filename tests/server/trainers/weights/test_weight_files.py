@@ -141,7 +141,7 @@ def test_folders_and_files_on_disk(
 def test_engine_itself_closes_a_session_that_something_failed_in(
     client: EngineClient, control: Control, folder: Path, run: Run
 ) -> None:
-    """Whoever calls it: what had come is not taken for an update, and no more comes into it."""
+    """Close a session on failure for every caller: drop its tensors and accept no more."""
 
     async def test() -> None:
         before = await control.checksums.get()

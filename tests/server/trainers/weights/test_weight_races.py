@@ -1,4 +1,4 @@
-"""Calls of an update that are lost, overtaken, at the same time, or a moment too late."""
+"""Calls of an update that are lost, reordered, concurrent or slightly late."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ def client_kind() -> type[EngineClient]:
 
 @pytest.fixture(scope="module")
 def part(folder: Path) -> bytes:
-    """An update of one tensor, as a file."""
+    """Send an update of one tensor as a file."""
     return save({NORM: new_weights(folder, 1)[NORM]})
 
 
@@ -53,7 +53,7 @@ async def update(control: Control, content: bytes) -> str:
 def test_update_waits_for_none_and_takes_none_over(
     control: Control, run: Run, folder: Path
 ) -> None:
-    """Two begin before either has its turn: the first serves, the second is told at once."""
+    """Begin twice before either runs: the first succeeds, the second fails immediately."""
     own, other = (save({NORM: new_weights(folder, seed)[NORM]}) for seed in (1, 2))
 
     async def test() -> None:
@@ -108,7 +108,7 @@ def test_update_can_be_cancelled_while_its_first_part_comes(
                 await send()
         assert not control.updates.is_open
         assert await control.engine.serving_version() == before
-        assert await send() != before  # the next one is not kept out
+        assert await send() != before  # does not block the next update
 
     run(test())
 
@@ -161,7 +161,7 @@ def test_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes
         def wait(timeout: float | None = None) -> bool:
             was_done = update.done()
             engine.step()
-            return was_done  # as if that step had come right behind the wait
+            return was_done  # as if that step had arrived right after the wait
 
         cast(Any, update).wait = wait
         assert link.finish_update(1, 7, "keep", 1e-9) == 7 == engine.get_weight_version()
@@ -224,7 +224,7 @@ def test_trainer_is_notified_of_the_server_shutdown(client: InProcessClient, run
 
 
 class Restarted:
-    """An engine's client that is asked to pause, and later has another engine."""
+    """Client that is paused and then gets a new engine."""
 
     num_restarts = 0
 

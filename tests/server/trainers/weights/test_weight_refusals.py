@@ -1,5 +1,5 @@
-"""What a trainer must not send, and when: an error in time, the old version serves, and the next
-update works.
+"""Invalid or untimely tensors: a timely error, the old version stays live, and the next update
+works.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def test_foreign_tensors_are_rejected(
         async with requests_meanwhile(client):
             await trainer.join(control)
             await control.updates.begin()
-            trainer.say("send", group="group", seed=1)  # at the same time, as trainers do
+            trainer.say("send", group="group", seed=1)  # concurrently, like trainers
             async with refused(control, 400, told):
                 await control.updates.receive_broadcast("group", tensors)
             assert (await trainer.answer()).startswith("failed"), (
@@ -136,7 +136,7 @@ def test_update_while_the_weights_sleep(
         await control.memory.wake()
         await control.updates.begin()
         await control.updates.receive_file(safetensors_of(trainer.folder, [UP]))
-        # behind the back of the control, which would refuse it
+        # bypasses the control, which would reject it
         await client.call("sleep", memory=["weights"])
         with pytest.raises(ApiError, match="asleep") as caught:
             await control.updates.finish()

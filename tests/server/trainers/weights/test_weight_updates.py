@@ -1,6 +1,4 @@
-"""Weight updates by calls that work: over gloo in buckets of any kind, under names, paused or
-not.
-"""
+"""Successful weight updates by calls: over gloo in buckets of any kind, named, paused or not."""
 
 import gc
 import time
@@ -50,7 +48,7 @@ def control(served: tuple[InProcessClient, Run]) -> Control:
 def trainer(
     folder: Path, served: tuple[InProcessClient, Run], control: Control
 ) -> Iterator[TrainerProcess]:
-    """In an ordinary group, "group"."""
+    """Yield a trainer in the default group, "group"."""
     trainer = TrainerProcess(folder)
     served[1](trainer.join(control, named=False))
     yield trainer
@@ -59,14 +57,14 @@ def trainer(
 
 @pytest.fixture(scope="module")
 def other(folder: Path) -> Iterator[InferenceEngine]:
-    """An engine that is updated without any wire."""
+    """Build an engine that is updated without a transport."""
     with InferenceEngine(config_of(folder)) as engine:
         yield engine
 
 
 @st.composite
 def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], str, int | None]]:
-    """The tensors' places in some order, cut into buckets; each has a type, and is packed or
+    """Draw the tensors in some order, cut into buckets. Each bucket has a type and is packed or
     not.
     """
     order = draw(st.permutations(range(num_tensors)))
@@ -124,7 +122,7 @@ def test_buckets_of_any_split_match_a_local_update(
 def test_types_of_one_bucket_may_differ(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
-    """Packed, one behind the other."""
+    """Pack tensors of different types into one bucket."""
     names = [NORM, UP]
 
     async def test() -> None:
@@ -235,7 +233,7 @@ def test_names_of_versions(
         ahead = newest + 50
         assert await update(control, trainer, 2, join=False, version=str(ahead)) == str(ahead)
         assert await client.call("get_weight_version") == ahead
-        # behind all that there were
+        # after all others
         assert await update(control, trainer, 3, join=False, version="7") == "7"
         assert (
             control.engine.names.number("7") == ahead + 1 == await client.call("get_weight_version")
@@ -277,9 +275,7 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
 def test_group_ends_promptly_even_if_the_error_is_still_held(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
-    """Its frames hold what was under way, which would keep the sockets open until somebody collects
-    cycles.
-    """
+    """Keep the error: its frames must not keep the sockets open until a collection."""
 
     async def test() -> None:
         await trainer.join(control, "short")
