@@ -329,7 +329,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 )
 def test_header_bombs(open_: str, pieces: list[bytes]) -> None:
     answer = raw(open_, *pieces)
-    # The kernel may drop the answer while the client still writes, but the connection closes anyway.
+    # The kernel may drop the answer while the client writes, but the connection closes anyway.
     if answer and not answer.startswith(b"HTTP/1.1 200"):
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b" 431 " in head.split(b"\r\n")[0]

@@ -1,9 +1,8 @@
-"""What TRL's clients of a vLLM server make of this one. Run by an interpreter that has TRL; prints
-what it saw as JSON.
+"""Use a server with TRL's clients of a vLLM server: `python with_trl_client.py URL MODEL_FOLDER`.
 
-`python with_trl_client.py URL MODEL_FOLDER`. TRL wants a package named `vllm`, of which it takes
-the trainer's half of the weight transfer; `examples/vllm_gloo.py` stands in for it and meets the
-server in an ordinary gloo group, so that the real bytes travel.
+Run by an interpreter that has TRL. Prints the results as JSON. TRL imports the trainer's half of
+the weight transfer from a package named `vllm`. `examples/vllm_gloo.py` replaces it and joins the
+server in an ordinary gloo group, so that real bytes travel.
 """
 # pyright: reportMissingImports=false
 
