@@ -111,7 +111,7 @@ def test_disaggregated_bits_match_one_engine_with_prompts_once(model: Path) -> N
                 == decodes.blocks.num_imported
                 == client.transfers.num_blocks
             )
-            # The decode replica recomputes scored prompts and the last, partial block of each prompt
+            # The decode replica recomputes scored prompts and the last, partial block of each one
             # (prompt_logprobs). It also computes requests of one token.
             full = sum(len(prompt) // 4 for prompt in PROMPTS)
             assert client.transfers.num_blocks >= full - 12

@@ -22,7 +22,7 @@ CHAT = [{"role": "user", "content": "a"}]
 
 
 def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """Write a byte-level BPE without merges: 3 special tokens, then one per byte. It can add <s>."""
+    """Write a byte-level BPE without merges: 3 special tokens, then one per byte. It adds <s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", "<pad>", *alphabet]
     backend = Backend(
