@@ -231,6 +231,21 @@ def test_compilation_timeout_fails_its_request_and_is_not_cached(build: Build, h
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
 
 
+def test_stuck_thread_without_a_replacement_compiles_on(
+    build: Build, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.structured.compiler.MOST_STUCK", 0)
+    grammars = build().intake.grammars
+    monkeypatch.setattr(grammars, "_most_threads", 1)
+    grammars.time_limit = 0.1
+    stuck = grammars.begin(Grammar.regex("a"))
+    assert "took longer than" in str(stuck.exception(PATIENCE))
+    grammars.time_limit = PATIENCE
+    waiting = [grammars.begin(Grammar.regex(text)) for text in ("b", "c")]
+    held.go.set()
+    assert all(future.result(PATIENCE) for future in waiting)
+
+
 def test_invalid_grammar_is_rejected_before_any_change(build: Build) -> None:
     engine = build()
     bad = replace(DIGITS, grammar=Grammar.json_schema({"uniqueItems": True}))

@@ -82,7 +82,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._num_threads = self._num_stuck = 0
+        self._num_threads = 0
+        self._replaced: set[Future[Compiled]] = set()  # compilations whose threads were replaced
         self._is_closed = False
         self.num_compiled = self.num_failed = 0
         self.seconds = 0.0
@@ -194,7 +195,7 @@ class GrammarCompiler:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except _Abandoned:
+            except _Replaced:
                 return
             except Exception:
                 logger.exception("a grammar's job raised: a bug of the engine.")
@@ -224,18 +225,22 @@ class GrammarCompiler:
         self._keep(promise, outcome)
 
     def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:
-        """Fail a compilation over its time limit. Its thread ends with the job. Up to `MOST_STUCK`
-        such threads are replaced.
+        """Fail a compilation over its time limit. Up to `MOST_STUCK` such threads are replaced, and
+        end with the job.
         """
         with self._lock:
             self._cache.pop(grammar, None)
-            if self._num_stuck < MOST_STUCK and not self._is_closed:
-                self._num_stuck += 1
+            if len(self._replaced) < MOST_STUCK and not self._is_closed:
+                self._replaced.add(promise)
                 self._add_thread()
         problem = f"its compilation took longer than {self.time_limit:g} seconds"
         with_limit = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
-        with suppress(InvalidStateError):  # it has just been compiled
+        try:
             promise.set_exception(with_limit)
+        except InvalidStateError:  # it has just been compiled
+            with self._lock:
+                self._replaced.discard(promise)
+        else:
             self._count(with_limit)
 
     def _keep(self, promise: Future[Compiled], outcome: Compiled | Exception) -> None:
@@ -244,12 +249,16 @@ class GrammarCompiler:
                 promise.set_result(outcome)
             else:
                 promise.set_exception(outcome)
-        except InvalidStateError:
-            with self._lock:  # another thread has replaced this one
-                self._num_stuck -= 1
-                self._num_threads -= 1
-            raise _Abandoned from None
-        self._count(outcome)
+        except InvalidStateError:  # given up, or closed
+            pass
+        else:
+            self._count(outcome)
+        with self._lock:
+            if promise not in self._replaced:
+                return
+            self._replaced.remove(promise)
+            self._num_threads -= 1
+        raise _Replaced
 
     def _count(self, outcome: Compiled | Exception) -> None:
         with self._lock:
@@ -333,5 +342,5 @@ class _Watch:
             self._late()
 
 
-class _Abandoned(Exception):
+class _Replaced(Exception):
     """This thread was replaced."""
