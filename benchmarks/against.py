@@ -1,9 +1,9 @@
-"""Compare this tree with another commit, in turns: `python -m benchmarks.against COMMIT [--out
-FILE]`.
+"""Compare this tree with another commit, in turns.
 
-Each tree runs its own copy of `benchmarks`: W1 (one stream), W2 (groups), W4 (a long prompt) and
-the host time of a step. Each turn is a new process. Ratios are taken turn by turn, and between the
-fastest turns, which other programs disturb least. Above 1 this tree is faster.
+Run `python -m benchmarks.against COMMIT [--out FILE]`. Each tree runs its own copy of `benchmarks`:
+W1 (one stream), W2 (groups), W4 (a long prompt) and the host time of a step. Each turn is a new
+process. Ratios are taken turn by turn, and between the fastest turns, which other programs disturb
+least. Above 1 this tree is faster.
 """
 
 import argparse
