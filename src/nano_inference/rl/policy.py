@@ -227,7 +227,7 @@ class _TrainerWeights:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
-        self.lock = threading.Lock()  # held while the set is written and scored under
+        self.lock = threading.Lock()  # held while the set is written and used for scoring
         self._slots = slots(param_table(engine.spec))
         self._packed: list[State] = []  # states of the parameters when last written
         policy = engine.model

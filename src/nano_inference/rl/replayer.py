@@ -83,9 +83,9 @@ class Replayer:
         self._storages: dict[int, KVStorage] = {}  # by the model's identity
 
     def check(self, sample: TrainingSample, *, versions: bool = True) -> SamplingParams:
-        """Raise `InvalidRequest` if this sample cannot be replayed.
+        """Return a sample's parameters, or raise `InvalidRequest` if it cannot be replayed.
 
-        Ignores missing weights if `versions` is False.
+        Missing weights are ignored if `versions` is False.
         """
         engine, params = self.engine, sample.sampling_params
         if params is None:
@@ -211,9 +211,9 @@ class Draws(NamedTuple):
     grammar: "DraftGrammar | None" = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
-        """Return the draw of the token at `position` from `row` of some logits.
+        """Return the request to draw the token at `position`, after `tokens[:position]`.
 
-        It follows the tokens before `position` in `tokens`.
+        `row` is the row of the logits to draw from.
         """
         sample = self.sample
         return draw_request(
@@ -239,13 +239,13 @@ class DraftGrammar:
     def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
         """Return the mask of the token at a position, int32 [W].
 
-        You may change tokens before the last requested position only if this position is earlier.
+        Tokens before the last requested position must be unchanged, unless `position` is earlier.
         """
         self._go(tokens, position)
         return self._state.words
 
     def ends_at(self, tokens: Sequence[int], position: int) -> bool:
-        """Return True if the text ends with the tokens before a position."""
+        """Return True if the tokens before a position end the text."""
         self._go(tokens, position)
         return self._state.is_ended
 
@@ -415,9 +415,10 @@ class _Run:
         return self._finished(again)
 
     def _finished(self, sample: TrainingSample) -> TrainingSample:
-        """Return the sample with its finish reason.
+        """Return the sample with the finish reason of its replay.
 
-        Aborts, stop strings and appended tokens came from outside and are kept.
+        A replay cannot repeat aborts, stop strings and appended tokens, so their finish reasons are
+        copied.
         """
         length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
         if not all(self.sampled) or sample.finish_reason == "abort":

@@ -1,6 +1,6 @@
 """Search for an operation whose bits depend on the schedule.
 
-A sample's tokens run through the decoder under two schedules, operation by operation.
+A sample's tokens run through the decoder under pairs of schedules, operation by operation.
 
 A sample carries no activations, so a differing replay cannot be compared with the original run. But
 if some operation's bits depend on the schedule, the same tokens show it. The schedules are: in one

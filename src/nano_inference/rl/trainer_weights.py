@@ -72,7 +72,7 @@ def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
     prefix: str = model.base_model.prefix
     _require_untied(inside)
     if any(getattr(module, "merged", False) for module in model.modules()):
-        yield _base_weights(inside, prefix)  # the caller has merged and may keep it so
+        yield _base_weights(inside, prefix)  # the caller merged the adapters, so leave them merged
         return
     # Merging adds and unmerging subtracts, which is not exact. Restore the tensors afterwards.
     kept = {name: tensor.clone() for name, tensor in inside.items() if ".base_layer." in name}
