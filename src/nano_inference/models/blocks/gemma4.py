@@ -50,7 +50,7 @@ class Gemma4Layer:
 class ExpertsBeside:
     """Experts that read the same residual stream as the MLP, with their own norms.
 
-    Their output is added to the MLP's.
+    The outputs of MLP and experts are added.
     """
 
     def __init__(self, part: ModelPart, layer: int, mixture: Mixture) -> None:

@@ -1,7 +1,7 @@
 """`param_table`: every parameter of a model or of a rank's part.
 
 The table drives allocation, loading from disk, weight updates and sharding: a rank's table assigns
-it a part of each checkpoint tensor. It also holds other names of weights: those of a tied head, and
+it a part of each checkpoint tensor. Rows also hold other names of weights: that of a tied head, and
 those under which transformers holds all experts of a layer in one tensor.
 """
 

@@ -151,8 +151,8 @@ def short_conv(config: Config, num_layers: int) -> ShortConv:
 def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
     """Read the delta-rule layers of Qwen3-Next and Qwen3.5.
 
-    These are the `linear_attention` entries of `layer_types`. Without that field, every
-    `full_attention_interval`-th layer is attention, and the other layers are of this kind.
+    `layer_types` lists them as `linear_attention`. Without that field, every
+    `full_attention_interval`-th layer is attention, and all other layers carry a state.
     """
     every = int(config.get("full_attention_interval") or 4)
     types = config.get("layer_types") or [
