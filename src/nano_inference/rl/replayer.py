@@ -1,10 +1,10 @@
 """`replay`: compute a sample again, bit for bit, from its prompt, its seed and its weights.
 
 Bits do not depend on the schedule, so a replay needs no scheduler: it runs the decoder on its own
-KV tensors. It also needs fewer steps than the sample has tokens. The sample's tokens serve as a
-draft, in whole chunks of rows, and each of them is drawn again from its row. As long as the draws
-equal the draft, the later rows read the right tokens. After the first draw that differs, the replay
-continues with its own tokens, one row at a time.
+KV tensors, in fewer steps than the sample has tokens. The sample's tokens serve as a draft, in
+whole chunks of rows, and each of them is drawn again from its row. As long as the draws equal the
+draft, the later rows read the right tokens. After the first draw that differs, the replay continues
+with its own tokens, one row at a time.
 """
 
 import itertools
@@ -54,8 +54,8 @@ def replay(
         sample: Sample with `sampling_params`, as engines return it.
         weights: Weights of every version in the sample that the engine does not serve now, as a
             mapping by version or a function of the version. Each is a whole state dict or a
-            model's folder. They take precedence over the engine's. At most two versions are in
-            memory simultaneously.
+            model's folder. Weights passed here take precedence over the engine's. At most two
+            versions are in memory simultaneously.
 
     Returns:
         The sample with replayed `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,

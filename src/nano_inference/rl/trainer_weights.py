@@ -41,9 +41,9 @@ def require_whole(accelerator: Any) -> None:
 def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield tensors by the checkpoint's names, as the model computes with them.
 
-    They are valid until the context ends. Adapters (PEFT) are merged meanwhile, and afterwards the
-    model has its original bits again. Raises `ConfigError` if the weights cannot be determined: if
-    the model is quantized, or if an adapter does not change weights.
+    The tensors are valid until the context ends. Adapters (PEFT) are merged meanwhile, and
+    afterwards the model has its original bits again. Raises `ConfigError` if the weights cannot be
+    determined: if the model is quantized, or if an adapter does not change weights.
     """
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         raise ConfigError(

@@ -77,7 +77,7 @@ class RolloutFunction:
             entry for each completion. `raw_logprobs` and the like are requested automatically.
         log_mismatch: Score each rollout with the trainer, as TRL does with vLLM, and log the
             trainer's metrics `sampling/sampling_logp_difference/{mean,max}` and
-            `sampling/importance_sampling_ratio/{min,mean,max}`. It costs a forward pass of the
+            `sampling/importance_sampling_ratio/{min,mean,max}`. Costs a forward pass of the
             trainer.
         oversample: Number of additional completions to draw for each prompt. The step takes those
             that finish first and does not wait for the longest, so completions are shorter on
