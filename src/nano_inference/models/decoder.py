@@ -41,7 +41,7 @@ class BestTokens(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """Rows to compute logits of, with the adapter of each (`Adapted`)."""
+    """Adapters of the rows whose logits are computed, as in `Adapted`."""
 
     adapters: Sequence[Adapter]
     row_adapters: Tensor
@@ -68,7 +68,7 @@ class ForwardResult(NamedTuple):
 
 
 class Decoder:
-    """Weights, rotary tables and operations of one model. Independent of the device.
+    """Weights, rotary tables and operations of one model, on any device.
 
     Args:
         spec: Description of the model part held here (`ModelShard.spec`).
@@ -238,7 +238,8 @@ class Decoder:
         logits = self._end.logits(hidden, self.head, self.logit_scale)
         if not whose.adapters:
             return logits
-        # The backend scales rows whose adapter leaves the head unchanged, as in all other steps.
+        # Rows whose adapter leaves the head unchanged keep the backend's logits, as in
+        # steps without adapters.
         changes = [HEAD in adapter.parts for adapter in whose.adapters]
         changes = torch.tensor([*changes, False], device=self.device)  # index -1: no adapter
         changed = changes[whose.row_adapters].nonzero()[:, 0]
@@ -251,10 +252,7 @@ class Decoder:
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS
     ) -> BestTokens:
-        """Return the most probable tokens after rows [T, H] from a forward pass.
-
-        They equal the top tokens that greedy draws report.
-        """
+        """Return the most probable tokens after rows [T, H], as greedy draws report them."""
         if not len(hidden):
             nothing = torch.empty((0, num_best), device=self.device)
             return BestTokens(nothing.long(), nothing)
@@ -272,9 +270,9 @@ class Decoder:
 
     @torch.inference_mode()
     def serve_others(self) -> None:
-        """Take part in a forward pass without rows of its own.
+        """Take part in a forward pass of other engines, without rows of its own.
 
-        Other ranks or engines that share this one's experts need it during their forward passes.
+        Engines in lockstep share their experts, so they run every forward pass together.
         """
         if self.rank_exchange.exchange is None:
             return
@@ -294,10 +292,10 @@ class Decoder:
         routes: RouteRecord | None = None,
         taps: Taps | None = None,
     ) -> "Decoder":
-        """Return the same model with some parts replaced, with shared tables and no recordings.
+        """Return a copy of the model with some parts replaced and no recordings.
 
-        Weights, operations and layers default to this model's, the record of experts and taps to
-        none.
+        Weights, operations and layers default to this model's. Without `routes` or `taps`, the copy
+        has none. Rotary tables are shared.
         """
         other = copy.copy(self)
         other.params = self.params if params is None else params
@@ -309,7 +307,7 @@ class Decoder:
         return other
 
     def close(self) -> None:
-        """Release the weights. Do not call anything afterwards."""
+        """Release the weights. The decoder is unusable afterwards."""
         self.params.clear()
         self.recorded.clear()
         self.blocks.clear()

@@ -64,10 +64,9 @@ def as_stored(
 
 
 def checkpoint_of(model_path: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Return the folder of a model that transformers can load.
+    """Return a folder from which transformers can load a model: usually the model's own.
 
-    It is the model's own folder. For a `.gguf` file, save a checkpoint into `folder` and return
-    that.
+    For a `.gguf` file, save a checkpoint into `folder` and return that.
 
     Args:
         model_path: As `EngineConfig.model_path`.

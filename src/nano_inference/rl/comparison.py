@@ -28,7 +28,7 @@ class Difference(NamedTuple):
         field: Field of `TrainingSample`.
         token: Index in the completion, or in the prompt for fields of the prompt. None: the field
             describes the whole sample.
-        recorded: The sample's value there. None: the sample ends earlier.
+        recorded: The sample's value there. None: the sample ends earlier or lacks the field.
         replayed: The replay's value.
     """
 

@@ -1,7 +1,7 @@
 """Draft heads in plain, differentiable torch, over whole sequences.
 
-They compute the same as `drafts/medusa.py` and `drafts/eagle.py`. Parameters are float32, by the
-names of `drafts/heads.py`.
+The computation is that of `drafts/medusa.py` and `drafts/eagle.py`. Parameters are float32, under
+the names of `drafts/heads.py`.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def medusa_rows(spec: MedusaSpec, params: Params, rows: PolicyRows, places: int)
 
 
 def eagle_rows(spec: EagleSpec, params: Params, rows: PolicyRows, places: int) -> list[Tensor]:
-    """Return the same for an EAGLE-3 head.
+    """Return the inputs of an EAGLE-3 head's projection by depth, as `medusa_rows` does.
 
     At each depth, the head reads its own rows of the previous depths, as when it drafts (the
     paper's training-time test). The tokens in between are the correct ones.

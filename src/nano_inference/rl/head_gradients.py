@@ -27,7 +27,7 @@ def head_gradients(
 
     With z = hidden @ weight.T, scaled, and -inf for masked tokens, the gradient with respect to z
     is (one-hot - softmax(z / temperature)) / temperature. The logits are always float32, because
-    rounded ones would be other probabilities.
+    rounded logits would give other probabilities.
     """
     d_hidden = torch.zeros_like(hidden)
     d_head = torch.zeros_like(weight32) if wanted else torch.empty(0)

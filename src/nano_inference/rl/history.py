@@ -27,9 +27,9 @@ def was_sampled(sample: TrainingSample) -> tuple[bool, ...]:
 
 
 def stretches(sample: TrainingSample) -> list[Stretch]:
-    """Return the sample's `kv_versions` row by row, checked. Raises `InvalidRequest`.
+    """Check a sample's `kv_versions` and return them row by row. Raises `InvalidRequest`.
 
-    A sample without `kv_versions` must have a single weight version, which then applies to all.
+    A sample without `kv_versions` must have a single weight version, which applies to all rows.
     """
     length, sampled = len(sample.completion_tokens), was_sampled(sample)
     if len(sampled) != length:
@@ -81,7 +81,7 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
 def _rows(entry: ContextVersions, num_rows: int) -> Iterator[int]:
     at = 0
     for span in entry.versions:
-        if span.start != at or not at < span.end <= num_rows:  # before rows are allocated
+        if span.start != at or not at < span.end <= num_rows:  # reject before rows are allocated
             break
         yield from [span.version] * (span.end - span.start)
         at = span.end

@@ -126,7 +126,7 @@ class LoraPolicy(ScoringModule):
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
     ) -> AdapterInfo:
-        """Serve the current adapter as a new version of `name` (None: its own name).
+        """Serve the current adapter as a new version of `name` (None: the `name` of this policy).
 
         Options are those of `engine.load_adapter`.
         """

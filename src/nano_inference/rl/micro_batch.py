@@ -14,10 +14,11 @@ from nano_inference.sampling.tensors import TORCH
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """A sequence with the loss's gradient of each logprob from `start` on, at least 1.
+    """A sequence, and the loss's gradient of each logprob from position `start` (at least 1) on.
 
-    `masks`, if any, has the mask of each of those tokens, int32 [W]. `targets`, equally many at
-    each position, have the logprobs instead of the sequence's tokens. Empty: the tokens themselves.
+    `masks` holds the mask of each token from `start` on, int32 [W]. Empty: no masks. `targets`
+    holds the tokens that the logprobs belong to, equally many at each position from `start` on.
+    Empty: the sequence's own tokens.
     """
 
     token_ids: list[int]
@@ -62,8 +63,8 @@ class MicroBatch:
     mask_rows: Tensor  # [U] row of `mask_words`, -1: the targets have no mask
     mask_words: Tensor  # int32 [M, W]
     owners: Tensor  # [P] index of the target's row in `scored_rows`
-    targets: Tensor  # [P] a token that is scored after that row, unique for each index
-    gradients: Tensor  # float32 [P] of its logprob
+    targets: Tensor  # [P] token scored after that row, unique for each owner
+    gradients: Tensor  # float32 [P] gradient of its logprob
     # [N, expert layers, K]: experts of each row
     routes: Tensor | None = None
 
@@ -79,11 +80,11 @@ class MicroBatch:
 def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterator[MicroBatch]:
     """Divide sequences, in order, into micro-batches of at most `max_rows` rows.
 
-    A longer sequence gets its own batch. Either all sequences have routes or none, and the routes
-    of a shared row must agree. Raises `RuntimeError` otherwise.
+    A longer sequence gets its own batch. Either all sequences have routes or none. Raises
+    `RuntimeError` if the routes of a shared row differ.
 
     The division depends only on the arguments, and so does the order of additions in a gradient.
-    Rows without a gradient are left out, and so are sequences without any.
+    Rows after a sequence's last gradient are left out, and so are sequences without any gradient.
     """
     rows = _Rows()
     for sequence in sequences:
@@ -117,11 +118,11 @@ class _Rows:
     segments: list[Segment] = field(default_factory=list[Segment])
     # one entry for each row
     routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))
-    # (row, address of its mask or 0) -> index in this dict
+    # (row, address of its mask or 0) -> index in `MicroBatch.scored_rows`
     places: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    # (index, mask) of those with a mask
+    # (index in `scored_rows`, mask) of the entries with a mask
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list[tuple[int, np.ndarray]])
-    # (index, token) -> gradient
+    # (index in `scored_rows`, token) -> gradient
     targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     @property

@@ -62,11 +62,11 @@ class PolicyModel(ScoringModule):
         engine: Engine, or a configuration to build one from (`model.engine`).
         dtype: Dtype of the parameters. In float32 they start with the checkpoint's digits, as far
             as the engine still serves the checkpoint.
-        micro_batch_tokens: Number of rows whose gradients are computed together. It limits the
-            memory of a backward pass and decides the order of additions: another number changes
-            the last bits.
-        num_workers: Number of micro-batches computed simultaneously, each on one thread. It does
-            not affect any bit. None: the current number of torch's threads.
+        micro_batch_tokens: Number of rows whose gradients are computed together. Limits the memory
+            of a backward pass and decides the order of additions: another number changes the last
+            bits.
+        num_workers: Number of micro-batches computed simultaneously, each on one thread. Does not
+            affect any bit. None: the current number of torch's threads.
         gradient_dtype: Dtype of a backward pass's products, at the same rounded weights: float32 or
             bfloat16. None: the engine's dtype, but float32 on processors without native bfloat16
             products, where torch's take 8 to 50 times as long. With native ones, bfloat16 takes
@@ -227,7 +227,7 @@ class _TrainerWeights:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine = engine
-        self.lock = threading.Lock()  # held while the set is written and scored under
+        self.lock = threading.Lock()  # held while the set is written and used for scoring
         self._slots = slots(param_table(engine.spec))
         self._packed: list[State] = []  # states of the parameters when last written
         policy = engine.model

@@ -1,10 +1,10 @@
 """`replay`: compute a sample again, bit for bit, from its prompt, its seed and its weights.
 
 Bits do not depend on the schedule, so a replay needs no scheduler: it runs the decoder on its own
-KV tensors. It also needs fewer steps than the sample has tokens. The sample's tokens serve as a
-draft, in whole chunks of rows, and each of them is drawn again from its row. As long as the draws
-equal the draft, the later rows read the right tokens. After the first draw that differs, the replay
-continues with its own tokens, one row at a time.
+KV tensors, in fewer steps than the sample has tokens. The sample's tokens serve as a draft, in
+whole chunks of rows, and each of them is drawn again from its row. As long as the draws equal the
+draft, the later rows read the right tokens. After the first draw that differs, the replay continues
+with its own tokens, one row at a time.
 """
 
 import itertools
@@ -54,8 +54,8 @@ def replay(
         sample: Sample with `sampling_params`, as engines return it.
         weights: Weights of every version in the sample that the engine does not serve now, as a
             mapping by version or a function of the version. Each is a whole state dict or a
-            model's folder. They take precedence over the engine's. At most two versions are in
-            memory simultaneously.
+            model's folder. Weights passed here take precedence over the engine's. At most two
+            versions are in memory simultaneously.
 
     Returns:
         The sample with replayed `completion_tokens`, `logprobs`, `raw_logprobs`, `log_kept_mass`,
@@ -83,9 +83,9 @@ class Replayer:
         self._storages: dict[int, KVStorage] = {}  # by the model's identity
 
     def check(self, sample: TrainingSample, *, versions: bool = True) -> SamplingParams:
-        """Raise `InvalidRequest` if this sample cannot be replayed.
+        """Return a sample's parameters, or raise `InvalidRequest` if it cannot be replayed.
 
-        Ignores missing weights if `versions` is False.
+        Missing weights are ignored if `versions` is False.
         """
         engine, params = self.engine, sample.sampling_params
         if params is None:
@@ -211,9 +211,9 @@ class Draws(NamedTuple):
     grammar: "DraftGrammar | None" = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
-        """Return the draw of the token at `position` from `row` of some logits.
+        """Return the request to draw the token at `position`, after `tokens[:position]`.
 
-        It follows the tokens before `position` in `tokens`.
+        `row` is the row of the logits to draw from.
         """
         sample = self.sample
         return draw_request(
@@ -239,13 +239,13 @@ class DraftGrammar:
     def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
         """Return the mask of the token at a position, int32 [W].
 
-        You may change tokens before the last requested position only if this position is earlier.
+        Tokens before the last requested position must be unchanged, unless `position` is earlier.
         """
         self._go(tokens, position)
         return self._state.words
 
     def ends_at(self, tokens: Sequence[int], position: int) -> bool:
-        """Return True if the text ends with the tokens before a position."""
+        """Return True if the tokens before a position end the text."""
         self._go(tokens, position)
         return self._state.is_ended
 
@@ -415,9 +415,10 @@ class _Run:
         return self._finished(again)
 
     def _finished(self, sample: TrainingSample) -> TrainingSample:
-        """Return the sample with its finish reason.
+        """Return the sample with the finish reason of its replay.
 
-        Aborts, stop strings and appended tokens came from outside and are kept.
+        A replay cannot repeat aborts, stop strings and appended tokens, so their finish reasons are
+        copied.
         """
         length, last = len(sample.completion_tokens), sample.completion_tokens[-1]
         if not all(self.sampled) or sample.finish_reason == "abort":

@@ -80,7 +80,7 @@ def score(
 class SequenceMasks(NamedTuple):
     """Masks of a sequence's tokens, int32 [W] each, from the first scored one on.
 
-    Equal masks of a batch are the same array.
+    Equal masks of a batch are the same array object.
     """
 
     grammar: Grammar
@@ -90,7 +90,7 @@ class SequenceMasks(NamedTuple):
 class SequenceTargets(NamedTuple):
     """Tokens that are scored instead of a sequence's own, from the first scored position on.
 
-    All positions have `width` of them. `in_columns`: the caller passed a matrix.
+    Every position has `width` of them. `in_columns` is True if the caller passed a matrix.
     """
 
     rows: list[list[int]]
@@ -326,7 +326,7 @@ def score_batch(
 def _request(batch: ScoreBatch, index: int, start: int, first: int) -> ScoreRequest:
     """Return a request to score a sequence from `start` on.
 
-    The batch has its masks and targets from `first` on.
+    The batch holds masks and targets of the sequence from `first` on.
     """
     masks, targets = batch.masks[index], batch.targets[index]
     return ScoreRequest(
@@ -364,9 +364,9 @@ def _targets_of(batch: ScoreBatch, index: int, start: int) -> Iterator[Listed[in
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The part of a sequence that is scored for it: from `start` on.
+    """Part of a sequence that is scored rather than copied: from `start` on.
 
-    The scores before `start` are copied from `source`.
+    If `shared`, the scores before `start` are copied from sequence `source`.
     """
 
     index: int
@@ -376,9 +376,9 @@ class _Own:
 
 
 def _kinds(batch: ScoreBatch) -> list[int]:
-    """Return a number for each sequence.
+    """Return a number for each sequence, its kind.
 
-    Sequences with the same number have the same masks as far as their tokens agree.
+    Sequences of the same kind have the same masks as far as their tokens agree.
     """
     numbers: dict[tuple[Grammar, int] | None, int] = {None: 0}
     keys = [

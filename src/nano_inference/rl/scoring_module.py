@@ -81,8 +81,8 @@ class ScoringModule(nn.Module):
         its own choices, which equal the engine's bit for bit under the same weights. If choices
         differ, `InvalidRequest` names the first such token and layer.
 
-        Do not change parameters before `backward`, which otherwise raises torch's error. Entries
-        with gradient 0 cost nothing in it, nor do sequences with only such entries.
+        Do not change parameters before `backward`, which raises `RuntimeError` if you do. Entries
+        with gradient 0 add no cost to `backward`. Sequences with only such entries are skipped.
         """
         batch = check_batch(
             self.engine, sequences, from_position, temperature, grammar, routed_experts, targets
@@ -165,7 +165,7 @@ def _require_base(ctx: Any) -> None:
 def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
     """Raise `ConfigError` if `quantization="auto"` chose the quantized blocks of a file.
 
-    A trainer's weights would be rounded to such blocks without any setting that asked for it.
+    A trainer's weights would be rounded to such blocks although no setting requests it.
     """
     if engine.in_blocks_by_default:
         raise ConfigError(

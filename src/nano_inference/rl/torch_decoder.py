@@ -121,8 +121,9 @@ class TorchDecoder:
         Args:
             params: As in `gradients`. In addition, names of weights + `LORA` have the adapter's
                 parts, made from `leaves`.
-            leaves: Matrices in layers.
-            head: Matrices of the head, [rank, H] and [V, rank], and their scale, if there are any.
+            leaves: The adapter's matrices in layers.
+            head: The adapter's matrices of the head, [rank, H] and [V, rank], and their scale.
+                None: the adapter does not change the head.
             batch: As in `gradients`.
             temperature: As in `gradients`.
 
@@ -400,9 +401,9 @@ class TorchDecoder:
         ids: Tensor,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Sum the engine's experts of each row [N, K] in the order of their ids.
+        """Sum the outputs of each row's experts, `ids` [N, K], in the order of the ids.
 
-        The router reads the rows `routed`, if any.
+        The router reads the rows `routed`, or `normed` if that is None.
         """
         moe = self.spec.moe
         assert moe is not None

@@ -1,6 +1,6 @@
 """Search for an operation whose bits depend on the schedule.
 
-A sample's tokens run through the decoder under two schedules, operation by operation.
+A sample's tokens run through the decoder under pairs of schedules, operation by operation.
 
 A sample carries no activations, so a differing replay cannot be compared with the original run. But
 if some operation's bits depend on the schedule, the same tokens show it. The schedules are: in one
@@ -202,7 +202,7 @@ class _Schedules:
             torch.set_num_threads(before)
 
     def _one_by_one(self, ops: Ops, ends: Sequence[int]) -> _Trace:
-        """Trace every call of the trunk, then the logits and the draw."""
+        """Trace the trunk's operations (`_Tracer.around`), then the logits and the draw."""
         trace = _Trace()
         for start, batch in self._batches(ends):
             tracer = _Tracer(self.model, trace, batch)
@@ -275,7 +275,10 @@ class _Tracer:
         self._calls = 0
 
     def around(self, ops: Ops) -> Ops:
-        """Return the operations with tracing."""
+        """Return the operations, with tracing of the most common ones.
+
+        A difference in another operation shows in the next traced one.
+        """
         return replace(
             ops,
             embed=self._traced("embed", ops.embed, weight_at=1),

@@ -41,9 +41,9 @@ def require_whole(accelerator: Any) -> None:
 def whole_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield tensors by the checkpoint's names, as the model computes with them.
 
-    They are valid until the context ends. Adapters (PEFT) are merged meanwhile, and afterwards the
-    model has its original bits again. Raises `ConfigError` if the weights cannot be determined: if
-    the model is quantized, or if an adapter does not change weights.
+    The tensors are valid until the context ends. Adapters (PEFT) are merged meanwhile, and
+    afterwards the model has its original bits again. Raises `ConfigError` if the weights cannot be
+    determined: if the model is quantized, or if an adapter does not change weights.
     """
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         raise ConfigError(
@@ -72,7 +72,7 @@ def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
     prefix: str = model.base_model.prefix
     _require_untied(inside)
     if any(getattr(module, "merged", False) for module in model.modules()):
-        yield _base_weights(inside, prefix)  # the caller has merged and may keep it so
+        yield _base_weights(inside, prefix)  # the caller merged the adapters, so leave them merged
         return
     # Merging adds and unmerging subtracts, which is not exact. Restore the tensors afterwards.
     kept = {name: tensor.clone() for name, tensor in inside.items() if ".base_layer." in name}

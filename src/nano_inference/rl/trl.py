@@ -77,11 +77,11 @@ class RolloutFunction:
             entry for each completion. `raw_logprobs` and the like are requested automatically.
         log_mismatch: Score each rollout with the trainer, as TRL does with vLLM, and log the
             trainer's metrics `sampling/sampling_logp_difference/{mean,max}` and
-            `sampling/importance_sampling_ratio/{min,mean,max}`. It costs a forward pass of the
+            `sampling/importance_sampling_ratio/{min,mean,max}`. Costs a forward pass of the
             trainer.
         oversample: Number of additional completions to draw for each prompt. The step takes those
-            that finish first and does not wait for the longest, so they are shorter on average than
-            the policy's.
+            that finish first and does not wait for the longest, so completions are shorter on
+            average than the policy's.
         sleep: Free the memory of the KV cache after each rollout, for a trainer on the same device.
 
     Raises `ConfigError` for unsupported trainers and options: FSDP, DeepSpeed, tools, and options
@@ -159,9 +159,10 @@ class RolloutFunction:
     def sync(self, trainer: Any) -> bool:
         """Update the engine to the trainer's weights, as a new version, if they have changed.
 
-        They count as changed if the trainer's step has advanced, a parameter was written, or
-        another caller has updated the engine. Returns True if they had. Raises `WeightUpdateError`
-        if the weights do not fit, or hold nan or infinity; the engine then keeps its own.
+        Weights count as changed if the trainer's step has advanced, a parameter was written, or
+        another caller has updated the engine. Returns True after an update. Raises
+        `WeightUpdateError` if the weights do not fit, or hold nan or infinity. The engine then
+        keeps its own.
         """
         model = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
@@ -317,7 +318,7 @@ def _mode(trainer: Any) -> str:
 
 
 def _seed(trainer: Any, *what: Any) -> int | None:
-    """Return the seed of a group, from the trainer's seed and everything that identifies it."""
+    """Return a group's seed, from the trainer's seed and everything that identifies the group."""
     if trainer.args.seed is None:
         return None
     key = repr((trainer.args.seed, trainer.accelerator.process_index, *what)).encode()

@@ -38,7 +38,7 @@ class VersionedDecoders:
     def require(self, versions: Iterable[int]) -> None:
         """Raise `InvalidRequest` naming all missing versions.
 
-        A weights function is not called yet.
+        If the caller passed a function, `get` checks each version instead.
         """
         if isinstance(self._weights, Mapping):
             serving = self._engine.get_weight_version()

@@ -24,7 +24,7 @@ class Mixture:
         self.hidden_size = part.spec.hidden_size
 
     def __call__(self, step: Step[X], x: X, routed: X | None = None) -> X:
-        """Pass rows through experts, chosen by the rows `routed` if the router reads others."""
+        """Pass rows x through experts. The router reads `routed`, or x if that is None."""
         if step.routes is None:
             return step.ops.moe(x, self.experts, self.exchange, None, routed)
         noted = partial(step.routes.compute, self.layer, self._noting)
@@ -35,7 +35,7 @@ class Mixture:
         return self.ops.moe(x, self.experts, self.exchange, note, routed)
 
     def serve(self, ops: Ops, nothing: Tensor) -> None:
-        """Compute the rows of other ranks. `nothing` [0, H] stands in for this rank's."""
+        """Compute rows of other engines. `nothing` [0, H] takes the place of this engine's rows."""
         ops.moe(nothing, self.experts, self.exchange)
 
 

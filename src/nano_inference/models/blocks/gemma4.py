@@ -50,7 +50,7 @@ class Gemma4Layer:
 class ExpertsBeside:
     """Experts that read the same residual stream as the MLP, with their own norms.
 
-    Their output is added to the MLP's.
+    The outputs of MLP and experts are added.
     """
 
     def __init__(self, part: ModelPart, layer: int, mixture: Mixture) -> None:
@@ -64,7 +64,7 @@ class ExpertsBeside:
         self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
 
     def __call__(self, step: Step[X], dense: X, residual: X) -> X:
-        """Compute the MLP's output [N, H] and the residual stream -> output of both."""
+        """Compute (the MLP's output [N, H], residual) -> normalized sum of MLP and experts."""
         ops = step.ops
         rows = ops.rms_norm(None, residual, self.experts_norm, 1.0)[0]
         routed = None
@@ -130,8 +130,8 @@ def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None
 def _join(
     norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
 ) -> None:
-    """Fill `out` with the sum of a row's projected embedding, normalized layer by layer, and the
-    rows of its token.
+    """Fill `out` with the inputs of all layers: the projected embeddings, normalized by layer, plus
+    the inputs looked up for the tokens, divided by the root of 2.
     """
     assert norm.weight is not None
     by_layer = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))

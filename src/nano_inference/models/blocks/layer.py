@@ -7,9 +7,10 @@ from nano_inference.ops.interface import Norm, X
 
 
 class AnyLayer(Protocol):
-    """A layer. The residual stream is float32 [N, H].
+    """A layer of the decoder.
 
-    It lacks the previous layer's output, because the next norm includes the addition.
+    The residual stream, float32 [N, H], does not include the previous layer's output yet: the next
+    norm adds it.
     """
 
     def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X | None, X]:

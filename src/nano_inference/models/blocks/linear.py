@@ -48,7 +48,7 @@ class SummedLinear:
 def row_parallel(part: ModelPart, name: str, segments: tuple[int, ...] | None) -> Block:
     """Return the output product of a block.
 
-    Its columns are summed in `segments` if the backend can, so that the bits do not depend on the
+    Columns are summed in `segments` if the backend can, so that the bits do not depend on the
     number of ranks.
     """
     if part.exchange.tensor is not None:

@@ -25,7 +25,7 @@ class GatedMlp:
 
 
 class Mlp:
-    """down(activation(up(x))) (Apertus, NanoChat)."""
+    """down(activation(up(x))) (Apertus, Arcee, NanoChat)."""
 
     def __init__(self, part: ModelPart, layer: int) -> None:
         name, spec = f"layers.{layer}.", part.spec
@@ -43,5 +43,5 @@ class Mlp:
 def _activate(
     activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
 ) -> None:
-    """Fill `out` with the activation of x; `numbers` are the layer's parameters of it, if any."""
+    """Fill `out` with the activation of x, with its parameters `numbers` if it has any."""
     out.copy_(UNGATED[activation](x.float(), numbers))

@@ -65,7 +65,7 @@ class FusedTensor:
 
     @property
     def _leading(self) -> int:
-        """Number of leading axes, in order, that count the parts."""
+        """Number of leading axes, after the permutation, that count the parts."""
         left, leading = len(self.parts), 0
         while left > 1:
             left //= self.axes[self.order[leading]]
@@ -73,7 +73,7 @@ class FusedTensor:
         return leading
 
     def _in_order(self, places: Tensor) -> Tensor:
-        """Convert flat indices in the whole to indices in the whole with its axes in order."""
+        """Convert flat indices in the whole to flat indices in the permuted whole."""
         along = torch.unravel_index(places, self.axes)
         index = torch.zeros_like(places)
         for axis in self.order:
@@ -131,7 +131,7 @@ class FusedPart:
 
     @property
     def why(self) -> str | None:
-        """Reason why products cannot read its codes. None: it has no codes or they can."""
+        """Reason why products cannot read the codes. None: they can, or there are no codes."""
         return getattr(self.matrices.whole, "why", None)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
@@ -174,9 +174,9 @@ def unfused(
 
     A tensor whose name or shape is not in `fused` is returned unchanged.
     """
-    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # the table has scalars as vectors
+    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # the table lists scalars as vectors [1]
         return [(name, tensor.view(1))]
-    # arguments may be of wrong types; the caller reports them
+    # arguments may have wrong types, which the caller reports
     known = fused.get(name) if isinstance(name, str) and isinstance(tensor, Tensor) else None
     if known is None or tuple(tensor.shape) != known.shape:
         return [(name, tensor)]

@@ -43,8 +43,8 @@ class Fused(NamedTuple):
         name: Name of the tensor.
         shape: Shape of the tensor.
         axes: Sizes to reshape it to. Empty: the sources' rows are stacked.
-        order: Order of these axes after which the leading axes count the sources and the remaining
-            ones are one source.
+        order: Permutation of these axes. After it, the leading axes count the sources, and the
+            remaining axes are those of one source.
     """
 
     name: str
@@ -65,8 +65,8 @@ class ParamSpec:
         tied: Checkpoint name of a head that must equal the only source. None: no such head.
         other_names: Alternative checkpoint names of a source or the tied head: (usual, other).
         fused: Tensors that hold all sources, in order, in a trainer's memory or in checkpoints.
-        latent: Sizes of latents if `LatentOps` multiplies by it.
-        codes: Part of the model whose format applies if it is quantized. None: never quantized.
+        latent: Sizes of latents, for a matrix of `LatentOps`. None: any other parameter.
+        codes: Part of the model whose quantization applies. None: the parameter stays unquantized.
         segments: Bounds of its columns' segments, as the decoder passes them to `Ops.linear`.
     """
 
@@ -82,10 +82,10 @@ class ParamSpec:
     segments: tuple[int, ...] | None = None
 
     def form(self, quantization: "Formats") -> Format | None:
-        """Return its format under `EngineConfig.quantization`, or None if unquantized."""
+        """Return the format under `EngineConfig.quantization`, or None if unquantized."""
         if quantization is None or self.codes is None:
             return None
         if not isinstance(quantization, str):
             return quantization.get(self.name)
-        layers, head = QUANTIZATIONS.get(quantization, (None, None))  # "file": formats are by name
+        layers, head = QUANTIZATIONS.get(quantization, (None, None))  # "file" has no row
         return {"layers": layers, "head": head}[self.codes]

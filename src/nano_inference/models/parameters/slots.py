@@ -42,10 +42,10 @@ class Slot(Source):
             start += last - first
 
     def take_places(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Select this rank's numbers from some numbers of a checkpoint tensor.
+        """Select this rank's entries from single entries of a checkpoint tensor.
 
-        `indices` are flat row-major indices in that tensor. The returned indices refer to
-        the result of `take`.
+        `indices` are flat row-major indices in that tensor. The returned indices refer to the
+        result of `take`.
         """
         if self.parts is None:
             return indices, values

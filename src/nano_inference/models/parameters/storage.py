@@ -78,7 +78,7 @@ def require_whole_groups(
         spec: Description of the whole model.
         ranks: Number of ranks that share a layer.
         name: Value of `EngineConfig.quantization`.
-        quantization: The same, or the format of each parameter.
+        quantization: `name`, or the format of each parameter.
     """
     for param in param_table(spec):
         form, segments = param.form(quantization), param.segments
@@ -107,7 +107,7 @@ def coded_copies(
 ) -> dict[str, Any]:
     """Return the parameters with quantized copies of the matrices that may be quantized.
 
-    The others are shared, not copied.
+    Other parameters are shared, not copied.
     """
     copies = dict(params)
     for param in table:

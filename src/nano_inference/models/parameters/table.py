@@ -1,7 +1,7 @@
 """`param_table`: every parameter of a model or of a rank's part.
 
 The table drives allocation, loading from disk, weight updates and sharding: a rank's table assigns
-it a part of each checkpoint tensor. It also holds other names of weights: those of a tied head, and
+it a part of each checkpoint tensor. Rows also hold other names of weights: that of a tied head, and
 those under which transformers holds all experts of a layer in one tensor.
 """
 
@@ -25,7 +25,7 @@ from nano_inference.models.spec.text_part import other_names
 HEAD = "lm_head.weight"  # name in a checkpoint, also if the head is tied to the embedding
 
 
-# Numbers of an activation. The last two are not trained.
+# Parameters of the xIELU activation. The last two are not trained.
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 
 
@@ -92,7 +92,7 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
 
 
 def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
-    """Replace parts of checkpoint names by this model's."""
+    """Replace the usual parts of checkpoint names with this model's."""
     sources = param.sources
     for ours, theirs in names:
         sources = tuple(replace(each, name=each.name.replace(ours, theirs)) for each in sources)
@@ -146,7 +146,7 @@ def _with_state(spec: ModelSpec, prefix: str, layer: str) -> list[ParamSpec]:
 
 
 def _delta_net(spec: ModelSpec, net: DeltaNet, prefix: str, hf: str) -> list[ParamSpec]:
-    """Return a layer's weights: its projections are one, for conv inputs, gates, betas, decays."""
+    """Return a layer's weights. One matrix makes conv inputs, gates, betas and decays."""
     hidden, heads = spec.hidden_size, net.value_heads
     rows: dict[str, tuple[int, tuple[range, ...]]]
     if net.joint:
@@ -213,7 +213,7 @@ def _attention(part: ModelShard, layer: int, prefix: str, hf: str) -> list[Param
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, kind.kept
     group = spec.num_heads // kind.num_kv_heads
     kv = range(kv_heads.start * size, kv_heads.stop * size)
-    # all query heads of its KV heads
+    # all query heads of the rank's KV heads
     q_heads = range(kv_heads.start * group, kv_heads.stop * group)
     q = range(q_heads.start * size, q_heads.stop * size)
     rows: dict[str, tuple[int, tuple[range, ...]]] = {"q_proj": (q_rows, (q,))}
@@ -221,7 +221,7 @@ def _attention(part: ModelShard, layer: int, prefix: str, hf: str) -> list[Param
         rows["k_proj"] = (kv_rows, (kv,))
     if makes_keys and not kind.joint:
         rows["v_proj"] = (kv_rows, (kv,))
-    # the checkpoint has queries and gates of each head in turn, here all gates come first
+    # the checkpoint alternates queries and gates head by head; here all gates come first
     if spec.gated_attention:
         parts = _by_part((size, size), spec.num_heads)
         rows["q_proj"] = (2 * q_rows, (*parts[spec.num_heads :], *parts[: spec.num_heads]))

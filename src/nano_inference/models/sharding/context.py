@@ -47,7 +47,7 @@ class SharedContext:
         self._plans: dict[int, list[object]] = {}
 
     def own_rows(self, batch: ForwardBatch, block_size: int) -> ForwardBatch:
-        """Return this rank's rows of a batch. `block_size` is that of its storage."""
+        """Return this rank's rows of a batch. `block_size` is that of the rank's storage."""
         split = ContextSplit(self._group.size, block_size * self._group.size)
         mine = own_rows(batch, split, self._group.rank, self._windows, self._most_states)
         self.rows_computed += len(mine.input_ids)
@@ -71,7 +71,7 @@ class SharedContext:
     ) -> Joint:
         """Return a function for `Ops.call`: q [N, heads * D] of this rank's rows -> attention.
 
-        It attends to the keys of all ranks. Each row's owner adds the sinks [heads] once.
+        The keys of all ranks take part. The rank that owns a row adds the sinks [heads], once.
         """
 
         def attend(batch: ForwardBatch, out: Tensor, q: Tensor) -> None:

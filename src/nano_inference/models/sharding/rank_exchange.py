@@ -1,5 +1,5 @@
-"""`RankExchange`: data exchanged by the ranks of a model: sums of tensor parallel layers, the
-residual stream between pipeline stages, keys and values, rows for experts.
+"""`RankExchange`: the exchange of data among ranks: sums of tensor parallel layers, the residual
+stream between pipeline stages, and rows for experts.
 """
 
 import time
@@ -56,7 +56,7 @@ class ExpertExchange:
         owners = torch.searchsorted(
             torch.tensor(self._bounds[1:], device=ids.device), ids, right=True
         )
-        # (row, which of its K)
+        # (row, index among its K experts)
         wanted = [(owners == rank).nonzero(as_tuple=True) for rank in range(self.group.size)]
         sent: list[Tensor] = []  # rows for each rank, without duplicates
         # [pairs, 2]: index among these rows, index of the expert at its rank
@@ -90,7 +90,9 @@ def _products(
 
 @dataclass(slots=True)
 class RankClock:
-    """Time that a rank spends, in nanoseconds on the host since construction. One thread writes.
+    """Time that a rank spends, in nanoseconds on the host since construction.
+
+    Only one thread writes it.
 
     Attributes:
         busy: Time in its part of steps.

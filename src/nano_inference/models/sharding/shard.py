@@ -13,8 +13,8 @@ from nano_inference.models.spec.traits import traits_of
 from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
 from nano_inference.parallel.mesh import Mesh, Place
 
-# Tokens are divided in whole blocks of every backend's sums over the vocabulary, otherwise in whole
-# panels, otherwise singly.
+# Units in which ranks divide the vocabulary: blocks of every backend's sums over it, or panels if
+# there are too few blocks, or single tokens.
 VOCAB_UNITS = (1536, 16, 1)
 
 
@@ -25,12 +25,12 @@ class ModelShard:
     Attributes:
         position: Position of the rank in the mesh.
         whole: Description of the whole model.
-        heads: Query heads whose share of the attention's output this rank computes.
-        kv_heads: Key-value heads that these need. Other ranks may hold some of them too.
+        heads: Query heads whose part of the output product this rank computes.
+        kv_heads: Key-value heads that `heads` need. Other ranks may hold some of them too.
         inner: Columns of an MLP's inner side.
         vocab: Rows of embedding and head.
         layers: Layers of the pipeline stage.
-        experts: Experts of each expert layer that this rank holds, undivided.
+        experts: Experts that this rank holds, each one whole, in every expert layer.
         head_segments, inner_segments: Bounds of the segments in which this rank's columns are
             summed, counted from its first column. None: there are more ranks than segments.
     """
@@ -71,12 +71,12 @@ class ModelShard:
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
 
     def kv_heads_of(self, layer: int) -> range:
-        """Return its KV heads in a layer. Models with several kinds of layers are not divided."""
+        """Return the KV heads of a layer. Models with several kinds of layers are not divided."""
         count = self.whole.layer(layer).num_kv_heads
         return range(count) if self.whole.kinds else self.kv_heads
 
     def inner_of(self, layer: int) -> range:
-        """Return its columns of an MLP's inner side in a layer."""
+        """Return the columns of the inner side of a layer's MLP."""
         return range(self.whole.layer(layer).intermediate_size) if self.whole.kinds else self.inner
 
     def head_segments_of(self, layer: int) -> tuple[int, ...] | None:
@@ -95,24 +95,24 @@ class ModelShard:
 
     @property
     def has_embedding(self) -> bool:
-        """True if it needs the embedding: as input or as a tied head."""
+        """True if the rank needs the embedding: as input or as a tied head."""
         return self.position.is_first_stage or (
             self.position.is_last_stage and self.whole.tie_word_embeddings
         )
 
     @property
     def has_head(self) -> bool:
-        """True if it holds an untied head."""
+        """True if the rank holds an untied head."""
         return self.position.is_last_stage and not self.whole.tie_word_embeddings
 
     @property
     def vocab_bounds(self) -> tuple[int, ...]:
-        """Bounds of the tokens of tensor ranks: rank r holds bounds[r] to bounds[r + 1]."""
+        """Bounds of the tensor ranks' tokens: rank r holds [bounds[r], bounds[r + 1])."""
         return _vocab_bounds(self.whole.vocab_size, self.position.mesh.tensor)
 
     @property
     def is_whole(self) -> bool:
-        """True if it is the whole model."""
+        """True if the rank holds the whole model."""
         every = self.whole.moe.num_experts if self.whole.moe is not None else 0
         return (
             self.position.mesh == Mesh(context=self.position.mesh.context)
@@ -125,12 +125,12 @@ def shard_of(
     position: Place = Place(),  # noqa: B008 (frozen)
     engines: tuple[int, int] = (0, 1),
 ) -> ModelShard:
-    """Return the part of a rank. Raises `ConfigError` if the model cannot be divided that way.
+    """Return a rank's part of a model. Raises `ConfigError` if it cannot be divided that way.
 
     Args:
         spec: Description of the whole model.
         position: Position of the rank in the mesh.
-        engines: Number of this engine, and the number of engines that share the experts. Each of
+        engines: Index of this engine, and the number of engines that share the experts. Each of
             them has one tensor rank.
     """
     ranks, index = position.mesh.tensor, position.tensor_rank

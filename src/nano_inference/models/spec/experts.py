@@ -49,18 +49,18 @@ class MoeSpec:
         routing: Selection and weighting of a token's experts.
         layers: True for each layer with experts. The others have an MLP of the model's
             `intermediate_size`.
-        module: Name of such a layer's MLP.
+        module: Name of the MLP in layers with experts.
         router: Name of the router, within `module`.
         projections: Names of an expert's gate, up and down.
         bias: Name, within `module`, of the bias added to scores for the selection. None: no bias.
-        bias_shape: Shape of that tensor.
-        in_memory: Other names of the same tensors.
+        bias_shape: Shape of the selection bias.
+        in_memory: Other names of the router, the stacked experts and the selection bias.
         stacked: The checkpoint holds all experts of a layer in one tensor, named by `in_memory`.
-        columns: Such a tensor is transposed, and its columns alternate between gate and up.
+        columns: Stacked tensors are transposed, and their columns alternate between gate and up.
         biases: The router and every expert have biases.
         shared: Expert that every token passes through. None: no such expert.
-        beside: These layers also have an MLP. The outputs of MLP and experts, each with its own
-            norms, are added.
+        beside: Layers with experts also have an MLP. The outputs of MLP and experts, each with its
+            own norms, are added.
         router_norm: Name, within `module`, of the norm of the router's input. None: the router
             reads the experts' input.
         scales: Name, within `module`, of factors of the experts' weights. None: no factors.
@@ -162,7 +162,10 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Read softmax scores that are not normalized. A group scores as high as its best expert."""
+    """Read experts with softmax scores, not renormalized.
+
+    A group's score is its highest score.
+    """
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelLoadError(
@@ -181,7 +184,10 @@ def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Read sigmoid scores with a selection bias. A group scores as the sum of its best two."""
+    """Read experts with sigmoid scores and a selection bias.
+
+    A group's score is the sum of its two highest scores.
+    """
     routing = Routing(
         whole(config, "num_experts_per_tok"),
         bool(config.get("norm_topk_prob", True)),
@@ -224,7 +230,7 @@ def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | No
 
 
 def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Read softmax scores with a selection bias.
+    """Read experts with softmax scores and a selection bias.
 
     Experts are in every `moe_layer_interval`-th layer from a first to a last one.
     """

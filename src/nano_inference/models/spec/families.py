@@ -1,6 +1,6 @@
 """Families of models: one row for each class name of config.json.
 
-A row holds facts that config.json omits, and reads values with family-specific names.
+A row holds facts that config.json omits, and functions that read family-specific keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,24 +80,26 @@ class Family:
     bare_norms: bool = False
     embed_norm: bool = False
     caps: tuple[str, ...] = ()  # keys of `CAPS` that config.json may have
-    # (config, layers) (None: no windows)
+    # (config, number of layers) -> window of each layer. None: no windows
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
     windows_if: str | None = None  # switch in config.json for `windows` (None: always on)
     ropes: ReadRopes = ropes_by_window
     partial_rotary: bool = False  # partial_rotary_factor may be below 1
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
-    moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
-    state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
+    # (config, number of layers)
+    moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None
+    state: Callable[[Config, int], StateSpec | None] = lambda _, __: None
     gated_attention: bool = False
     unused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     is_text_part: bool = False
-    # renames keys to those of other families, and adds defaults
+    # config -> config with the keys of other families, and with defaults
     read: Callable[[Config], Config] = lambda config: config
     latent: Callable[[Config], LatentSpec | None] = lambda _: None
-    # (config, windows) -> layers, if they are of several kinds
+    # (config, windows) -> sizes of each layer. Empty: all layers are alike
     kinds: Callable[[Config, tuple[int, ...]], tuple[LayerSpec, ...]] = lambda _, __: ()
-    extras: Callable[[Config], dict[str, Any]] = lambda _: {}  # fields of this family only
+    # config -> fields of `ModelSpec` that only this family sets
+    extras: Callable[[Config], dict[str, Any]] = lambda _: {}
 
 
 # Defaults of transformers for Gemma 4.
@@ -174,8 +176,9 @@ def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
 def _alternating_windows(
     config: Config, num_layers: int, usual: int, nth: int = 0
 ) -> tuple[int, ...]:
-    """Make one layer in each period full: the last one, or number `nth`."""
-    pattern = config.get("sliding_window_pattern")  # transformers ignores what it writes with "_"
+    """Give every layer a window, except one in each period: the last one, or number `nth`."""
+    # transformers itself ignores "_sliding_window_pattern", which it writes
+    pattern = config.get("sliding_window_pattern")
     if pattern == 0 and not config.get("layer_types"):
         raise ModelLoadError(
             "config.json has sliding_window_pattern=0; without layer_types it must be above 0."
@@ -249,7 +252,7 @@ _GEMMA_ACTIVATIONS: dict[str, Activation] = {**_ACTIVATIONS, "gelu": "gelu_tanh"
 
 
 def _lfm2(config: Config) -> Config:
-    """Rename LFM2's epsilon and MLP width, and adjust the latter."""
+    """Rename LFM2's epsilon and MLP width, and adjust the width as transformers does."""
     inner = int(config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"])
     if config.get("block_auto_adjust_ff_dim", True):
         unit = int(config.get("block_multiple_of", 256))

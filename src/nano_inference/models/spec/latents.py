@@ -17,7 +17,8 @@ class LatentSpec:
 
     Attributes:
         sizes: Widths of a layer's latents and heads.
-        query_rank: Width of the latent that queries are made from. None: from the hidden state.
+        query_rank: Width of the latent that queries are made from. None: queries are made from the
+            hidden state.
         eps: Epsilon of the latents' norms.
     """
 
@@ -27,7 +28,7 @@ class LatentSpec:
 
 
 def read_latent(config: Config) -> LatentSpec:
-    """Read the latents of a config.json that has them. Raises `ModelLoadError`, `KeyError`."""
+    """Read the sizes of latents. Raises `ModelLoadError`, or `KeyError` if one is missing."""
     for name in ("index_topk", "attention_bias"):
         if config.get(name):
             raise ModelLoadError(
@@ -45,7 +46,11 @@ def read_latent(config: Config) -> LatentSpec:
 
 
 def latent_scale(config: Config) -> dict[str, float]:
-    """Return the scale of whole queries, multiplied by YaRN's factor squared if it applies."""
+    """Return the scale of attention scores.
+
+    If the scaling of rotary embedding has `mscale_all_dim` (YaRN), the scale includes the square of
+    0.1 * mscale_all_dim * log(factor) + 1.
+    """
     scale = (whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")) ** -0.5
     fields: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight, factor = fields.get("mscale_all_dim"), float(fields.get("factor") or 1.0)
@@ -58,7 +63,10 @@ def latent_scale(config: Config) -> dict[str, float]:
 def latent_ropes(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:
-    """Pair neighbors unless `rope_interleave` is false. A key's latent is not rotated."""
+    """Read the rotation of a key's rotary part. Its latent is not rotated.
+
+    A pair is two neighbors unless `rope_interleave` is false.
+    """
     sizes = read_latent(config).sizes
     share, interleaved = sizes.rotary / sizes.key, bool(config.get("rope_interleave", True))
     ropes = ropes_by_window(config, max_position, windows)

@@ -13,8 +13,8 @@ class LayerSpec(NamedTuple):
         num_kv_heads, head_dim: Sizes of its attention. All layers have the same number of query
             heads.
         joint: The projection of keys also makes the values.
-        keys_of: Layer whose keys and values this layer reads: its own number, or that of an
-            earlier layer, and then it makes none.
+        keys_of: Number of the layer whose keys and values this layer reads. If that is an earlier
+            layer, this one makes none.
         intermediate_size: Width of its MLP.
     """
 
@@ -33,7 +33,7 @@ class LayerSpec(NamedTuple):
 def gemma4_layers(config: Config, windows: tuple[int, ...]) -> tuple[LayerSpec, ...]:
     """Read the layers of Gemma 4.
 
-    Layers without a window have head sizes that differ from those with one. Each of the last
+    Layers with and without a window may have different head sizes. Each of the last
     `num_kv_shared_layers` reads keys and values of the last earlier layer of its kind (windowed or
     not). Raises `ModelLoadError`.
     """

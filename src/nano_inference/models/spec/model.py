@@ -27,10 +27,10 @@ class ModelSpec:
         max_position: Context length that the model was trained for.
         eos_token_ids: Token ids that end a sample.
         checkpoint_dtype: Name of the dtype that the checkpoint declares.
-        quantization: Storage of the weights that the checkpoint declares. None: unquantized.
+        quantisation: Storage of the weights that the checkpoint declares. None: unquantized.
         quantized_source: The checkpoint was made from a quantized file, so its dtype is arbitrary.
-        windows: Number of tokens that a token attends to, itself included, for each layer. 0: all
-            before it.
+        windows: Number of tokens that a token attends to, itself included, for each layer. 0: no
+            limit.
         ropes: Rotary embedding of each layer.
         qkv_bias, o_bias: The attention's projections have biases.
         qk_norm: Normalization of queries and keys before rotation: of each head (`"head"`) or of
@@ -41,30 +41,30 @@ class ModelSpec:
         activation: Activation of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`, or
             of an MLP without a gate, `"xielu"` or `"relu2"`.
         bare_norms: Norms have no weights.
-        embed_norm: Embeddings are normalized, by the last norm.
+        embed_norm: Embeddings are normalized too, with the weights of the last norm.
         attention_scale: Factor of the products of queries and keys.
         attention_cap, logits_cap: Soft cap: a score or logit s becomes cap * tanh(s / cap). 0: no
             cap.
         gated_attention: The attention output is multiplied by the sigmoid of a projection.
-        attention_sinks: Each query head has an additional score without a key in its softmax's sum.
+        attention_sinks: Each query head adds one learned score, without a key, to its softmax.
         embed_scale, residual_scale: Factors of embeddings, and of a block's output before it is
             added to the residual stream.
         logits_divisor: Divisor of logits.
         fused_qkv, fused_gate_up: The checkpoint stores q, k and v, or gate and up, in one tensor.
         moe: Layers of experts. None: no such layers.
         state: Layers that carry a state instead of attending to keys. None: no such layers.
-        renamed: Parts of checkpoint names: the usual one, and this model's replacement.
+        renamed: Replacements in checkpoint names: (usual part, this model's part).
         is_text_part: The checkpoint also holds image or audio parts, which are ignored.
         latent: Attention over latents, to which `num_kv_heads` and `head_dim` then refer. None:
             attention over keys and values.
         unused: Prefixes of checkpoint tensors that are not used.
         kinds: One entry for each layer if layers differ. `num_kv_heads`, `head_dim` and
             `intermediate_size` then describe most layers. Empty: all layers are alike (`layer`).
-        value_norm: Values are normalized by head too, without weights.
+        value_norm: Values are normalized too, head by head and without weights.
         layer_inputs: Width of the additional input of each layer, made from the token and its
             embedding. 0: no such inputs.
         layer_vocab: Number of tokens that have such inputs.
-        layer_scales: The output of each layer is multiplied by a number of the layer.
+        layer_scales: The output of each layer is multiplied by a number from the checkpoint.
     """
 
     architecture: str

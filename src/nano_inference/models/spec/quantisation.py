@@ -1,6 +1,4 @@
-"""A checkpoint's quantization, read from config.json or a file next to it into one small
-description. No tensors.
-"""
+"""Description of a checkpoint's quantization, from config.json or a file next to it. No tensors."""
 
 import fnmatch
 import re
@@ -14,7 +12,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.config_checks import Config
 from nano_inference.system.regular_files import read_json
 
-# One row of `quantised_weights.FORMATS` each.
+# Keys of `quantised_weights.FORMATS`.
 FormatName = Literal[
     "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",
     "mxfp4-packed", "nvfp4", "nvfp4-modelopt", "packed-int",
@@ -28,11 +26,11 @@ class Scheme:
 
     Attributes:
         format: Format of the stored tensors.
-        bits: Width of a code.
+        bits: Bits of a code.
         block: Rows and columns that share a scale. None: all of them.
         symmetric: Codes count from the middle of their range. False: there are zero points.
         zero_offset: Constant to add to stored zero points (GPTQ: 1).
-        by_column: A tensor assigns each column to the group of its scale.
+        by_column: A stored tensor assigns each column to a group that shares a scale.
     """
 
     format: FormatName
@@ -45,7 +43,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Quantisation that a checkpoint declares.
+    """Quantization that a checkpoint declares.
 
     Attributes:
         method: Name of the quantization method.
@@ -86,7 +84,7 @@ class Quantisation:
         return f"quantized with {self}, dequantized to {dtype}{left}"
 
 
-# Keys of config.json: of transformers, of old compressed-tensors, of MLX. Each may also be inside
+# Keys of config.json in transformers, in old compressed-tensors and in MLX. Each may also be inside
 # `text_config`.
 KEYS = ("quantization_config", "compression_config", "quantization")
 # Files next to config.json that declare a quantization -> the method.
@@ -112,7 +110,7 @@ _ANY = ""  # matches every name
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Compile with a cache of its own: that of `re` is too small for some checkpoints (512)."""
+    """Compile a pattern, cached: the cache of `re` (512) is too small for some checkpoints."""
     return re.compile(pattern)
 
 
@@ -275,7 +273,7 @@ def _read_gptq(description: _Description) -> Quantisation:
     layout = description.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     schemes = [(_ANY, _gptq_scheme(description, layout))]
     left_out: list[str] = []
-    # gptqmodel: pattern -> fields that differ for it ("-:" before a pattern: left out)
+    # gptqmodel: pattern -> changed fields ("-:" before a pattern: its modules are left out)
     changes = description.fields.get("dynamic") or {}
     for name, fields in changes.items():
         if name.startswith("-:"):
@@ -309,7 +307,7 @@ def _read_awq(description: _Description) -> Quantisation:
 
 
 def _read_bitsandbytes(description: _Description) -> Quantisation:
-    """Read bitsandbytes. Each weight's own statistics define the size of its 4-bit blocks."""
+    """Read bitsandbytes. The size of 4-bit blocks is stored with each weight instead."""
     fields = description.fields
     four = bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
     eight = bool(fields.get("load_in_8bit") or fields.get("_load_in_8bit"))
@@ -319,7 +317,7 @@ def _read_bitsandbytes(description: _Description) -> Quantisation:
     return _read_one(description, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
 
 
-# Formats of compressed-tensors -> format here, type of the codes, and their possible bits.
+# Format of compressed-tensors -> format here, type of the codes, and their possible bits.
 _COMPRESSED: dict[str, tuple[FormatName, str, tuple[int, ...]]] = {
     "float-quantized": ("fp8", "float", (8,)),
     "int-quantized": ("int8", "int", (4, 8)),

@@ -106,7 +106,10 @@ def _read(
 
 
 def _checked(config: Config, family: Family) -> Config:
-    """Rename keys to those of other families. Raises `KeyError` and `ModelLoadError`."""
+    """Rename keys to those of other families, and check the result.
+
+    Raises `KeyError` if a key is missing, and `ModelLoadError`.
+    """
     config = family.read(config)
     check_values(config)  # again, under the new names
     for name in _UNSUPPORTED:
@@ -188,14 +191,14 @@ def _activation(config: Config, family: Family) -> Activation:
 
 
 def _unused(config: Config, num_layers: int) -> tuple[str, ...]:
-    """Return prefixes of multi-token prediction: extra layers after the last one, or Ernie's."""
+    """Return prefixes of tensors for multi-token prediction: layers after the last, and Ernie's."""
     count = int(config.get("num_nextn_predict_layers") or 0)
     extra = tuple(f"model.layers.{num_layers + layer}." for layer in range(count))
     return (*extra, "model.mtp_") if count else ()
 
 
 def _unread(kinds: tuple[LayerSpec, ...], family: Family) -> tuple[str, ...]:
-    """Return prefixes of tensors that make keys and values in layers that read another's."""
+    """Return prefixes of key and value tensors in layers that read another layer's instead."""
     names = [
         f"model.layers.{layer}.self_attn.{part}."
         for layer, kind in enumerate(kinds)

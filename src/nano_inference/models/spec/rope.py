@@ -25,7 +25,7 @@ class RopeSpec:
         factors: Divisors of the frequencies, [rotated dimensions / 2] (longrope, with one list for
             all lengths).
         share: Share of a head's dimensions that rotate, the first ones. For `"proportional"`: share
-            of its pairs, with the same frequencies as if all rotated.
+            of a head's pairs that rotate, at the frequencies that they have if all rotate.
         interleaved: A pair is two neighbors, not one coordinate from each half.
         query_beta: Queries are multiplied by 1 + query_beta * log(1 + n), with n the number of
             whole contexts of `original_max_position` before their position.
@@ -124,8 +124,8 @@ def interleaved_ropes(
 def turning_layers(config: Config, num_layers: int) -> list[bool]:
     """Return True for each layer that rotates.
 
-    `no_rope_layers` has a 0 for every other layer. Without it, every fourth layer (or every
-    `no_rope_layer_interval`-th) does not rotate. Raises `ModelLoadError`.
+    `no_rope_layers` has a 0 for each layer that does not rotate. Without it, every fourth layer (or
+    every `no_rope_layer_interval`-th) does not rotate. Raises `ModelLoadError`.
     """
     every = int(config.get("no_rope_layer_interval") or 4)
     flags = config.get("no_rope_layers")

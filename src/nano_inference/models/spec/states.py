@@ -47,7 +47,7 @@ class ShortConv:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that its kernels process at a time."""
+        """Widths that kernels divide into vectors."""
         return (self.channels,)
 
     @property
@@ -114,7 +114,7 @@ class DeltaNet:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that its kernels process at a time."""
+        """Widths that kernels divide into vectors."""
         return self.channels, self.key_dim, self.value_dim
 
     @property
@@ -134,7 +134,7 @@ StateSpec = ShortConv | DeltaNet
 
 
 def short_conv(config: Config, num_layers: int) -> ShortConv:
-    """Read LFM2's layers: `layer_types` or `full_attn_idxs` separates them from attention."""
+    """Read LFM2's convolution layers: those in `layer_types`, or those not in `full_attn_idxs`."""
     full = config.get("full_attn_idxs")
     types = config.get("layer_types") or [
         "full_attention" if full is None or i in full else "conv" for i in range(num_layers)
@@ -151,8 +151,8 @@ def short_conv(config: Config, num_layers: int) -> ShortConv:
 def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
     """Read the delta-rule layers of Qwen3-Next and Qwen3.5.
 
-    Those are the `linear_attention` entries of `layer_types`. Without that field, they are all but
-    every `full_attention_interval`-th layer.
+    `layer_types` lists them as `linear_attention`. Without that field, every
+    `full_attention_interval`-th layer is attention, and all other layers carry a state.
     """
     every = int(config.get("full_attention_interval") or 4)
     types = config.get("layer_types") or [
