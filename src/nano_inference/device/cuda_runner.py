@@ -2,7 +2,7 @@
 
 The timeline of host and device (`EngineLoop.step`, lookahead 1):
 
-    host    build n+1 | upload and forward n+1 | wait for n | take in n | draw n+1 | build n+2 | …
+    host    build n+1 | upload and forward n+1 | wait for n | commit n  | draw n+1 | build n+2 | …
     device  … forward n, draw n                | forward n+1 …                     | draw n+1  |
     forward n+2 … in parallel                                  results of n go to the host
 

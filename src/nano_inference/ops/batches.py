@@ -50,7 +50,7 @@ def batch_of_rows(
     Args:
         chunks: Chunks, at least one.
         block_size: Block size of the KV storage.
-        draws: Rows of the batch that need logits, rising.
+        draws: Rows of the batch that need logits, in rising order.
         scores: Pairs of a row of the batch and the token to score after it.
         num_best: Number of most probable tokens to return after each scored row.
         weight_set: Weight set that computes the rows.

@@ -2,12 +2,12 @@
 
 The rows of a step are packed into tiles, each of one sequence. A tile is an entry of the kernel's
 batch dimension and names the blocks that it visits (`BlockMask` from the block tables). Work and
-memory traffic therefore depend on the tile's own context, not on the size of the cache: 16
-sequences at context 512 took 1.2 ms with 10,000 slots and 1.6 ms with 1,600,000 (two Zen 4 cores,
-float32). An alternative copies the batch's blocks into a compact buffer first, which allows larger
-key tiles (0.8 ms). In float32 the copy takes longer than it saves, in bfloat16 it saves a little.
-It also repeats a shared prefix for each sequence, and the buffer's length is one more shape to
-compile for.
+memory traffic therefore depend on the tile's own context, not on the size of the cache.
+Sixteen sequences at context 512 took 1.2 ms with 10,000 slots and 1.6 ms with 1,600,000 (two Zen 4
+cores, float32). An alternative copies the batch's blocks into a compact buffer first, which allows
+larger key tiles (0.8 ms). In float32 the copy takes longer than it saves, in bfloat16 it saves a
+little. It also repeats a shared prefix for each sequence, and the buffer's length is one more shape
+to compile for.
 
 This attention is not schedule-invariant: vendor products and thread counts choose the order of
 sums.
@@ -266,8 +266,8 @@ def _try(kernel: Kernel) -> None:
 def plan_attention(
     num_blocks: int, batch: ForwardBatch, block_size: int, window: int = 0
 ) -> FlexPlan:
-    """Pack the rows into tiles and list the blocks that each tile visits. Reads the batch's tables
-    on the host.
+    """Pack the rows into tiles and list the blocks that each tile visits. The batch's tables are
+    read on the host.
     """
     device = batch.positions.device
     bounds, tables, seq_lens = (
@@ -414,7 +414,7 @@ def _attend(
     block_size: int,
     scale: float,
 ) -> Tensor:
-    """Attend the rows of some tiles: q [n, heads, D] -> the same shape."""
+    """Compute attention for the rows of some tiles: q [n, heads, D] -> the same shape."""
     _, num_heads, head_dim = q.shape
     num_tiles, width = tiles.last.shape
     heads = HeadShape(num_heads, keys.shape[0], head_dim, scale)

@@ -48,7 +48,7 @@ class Format:
         group 0 only qualifies if a row has one segment.
         """
         if self.bits == 4 and self.mins and not other.mins and other.wide:
-            return False  # a minimum of 8 scales loses digits of a float32
+            return False  # code * scale - 8 * scale may round differently than (code - 8) * scale
         nested = other.group % self.group == 0 if self.group else other.group == 0
         return (
             nested

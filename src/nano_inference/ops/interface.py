@@ -67,7 +67,7 @@ class KvcacheView(Protocol):
         head_dim: Numbers per row that attention reads.
         keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]. If the
             model has several kinds of layers: [units, numbers of a unit].
-        places: For each layer, which of a block's units holds it and at which index.
+        places: For each layer, its unit among the units of a block, and its index in that unit.
         states: `StateView` of a model that has layers with a state, otherwise None.
         unit_map: Mapping from blocks to units. None: block ids are unit ids.
     """
@@ -159,7 +159,7 @@ class RopeArgs(NamedTuple):
         interleaved: If True, rotated pairs are adjacent numbers; otherwise (i, i + R / 2).
         query_scales: float32 [positions]: factor for the queries at each position, applied before
             rounding. None: no factor.
-        joint: If True, values are the unrotated keys, and rows contain them once.
+        joint: If True, values are the unrotated keys, and input rows contain them once.
     """
 
     cos: Tensor
@@ -263,7 +263,7 @@ class PlanAttention(Protocol):
 
     def __call__(self, batch: ForwardBatch, block_size: int, window: int = 0, /) -> object:
         """Return a plan, made once per step for each window size of the model. A row at position p
-        sees the keys above p - window. 0: all keys before it.
+        sees the keys at positions above p - window and up to p. Window 0: all keys up to p.
         """
         ...
 
@@ -306,8 +306,8 @@ class ShortConv(Protocol[X]):
         layer: int,
         /,
     ) -> X:
-        """Compute three projections b, c and x of each row, [N, 3 * C] -> c * conv(b * x) [N, C].
-        The values of b * x of earlier rows of the sequence are read from the view.
+        """Map each row's projections b, c and x, [N, 3 * C], to c * conv(b * x), [N, C]. The view
+        holds b * x of the sequence's earlier rows.
         """
         ...
 
@@ -335,7 +335,7 @@ class Lora(Protocol[X]):
 
     def __call__(self, y: X, x: X, name: str, batch: ForwardBatch, /) -> X:
         """Return y [N, out] plus the contribution of each row's adapter, in the dtype of y. y is
-        the product of x [N, in] and the weight `name`. It may be overwritten.
+        the product of x [N, in] and the weight `name`. Its memory may be overwritten.
         """
         ...
 
@@ -447,7 +447,7 @@ class Merge(Protocol):
         self, states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None, /
     ) -> Tensor:
         """Return [N, heads * D] with the bits of undivided attention. `states` holds all states of
-        each row in order of keys, `counts` [N] their numbers.
+        each row in order of keys. `counts` [N] is the number of states per row.
         """
         ...
 
@@ -532,8 +532,8 @@ class Ops:
     Attributes:
         name: Name of the backend, part of the numerics fingerprint.
         version: Number that is raised whenever any bit of the results may change.
-        schedule_invariant: True if a row's bits depend only on the weights and on the tokens before
-            it.
+        schedule_invariant: True if a row's bits depend only on the weights and on its sequence's
+            tokens up to its own.
         in_segments: True if `linear` adds up in the segments it receives, so that 1, 2, 4 and 8
             ranks agree bit for bit. Otherwise a rank sums its columns in one piece, and the number
             of ranks is part of the fingerprint.
@@ -543,8 +543,8 @@ class Ops:
         sample: (hidden [L, H], weight, scale, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from computed logits.
         gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) -> float32
-            [L], under softmax of these logits over the temperature (above 0). The bits equal those
-            that `sample` reports for the token.
+            [L], the tokens' logprobs under softmax(logits / temperature), for temperatures above 0.
+            The bits equal those that `sample` reports for the token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from computed
             logits.
         compile: Compiler of trunks. None: the trunk is called in every step.
@@ -552,7 +552,7 @@ class Ops:
         few_rows: (trunk, batch, view) -> the result of `trunk(ops, batch, view)` up to rounding,
             for at most `FEW_ROWS` rows and in fewer kernels. Captured steps use it. None: not
             implemented.
-        partial: Attention over some of the keys. None: the backend only computes it whole.
+        partial: Attention over some of the keys. None: not implemented.
         head_parts: Draws and scores with a head that is sharded over ranks. None: ranks gather the
             logits.
         placed: (places, each `ops.lora.Place`) -> a function that copies one matrix to each place.

@@ -42,7 +42,7 @@ class KvFormat:
         return head_dim + SCALE_BYTES if self.coded else head_dim
 
     def head_dim(self, width: int) -> int:
-        """Return the numbers that attention reads of a row of this width."""
+        """Return the number of values that attention reads from a row of this width."""
         return width - SCALE_BYTES if self.coded else width
 
     def encode(self, rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Adapters of low rank (arXiv:2106.09685), as an operation on a product.
 
 For a row x, y = W x becomes y + B (scale * A x), where A and B belong to the row's adapter. Both
-sums are float32, in a fixed order, and read x as the product does. A row's bits depend only on its
-own adapter, not on other rows of the step. A row without an adapter keeps its bits.
+sums are float32, in a fixed order. A row's bits depend only on its own adapter, not on other rows
+of the step. A row without an adapter keeps its bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -16,11 +16,11 @@ from nano_inference.ops.settings import Routing
 
 
 class Shared(NamedTuple):
-    """The expert that every row is routed to, J inside. Every rank holds all of it."""
+    """The expert that every row is routed to, with inner width J. Every rank holds all of it."""
 
     gate_up: Any  # [2 * J, H]
     down: Any  # [H, J]
-    gated: bool  # its weight is the sigmoid of the router's last row; otherwise 1
+    gated: bool  # True: its weight is the sigmoid of the router's last logit; False: 1
 
 
 class Biases(NamedTuple):
@@ -32,8 +32,8 @@ class Biases(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, or a rank's share of them. There are E experts in all, H wide, I
-    inside each.
+    """The experts of a layer, or a rank's share of them. There are E experts in all, each with
+    width H and inner width I.
     """
 
     router: Any  # [E, H], and one more row if the shared expert has a gate
@@ -99,8 +99,8 @@ def mixture(
         experts: Experts of the layer.
         exchange: Exchange with the ranks that hold other experts. None: all experts are on this
             rank.
-        row_block: Number of rows computed together, each with K products of its width. No bit
-            depends on it.
+        row_block: Number of rows computed together, for which K products [H] each are in memory.
+            No bit depends on it.
         note: Callback that receives the expert ids of the rows routed on this rank. No bit depends
             on it.
         routed: Rows that the router reads, if not x. Requires all experts on this rank.

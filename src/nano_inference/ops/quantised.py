@@ -153,8 +153,8 @@ def packed(codes: Tensor, form: Format) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
-    """Encode a weight [rows, K] in a format. Formats with a minimum serve the contents of files.
-    Other weights get a minimum that centers their codes: 8 scales for 4 bits, 0 for 8 bits.
+    """Encode a weight [rows, K] in a format. Formats with a minimum are meant for codes from files.
+    The minimum set here only centers the codes: 8 * scale for 4 bits, 0 for 8 bits.
     """
     codes, scales = quantise_weight(weight, form, groups_of(bounds, form))
     if not form.mins:

@@ -17,8 +17,8 @@ def require_rows(shape: tuple[int, ...], start: int, tensor: Tensor) -> None:
 
 
 def count_rows(rows: int, start: int, count: int | None) -> int:
-    """Return the number of rows in [start, start + count), where None means all remaining rows.
-    Raise `ValueError` unless a weight with `rows` rows contains them.
+    """Return the number of rows in [start, start + count). None: all remaining rows. Raise
+    `ValueError` unless a weight with `rows` rows contains them.
     """
     count = rows - start if count is None else count
     if not 0 <= start <= rows - count:

@@ -224,7 +224,7 @@ def cpu_ops(
     Args:
         num_threads: Number of threads that share a step.
         instruction_set: Instruction set of the build. None: the best one with the order `sums`.
-        sums: Order of sums of products of bfloat16. None: the order of the fastest build.
+        sums: Order in which products of bfloat16 are added up. None: that of the fastest build.
     """
     ops = CpuOps(num_threads, instruction_set or best_instruction_set(sums))
     names = (field.name for field in fields(Ops))

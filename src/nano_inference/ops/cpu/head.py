@@ -91,8 +91,8 @@ class CpuHead:
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
-        """Implement `Ops.gather_logprobs`. At temperature 1 the result is the raw logprob, at
-        another temperature that of a sample drawn there without filters.
+        """Implement `Ops.gather_logprobs`. At temperature 1 the result is the raw logprob, at other
+        temperatures the logprob of a sample drawn without filters.
         """
         return self._score(self._products(hidden, weight, scale), token_ids, temperatures)
 

@@ -33,7 +33,7 @@ class LatentWeight(CpuWeight):
         self.sizes = sizes
         self.heads = rows // self._step
         shapes = ((self.heads * sizes.rank, sizes.plain), (self.heads * sizes.value, sizes.rank))
-        # bfloat16 columns are stored in pairs, also if the last one is single
+        # bfloat16 columns are stored in pairs, even if their number is odd
         wide = [count * (-(-columns // 2) * 2) for count, columns in shapes]
         whole = (sum(wide),)
         self.data = torch.zeros(whole, dtype=dtype) if arena is None else arena.take(whole, dtype)

@@ -257,8 +257,8 @@ def packed(adapter: Adapter, names: tuple[str, ...]) -> int:
 
 
 def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
-    """Return the runs of C++ operations [first, last). A Python call follows each run except
-    perhaps the last.
+    """Return the runs of C++ operations [first, last), possibly empty. A Python call follows each
+    run except the last.
     """
     calls = [place for place, operation in enumerate(operations) if operation.kind == CALL]
     return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))

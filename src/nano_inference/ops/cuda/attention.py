@@ -288,7 +288,7 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope)
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if cap is not None:
-        # cap * tanh(scaled scores / cap), where an infinite power gives the cap
+        # cap * tanh(scaled scores / cap); an infinite power gives the cap
         scores = cap - 2 * cap / (1 + tl.exp2(scores * slope))
     scores = tl.where(visible, scores, NEVER)
     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -334,11 +334,11 @@ def _merge_parts(
     PADDED_DIM: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Merge some lanes of a tile whose parts, `step` lanes apart, are all in the workspace, in
-    order of the keys.
+    """Merge some lanes of a tile, part by part in order of the keys. All parts are in the
+    workspace, `step` lanes apart.
 
     The atomic operation on the counter has invalidated the L1 cache, which does not see writes of
-    other multiprocessors. Loads of accumulators bypass it in any case.
+    other multiprocessors. Loads of parts bypass it in any case.
     """
     dim = tl.arange(0, PADDED_DIM)[None, :]
     present = there[:, None] & (dim < HEAD_DIM)

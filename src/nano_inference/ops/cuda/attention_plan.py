@@ -10,9 +10,9 @@ There are one or two kinds of chunks. *Short* chunks (decode, verification) have
 one small tile. All others are cut into large tiles. Each kind is a separate launch, because the
 height of a tile is fixed in a kernel.
 
-Several items share the keys of a tile if tiles would otherwise leave much of the device idle, or if
-one tile would be walked long after all others are done. Each item then stores its result in a
-workspace, and the last one merges all in order of the keys. The kernel finds the smallest power of
+Several items share the keys of a tile if much of the device would otherwise be idle, or if one tile
+would take much longer than all others. Each item then stores its result in a workspace, and the
+last one merges all in order of the keys. The kernel finds the smallest power of
 two of splits per item that keeps the extra items and the workspace within fixed bounds. It is a
 power of two and not an exact share, so that one reduction evaluates all candidates. Every program
 of the kernel repeats this reduction: it costs less than a second launch and needs no barrier.
@@ -90,7 +90,7 @@ def plan_items(
 
     Args:
         batch: Batch. Only its tensors on the device are read, and only by the device.
-        window: Keys that a row sees. 0: all.
+        window: Number of keys that a row sees. 0: all.
         split: Keys per split.
         short: Most rows of a chunk of the first kind, if there are two kinds.
         tile_rows: Most rows per tile, for each kind.

@@ -53,8 +53,8 @@ class CudaOps:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Implement `Ops.linear`. Columns are added up in one piece even with segments, as
-        `Ops.in_segments` says.
+        """Implement `Ops.linear`. Columns are added up in one piece even with segments
+        (`Ops.in_segments` is False).
         """
         if self.batch_invariant:
             return matmul.invariant_product(

@@ -26,12 +26,13 @@ There are two ways to multiply, by the number of rows:
 - Up to `VECTOR_ROWS`: multiply and add in float32, without tensor cores. A thread holds some k of
   all the program's rows of the weight, so that each conversion of x serves all of them. A bfloat16
   weight costs its conversion, and a multiplication and an addition for each row of x. For the 0.44
-  G weights of Qwen3-0.6B's layers and 2 rows that is 2.2 G operations: 0.08 ms of an H100, compared
-  to 0.29 ms for reading the weights.
+  G weights of Qwen3-0.6B's layers and 2 rows, that is 2.2 G operations. They take 0.08 ms of an
+  H100, compared to 0.29 ms for reading the weights.
 - Up to 8: tensor cores, with rows padded to 16. The first way would need 8 sums across threads for
-  each row of a weight, five shuffles per warp. For gate and up of that model that is 1.0 M warp
-  shuffles, at one per cycle and SM 4.4 µs, compared to 4.2 µs for reading, and all registers.
-  Tensor cores need none. One tile of the weight is in flight before the norm.
+  each row of a weight, five shuffles per warp. For gate and up of that model, these 1.0 M warp
+  shuffles would take 4.4 µs at one per cycle and SM, compared to 4.2 µs for reading. The sums would
+  also use all registers. Tensor cores need no shuffles. One tile of the weight is in flight before
+  the norm.
 
 Rounding matches the plain operations: the normed row to the norm's dtype, the float32 sum of a
 product with its bias to the weight's dtype, then gate or addition. The cut of a weight depends only
@@ -324,8 +325,8 @@ def columns_of_vector(num_columns: int, row_bytes: int) -> int:
 
 
 def _num_stages(width: int, columns: int, x: Tensor, weight: Tensor) -> int:
-    """Return the number of tiles of x and of the weight in flight: as many as leave room for a
-    second program, or at least fit.
+    """Return the number of tiles of x and of the weight in flight: as many as fit. For wide
+    tiles: as many as leave room for a second program.
     """
     stage = width * (_PADDED.value * x.element_size() + columns * weight.element_size())
     memory = shared_memory(weight.device) - SUMS_BYTES
@@ -406,7 +407,7 @@ def _vector_kernel(
     start = weight + columns.to(tl.int64)[:, None, None] * weight_stride + ks[None, :, :]
     ours = column_mask[:, None, None]
     tile = tl.load(start, mask=ours & (ks < K)[None, :, :], other=0.0)
-    # keep the load in flight while the norm is computed: the assembler would move it after the norm
+    # keep the load in flight during the norm: otherwise the assembler would move it after the norm
     tl.debug_barrier()
 
     first_factor, second_factor = 1.0, 1.0

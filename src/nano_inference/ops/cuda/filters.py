@@ -259,7 +259,9 @@ def narrow(
 
 @triton.jit
 def asks(sample, temperatures, top_k, top_p, min_p):
-    """Return a sample's divisor, its filters, and whether it has any. Greedy samples are exempt."""
+    """Return a sample's divisor and filters, and True if a filter applies, never for greedy
+    samples.
+    """
     divisor, greedy = divisor_of(tl.load(temperatures + sample))
     k, p, least = tl.load(top_k + sample), tl.load(top_p + sample), tl.load(min_p + sample)
     return divisor, k, p, least, ((k > 0) | (p < 1) | (least > 0)) & (greedy == 0)
@@ -489,7 +491,7 @@ def _select_kernel(
 
 @triton.jit
 def keeps(distance, ids, bounds, sample, num, least):
-    """Return whether the filters of a sample kept each token. -inf and NaN are always cut."""
+    """Return True for each token that a sample's filters kept. -inf and NaN are always cut."""
     low, high = tl.load(bounds + sample), tl.load(bounds + num + sample)
     last = tl.load(bounds + 2 * num + sample)
     return (

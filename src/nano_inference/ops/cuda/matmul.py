@@ -11,9 +11,9 @@ The order of additions of `invariant_product` depends only on the weight's shape
   the result is rounded once.
 
 The number of rows only chooses the programs that do this. With few tiles, each segment is a
-separate program, which stores its sum for a second kernel to add up: a decode step reads a weight
-with the whole GPU. With many tiles, one program computes a tile's segments one after another and
-adds them up in registers. Both add the same numbers in the same order.
+separate program, which stores its sum for a second kernel to add up. A decode step thus reads a
+weight with the whole GPU. With many tiles, one program computes a tile's segments one after
+another and adds them up in registers. Both add the same numbers in the same order.
 
 docs/performance.md, "CUDA: predictions", explains the expected speed.
 """
@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 COLUMNS = 128  # rows of the weight per tile, n of the wgmma instruction
-SEGMENTED = ((32, 512), (128, 2048))  # (programs, least segment): halve K below this many programs
+# (programs, least): with fewer programs, halve segments as long as they keep `least` elements of k
+SEGMENTED = ((32, 512), (128, 2048))
 MOST_SEGMENTS = 8  # each costs a float32 written and read for each output element
 MOST_SPLIT_TILES = 48  # with more tiles, idle SMs cost less than sums stored in memory
 GROUP = 8  # tiles of rows that share a tile of the weight before the next one is read

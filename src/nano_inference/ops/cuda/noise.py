@@ -1,6 +1,6 @@
 """The noise of `sampling.noise` in Triton: the same hash bits and the same formula.
 
-The noise of a launch is a pure function of a sample's key and a token id.
+Noise is a pure function of a sample's key and a token id.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false

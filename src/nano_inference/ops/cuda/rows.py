@@ -131,7 +131,7 @@ def _each_item(kernel: Any, count: int, *tensors: Tensor) -> None:
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor contiguous and at an address divisible by 16. For other tensors, Triton
-    compiles other code with other sums.
+    would compile different code, which may add up in another order.
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -330,7 +330,9 @@ def _normed(
     first, second, row, heads, columns, others, inside, weight, factors, eps, offset,
     KIND: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Norm and round heads, given as two numbers of each pair: [heads, D / 2] each, float32."""
+    """Norm and round heads, given as the first and second numbers of all pairs: float32 [heads,
+    D / 2] each.
+    """
     if weight is not None:
         if KIND == _HEAD:
             begin = tl.zeros_like(heads)
@@ -368,7 +370,7 @@ def _rope_kernel(
     is_query = part < Q_PARTS
     is_value = part >= Q_PARTS + KV_PARTS
 
-    # Heads of this program, counted within their kind, and the column where the kind begins.
+    # Heads of this program, counted within their kind, and the first column of the kind.
     first_head = (
         tl.where(is_query, part, tl.where(is_value, part - Q_PARTS - KV_PARTS, part - Q_PARTS))
         * GROUP
@@ -406,7 +408,7 @@ def _rope_kernel(
         turned = first * cosine - second * sine, second * cosine + first * sine
         first = tl.where(turning[None, :], turned[0], first)
         second = tl.where(turning[None, :], turned[1], second)
-        if query_scales is not None:  # noqa: SIM102 (settled as the kernel is compiled)
+        if query_scales is not None:  # noqa: SIM102 (known at compile time)
             if is_query:
                 scale = tl.load(query_scales + position)
                 first, second = first * scale, second * scale

@@ -145,7 +145,7 @@ def score(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
 )
 def _reduce_kernel(
     logits,  # float32 [L, V], or edited [R, V] if CHANGED
-    own,  # float32 [L, V], the model's
+    own,  # float32 [L, V], the model's own logits
     rows,  # int64 [R]
     temperatures,  # float64 [R]
     keys,  # int64 [R, 2]
@@ -443,7 +443,7 @@ def _edit_kernel(
     do_not_specialize_on_alignment=["temperatures", "masked", "mask_rows", "mask_words"],
 )
 def _mask_kernel(
-    logits,  # float32 [R, V], written where a mask excludes tokens
+    logits,  # float32 [R, V], written at tokens that a mask excludes
     temperatures,  # float64 [R]
     masked,  # uint8 [R]
     mask_rows,  # int64 [R]
@@ -492,8 +492,8 @@ def best_tokens(
 ) -> None:
     """Fill in the best tokens of a draw.
 
-    Each token of a row becomes one number, its rank value above its id. No two are equal, so `topk`
-    is unambiguous.
+    Each token of a row becomes one int64: its rank value in the upper half, its inverted id in the
+    lower half. No two are equal, so `topk` is unambiguous.
 
     Args:
         draw: Draw. Its `top_ids` and `top_logprobs` are written.
@@ -502,7 +502,7 @@ def best_tokens(
             was drawn from.
         maxima: float32 [R, blocks] of `logits`.
         logits: float32 [L, V], or [R, V] if `changed`.
-        model_logits: float32 [L, V], the model's.
+        model_logits: float32 [L, V], the model's own logits.
         batch: R samples.
         filtered: Result of the filters, if there are any.
         changed: True if row i of the logits belongs to sample i.

@@ -245,8 +245,8 @@ def _segment(
     layer: int,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute online softmax of q [rows, heads, D] over the tiles of one segment. Return [kv heads,
-    rows, group], twice, and [..., D].
+    """Compute online softmax of q [rows, heads, D] over the tiles of one segment. Return highest
+    scores and totals [kv heads, rows, group], and outputs [kv heads, rows, group, D].
     """
     num_rows, _, head_dim = q.shape
     highest = total = acc = q.new_empty(0)

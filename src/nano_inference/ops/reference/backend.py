@@ -133,8 +133,8 @@ def _products(rows: Tensor, weight: Tensor, bounds: tuple[int, ...]) -> Sequence
 
 @functools.cache
 def _whole_segments(segments: tuple[int, ...]) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the new index of each column if all segments are padded to whole vectors, and the new
-    bounds. None instead of indices: no column moves.
+    """Pad all segments to whole vectors. Return the new index of each column, and the new bounds.
+    None instead of indices: no column moves.
 
     Empty segments become as wide as the widest one.
     """

@@ -92,7 +92,7 @@ bool in_place(int64_t block_size) {
   return std::is_same_v<T, S> && is_packed(block_size);
 }
 
-// If keys are the values: return the tile with its own copy of the values, made from the keys.
+// Return the tile with values made from its keys, for layers whose values are the keys.
 template <class T>
 Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
   for (int j = 0; j < GROUPS; j++) {

@@ -37,7 +37,7 @@ struct AttentionShape {
 
   int64_t group() const { return num_heads / num_kv_heads; }
   // If keys are the values, all query heads share one KV head. Return the shape with several equal KV heads instead,
-  // for threads to share, each with enough lines to amortize the conversion of its keys to values.
+  // for threads to share. Each has enough lines to amortize the conversion of its keys to values.
   AttentionShape with_equal_heads() const {
     AttentionShape shape = *this;
     for (shape.num_kv_heads = 1; shape.group() > 32 && shape.group() % 2 == 0;) shape.num_kv_heads *= 2;
@@ -67,7 +67,7 @@ class AttentionPlan {
  public:
   // Rows [row_cuts[t], row_cuts[t + 1]), t < num_threads, get their own items, which thread t can run without the
   // others. Null: all threads share all items. Memory is reused from step to step. `begins`: first key that each row
-  // sees, never falling within a chunk. Null: derived from the window.
+  // sees, non-decreasing within a chunk. Null: derived from the window.
   void build(const BatchRows& batch, const AttentionShape& shape, int num_threads, const int64_t* row_cuts,
              const int64_t* begins = nullptr);
 

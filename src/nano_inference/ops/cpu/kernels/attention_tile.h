@@ -16,7 +16,8 @@ constexpr bool BY_TILES = sizeof(T) == 2;  // under the law of tiles
 template <class T>
 constexpr bool BY_TILES = false;
 #endif
-// Number of keys weighed together: a pair of bfloat16, or under the law of tiles a group, whose 8 pairs form a chunk.
+// Number of keys weighed together: one float, a pair of bfloat16, or under the law of tiles a group, whose 8 pairs form
+// a chunk.
 template <class T>
 constexpr int UNIT = BY_TILES<T> ? LANES : DEPTH<T>;
 
@@ -30,7 +31,7 @@ constexpr float MASKED = -1e30f;
 template <class T>
 constexpr int MOST_LINES = BY_TILES<T> ? 2 : 6;
 constexpr int MOST_VECS = 4;
-#elif defined(NANO_AVX2) || defined(NANO_NEON)  // NEON: the halves of pairs take as many registers as the sums of two
+#elif defined(NANO_AVX2) || defined(NANO_NEON)  // NEON: the halves of pairs take as many registers as two lines' sums
 template <class T>
 constexpr int MOST_LINES = BY_TILES<T> ? 2 : 3;
 constexpr int MOST_VECS = 1;
@@ -142,7 +143,7 @@ NANO_INLINE Sight sight(const Walk<T>& walk, int64_t line, int32_t start) {
   return {std::max(0, walk.begins[line] - start), std::min(walk.positions[line] - start + 1, int32_t(KEY_TILE))};
 }
 
-// Results of the scores of a register tile's lines, which the values need.
+// Weights of values for the lines of a register tile, computed from their scores.
 template <class T, int R>
 struct Weights {
   alignas(64) T p[R][KEY_TILE];
@@ -253,8 +254,8 @@ void weigh_all(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Til
   }
 }
 
-// One step of a single line: keys [begin, end) of a pair or of a group of 16. The value of a key of the pair that the
-// line does not see counts as zero, because its memory may contain anything.
+// One step of a single line: keys [begin, end) of a pair or of a group of 16. Other values of the pair count as zero,
+// because their memory may contain anything.
 NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, [[maybe_unused]] int64_t head_dim, int begin, int end) {
 #if defined(NANO_TILES)
   Vec firsts = vset(0), seconds = vset(0);

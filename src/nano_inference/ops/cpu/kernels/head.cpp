@@ -33,7 +33,8 @@ struct Total {
   float logprob(float logit, float inv_t, double log_of_sum) const {
     return float((double(logit) - double(highest)) * inv_t - log_of_sum);
   }
-  // Log of the share of `uncut` that remains, given the log of the sum. Maxima are separate, since e^-300 is no float.
+  // Log of the share of `uncut` that remains, given the log of the sum. Maxima are subtracted separately, since e^-300
+  // would underflow.
   double log_mass(double log_of_sum, const Total& uncut, float inv_t) const {
     constexpr double least = -std::numeric_limits<float>::max();
     double mass = (double(highest) - double(uncut.highest)) * inv_t + (log_of_sum - uncut.log_sum);
@@ -211,7 +212,7 @@ class Head {
     if (!(highest > -INF)) highest = -INF;
     float base = highest > -INF ? highest : 0.f;
     maxima_[size_t(v * stats_stride_ + block)] = highest;
-#if defined(NANO_NO_LOGPROBS)  // build for one benchmark: a step without logprobs (which are wrong in it)
+#if defined(NANO_NO_LOGPROBS)  // benchmark build: saves the time of logprobs, whose values are wrong
     sums_[size_t(v * stats_stride_ + block)] = 1;
     if (plan_.samples[size_t(view.first)].choice == Choice::draw) exponentials(z, count, base, view.inv_t, s.odds);
 #else

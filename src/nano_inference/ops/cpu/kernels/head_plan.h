@@ -16,7 +16,7 @@ struct View {
   float inv_t;
   int64_t edits;  // index into the edits, or -1
   bool masked;    // edits include masks
-  int64_t slot;   // stores its edited logits, or -1; a view without edits uses the row's slot
+  int64_t slot;   // slot of its edited logits, or -1; a view without edits uses the row's slot
   int64_t next;   // next view of the row, or -1
   int64_t first;  // first sample of the view, or -1
 };
@@ -55,7 +55,7 @@ class Plan {
   std::vector<View> views;
   std::vector<Sample> samples;
   std::vector<int64_t> first_plain, first_edited;  // views of each row without and with edits, or -1
-  std::vector<int64_t> row_slot;                   // stores a row's logits, or -1
+  std::vector<int64_t> row_slot;                   // slot of each row's logits, or -1
   int64_t num_slots = 0, num_blocks = 0;
 
  private:
@@ -68,7 +68,7 @@ class Plan {
 
   std::vector<int64_t> edited_;               // edited samples
   std::vector<int64_t> starts_[3];            // [num_samples + 1] for each type of edit
-  // of each edited sample; of each of its blocks: [num_edited, num_blocks + 1]
+  // first edit of each edited sample; bounds of the edits of its blocks: [num_edited, num_blocks + 1]
   std::vector<int64_t> first_edit_, bounds_;
   std::vector<Edit> edits_;
   int64_t first_ = 0, vocab_ = 0;  // tokens of the part

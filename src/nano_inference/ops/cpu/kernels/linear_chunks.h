@@ -137,7 +137,7 @@ template <int HALVES, int WIDTH>
 void block_of(const Linear<bf16>& job, const Rows& rows, int64_t row, int64_t panel, const Panels<bf16>& w,
               const Panels<bf16>& next, bool wait) {
   constexpr int64_t SIZE = HALVES * HALF * WIDTH * LANES;
-  alignas(64) float sums[SIZE], waiting[Segments::DEPTH][SIZE];  // of finished segments, for their partners
+  alignas(64) float sums[SIZE], waiting[Segments::DEPTH][SIZE];  // waiting: of finished segments, for their partners
   const Segments segments = job.segments.count ? job.segments : Segments{1, {0, job.w.columns}};
   const int64_t used = rows.height * WIDTH * LANES, columns = job.w.columns;
   int depth = 0;

@@ -53,7 +53,8 @@ struct InputRows {
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
 
-// sum += a * b in the sum's own register. Compilers put sums into the registers of a or b and run out of registers.
+// sum += a * b in the sum's own register. With intrinsics, compilers put sums into the registers of a or b and run out
+// of registers.
 #if defined(NANO_AVX512) && defined(NANO_WIDENED)
 INLINE inline void add_product(__m512& sum, __m512 a, __m512 b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 #elif defined(NANO_AVX2)
@@ -228,7 +229,7 @@ __attribute__((noinline)) void tile(const Input<T>* x, int64_t ldx, Panels<T> w,
     }
   };
   const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
-  const int64_t distance = AHEAD<WIDTH> < count ? AHEAD<WIDTH> : count, turn = count - distance;  // from there on the next panels come
+  const int64_t distance = AHEAD<WIDTH> < count ? AHEAD<WIDTH> : count, turn = count - distance;  // from `turn` on: the next panels
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * WIDTH * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < segments.count; s++) {

@@ -33,7 +33,7 @@ IVec copy(const float* source, float* out, int64_t size) {
   return look(seen, ibits(rest));
 }
 
-// processed together, one below the other: a row of `out` gets four lines at once, not sixteen rows one each
+// squares processed together, one below the other, so that a row of `out` receives four adjacent lines at a time
 constexpr int SQUARES = 4;
 
 // Transpose in squares of 16, of which those at the edges may be partial.

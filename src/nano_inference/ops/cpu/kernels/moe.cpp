@@ -30,7 +30,7 @@ Vec vsigmoid(Vec x) {
   return vdiv(vset(1.f), vadd(vset(1.f), vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), x))))));
 }
 
-// Compute the scores of a row's experts. Each must still be divided by the result.
+// Compute the scores of a row's experts. The caller must divide them by the returned sum.
 float score(const float* z, const Routing& r, std::vector<float>& sizes) {
   float highest = z[0];
   for (int64_t e = 1; e < r.num_experts; e++) highest = z[e] > highest ? z[e] : highest;

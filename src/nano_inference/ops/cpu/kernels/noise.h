@@ -71,8 +71,9 @@ struct Runners {
   float base, inv_t;
 };
 
-// A token can only win if noise < odds * this / 2^31: noise >= v, v = (bits + 1/2) / 2^31, and the odds are accurate to
-// 2e-5. A bound that is too generous only costs time, because `offer` decides.
+// Return a factor such that a token can only win if its noise bits are below odds * factor. This holds because noise is
+// at least (bits + 1/2) / 2^31, and the odds are accurate to 2e-5. A bound that is too generous only costs time, because
+// `offer` decides.
 inline float reach_of(const Best& best, const Runners& r) {
   if (best.id < 0) return std::numeric_limits<float>::infinity();
   double x = double(r.base) * r.inv_t - best.high;

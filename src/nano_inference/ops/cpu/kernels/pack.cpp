@@ -1,4 +1,4 @@
-// Weights into panels and back, in place. The bits are those of a cast to nearest even; denormals are kept.
+// Conversion of weights to panels and back. The bits are those of a cast to nearest even; denormals are kept.
 #include "linear.h"
 #include "transpose.h"
 

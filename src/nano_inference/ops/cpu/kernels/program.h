@@ -22,11 +22,11 @@ struct Op {
   int32_t wide;         // NORM: out is float32
   float scale;          // EMBED; NORM and ADD: factor of the addend
   int32_t read_once;    // NORM: only the following product reads the output
-  int64_t first_column;  // LINEAR, ROPE_AND_STORE: first column to read in a row of `in`
-  // LINEAR: number of products, each with an equal share of the weight's rows; 0: one product. MEET
+  int64_t first_column;  // LINEAR, ROPE_AND_STORE: first column to read in a row of the input
+  // LINEAR: number of products, each with an equal share of the weight's rows; 0: one product. MEET: query heads
   int64_t heads;
-  int64_t input_step, output_step, first_output;  // LINEAR by heads: distance between heads in a row of `in` and of the
-                                                  // output, and the first column of the output; MEET: of a query
+  int64_t input_step, output_step, first_output;  // LINEAR by heads: distance between heads in rows of input and
+                                                  // output, and the first column of the output; MEET: per query, per key
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
   int64_t rows, columns;      // of the weight; NORM, LORA: columns of the row; GATE: rows is the output's width; MEET: columns is the latent's
   NormWeight norm, key_norm, value_norm;  // NORM; MEET; ROPE_AND_STORE: of queries, keys, values; data is null for none

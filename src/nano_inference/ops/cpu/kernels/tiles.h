@@ -1,5 +1,5 @@
 // The law of tiles: the order in which AMX adds up products of bfloat16, reproduced on every machine. Builds with
-// NANO_TILES keep it. Other builds keep the law of `vdot`.
+// NANO_TILES follow it. Other builds follow the law of pairs (`vdot`).
 //
 // A sum proceeds in chunks of up to 16 pairs, counted from its start. Within a chunk, the products of the pairs' first
 // numbers are added up in rising order from zero, each by one fma, and the products of the second numbers likewise.
