@@ -31,9 +31,10 @@ PAGES = (
     "migrating",
 )
 TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
+STRUCTURED = (ROOT / "docs" / "structured.md").read_text()  # test_docs.py runs its python blocks
 CURL = [
     block
-    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.M | re.S)
+    for block in re.findall(r"^```bash\n(.*?)^```", TEXT + STRUCTURED, flags=re.M | re.S)
     if block.startswith("curl")
 ]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.M | re.S)
@@ -82,6 +83,7 @@ KINDS: dict[str, Check] = {
         'curl http://127.0.0.1:8000/v1/chat/completions -d \'{ "model"',
         "curl -N http://127.0.0.1:8000/v1/chat/completions -d '{ \"mod",
         'curl http://127.0.0.1:8000/v1/completions -d \'{ "model": "sm',
+        "curl http://127.0.0.1:8000/v1/chat/completions -d '{ \"respon",
         "curl http://127.0.0.1:8000/v1/chat/completions -d '{ \"messag",
     ]
 )
@@ -112,6 +114,9 @@ def test_curl_lines_are_answered_as_documented(block: str, url: str) -> None:
         assert KINDS[path[1]](body), done.stdout
         if '"tool_choice"' in block:
             assert body["choices"][0]["finish_reason"] == "tool_calls"
+        if '"response_format"' in block:
+            assert body["choices"][0]["finish_reason"] == "stop"
+            assert set(json.loads(body["choices"][0]["message"]["content"])) == {"city", "country"}
 
 
 def test_page_shows_every_kind_of_answer() -> None:
@@ -132,6 +137,8 @@ def test_python_blocks_run(url: str) -> None:
     printed = ran.stdout.split("\n-- next block\n")
     assert len(printed) == len(PYTHON)
     assert all(text.strip() for text in printed), printed
+    (rows,) = [text for code, text in zip(PYTHON, printed, strict=True) if "top_logprobs" in code]
+    assert len(rows.strip().splitlines()) == 4
 
 
 @pytest.mark.thorough

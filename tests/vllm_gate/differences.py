@@ -1,6 +1,4 @@
-"""Known differences between our server's answers and vLLM's, with reasons. The table in
-docs/differences.md has each reason.
-"""
+"""Known differences between our server's answers and vLLM's, as docs/differences.md states them."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ class Difference:
     """Outline lines that may differ.
 
     Attributes:
-        why: Reason, in the words of docs/differences.md.
+        why: Quotation from docs/differences.md.
         cases: Shell patterns of case names.
         line: Regular expression of the whole line. The line begins with `- ` if only vLLM has it,
             with `+ ` if only we have it.
@@ -54,16 +52,16 @@ _ECHO = ("completions/echo-*logprobs*",)
 
 DIFFERENCES = (
     # -- other answers
-    Difference("`n` may be above 1 at temperature 0.", ("*/n-greedy",), "[-+] status: .*"),
-    Difference("`bad_words` is rejected.", ("*/bad-words",), "[-+] status: .*"),
-    Difference("`logit_bias` beyond 100 is rejected.", ("*/bias-over",), "[-+] status: .*"),
+    Difference("set `n` above 1 at temperature 0", ("*/n-greedy",), "[-+] status: .*"),
+    Difference("You get a 400 for `bad_words`", ("*/bad-words",), "[-+] status: .*"),
+    Difference("`logit_bias` beyond 100", ("*/bias-over",), "[-+] status: .*"),
     Difference(
-        "`prompt_logprobs` in a stream come in its last chunk.",
+        "| `prompt_logprobs` in a stream | in the last chunk.",
         ("*/prompt-logprobs-streamed",),
         "[-+] status: .*",
     ),
     Difference(
-        "With `--rl`, you may request all logprobs.",
+        "request all logprobs",
         (
             "*/prompt-logprobs-all",
             "*/logprobs-all",
@@ -72,34 +70,30 @@ DIFFERENCES = (
         ),
         "[-+] status: .*",
     ),
+    Difference("`echo` of a chat", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"),
     Difference(
-        "`echo` of a chat is rejected.", ("chat/echo", "chat/stream-echo"), "[-+] status: .*"
-    ),
-    Difference(
-        "`documents` are rejected if the template renders none.",
+        "`documents` that the template does not render",
         ("chat/documents",),
         "[-+] status: .*",
     ),
     Difference(
-        "Calls of a model without a known call format are read as Hermes writes them.",
+        "you get calls in Hermes' format as calls",
         ("chat/tools-auto",),
         "[-+] status: .*",
     ),
     Difference(
-        "Null is the default of every field.", ("completions/null-fields",), "[-+] status: .*"
+        "Every field accepts null as its default.", ("completions/null-fields",), "[-+] status: .*"
     ),
     Difference(
-        "`max_tokens: 0` of a completion computes the prompt alone.",
+        "send `max_tokens: 0` in a completion to compute only the prompt",
         ("completions/no-tokens",),
         "[-+] status: .*",
     ),
     Difference(
         "`logprobs` of a completion is a number.", ("completions/logprobs-true",), "[-+] status: .*"
     ),
-    Difference("You may omit `sampling_params`.", ("generate/no-params",), "[-+] status: .*"),
-    Difference(
-        "Ids outside the vocabulary are rejected.", ("detokenize/outside",), "[-+] status: .*"
-    ),
+    Difference("omit `sampling_params`", ("generate/no-params",), "[-+] status: .*"),
+    Difference("ids outside the vocabulary", ("detokenize/outside",), "[-+] status: .*"),
     # -- fields
     Difference(
         "Choices have `seed`, `weight_version` and `weight_versions`.",
@@ -120,39 +114,39 @@ DIFFERENCES = (
         r"usage\.completion_tokens_details): null",
     ),
     Difference(
-        "Reasoning has both its names.",
+        "You get reasoning under both of its names",
         ("chat/*",),
         r"\+ choices\[\]\.message\.reasoning_content: null",
     ),
     Difference(
-        "Logprobs of a chat have a `refusal`, like OpenAI's.",
+        "`refusal` in a chat's logprobs",
         ("chat/*",),
         r"\+ .*logprobs\.refusal: null",
     ),
     Difference(
-        "Errors have OpenAI's types and codes; trainers' routes add SGLang's `success` and "
+        "Errors have OpenAI's types and codes. Trainers' routes add SGLang's `success` and "
         "`message`.",
         _ALL,
         r"[-+] (error\.(code|type|param|message)|message|success|detail): .*",
     ),
     Difference(
-        "`rank` is null beyond the tokens that were asked for; in `prompt_logprobs` it is one behind "
-        "the last of them",
+        "| `rank` in rows of logprobs | null beyond the tokens that you request. In "
+        "`prompt_logprobs` it is then one more than the last rank.",
         _ALL,
         r"[-+] .*\brank: .*",
     ),
     Difference(
-        "Entries of `/inference/v1/generate` have a `token` beside their `token_id`.",
+        "entries have a `token` next to their `token_id`",
         ("generate/*",),
         r"[-+] choices\[\]\.logprobs\.content\[\]\.(token: str|top_logprobs\[\].*)",
     ),
     Difference(
-        "`echo` with `logprobs` tells those of the prompt there alone.",
+        "`echo` with `logprobs` returns the prompt's logprobs only in `logprobs`.",
         _ECHO,
         r"[-+] (chunks: )?choices\[\]\.prompt_logprobs.*",
     ),
     Difference(
-        "What a model writes has the role of the assistant.",
+        "The model's messages have the role `assistant`.",
         ("chat/no-generation-prompt",),
         ".* choices.*role: .*",
     ),
@@ -164,19 +158,18 @@ DIFFERENCES = (
     Difference("`/v1/models` has no permissions.", ("models",), r"- data\[\]\.permission.*"),
     # -- streams
     Difference(
-        "The chunk that ends a choice has an empty delta, and nulls where there is nothing to "
-        "tell.",
+        "The chunk that ends a choice has an empty delta, with null in its unused fields.",
         _STREAMS,
         r"\+ chunks: (choices\[\]\.(delta: \{\}|prompt_logprobs: null|routed_experts: null)|"
         r"usage: null)",
     ),
     Difference(
-        "The prompt's ids are told where they are asked for, `echo` or not.",
+        "You get the prompt's ids if you request them, with or without `echo`.",
         ("completions/stream-echo*",),
         r"[-+] (first chunk|chunks): choices\[\]\.prompt_token_ids: .*",
     ),
     Difference(
-        "Several tokens may come in one chunk.",
+        "One chunk may hold several tokens.",
         _STREAMS,
         r"- chunks: (choices\[\]\.(finish_reason|stop_reason|prompt_token_ids): null|"
         r".*top_logprobs\[\]: rows .*)",
