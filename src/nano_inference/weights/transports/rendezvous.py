@@ -57,8 +57,8 @@ def url_of(address: Address) -> str:
 
 
 def serve_store(address: Address, timeout: float) -> Any:
-    """Return a store for the rendezvous of a group. It listens only on this address. Port 0 picks a
-    free one. Raises `WeightUpdateError`.
+    """Return a store for the rendezvous of a group, which listens only on this address. Port 0
+    picks a free port. Raises `WeightUpdateError`.
     """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
