@@ -71,7 +71,7 @@ class Walk(Protocol):
 
 
 class Refused(Exception):
-    """A backend rejects a schema."""
+    """A backend rejected a schema."""
 
 
 class Stopped(Exception):
@@ -121,7 +121,7 @@ def schemas(data: Path, every: int) -> dict[str, dict[str, Any]]:
             ["git", "-C", str(data), *command], input=given, capture_output=True, text=True
         )
         if done.returncode:
-            raise ValueError(f"{data} is no clone of jsonschemabench: {done.stderr.strip()}.")
+            raise ValueError(f"{data} is not a clone of jsonschemabench: {done.stderr.strip()}.")
         return done.stdout
 
     paths = git("ls-tree", "-r", "--name-only", "HEAD", f"{FOLDER}/").split("\n")
@@ -193,7 +193,9 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
         TokenTexts(tokenizer).bytes_of,
     )
     compile_schema = COMPILERS[backend](vocabulary)
-    examine(compile_schema, {"schema": {"type": "boolean"}, "tests": []}, None, ())  # reads it all
+    examine(
+        compile_schema, {"schema": {"type": "boolean"}, "tests": []}, None, ()
+    )  # loads everything
     pipe.send("ready")
     while True:
         case = pipe.recv()
@@ -232,7 +234,7 @@ def cpu_seconds() -> float:
 
 
 def try_document(walk: Walk, token_ids: list[int], ends: Collection[int], outcome: Outcome) -> bool:
-    """Return whether the masks accept a document, and record their times."""
+    """Return True if the masks accept a document, and record their times."""
     clock = time.thread_time_ns
     for token_id in token_ids:
         if not is_allowed(walk.words, token_id):

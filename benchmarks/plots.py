@@ -15,8 +15,7 @@ PICTURES = ROOT / "docs"
 DIGEST = "Description"  # PNG keyword of a picture's digest
 COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
-# Description of a workload, taken from the first of these that a row has. README's table shows the
-# same.
+# The rate of a workload is the first of these that its row has. README's table shows the same.
 RATES = ("decode_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
 LEAST_DRAFTS = 20  # drafts at a position, below which no share is shown
 HOST_BUDGET_US = 3.9  # per sequence and step: 1 ms at 256 sequences
@@ -211,8 +210,8 @@ def exactness(results: Path) -> Any:
 
 
 def own_costs(results: Path) -> dict[str, float]:
-    """Plot extra time by workload against the faster peer, and of the products against torch's at
-    the same rate of work.
+    """Return the extra time by workload against the faster peer, and of our products against
+    torch's.
     """
     rows, costs = rows_of(results, "peers"), {}
     for name in sorted({row["workload"] for row in rows}):

@@ -1,5 +1,5 @@
-"""Drafts in RL: whole GRPO runs without drafts, with drafts from history, and also with drafts of
-the policy's own layers; and an evaluation repeated after a small update.
+"""Drafts in RL. Whole GRPO runs: without drafts, with drafts from history, and also with drafts of
+the policy's own layers. An evaluation that is repeated after a small update.
 """
 
 import resource

@@ -3,7 +3,7 @@ ours and llama.cpp in turns.
 
 Each kind is a separate pass, so that only a few engines are in memory. If the model's own file is
 of a kind, it is used. llama-quantize makes the other files from a bf16 GGUF, so their weights may
-have been quantised before.
+have been quantized before.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ def measure(options: Options, sizes: Sizes) -> list[Row]:
                 console.print(f"{kind} is left out: {why}", markup=False)
                 continue
             rows += run(entries, options.repeats, sizes, text.what if text else None)
-    show(f"formats beside llama.cpp, {options.model}: median [min..max]", COLUMNS, rows)
+    show(f"formats against llama.cpp, {options.model}: median [min..max]", COLUMNS, rows)
     return rows
 
 
@@ -178,7 +178,7 @@ def told_perplexity(entry: Entry, engine: Engine) -> float | None:
     try:
         found = entry.perplexity(engine)
     except (PeerFailed, OSError) as why:
-        console.print(f"{', '.join(entry.key)} told no perplexity: {why}", markup=False)
+        console.print(f"{', '.join(entry.key)} reported no perplexity: {why}", markup=False)
         return None
     return None if found is None else round(found, 3)
 

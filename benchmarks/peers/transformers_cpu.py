@@ -1,4 +1,4 @@
-"""transformers' settings, and the start of a worker with one of them. It runs in this
+"""transformers' settings, and the start of a worker with one of them. The worker runs in this
 environment.
 """
 
