@@ -147,7 +147,8 @@ def schedule(
 
     Running sequences come first, in order of arrival. If blocks run out, the newest sequence is
     preempted: it gives up its blocks and computes its tokens again later. If none was preempted,
-    waiting sequences enter in order while they fit. A chunk is as long as the step's budget of tokens allows (chunked prefill).
+    waiting sequences enter in order while they fit. A chunk is as long as the step's budget of
+    tokens allows (chunked prefill).
     """
     budget, free = config.max_tokens_per_batch, len(cache.free)
     chunks: list[Chunk] = []
