@@ -57,7 +57,7 @@ def static_generate(
 def continuous(model: Any, work: Workload, limit: float, **options: Any) -> tuple[float, int, int]:
     """Run a workload by continuous batching, for `limit` seconds at most.
 
-    `options` are fields of `ContinuousBatchingConfig`, which chooses the others by the card's memory.
+    `options` are fields of `ContinuousBatchingConfig`, which chooses others by the card's memory.
     Returns seconds, tokens of the finished requests, and their number.
     """
     from transformers import GenerationConfig

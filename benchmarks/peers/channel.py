@@ -1,5 +1,5 @@
-"""The worker's side of an exchange in JSON lines. Uses only the standard library, because it runs in
-the peers' environments.
+"""The worker's side of an exchange in JSON lines. Uses only the standard library, because it runs
+in the peers' environments.
 """
 
 import json
