@@ -281,7 +281,7 @@ class Decoder:
 def sample(logits: Tensor, seq: Sequence) -> tuple[int, float]:
     """Draw a token and return it with its logprob.
 
-    The noise is a function of seed and position, so it does not depend on the batch, and a preempted
+    The noise is a function of seed and position, so it does not depend on the batch. A preempted
     sample continues with the same noise (Gumbel-max, Maddison et al. 2014).
     """
     temperature = seq.params.temperature
