@@ -10,8 +10,8 @@ later step computes one token of every unfinished sequence. A step costs
 The measured rates turn these into two times. `bound` takes the larger one in each step (arithmetic
 and reading overlap perfectly) and sums over the steps. `serial` adds both (no overlap at all).
 `arithmetic` and `reading` are the totals of one kind. No engine beats `bound` unless it batches
-prompts and decodes of different requests better than step by step, which helps only if some steps
-read and others compute. Attention windows are not modeled.
+prompts and decodes of different requests better than step by step. Such batches help only if some
+steps read and others compute. Attention windows are not modeled.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Measure the English of documents, docstrings, messages, test names and commits.
 
 `python scripts/prose.py` prints every measure next to its budget. `--check`, which `make lint`
-runs, fails if a measure is over its budget; `--list MEASURE [PATH ...]` prints the places that a
-measure counts; `--freeze` lowers budgets to today's figures and never raises one. CONTRIBUTING.md
+runs, fails if a measure is over its budget. `--list MEASURE [PATH ...]` prints the places that a
+measure counts. `--freeze` lowers budgets to today's figures and never raises one. CONTRIBUTING.md
 has the rules, `scripts/prose.toml` the budgets.
 """
 

@@ -84,8 +84,8 @@ def load_params(
     format selected by `quantization` can hold them unchanged. Other ranks' parts are not read.
     Memory: the parameters and one tensor, both on the device.
 
-    Raises `ModelLoadError` for the first unknown, misshapen or missing tensor, or the first whose
-    codes must stay unchanged but cannot be read by products, before it allocates the parameters.
+    Raises `ModelLoadError`, before it allocates the parameters, for the first unknown, misshapen or
+    missing tensor. The same applies to codes that must stay unchanged but products cannot read.
     Raises `ConfigError` if ranks would split codes within a group.
     """
     table = param_table(spec, part)

@@ -1,11 +1,11 @@
 """Context parallelism: the keys and values of a sequence are split over ranks by absolute position.
 
 With c ranks, each block is divided into c equal runs of positions, each a multiple of `SEGMENT`
-long. Rank r stores the r-th run and computes the rows whose positions it stores. Only
-attention needs other ranks: a row's query is sent to every rank with visible keys, each rank
-computes the states of its own segments, and the row's owner merges all states in the order of keys.
-The result has the bits of a single rank. Every rank has the batch and derives the exchange from it,
-without negotiation.
+long. Rank r stores the r-th run and computes the rows whose positions it stores. Only attention
+needs other ranks: a row's query is sent to every rank with visible keys, and each rank computes the
+states of its own segments. The row's owner then merges all states in the order of keys. The result
+has the bits of a single rank. Every rank has the batch and derives the exchange from it, without
+negotiation.
 """
 
 from collections.abc import Collection, Mapping

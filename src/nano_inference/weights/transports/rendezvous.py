@@ -1,8 +1,8 @@
 """Rendezvous of a trainer and its engines: a `TCPStore` that the trainer serves, and key prefixes
 in it at which the ranks of a process group find each other.
 
-The keys of a process's first ordinary group are known ("default_pg", its name "0", the device; as
-of torch 2.13), so an engine can also join a trainer that called `init_process_group` itself.
+An engine can also join a trainer that called `init_process_group` itself, because the keys of a
+process's first ordinary group are known: "default_pg", its name "0", the device (as of torch 2.13).
 """
 
 import secrets
