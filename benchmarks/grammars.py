@@ -57,7 +57,7 @@ def measure(options: Options, sequences: int, steps: int) -> list[Row]:
         row(name, own, windows["none"]) | {"sequences": sequences, "steps": steps, "config": config}
         for name, own in windows.items()
     ]
-    show(f"{sequences} sequences, {options.model}: ms a step", COLUMNS, rows)
+    show(f"{sequences} sequences, {options.model}: ms per step", COLUMNS, rows)
     return rows
 
 

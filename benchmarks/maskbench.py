@@ -109,7 +109,7 @@ def measure(data: Path, model: str, backends: Sequence[str], every: int, limit: 
     rows = [summary(name, run(name, model, cases, limit), cases) for name in backends]
     show(f"MaskBench, {len(cases)} schemas, {model}'s tokenizer", COLUMNS, rows)
     for row in rows:
-        console.print(f"{row['name']} refused at compile: {row['refused_keywords']}")
+        console.print(f"{row['name']} rejected at compile: {row['refused_keywords']}")
     return rows
 
 
@@ -429,10 +429,10 @@ def _spread(name: str) -> Callable[[Row], str]:
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "backend": lambda row: row["name"],
     "compiled": lambda row: row["compiled"],
-    "refused": lambda row: row["refused_at_compile"],
+    "rejected": lambda row: row["refused_at_compile"],
     "killed": lambda row: len(row["killed"]),
-    "accepted wrongly": lambda row: f"{row['wrongly_accepted']} of {row['invalid_documents']}",
-    "refused wrongly": lambda row: f"{row['wrongly_refused']} of {row['valid_documents']}",
+    "wrongly accepted": lambda row: f"{row['wrongly_accepted']} of {row['invalid_documents']}",
+    "wrongly rejected": lambda row: f"{row['wrongly_refused']} of {row['valid_documents']}",
     "first mask, ms": _spread("first_mask_ms"),
     "mask, µs": _spread("mask_us"),
     "commit, µs": _spread("commit_us"),

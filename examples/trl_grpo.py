@@ -373,7 +373,7 @@ def main() -> None:
             save(options.out, record | {"runs": runs})
         if options.compare_generate:
             seconds = time_generate(recipe, model, output, options.compare_generate)
-            print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s a step")
+            print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s per step")
             save(options.out, record | {"runs": runs, "transformers_generate_seconds": seconds})
     far = [
         step["step"]

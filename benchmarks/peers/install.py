@@ -204,7 +204,7 @@ def main() -> None:
                     arguments.cache, arguments.torch, arguments.jobs, arguments.instructions
                 )
             except Unavailable as why:
-                print(f"peers: {peer} is skipped: {why}")
+                print(f"peers: skipping {peer}: {why}")
                 continue
             (arguments.cache / f"{peer}.json").write_text(json.dumps(versions) + "\n")
         print(f"peers: {peer} is installed: {versions}")
