@@ -21,17 +21,22 @@ app = typer.Typer(
 ALL, THE_SIX = ",".join(NAMES), ",".join(BASE)
 Model = Annotated[
     str,
-    typer.Option(help="a path or name that the engine takes, or one of benchmarks/models.py"),
+    typer.Option(help="Path or name that the engine accepts, or a name in benchmarks/models.py."),
 ]
-Workloads = Annotated[str, typer.Option(help=f"of {', '.join(NAMES)}; separated by commas")]
-Repeats = Annotated[int, typer.Option(help="timed runs of each", min=1)]
+Workloads = Annotated[
+    str, typer.Option(help=f"Workloads, separated by commas: {', '.join(NAMES)}.")
+]
+Repeats = Annotated[int, typer.Option(help="Timed runs per measurement.", min=1)]
 Threads = Annotated[
-    int | None, typer.Option(help="of the engine; not given: its own choice", min=1)
+    int | None, typer.Option(help="Threads of the engine. Default: its own choice.", min=1)
 ]
-Backend = Annotated[str, typer.Option(help="of the engine")]
-DType = Annotated[str, typer.Option(help="of weights and KV cache")]
+Backend = Annotated[str, typer.Option(help="Backend of the engine.")]
+DType = Annotated[str, typer.Option(help="Dtype of weights and KV cache.")]
 Out = Annotated[
-    Path | None, typer.Option(help="the report; not given: benchmarks/results/COMMAND[-MODEL].json")
+    Path | None,
+    typer.Option(
+        help="Write the report to this file. Default: benchmarks/results/COMMAND[-MODEL].json."
+    ),
 ]
 
 
@@ -41,7 +46,7 @@ def names(text: str, known: tuple[str, ...], separator: str = ",") -> tuple[str,
     unknown = [name for name in found if name not in known]
     if unknown or not found:
         raise typer.BadParameter(
-            f"{text!r} names {unknown or 'nothing'}; known are: {'; '.join(known)}."
+            f"{text!r} contains {unknown or 'no names'}; known names: {'; '.join(known)}."
         )
     return found
 
@@ -94,10 +99,10 @@ def prefill(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W5",
     lengths: Annotated[
-        str, typer.Option(help="prompt tokens; W4 is 4096")
+        str, typer.Option(help="Prompt lengths in tokens. W4 has 4096.")
     ] = "128,512,1024,2048,4096",
     chunks: Annotated[
-        str, typer.Option(help="chunk sizes for the longest prompt")
+        str, typer.Option(help="Chunk sizes for the longest prompt in tokens.")
     ] = "128,256,512,1024,2048",
     repeats: Repeats = 3,
     threads: Threads = None,
@@ -121,21 +126,22 @@ def formats(
     dtype: DType = "bfloat16",
     repeats: Repeats = 5,
     kinds: Annotated[
-        str, typer.Option(help="of none, int8, int8-32, int4, file; separated by commas")
+        str, typer.Option(help="Formats, separated by commas: none, int8, int8-32, int4, file.")
     ] = "none,int8,int8-32,int4,file",
     parts: Annotated[
-        str, typer.Option(help="own: the kinds; peers: beside llama.cpp; separated by commas")
+        str,
+        typer.Option(help="Parts, separated by commas. own: --kinds. peers: against llama.cpp."),
     ] = "own,peers",
     files: Annotated[
-        str, typer.Option(help="beside llama.cpp: of BF16, Q8_0, Q4_1, Q4_0, Q4_K_M")
+        str, typer.Option(help="Files for llama.cpp: BF16, Q8_0, Q4_1, Q4_0, Q4_K_M.")
     ] = "BF16,Q8_0,Q4_1,Q4_0,Q4_K_M",
     workloads: Annotated[
-        str, typer.Option(help="beside llama.cpp: of W1, W4-512, W2")
+        str, typer.Option(help="Workloads against llama.cpp: W1, W4-512, W2.")
     ] = "W1,W4-512,W2",
     threads: Annotated[
-        int | None, typer.Option(help="beside llama.cpp; not given: one a core", min=1)
+        int | None, typer.Option(help="Threads against llama.cpp. Default: one per core.", min=1)
     ] = None,
-    cache: Annotated[Path | None, typer.Option(help="where `make peers` put llama.cpp")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
     out: Out = None,
 ) -> None:
     """Measure weights in 8 and 4 bits in turns: speed, memory and quality, also against llama.cpp
@@ -181,7 +187,7 @@ def adapters(
 @app.command()
 def training(
     model: Model = "smollm2-135m",
-    peers: Annotated[str, typer.Option(help="dtypes of transformers")] = "float32,bfloat16",
+    peers: Annotated[str, typer.Option(help="Dtypes of transformers.")] = "float32,bfloat16",
     repeats: Repeats = 3,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -200,7 +206,7 @@ def training(
 def kv_cache(
     model: Model = "smollm2-135m",
     dtype: DType = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="rounds of timing; 0: none")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed rounds. 0: no timing.")] = 3,
     out: Out = None,
 ) -> None:
     """Measure keys and values in 8 bits in turns: capacity, quality, and speed after
@@ -245,7 +251,7 @@ def roofline(
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     run: Annotated[
-        bool, typer.Option(help="also time the workloads, for their share of the bound")
+        bool, typer.Option(help="Also time the workloads, for their share of the bound.")
     ] = True,
     out: Out = None,
 ) -> None:
@@ -264,7 +270,7 @@ def roofline(
 def rl(
     model: Model = "smollm2-135m",
     parts: Annotated[
-        str, typer.Option(help="separated by commas")
+        str, typer.Option(help="Parts, separated by commas.")
     ] = "update,policies,broadcast,score,abort,gradients",
     repeats: Repeats = 5,
     threads: Threads = None,
@@ -283,12 +289,15 @@ def rl(
 def mismatch(
     model: Model = "smollm2-135m",
     tokens: Annotated[
-        int, typer.Option(help="completion tokens of each of 32 samples", min=1)
+        int, typer.Option(help="Completion tokens of each of 32 samples.", min=1)
     ] = 256,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    picture: Annotated[Path | None, typer.Option(help="not given: docs/rl-mismatch.png")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the picture to this file. Default: docs/rl-mismatch.png."),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Compare the engine's logprobs with those of transformers and of our trainer (needs
@@ -311,27 +320,33 @@ def peers(
     model: Model = "smollm2-135m",
     workloads: Workloads = "W1,W2,W3,W4,W5",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)
+        int,
+        typer.Option(
+            "--repeats", "--rounds", help="Rounds. Each engine runs once per round.", min=1
+        ),
     ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
     engines: Annotated[
-        str, typer.Option(help="who takes part; there is also transformers")
+        str, typer.Option(help="Engines to measure. transformers is available too.")
     ] = "nano-inference,vllm,llama.cpp",
     vllm: Annotated[
-        str, typer.Option(help="settings of vLLM by name, separated by semicolons; or all")
+        str, typer.Option(help="Settings of vLLM, separated by semicolons, or all.")
     ] = "",
     llama: Annotated[
-        str, typer.Option(help="settings of llama.cpp by name, separated by semicolons; or all")
+        str, typer.Option(help="Settings of llama.cpp, separated by semicolons, or all.")
     ] = "",
     transformers: Annotated[
-        str, typer.Option(help="settings of transformers by name, separated by semicolons; or all")
+        str, typer.Option(help="Settings of transformers, separated by semicolons, or all.")
     ] = "",
     limit: Annotated[
-        float, typer.Option(help="seconds; who takes longer in a round sits out the rest")
+        float,
+        typer.Option(
+            help="Skip the remaining rounds of an engine after a round of this many seconds."
+        ),
     ] = 60.0,
-    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
     out: Out = None,
 ) -> None:
     """Measure the engine and the installed peers in turns, with ratios to each peer's
@@ -367,21 +382,24 @@ def settings(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 def serve(
     model: Model = "smollm2-135m",
     parts: Annotated[
-        str, typer.Option(help="separated by commas")
+        str, typer.Option(help="Parts, separated by commas.")
     ] = "throughput,first,arrival,idle",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--rounds", help="rounds of each engine once", min=1)
+        int,
+        typer.Option(
+            "--repeats", "--rounds", help="Rounds. Each engine runs once per round.", min=1
+        ),
     ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm",
-    requests: Annotated[int, typer.Option(help="of each run of throughput", min=1)] = 256,
-    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
+    engines: Annotated[str, typer.Option(help="Engines to measure.")] = "nano-inference,vllm",
+    requests: Annotated[int, typer.Option(help="Requests per run of throughput.", min=1)] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.", min=1)] = 32,
     budgets: Annotated[
-        str, typer.Option(help="tokens a step, where a long prompt arrives")
+        str, typer.Option(help="Token budgets of a step for the part arrival.")
     ] = "24,40,72,264",
-    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
     out: Out = None,
 ) -> None:
     """Measure the server against the bare engine and vLLM's server: load, single requests, an
@@ -413,10 +431,12 @@ def serve(
 @app.command()
 def stages(
     model: Model = "smollm2-135m",
-    number: Annotated[int, typer.Option("--stages", help="of the pipeline", min=2)] = 2,
-    groups: Annotated[str, typer.Option(help="of sequences that take turns in them")] = "1,2,4",
-    sequences: Annotated[int, typer.Option(help="that run at once", min=1)] = 32,
-    tokens: Annotated[int, typer.Option(help="that each of them makes", min=1)] = 128,
+    number: Annotated[int, typer.Option("--stages", help="Stages of the pipeline.", min=2)] = 2,
+    groups: Annotated[
+        str, typer.Option(help="Numbers of sequence groups that take turns.")
+    ] = "1,2,4",
+    sequences: Annotated[int, typer.Option(help="Running sequences.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Completion tokens per sequence.", min=1)] = 128,
     repeats: Repeats = 3,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
@@ -439,13 +459,15 @@ def stages(
 @app.command()
 def replicas(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "router,throughput,failover",
+    parts: Annotated[
+        str, typer.Option(help="Parts, separated by commas.")
+    ] = "router,throughput,failover",
     repeats: Repeats = 3,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    requests: Annotated[int, typer.Option(help="of a run of the engines", min=1)] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    routed: Annotated[int, typer.Option(help="replicas of the router's part", min=2)] = 1000,
+    requests: Annotated[int, typer.Option(help="Requests per run of the engines.", min=1)] = 64,
+    output_tokens: Annotated[int, typer.Option(help="Completion tokens per request.", min=1)] = 128,
+    routed: Annotated[int, typer.Option(help="Replicas in the part router.", min=2)] = 1000,
     out: Out = None,
 ) -> None:
     """Measure the router's time, two replicas against two bare engines (one thread each), and the
@@ -462,17 +484,18 @@ def replicas(
 @app.command()
 def rl_wire(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "logprobs,update",
+    parts: Annotated[str, typer.Option(help="Parts, separated by commas.")] = "logprobs,update",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--rounds", help="rounds of each form once", min=1)
+        int,
+        typer.Option("--repeats", "--rounds", help="Rounds. Each form runs once per round.", min=1),
     ] = 5,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm",
-    requests: Annotated[int, typer.Option(help="of each run", min=1)] = 128,
-    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
-    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    engines: Annotated[str, typer.Option(help="Engines to measure.")] = "nano-inference,vllm",
+    requests: Annotated[int, typer.Option(help="Requests per run.", min=1)] = 128,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.", min=1)] = 32,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
     out: Out = None,
 ) -> None:
     """Measure logprobs over HTTP in every form, and weight updates from another process during
@@ -497,10 +520,10 @@ def rl_wire(
 @app.command()
 def rl_drafts(
     model: Model = "smollm2-135m",
-    parts: Annotated[str, typer.Option(help="separated by commas")] = "grpo,rerun",
-    steps: Annotated[int, typer.Option(help="of a whole run", min=1)] = 50,
+    parts: Annotated[str, typer.Option(help="Parts, separated by commas.")] = "grpo,rerun",
+    steps: Annotated[int, typer.Option(help="Steps of a whole run.", min=1)] = 50,
     learning_rate: Annotated[
-        float, typer.Option(help="of a whole run; 2e-3 suits a tiny model", min=0)
+        float, typer.Option(help="Learning rate of a whole run. 2e-3 suits a tiny model.", min=0)
     ] = 2e-5,
     repeats: Repeats = 2,
     threads: Threads = None,
@@ -522,15 +545,15 @@ def rl_drafts(
 
 @app.command()
 def mask(
-    data: Annotated[Path, typer.Option(help="a clone of guidance-ai/jsonschemabench")],
-    model: Annotated[str, typer.Option(help="whose tokenizer splits the documents")] = (
+    data: Annotated[Path, typer.Option(help="Clone of guidance-ai/jsonschemabench.")],
+    model: Annotated[str, typer.Option(help="Model whose tokenizer splits the documents.")] = (
         "smollm2-135m"
     ),
     backends: Annotated[
-        str, typer.Option(help="separated by commas; not given: all that are installed")
+        str, typer.Option(help="Backends, separated by commas. Default: all that are installed.")
     ] = "",
-    every: Annotated[int, typer.Option(help="of how many schemas one is taken", min=1)] = 20,
-    limit: Annotated[float, typer.Option(help="seconds a schema", min=1)] = 60.0,
+    every: Annotated[int, typer.Option(help="Test every n-th schema.", min=1)] = 20,
+    limit: Annotated[float, typer.Option(help="Time limit of a schema in seconds.", min=1)] = 60.0,
     out: Out = None,
 ) -> None:
     """Run MaskBench: documents that JSON schema grammars accept and reject, and the
@@ -546,10 +569,13 @@ def mask(
 @app.command()
 def grammars(
     model: Model = "smollm2-135m",
-    sequences: Annotated[int, typer.Option(help="that decode at once", min=1)] = 64,
-    steps: Annotated[int, typer.Option(help="that are timed, in each round", min=1)] = 48,
+    sequences: Annotated[int, typer.Option(help="Decoding sequences.", min=1)] = 64,
+    steps: Annotated[int, typer.Option(help="Timed steps per round.", min=1)] = 48,
     repeats: Annotated[
-        int, typer.Option("--repeats", "--rounds", help="rounds of each grammar once", min=1)
+        int,
+        typer.Option(
+            "--repeats", "--rounds", help="Rounds. Each grammar runs once per round.", min=1
+        ),
     ] = 5,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -567,27 +593,31 @@ def grammars(
 @app.command()
 def speculation(
     model: Model = "smollm2-135m",
-    source: Annotated[str, typer.Option(help="of the drafts")] = "suffix",
-    tasks: Annotated[str, typer.Option(help="separated by commas; not given: all")] = "",
+    source: Annotated[str, typer.Option(help="Source of the drafts.")] = "suffix",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas. Default: all.")] = "",
     parts: Annotated[
-        str, typer.Option(help="own: the tasks; peers: those of one stream, beside other engines")
+        str,
+        typer.Option(
+            help="Parts. own: all tasks. peers: tasks of one stream, against other engines."
+        ),
     ] = "own,peers",
     engines: Annotated[
-        str, typer.Option(help="beside each other")
+        str, typer.Option(help="Engines to compare.")
     ] = "nano-inference,vllm,llama.cpp",
     temperature: Annotated[
-        float, typer.Option(help="beside other engines; 0: greedy", min=0.0)
+        float, typer.Option(help="Temperature of the part peers. 0: greedy.", min=0.0)
     ] = 1.0,
     vllm_dtype: Annotated[
-        str, typer.Option(help="of vLLM; not given: --dtype. Without AVX-512 float32 is faster")
+        str,
+        typer.Option(help="Dtype of vLLM. Default: --dtype. Without AVX-512, float32 is faster."),
     ] = "",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--rounds", help="rounds of each task", min=1)
+        int, typer.Option("--repeats", "--rounds", help="Rounds per task.", min=1)
     ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `make peers`.")] = None,
     out: Out = None,
 ) -> None:
     """Measure the savings of drafts: one stream of chat, code and JSON, long-tailed rollouts, a
@@ -617,9 +647,9 @@ def speculation(
 
 @app.command()
 def plots(
-    results: Annotated[Path | None, typer.Option(help="folder of the reports")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of the reports.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder of the pictures; not given: docs/")
+        Path | None, typer.Option(help="Folder of the pictures. Default: docs/.")
     ] = None,
 ) -> None:
     """Draw the reports as PNG pictures for the documents (needs matplotlib)."""

@@ -25,9 +25,9 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "adapters": lambda row: row["name"],
     "one stream tok/s": lambda row: row.get("decode_tokens_per_s", "-"),
     "64 requests tok/s": lambda row: row.get("batch_tokens_per_s", "-"),
-    "prompt of 500 tok/s": lambda row: row.get("prompt_tokens_per_s", "-"),
+    "prompt of 500 tokens, tok/s": lambda row: row.get("prompt_tokens_per_s", "-"),
     "update ms": lambda row: row.get("update_ms", "-"),
-    "a copy of its bytes ms": lambda row: row.get("copy_ms", "-"),
+    "copy of its bytes ms": lambda row: row.get("copy_ms", "-"),
 }
 
 

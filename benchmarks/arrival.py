@@ -34,8 +34,8 @@ class Arrival:
 
 
 async def arrive(target: Target, prompt_tokens: int, seed: int = 0) -> Arrival:
-    """Run the streams and the long prompt. Raise `Broken` also if the streams end before its first
-    token.
+    """Run the streams and the long prompt. Raises `Broken`, also if the streams end before the
+    prompt's first token.
     """
     running = token_requests(STREAMS, PROMPT, OUTPUT, stream=True, seed=2 * seed)
     (long,) = token_requests(1, prompt_tokens, 1, stream=True, seed=2 * seed + 1)
@@ -50,7 +50,7 @@ async def arrive(target: Target, prompt_tokens: int, seed: int = 0) -> Arrival:
         sent = time.perf_counter()
         reply = await last.ask(target.request(long.path, long.body), PATIENCE)
         if reply.status != 200 or not reply.events:
-            raise Broken(f"the long prompt is answered with {reply.status}: {reply.body[:200]!r}")
+            raise Broken(f"the long prompt got status {reply.status}: {reply.body[:200]!r}")
         arrived = reply.events[0][0]
         if any(answer.done() for answer in answers):
             raise Broken(f"streams of {OUTPUT} tokens ended before the long prompt's first token")

@@ -103,7 +103,7 @@ def measure(name: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--log", type=Path, default=None, help="where to write the figures")
+    parser.add_argument("--log", type=Path, default=None, help="write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

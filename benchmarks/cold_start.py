@@ -1,5 +1,5 @@
-"""A fresh process up to its first token, then W2: `python -m benchmarks.cold_start OPTIONS`. It
-prints times and memory.
+"""A fresh process up to its first token, then W2: `python -m benchmarks.cold_start OPTIONS`. Prints
+times and memory.
 
 `latency` runs this program, passes the options as JSON and measures the time from outside.
 """

@@ -36,10 +36,10 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 }
 CACHES: tuple[KVCacheDType, ...] = ("auto", "int8")
 CACHE = 1 << 28  # bytes
-SPEED = "4 streams behind 1,500 tok/s"
+SPEED = "4 streams after 1,500 tokens, tok/s"
 CACHE_COLUMNS: dict[str, Callable[[Row], Any]] = {
     "keys and values": lambda row: row["name"],
-    "bytes a token": lambda row: row["bytes_per_token"],
+    "bytes per token": lambda row: row["bytes_per_token"],
     "blocks": lambda row: row["blocks"],
     SPEED: lambda row: row["decode_tokens_per_s"],
     "perplexity": lambda row: row["perplexity"],

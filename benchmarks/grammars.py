@@ -28,10 +28,10 @@ PERSON = {
     "required": ["name", "age", "kind", "tags"],
     "additionalProperties": False,
 }
-# token limit of samples with a grammar; none can end within a window
+# no sample with one of these grammars can end within a window
 GRAMMARS: Mapping[str, Grammar | None] = {
     "none": None,
-    "none again": None,  # difference of two equal runs
+    "none again": None,  # for the difference between two equal runs
     "regex": Grammar.regex("[0-9a-f ]{4000}"),
     "JSON schema": Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 200}),
     "any JSON": Grammar.json_schema({"type": "array", "items": {}, "minItems": 2000}),
@@ -57,7 +57,7 @@ def measure(options: Options, sequences: int, steps: int) -> list[Row]:
         row(name, own, windows["none"]) | {"sequences": sequences, "steps": steps, "config": config}
         for name, own in windows.items()
     ]
-    show(f"{sequences} sequences, {options.model}: ms a step", COLUMNS, rows)
+    show(f"{sequences} sequences, {options.model}: ms per step", COLUMNS, rows)
     return rows
 
 

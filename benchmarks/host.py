@@ -40,14 +40,14 @@ RESULTS = Path(__file__).parent / "results" / "host.json"
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. `running`: number of samples that decode. `turnover`: tokens of each sample, 0
-    for endless.
+    """One workload. `running`: number of samples that decode. `turnover`: tokens of each sample, or
+    0 for endless samples.
     """
 
     name: str
     running: int
     params: dict[str, Any] = field(default_factory=dict[str, Any])
-    num_samples: int = 1  # of a prompt
+    num_samples: int = 1  # per prompt
     lookahead: int = 0
     cache_type: CacheType = "paged"
     turnover: int = 0
@@ -73,7 +73,7 @@ class Row:
 
     case: str
     running: int
-    steps: int  # in a window
+    steps: int  # per window
     windows: int
     tokens_per_step: float
     median: float
@@ -267,10 +267,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=7)
     parser.add_argument(
-        "--steps", type=int, default=64, help="in a window; a multiple of the block size"
+        "--steps", type=int, default=64, help="steps per window, a multiple of the block size"
     )
     parser.add_argument(
-        "--log", type=Path, default=None, help=f"where to write the figures, e.g. {RESULTS.name}"
+        "--log",
+        type=Path,
+        default=None,
+        help=f"write the figures to this file, such as {RESULTS.name}",
     )
     arguments = parser.parse_args()
     rows = measure(arguments.windows, arguments.steps)

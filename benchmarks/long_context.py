@@ -39,7 +39,7 @@ def main() -> None:
         "seconds": lambda r: r["seconds"],
         "cores": lambda r: r["placement"],
     }
-    columns["a second"] = lambda r: next(r[name] for name in rates if name in r)
+    columns["per second"] = lambda r: next(r[name] for name in rates if name in r)
     measure.show("one stream, and updates", columns, rows)
     measure.write("long_context", rows, options.as_dict(), None, options.model)
 

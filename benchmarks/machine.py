@@ -94,8 +94,8 @@ def available_cores() -> int:
 
 
 def others_load(seconds: float = 0.2) -> float:
-    """Return the number of cores busy while this thread sleeps: other programs, and our own
-    spinning threads.
+    """Return the number of busy cores while this thread sleeps: those of other programs, and of our
+    own spinning threads.
     """
     psutil.cpu_percent()
     time.sleep(seconds)

@@ -71,7 +71,7 @@ class Walk(Protocol):
 
 
 class Refused(Exception):
-    """A backend rejects a schema."""
+    """A backend rejected a schema."""
 
 
 class Stopped(Exception):
@@ -109,7 +109,7 @@ def measure(data: Path, model: str, backends: Sequence[str], every: int, limit: 
     rows = [summary(name, run(name, model, cases, limit), cases) for name in backends]
     show(f"MaskBench, {len(cases)} schemas, {model}'s tokenizer", COLUMNS, rows)
     for row in rows:
-        console.print(f"{row['name']} refused at compile: {row['refused_keywords']}")
+        console.print(f"{row['name']} rejected at compile: {row['refused_keywords']}")
     return rows
 
 
@@ -121,7 +121,7 @@ def schemas(data: Path, every: int) -> dict[str, dict[str, Any]]:
             ["git", "-C", str(data), *command], input=given, capture_output=True, text=True
         )
         if done.returncode:
-            raise ValueError(f"{data} is no clone of jsonschemabench: {done.stderr.strip()}.")
+            raise ValueError(f"{data} is not a clone of jsonschemabench: {done.stderr.strip()}.")
         return done.stdout
 
     paths = git("ls-tree", "-r", "--name-only", "HEAD", f"{FOLDER}/").split("\n")
@@ -193,7 +193,9 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
         TokenTexts(tokenizer).bytes_of,
     )
     compile_schema = COMPILERS[backend](vocabulary)
-    examine(compile_schema, {"schema": {"type": "boolean"}, "tests": []}, None, ())  # reads it all
+    examine(
+        compile_schema, {"schema": {"type": "boolean"}, "tests": []}, None, ()
+    )  # loads everything
     pipe.send("ready")
     while True:
         case = pipe.recv()
@@ -232,7 +234,7 @@ def cpu_seconds() -> float:
 
 
 def try_document(walk: Walk, token_ids: list[int], ends: Collection[int], outcome: Outcome) -> bool:
-    """Return whether the masks accept a document, and record their times."""
+    """Return True if the masks accept a document, and record their times."""
     clock = time.thread_time_ns
     for token_id in token_ids:
         if not is_allowed(walk.words, token_id):
@@ -427,10 +429,10 @@ def _spread(name: str) -> Callable[[Row], str]:
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "backend": lambda row: row["name"],
     "compiled": lambda row: row["compiled"],
-    "refused": lambda row: row["refused_at_compile"],
+    "rejected": lambda row: row["refused_at_compile"],
     "killed": lambda row: len(row["killed"]),
-    "accepted wrongly": lambda row: f"{row['wrongly_accepted']} of {row['invalid_documents']}",
-    "refused wrongly": lambda row: f"{row['wrongly_refused']} of {row['valid_documents']}",
+    "wrongly accepted": lambda row: f"{row['wrongly_accepted']} of {row['invalid_documents']}",
+    "wrongly rejected": lambda row: f"{row['wrongly_refused']} of {row['valid_documents']}",
     "first mask, ms": _spread("first_mask_ms"),
     "mask, µs": _spread("mask_us"),
     "commit, µs": _spread("commit_us"),

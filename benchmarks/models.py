@@ -41,9 +41,8 @@ QWEN_CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-# Three layers of the gated delta rule per layer of gated attention, as in Qwen3.5-0.8B; 0.63
-# billion
-# weights.
+# Three layers of the gated delta rule per layer of gated attention, as in Qwen3.5-0.8B: 0.63
+# billion weights.
 QWEN35_CONFIG = QWEN_CONFIG | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",

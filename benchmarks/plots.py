@@ -15,8 +15,7 @@ PICTURES = ROOT / "docs"
 DIGEST = "Description"  # PNG keyword of a picture's digest
 COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
-# Description of a workload, taken from the first of these that a row has. README's table shows the
-# same.
+# The rate of a workload is the first of these that its row has. README's table shows the same.
 RATES = ("decode_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
 LEAST_DRAFTS = 20  # drafts at a position, below which no share is shown
 HOST_BUDGET_US = 3.9  # per sequence and step: 1 ms at 256 sequences
@@ -146,7 +145,7 @@ def share_of_bound(results: Path) -> Any:
     ]
     bars(axis, [row["workload"] for row in rows], percent, [COLORS[OURS]] * len(rows), "{:.0f} %")
     axis.axhline(100, color=WARM, linewidth=1)
-    axis.set_ylabel("% of what the machine could do")
+    axis.set_ylabel("% of the machine's limit")
     axis.set_title("Share of the bound by arithmetic and memory", fontsize=9)
     return figure
 
@@ -204,15 +203,15 @@ def exactness(results: Path) -> Any:
     axis.axhline(0, color="#222222", linewidth=1)
     axis.set_ylabel("extra time, %")
     axis.set_title(
-        "What exactness costs: as published (GPUs), and here against what is not exact (CPU)",
+        "Cost of exactness: published figures (GPUs), and here against inexact engines (CPU)",
         fontsize=9,
     )
     return figure
 
 
 def own_costs(results: Path) -> dict[str, float]:
-    """Plot extra time by workload against the faster peer, and of the products against torch's at
-    the same rate of work.
+    """Return the extra time by workload against the faster peer, and of our products against
+    torch's.
     """
     rows, costs = rows_of(results, "peers"), {}
     for name in sorted({row["workload"] for row in rows}):
@@ -288,7 +287,9 @@ def drafts(results: Path) -> Any:
         shares = [a / d for a, d in zip(accepted, drafted, strict=True) if d >= LEAST_DRAFTS]
         if shares:
             places.plot(range(1, len(shares) + 1), shares, marker="o", label=row["name"])
-    places.set(title="share of drafts drawn, by place", ylim=(0, 1.05), xlabel="place in its step")
+    places.set(
+        title="share of drafts drawn, by position", ylim=(0, 1.05), xlabel="position in its step"
+    )
     places.xaxis.get_major_locator().set_params(integer=True)
     places.legend(fontsize=7.5)
     costs = next(row for row in rows if "rows" in row)

@@ -1,7 +1,8 @@
 """The cost of sending a step to another rank: encoding, socket, and batches, in the real loop
 without a model.
 
-The other end is a process that does a worker's tasks up to the model. Both use the system clock.
+The other end is a process that does a worker's tasks up to the model. Both ends use the system
+clock.
 """
 
 import gc

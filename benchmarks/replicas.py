@@ -279,7 +279,7 @@ async def _failover(config: EngineConfig, shape: Shape, repeats: int) -> Row:
             longest.append(failover.longest)
             mean.append((failover.seconds - before[1]) / count if count else 0.0)
             print(
-                f"{count} streams went on; all ended {time.perf_counter() - began:.2f} s after "
+                f"{count} streams continued; all ended {time.perf_counter() - began:.2f} s after "
                 "the kill"
             )
     finally:

@@ -20,7 +20,7 @@ from nano_inference.rl import PolicyModel, score
 from nano_inference.weights.sync import WeightSyncManager
 
 RUNNING = 16  # running sequences during weight updates
-CONTEXT = 256  # tokens of each of them, if relevant
+CONTEXT = 256  # tokens of each, if the context matters
 SHARED, MEMBERS, OWN = 1024, 16, 64  # score: shared tokens, sequences, tokens of each
 ABORTED, ABORTED_AT = 256, (8, 100)  # requests, and the tokens of each at the abort
 BATCH, LENGTH = 32, 64  # gradients

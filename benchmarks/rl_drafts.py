@@ -1,5 +1,5 @@
-"""Drafts in RL: whole GRPO runs without drafts, with drafts from history, and also with drafts of
-the policy's own layers; and an evaluation repeated after a small update.
+"""Drafts in RL. Whole GRPO runs: without drafts, with drafts from history, and also with drafts of
+the policy's own layers. An evaluation that is repeated after a small update.
 """
 
 import resource
@@ -131,7 +131,7 @@ def rerun(options: Options, _: Recipe) -> Iterator[Row]:
             ]
             assert bits[0] == bits[1], "drafts changed an answer"
         tokens = len(SUBJECTS) * TOKENS
-        print(f"{temperature}, {at_once}: {found}")
+        print(f"temperature {temperature}, {at_once} at once: {found}")
         for mode, runs in found.items():
             yield {
                 "name": f"rerun, temperature {temperature:g}, {at_once} at once, {mode}",
@@ -196,7 +196,7 @@ def weights_at(
         new = {name: (old[name].float() + scale * noise[name]).to(old[name].dtype) for name in old}
         engine.update_weights(new)
         found = divergence(engine, samples)
-        print(f"noise of {scale:.4f} of each tensor's deviation: KL {found:.5f} a token")
+        print(f"noise of {scale:.4f} of each tensor's deviation: KL {found:.5f} per token")
         if 0.8 * wanted < found < 1.2 * wanted:
             return new, found
         scale *= min(max((wanted / found) ** 0.5, 0.1), 10)

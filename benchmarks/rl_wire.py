@@ -111,9 +111,11 @@ def logprobs(options: Options, choice: Choice) -> list[Row]:
             ) as server:
                 rows += forms(server, "vllm", VLLM_FORMS, options, choice)
         except PeerFailed as why:
-            console.print(f"vllm is left out: {why}", markup=False)
+            console.print(f"skipping vllm: {why}", markup=False)
     show(
-        f"logprobs over HTTP, {options.model}, {choice.concurrency} at once", LOGPROB_COLUMNS, rows
+        f"logprobs over HTTP, {options.model}, {choice.concurrency} in flight",
+        LOGPROB_COLUMNS,
+        rows,
     )
     return rows
 

@@ -10,8 +10,8 @@ later step computes one token of every unfinished sequence. A step costs
 The measured rates turn these into two times. `bound` takes the larger one in each step (arithmetic
 and reading overlap perfectly) and sums over the steps. `serial` adds both (no overlap at all).
 `arithmetic` and `reading` are the totals of one kind. No engine beats `bound` unless it batches
-prompts and decodes of different requests better than step by step. That only helps if some steps
-read and others compute. Attention windows are not modelled.
+prompts and decodes of different requests better than step by step. Such batches help only if some
+steps read and others compute. Attention windows are not modeled.
 """
 
 from collections.abc import Callable, Sequence
@@ -221,7 +221,7 @@ def measure(options: Options, workloads: Sequence[str], *, run: bool = True) -> 
     shape = shape_of(load_spec(model_path(options.model)), 4 if options.dtype == "float32" else 2)
     if options.model == "smollm2-135m":
         show(
-            "SmolLM2-135M at 436 GFLOP/s, arithmetic alone",
+            "SmolLM2-135M at 436 GFLOP/s, only arithmetic",
             REFERENCE_COLUMNS,
             reference_rows(shape),
         )

@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument(
-        "--repeats", type=int, default=5, help="of the workloads; 0: the products alone"
+        "--repeats", type=int, default=5, help="runs of the workloads; 0: only the products"
     )
     given = parser.parse_args()
     rows: list[measure.Row] = []

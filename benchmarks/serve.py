@@ -111,7 +111,7 @@ def throughput(options: Options, choice: Choice) -> list[Row]:
         for entrant in entrants[shift:] + entrants[:shift]:
             entrant(options, choice, number, table)
     rows = [seen.row(engine, form) for (engine, form), seen in table.items()]
-    show(f"throughput, {options.model}, {choice.concurrency} at once", THROUGHPUT_COLUMNS, rows)
+    show(f"throughput, {options.model}, {choice.concurrency} in flight", THROUGHPUT_COLUMNS, rows)
     for line in targets(table):
         console.print(line, markup=False)
     return rows
@@ -145,13 +145,13 @@ def served(options: Options, choice: Choice, number: int, table: Table) -> None:
 
 def vllm(options: Options, choice: Choice, number: int, table: Table) -> None:
     if install.installed(choice.cache, "vllm") is None:
-        console.print("vllm is left out: it is not installed; `make peers` does that.")
+        console.print("skipping vllm: it is not installed; run `make peers`.")
         return
     try:
         with servers.vllm(options, choice.cache, log_of(choice, "vllm"), choice.setting) as server:
             both_forms(server, "vllm", choice, number, table)
     except PeerFailed as why:
-        console.print(f"vllm is left out: {why}", markup=False)
+        console.print(f"skipping vllm: {why}", markup=False)
 
 
 THROUGHPUT: dict[str, Callable[[Options, Choice, int, Table], None]] = {
@@ -236,8 +236,8 @@ def targets(table: Table) -> list[str]:
     """Return the ratios, round by round."""
     lines: list[str] = []
     for (engine, form), against, what in (
-        ((OURS, "whole"), (ALONE, "whole"), "of the engine alone"),
-        ((OURS, "streamed"), (ALONE, "whole"), "of the engine alone"),
+        ((OURS, "whole"), (ALONE, "whole"), "of the bare engine"),
+        ((OURS, "streamed"), (ALONE, "whole"), "of the bare engine"),
         ((OURS, "whole"), ("vllm", "whole"), "of vLLM's server"),
         ((OURS, "streamed"), ("vllm", "streamed"), "of vLLM's server"),
     ):
@@ -363,9 +363,9 @@ FIRST_COLUMNS: dict[str, Callable[[Row], Any]] = {
     "first token, ms (p50)": lambda row: row["ms"],
 }
 ARRIVAL_COLUMNS: dict[str, Callable[[Row], Any]] = {
-    "tokens a step": lambda row: row["budget"] or "unbounded",
+    "tokens per step": lambda row: row["budget"] or "unbounded",
     "between tokens before, ms (p99)": lambda row: row["before_p99_ms"],
-    "meanwhile, ms (p99)": lambda row: row["during_p99_ms"],
+    "between tokens during it, ms (p99)": lambda row: row["during_p99_ms"],
     "growth": lambda row: row["growth"],
     "the long prompt's first token, s": lambda row: row["long_prompt_s"],
 }

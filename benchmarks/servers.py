@@ -47,9 +47,7 @@ def started(
     limit: float = LOAD_LIMIT,
     config: str | None = None,
 ) -> Iterator[Running]:
-    """Start a server on a port. Raise `PeerFailed` if it ends or is not healthy within
-    the limit.
-    """
+    """Start a server on a port. Raises `PeerFailed` if it ends or is not healthy in time."""
     log.unlink(missing_ok=True)
     processes = Processes(command, variables, log)
     target = Target(f"http://127.0.0.1:{port}", NAME)
@@ -74,7 +72,7 @@ def wait_until_healthy(processes: Processes, target: Target, limit: float) -> No
             pass
         time.sleep(0.1)
     raise PeerFailed(
-        f"the server on {target.url} was not healthy within {limit:g} s; {processes.log} says why."
+        f"the server on {target.url} was not healthy within {limit:g} s; its log is {processes.log}."
     )
 
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks speculation`: the savings of drafts, on texts of a real model.
 
 Two engines in one process, one of them with drafts, complete each prompt in turns with the same
-seeds. Their tokens must be equal, and a difference aborts the run. The ratios compare times of the
-same round: CPU seconds of the whole process (with `OMP_WAIT_POLICY=PASSIVE`, waiting threads use
-none) and wall-clock time.
+seeds. The tokens of both must be equal, and a difference aborts the run. The ratios compare times
+of the same round: CPU seconds of the whole process (with `OMP_WAIT_POLICY=PASSIVE`, waiting threads
+use none) and wall-clock time.
 """
 
 import gc
@@ -133,7 +133,7 @@ TASKS = (
 
 @dataclass
 class Turn:
-    """Time and drafts of one engine on a task."""
+    """Times, tokens and steps of one engine on a task."""
 
     cpu: float = 0.0
     wall: float = 0.0

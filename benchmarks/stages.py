@@ -21,7 +21,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
         f"{share['median']:.0%}" for share in row["waiting_shares"]
     ),
     "steps": lambda row: row["steps"],
-    "sequences a step": lambda row: row["sequences_per_step"],
+    "sequences per step": lambda row: row["sequences_per_step"],
     "cores": lambda row: row["placement"],
 }
 

@@ -50,7 +50,7 @@ class Shares:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--log", type=Path, default=None, help="where to write the figures")
+    parser.add_argument("--log", type=Path, default=None, help="write the figures to this file")
     arguments = parser.parse_args()
     rows = [
         measure(arguments.model, dtype, batch)

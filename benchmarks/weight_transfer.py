@@ -145,7 +145,7 @@ def _timed(seconds: list[float]) -> Iterator[None]:
 def main() -> None:
     """Measure both and print the minima."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--send", help="what the second process is told")
+    parser.add_argument("--send", help="arguments of the second process, as JSON")
     arguments = parser.parse_args()
     if arguments.send:
         _send_all(*json.loads(arguments.send))

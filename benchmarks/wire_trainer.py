@@ -1,7 +1,7 @@
 """The trainer of `rl_wire` in a separate process: `python -m benchmarks.wire_trainer URL MODEL
 DTYPE`.
 
-It uses only torch and HTTP: gloo as rank 0 of an ordinary group, and vLLM's routes. A JSON line
+Uses only torch and HTTP: gloo as rank 0 of an ordinary group, and vLLM's routes. A JSON line
 (see `peers.channel`) requests one update in one of `FLOWS`. The answer has the start and end times
 (`time.perf_counter`, which all processes of a Linux machine share).
 """
@@ -27,7 +27,7 @@ FLOWS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # before and after th
 
 
 def post(url: str, path: str, body: Any = None) -> Any:
-    """Send a POST. Raise the exception of `urllib` for any status but 200."""
+    """Send a POST request. Raises the exception of `urllib` for any status but 200."""
     content = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         url + path, content, {"Content-Type": "application/json"}, method="POST"

@@ -2,8 +2,8 @@
 because it uses only the standard library.
 
 All ids are in [100, 49,000), which every model of the benchmarks has. The end of a sequence is
-ignored, so lengths are fixed. `variant=k` has the same shapes with other ids. It serves for
-warm-up, and keeps a run from reusing another one's prefixes.
+ignored, so lengths are fixed. `variant=k` has the same shapes with other ids. Variants serve for
+warm-up, and keep a run from reusing the prefixes of another.
 
 W6 has the shape of a real rollout: 8 prompts with 8 samples each, a few of them much longer than
 the others. A request has one `max_tokens` for all its samples, so W6 has 8 requests per prompt with

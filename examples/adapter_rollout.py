@@ -36,7 +36,7 @@ class AdapterRollout:
         self.url, self.name = url, name
         self._synced: Any = None
         self._version = 0
-        self.sent_bytes = 0  # duration of the last update
+        self.sent_bytes = 0  # size of the last update
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         token_ids = prompt_token_ids(prompts, trainer)

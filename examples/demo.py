@@ -22,7 +22,7 @@ QUESTIONS = (
 SAMPLES_PER_PROMPT = 4
 PARAMS = SamplingParams(temperature=0.8, max_tokens=48, seed=1, raw_logprobs=True)
 CHANGED = "model.norm.weight"  # the weight that the third part changes
-FACTOR = 2.0  # doubles every logit, so the model is surer of each choice
+FACTOR = 2.0  # doubles every logit, so the model is more certain of each choice
 STEPS_BEFORE_CHANGE = 12
 
 console = Console(highlight=False)
@@ -49,12 +49,10 @@ def load() -> InferenceEngine:
         )
     console.print(f"Ready after {time.perf_counter() - start:.1f} s.\n")
     console.print(str(engine.memory_budget))
-    note(
-        "The KV cache keeps what attention needs of every token so far. Sequences share its blocks."
-    )
+    note("The KV cache holds the keys and values of all tokens so far. Sequences share its blocks.")
     console.print(f"numerics {engine.numerics.fingerprint}")
     note(
-        "Backend, number type, device, torch. Samples carry this line; equal lines promise equal "
+        "Backend, dtype, device, torch. Every sample records this line. Equal lines mean equal "
         "bits."
     )
     return engine
@@ -65,14 +63,14 @@ def sample_groups(engine: InferenceEngine, prompts: list[Any]) -> None:
     say(
         f"Temperature {PARAMS.temperature}, at most {PARAMS.max_tokens} tokens, seed "
         f"{PARAMS.seed}. Every run on this "
-        "machine gives the same answers; with 135 million parameters the model makes mistakes."
+        "machine gives the same answers. With 135 million parameters, the model makes mistakes."
     )
     start = time.perf_counter()
     samples = engine.generate(prompts, PARAMS, SAMPLES_PER_PROMPT, progress=console.is_terminal)
     seconds = time.perf_counter() - start
-    note("mean logprob: log of a token's probability, averaged. 0 is certain, -0.69 is one in two.")
-    note("stop: the model ended its answer. length: it reached the limit of tokens.")
-    note("weight version: counts the updates of the model's weights. 0 is the checkpoint.")
+    note("mean logprob: mean log of the tokens' probabilities. 0 is certain, -0.69 is one in two.")
+    note("stop: the model ended its answer. length: the answer reached the token limit.")
+    note("weight version: number of updates of the model's weights. 0 is the checkpoint.")
     for index, question in enumerate(QUESTIONS):
         group = samples[index * SAMPLES_PER_PROMPT : (index + 1) * SAMPLES_PER_PROMPT]
         console.print(
@@ -92,31 +90,28 @@ def summary(engine: InferenceEngine, samples: list[TrainingSample], seconds: flo
         ("samples", f"{len(samples)}"),
         ("completion tokens", f"{tokens:,}"),
         ("time", f"{seconds:.1f} s"),
-        ("speed", f"{tokens / seconds:,.1f} completion tokens a second"),
+        ("speed", f"{tokens / seconds:,.1f} completion tokens per second"),
         ("prompt tokens computed", f"{computed:,}"),
-        ("without sharing", f"{alone:,}, each sample computing its own prompt"),
+        ("without sharing", f"{alone:,}, if each sample computed its own prompt"),
         ("prefill saved by sharing", f"{1 - computed / alone:.0%}"),
     )
-    console.print("\n[bold]In all[/bold]")
+    console.print("\n[bold]In total[/bold]")
     for name, value in rows:
         console.print(f"  {name:<26}{value}")
-    note(
-        "Samples of one prompt share its computation. Prompts that begin alike share those blocks."
-    )
+    note("Samples of one prompt share its computation. Prompts with equal beginnings share blocks.")
 
 
 def change_weights(engine: InferenceEngine, prompt: Any) -> None:
-    title("3. Change the weights while a sample is being written")
+    title("3. Change the weights during a sample")
     say(f"A request for the last prompt starts under weight version {engine.get_weight_version()}.")
     engine.add_request(prompt, PARAMS)
     for _ in range(STEPS_BEFORE_CHANGE):
         engine.step()
     update = engine.update_weights({CHANGED: scaled_by(engine, FACTOR)}, blocking=False)
     say(
-        f"After {STEPS_BEFORE_CHANGE} tokens {CHANGED} is multiplied by {FACTOR:g}, which makes "
-        "the model surer of its "
-        f"choices. Version {update.version} serves from the next step on; the sample goes on "
-        "where it is."
+        f"After {STEPS_BEFORE_CHANGE} tokens, {CHANGED} is multiplied by {FACTOR:g}, which makes "
+        f"the model more certain. Version {update.version} is live from the next step on, and the "
+        "sample continues."
     )
     samples: list[TrainingSample] = []
     while engine.has_pending():
@@ -130,16 +125,16 @@ def change_weights(engine: InferenceEngine, prompt: Any) -> None:
             f"{mean:.2f}",
             indent=4,
         )
-    note("A trainer can tell from this which tokens are off its policy, and by how many updates.")
+    note("A trainer thus knows which tokens are off-policy, and by how many updates.")
     console.print()
-    say(f"A request that comes now is served by version {engine.get_weight_version()} alone:")
+    say(f"A new request uses only version {engine.get_weight_version()}:")
     console.print()
     after = engine.generate(prompt, PARAMS)[0]
     show(after)
     drift = average(after.raw_logprobs or ()) - average(after.ref_logprobs or ())
     say(f"mean log ratio to the frozen copy of version 0: {drift:.2f}", indent=4)
     note(
-        "The reference scores every sample while others are decoded. Before the change the ratio "
+        "The reference scores each sample while others are decoded. Before the change, the ratio "
         "is exactly 0."
     )
 

@@ -69,8 +69,8 @@ class Recipe:
     """Settings of a run. Together with model and task they determine the last checkpoint."""
 
     steps: int = 150
-    prompts: int = 4  # a step
-    samples: int = 8  # of a prompt: a group
+    prompts: int = 4  # per step
+    samples: int = 8  # per prompt: a group
     learning_rate: float = 1e-5
     seed: int = 0
     test_every: int = 10  # steps
@@ -332,7 +332,10 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=EngineConfig.block_size)
     parser.add_argument("--cache-type", choices=("paged", "radix"), default="paged")
     parser.add_argument(
-        "--kv-cache-memory", type=int, default=2**27, help="bytes; a small cache forces preemption"
+        "--kv-cache-memory",
+        type=int,
+        default=2**27,
+        help="KV cache in bytes; a small one forces preemption",
     )
     parser.add_argument("--lookahead", type=int, choices=(0, 1))
     parser.add_argument("--num-threads", type=int)

@@ -111,8 +111,8 @@ PICTURES = {
 
 
 def digest_of(picture: Picture) -> str:
-    """Return a digest of a picture's code without comments and docstrings. It shows if the picture
-    is current without making it again.
+    """Return a digest of a picture's code without comments and docstrings. A test compares the
+    digest to find outdated pictures without making them again.
     """
     parts = [repr(picture), str(WIDTH)]
     for source in picture.sources:
@@ -236,7 +236,7 @@ def plain(text: str) -> str:
 
 
 def screen(text: str) -> str:
-    """Return the final screen, with colours, after all cursor movements of spinners and bars."""
+    """Return the final screen, with colors, after all cursor movements of spinners and bars."""
     rows = [""]
     row = 0
     overwrite = False  # the cursor is at the start of the row

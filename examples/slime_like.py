@@ -1,6 +1,6 @@
 """A trainer that drives a server like slime and Miles: rollouts by `/generate`, and new weights over
-a `torch.distributed` group during rollouts. It uses SGLang's routes and does not import
-nano-inference.
+a `torch.distributed` group during rollouts. The trainer uses SGLang's routes and imports only the
+reader of checkpoints from nano-inference.
 
     nano-inference serve MODEL --rl
     python examples/slime_like.py http://127.0.0.1:8000 --mode abort
@@ -63,7 +63,7 @@ class Engine:
         return reply.json()
 
     def get(self, path: str) -> Any:
-        """The same."""
+        """Send a GET request. Raises `httpx.HTTPStatusError` if it is rejected."""
         return self._http.get(path).raise_for_status().json()
 
     def flush_cache(self) -> int:
@@ -72,7 +72,7 @@ class Engine:
             if self._http.get("/flush_cache").status_code == 200:
                 return count
             time.sleep(0.05)
-        raise TimeoutError("the cache could not be flushed: requests run on.")
+        raise TimeoutError("the cache could not be flushed: requests are still running.")
 
     def checksums(self) -> dict[str, str]:
         """Return the first 16 digits of the SHA-256 of every live tensor."""
@@ -90,7 +90,7 @@ class Rollouts:
         self._workers = [self._pool.submit(self._work) for _ in range(count)]
 
     def wait_until_under_way(self) -> None:
-        """Wait until the engine runs the rollouts. Raises the error of a failed rollout."""
+        """Wait until the engine runs rollouts. Raises the error of a failed rollout."""
         until = time.monotonic() + PATIENCE
         while not self._engine.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
             for worker in self._workers:
@@ -99,7 +99,7 @@ class Rollouts:
             require(time.monotonic() < until, "no rollout runs")
 
     def __enter__(self) -> Self:
-        """They are under way already."""
+        """Return the rollouts, which are already running."""
         return self
 
     def __exit__(self, *_: object) -> None:

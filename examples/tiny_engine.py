@@ -147,7 +147,8 @@ def schedule(
 
     Running sequences come first, in order of arrival. If blocks run out, the newest sequence is
     preempted: it gives up its blocks and computes its tokens again later. If none was preempted,
-    waiting sequences enter in order while they fit. A chunk is as long as the step's budget of tokens allows (chunked prefill).
+    waiting sequences enter in order while they fit. A chunk is as long as the step's budget of
+    tokens allows (chunked prefill).
     """
     budget, free = config.max_tokens_per_batch, len(cache.free)
     chunks: list[Chunk] = []
@@ -280,7 +281,7 @@ class Decoder:
 def sample(logits: Tensor, seq: Sequence) -> tuple[int, float]:
     """Draw a token and return it with its logprob.
 
-    The noise is a function of seed and position, so it does not depend on the batch, and a preempted
+    The noise is a function of seed and position, so it does not depend on the batch. A preempted
     sample continues with the same noise (Gumbel-max, Maddison et al. 2014).
     """
     temperature = seq.params.temperature

@@ -47,8 +47,8 @@ class Recipe:
     """Settings of a run, in addition to model and dtype."""
 
     steps: int = 24
-    prompts: int = 4  # a step
-    samples: int = 8  # of a prompt: TRL's num_generations
+    prompts: int = 4  # per step
+    samples: int = 8  # per prompt: TRL's num_generations
     max_tokens: int = 8
     learning_rate: float = 2e-5
     seed: int = 0
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--prompts", type=int, default=Recipe.prompts, help="a step")
+    parser.add_argument("--prompts", type=int, default=Recipe.prompts, help="prompts per step")
     parser.add_argument("--samples", type=int, default=Recipe.samples, help="samples per prompt")
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument(
@@ -345,7 +345,7 @@ def main() -> None:
         type=int,
         default=0,
         metavar="RANK",
-        help="train a PEFT adapter of this rank; the engine is a server that receives only the adapter",
+        help="train a PEFT adapter of this rank and send it to the engine, a server",
     )
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument(
@@ -373,7 +373,7 @@ def main() -> None:
             save(options.out, record | {"runs": runs})
         if options.compare_generate:
             seconds = time_generate(recipe, model, output, options.compare_generate)
-            print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s a step")
+            print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s per step")
             save(options.out, record | {"runs": runs, "transformers_generate_seconds": seconds})
     far = [
         step["step"]

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Run everything that a machine with a GPU can show of this engine: three commands of at most 560 seconds each.
+# Test and measure this engine on a machine with a GPU, in three commands of at most 560 seconds each.
 #
-#   scripts/gpu_check.sh --only right out/gpu/right      does it run, and is it right?
-#   scripts/gpu_check.sh --only speed out/gpu/speed      how fast is it, beside the roofline and a plain loop?
-#   scripts/gpu_check.sh --only causes out/gpu/causes    where does the time go, and what would help?
+#   scripts/gpu_check.sh --only right out/gpu/right      test that the engine runs and is right
+#   scripts/gpu_check.sh --only speed out/gpu/speed      measure its speed against the roofline and a plain loop
+#   scripts/gpu_check.sh --only causes out/gpu/causes    measure the parts of a step, and possible improvements
 #
-#   scripts/gpu_check.sh [options] [OUT]      OUT: folder of the results, out/gpu if not given
-#     --only A,B        run only these stages or groups of stages (right, speed, causes); all if not given
-#     --seconds N       for all chosen stages together; 560 for each group if not given, four times as many in a dry run
-#     --models FOLDER   keep the random models here (18 GB with the large one). Not given: a temporary folder, in memory
+#   scripts/gpu_check.sh [options] [OUT]      OUT: folder of the results. Default: out/gpu
+#     --only A,B        run only these stages or groups of stages (right, speed, causes). Default: all
+#     --seconds N       limit all chosen stages together. Default: 560 per group, four times as long in a dry run
+#     --models FOLDER   keep the random models here (18 GB with the large one). Default: a temporary folder, in memory
 #                       (/dev/shm) if there is room, which is removed at the end
 #     --dry-run         run every stage at toy size through Triton's interpreter, on a machine without a GPU
-#     --python PROGRAM  python3 if not given
+#     --python PROGRAM  run this Python. Default: python3
 #     --list            print every stage with its group and its limit in seconds, and stop
 #
-# Nothing has to be installed but what `missing` asks for; packages in a folder of PYTHONPATH are found. The script first
-# prints what is missing and what it leaves out for it. A stage that fails or reaches its limit does not stop the others.
-# Exit code: 0 all is well, 1 a stage failed, 2 nothing could be run. Results: OUT/gpu.json, OUT/gpu.txt (the table),
-# OUT/log.txt, OUT/stages/ (the output of each stage), OUT/shards/ (of each process of the tests), OUT/trace-*.json.gz,
-# and all of it as OUT/gpu_check.tgz, which is written after every stage: it is there if the run is killed, too.
+# The script first prints missing requirements and the stages that it skips without them. Packages in a folder of
+# PYTHONPATH count as installed. A stage that fails or reaches its limit does not stop the others.
+# Exit code: 0 all stages passed, 1 a stage failed, 2 no stage could run. Results: OUT/gpu.json, OUT/gpu.txt (the table),
+# OUT/log.txt, OUT/stages/ (output of each stage), OUT/shards/ (output of each process of the tests),
+# OUT/trace-*.json.gz. OUT/gpu_check.tgz contains all of these. It is rewritten after every stage, in case the run is
+# killed.
 set -uo pipefail
 
 # name, group, limit in seconds
@@ -53,7 +54,7 @@ while [ $# -gt 0 ]; do
 done
 [[ $total =~ ^[0-9]*$ ]] || die "--seconds $total is not a number."
 
-chosen="," groups=","  # of stages, and of the groups that they are in
+chosen="," groups=","  # the stages, and the groups that contain them
 for word in ${only//,/ }; do
     found=
     for row in "${stages[@]}"; do
@@ -65,7 +66,7 @@ for word in ${only//,/ }; do
     done
     [ -n "$found" ] || die "unknown stage $word; --list names them."
 done
-command -v "$python" > /dev/null || die "there is no $python; name one with --python."
+command -v "$python" > /dev/null || die "$python does not exist; name a Python with --python."
 lacking=$("$python" -c 'import importlib.util as find; print(*[name for name in ("torch", "numpy", "psutil", "typer")
 if not find.find_spec(name)])') || die "$python does not run; name another one with --python."
 [ -z "$lacking" ] || die "$python lacks $lacking: install them for it, or name another one with --python."
@@ -74,8 +75,8 @@ out=$(mkdir -p "${out:=out/gpu}" && cd "$out" && pwd) || die "cannot write to $o
 [ -z "$models" ] || models=$(mkdir -p "$models" && cd "$models" && pwd) || die "cannot write to the folder of models."
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export HYPOTHESIS_STORAGE_DIRECTORY=$out/parts/hypothesis PYTHONDONTWRITEBYTECODE=1  # nothing is left in the checkout
-slower=1  # times as long as each stage may take
+export HYPOTHESIS_STORAGE_DIRECTORY=$out/parts/hypothesis PYTHONDONTWRITEBYTECODE=1  # leaves the checkout clean
+slower=1  # factor for the limit of each stage
 [ ${#dry[@]} -eq 0 ] || { slower=4; export OMP_WAIT_POLICY=PASSIVE; }
 if [ -z "$total" ]; then
     read -ra each <<< "${groups//,/ }"
@@ -93,7 +94,7 @@ if [ -z "$models" ]; then
     made=$models
 fi
 
-# Put all results into one archive, which takes the place of the one before.
+# Put all results into one archive, which replaces the previous one.
 pack() {
     local new
     new=$(mktemp) || return 0
@@ -106,7 +107,7 @@ report() {
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
 }
 
-# Whoever stops this script wants what there is: the archive first, then the table.
+# On a signal, write the results so far: the archive first, then the table.
 stop() {
     trap '' TERM INT HUP
     if [ -n "$running" ]; then
@@ -134,20 +135,20 @@ limit_of() {
     done
 }
 
-# What a stage says of itself: its last line that begins with "verdict: ".
+# Print the verdict of a stage: its last line that begins with "verdict: ".
 verdict() { sed -n 's/^verdict: /: /p' "$out/stages/$1.txt" 2> /dev/null | tail -n 1; }
 
-# stage NAME COMMAND...: run it with its limit, say how it ended, keep its output.
+# stage NAME COMMAND...: run a stage with its limit, print its result, keep its output.
 stage() {
     local name=$1 limit=$(($(limit_of "$1") * slower)) code ended left=$((total - SECONDS)) tee
     shift
     [[ $chosen == *",$name,"* ]] || return 0
     if grep -qx "$name" "$out/skip" 2> /dev/null; then
-        note "$name" 0 "$limit" "left out: something is missing"
+        note "$name" 0 "$limit" "skipped: a requirement is missing"
         return 0
     fi
     if [ "$left" -lt 10 ]; then
-        note "$name" 0 "$limit" "left out: no time is left"
+        note "$name" 0 "$limit" "skipped: no time is left"
         failed=1
         return 0
     fi
@@ -156,7 +157,7 @@ stage() {
     current=$name began=$SECONDS
     exec 3> >(exec tee -a "$out/log.txt" "$out/stages/$name.txt")
     tee=$!
-    # in the background: a signal to this script is answered at once, and not after the stage
+    # in the background, so that this script handles a signal before the stage ends
     timeout -k 10 "$limit" "${@//@LIMIT/$limit}" >&3 2>&1 3>&- &
     running=$!
     exec 3>&-
@@ -182,7 +183,7 @@ note() {
 part() { stage "$1" "$python" -m benchmarks.gpu part "$1" --out "$out" --models "$models" --seconds @LIMIT "${dry[@]}"; }
 
 "$python" -m benchmarks.gpu missing --out "$out" --models "$models" "${dry[@]}" 2>&1 | tee -a "$out/log.txt"
-[ "${PIPESTATUS[0]}" -eq 0 ] || die "nothing can be run here: see above."
+[ "${PIPESTATUS[0]}" -eq 0 ] || die "nothing can be run here; see above."
 
 stage precompile "$python" -m tests.gpu.precompile --seconds @LIMIT "${dry[@]}"
 stage smoke "$python" -m tests.gpu.smoke --models "$models" "${dry[@]}"

@@ -119,7 +119,7 @@ def follow_dotted(text: str, names: dict[str, str]) -> str:
 
 
 def follow_paths(text: str, moves: dict[str, str]) -> str:
-    """Yield paths as documents write them: from the root, src/, or the package's folder."""
+    """Replace paths as documents write them: from the root, src/, or the package's folder."""
     shorter = {}
     for old, new in moves.items():
         shorter[old] = new

@@ -1,8 +1,8 @@
 """Measure the English of documents, docstrings, messages, test names and commits.
 
 `python scripts/prose.py` prints every measure next to its budget. `--check`, which `make lint`
-runs, fails if a measure is over its budget; `--list MEASURE [PATH ...]` prints the places that a
-measure counts; `--freeze` lowers budgets to today's figures and never raises one. CONTRIBUTING.md
+runs, fails if a measure is over its budget. `--list MEASURE [PATH ...]` prints the places that a
+measure counts. `--freeze` lowers budgets to today's figures and never raises one. CONTRIBUTING.md
 has the rules, `scripts/prose.toml` the budgets.
 """
 
@@ -121,7 +121,7 @@ class Measures:
         self._commits()
 
     def figures(self) -> dict[str, float]:
-        """Count or rate per 1,000 words of each measure, by its name."""
+        """Return the count, or the rate per 1,000 words, of each measure by name."""
         figures: dict[str, float] = {"words of documents": self.words["documents"]}
         for kind in ("documents", "docstrings"):
             words = max(1, self.words[kind]) / 1000
@@ -238,7 +238,7 @@ class Measures:
                     self.places["test names without a unit"].append(place)
 
     def _commits(self) -> None:
-        """Subjects since the commit that the budgets name; none if the history is not at hand."""
+        """Record bad subjects since the commit that the budgets name. None without a history."""
         since = tomllib.loads(BUDGETS.read_text())["since"]
         self.places["commit subjects"] = []
         shown = subprocess.run(
@@ -260,7 +260,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _passages(markdown: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs, list items, headings and table cells with their first lines; no code."""
+    """Yield paragraphs, list items, headings and table cells with their first lines, not code."""
     text = FENCE.sub(_blank, markdown)
     text = re.sub(r"<!--.*?-->", _blank, text, flags=re.S)
     lines, start = [], 0
@@ -281,7 +281,7 @@ def _passages(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def _plain(text: str) -> str:
-    """Text without markup: code counts as one word, a link as its words."""
+    """Return text without markup. Code counts as one word, a link as its words."""
     text = re.sub(r"``.+?``|`[^`]+`", "code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return text.replace("**", "").replace("\\|", "|")
@@ -301,7 +301,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Comments, those of consecutive lines as one text, by their first line."""
+    """Yield comments with their first lines. Comments on consecutive lines are one text."""
     block, start = [], 0
     for number, line in enumerate([*source.splitlines(), ""], 1):
         whole = re.match(r"\s*#:? (.*)", line)
@@ -318,7 +318,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Texts that an error is raised with, or that a logger prints."""
+    """Yield the texts of raised errors and of log lines."""
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(call, ast.Call) or not (
@@ -336,7 +336,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Variables and arguments, outside comprehensions and lambdas, whose names carry no meaning."""
+    """Yield variables and arguments with vague names, outside comprehensions and lambdas."""
     short_lived = {
         id(name)
         for node in ast.walk(tree)

@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nano_inference"
-# These folders contain everything that a step needs.
+# folders with everything that a step needs
 STEP = ("core", "kv_cache", "sampling")
 SCREEN = 50  # lines
 
@@ -173,7 +173,7 @@ class Trace:
 
 
 def paths() -> dict[str, set[str]]:
-    """Return the files of each path, from its second run. The first also loads and fills caches."""
+    """Return the files of each path in its second run. The first run loads and fills caches."""
     trace = Trace()
     import torch
 

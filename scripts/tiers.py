@@ -29,7 +29,7 @@ def main() -> None:
         left -= seconds
     for function, listed in chosen.items():
         print(f"{function}: {', '.join(listed)}")
-    print(f"{total:,.0f} s in all, {left:,.0f} s stay")
+    print(f"{total:,.0f} s in total, {left:,.0f} s remain")
 
 
 def times(junit: Path) -> dict[str, float]:

@@ -13,10 +13,10 @@ app = typer.Typer(
     help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-Out = Annotated[Path, typer.Option(help="folder of the figures")]
-DryRun = Annotated[bool, typer.Option(help="toy sizes through Triton's interpreter on the CPU")]
+Out = Annotated[Path, typer.Option(help="Folder of the figures.")]
+DryRun = Annotated[bool, typer.Option(help="Run toy sizes through Triton's interpreter on a CPU.")]
 Models = Annotated[
-    Path | None, typer.Option(help="folder of the random models; not given: a temporary one")
+    Path | None, typer.Option(help="Folder of the random models. Default: a temporary one.")
 ]
 
 
@@ -39,13 +39,14 @@ def part(
     name: Annotated[
         str,
         typer.Argument(
-            help="rates, engine, variants, large, torch-loop, kernels, pdl, sweep, rl, transformers"
+            help="Part: rates, engine, variants, large, torch-loop, kernels, pdl, sweep, rl or "
+            "transformers."
         ),
     ],
     out: Out = Path("out/gpu"),
     dry_run: DryRun = False,
     models: Models = None,
-    seconds: Annotated[float, typer.Option(help="that it may take")] = 300.0,
+    seconds: Annotated[float, typer.Option(help="Time limit in seconds.")] = 300.0,
 ) -> None:
     """Measure one part. Exit code 1: a figure could not be measured."""
     if dry_run:
@@ -55,7 +56,7 @@ def part(
     from benchmarks.gpu.scale import REAL, TOY
 
     if name not in PARTS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(PARTS)}.")
+        raise typer.BadParameter(f"{name!r} must be one of {', '.join(PARTS)}.")
     PARTS[name](Run(TOY if dry_run else REAL, out, folder_of(models), seconds))
     raise typer.Exit(int(any("problem" in row for row in rows_of(out) if row["part"] == name)))
 

@@ -47,7 +47,7 @@ def describe(device: str) -> dict[str, Any]:
     return found | (
         _cuda()
         if device != "cpu"
-        else {"card": "none: a dry run on the CPU, whose figures mean nothing"}
+        else {"card": "none: a dry run on the CPU, without meaningful figures"}
     )
 
 

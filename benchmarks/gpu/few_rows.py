@@ -1,4 +1,4 @@
-"""The captured trunk of a decode step without the rest: with the ordinary kernels, and with the
+"""The trunk of a decode step, captured without the rest: with the ordinary kernels, and with the
 fused kernels for few rows.
 """
 
@@ -24,8 +24,7 @@ def measure(engine: InferenceEngine, rows: int, scale: Scale) -> dict[str, list[
     model, device, block_size = engine.model, torch.device(scale.device), engine.config.block_size
     if model.ops.few_rows is None:
         raise ValueError(
-            f"the {model.ops.name} backend has no other way for few rows; use "
-            "batch_invariant=False."
+            f"the {model.ops.name} backend has no kernels for few rows; use batch_invariant=False."
         )
     few_rows, per_table = model.ops.few_rows, -(-scale.context // block_size)
     storage = KVStorage(model.spec, rows * per_table, block_size, model.dtype, device)

@@ -1,7 +1,7 @@
-"""The end of a step without the rest: the cost of drawing, and of outputs in addition to the token.
+"""The last operations of a step: the cost of drawing, and of outputs in addition to the token.
 
-We have no kernel that draws without the logprob, so the cost of logprobs is bounded from above. A
-draw must read the logits once, and all its time beyond that read is attributed to logprobs.
+We have no kernel that draws without the logprob, so this module bounds the cost of logprobs from
+above. A draw must read the logits once. All its time beyond that read counts as cost of logprobs.
 
 The draws are captured and replayed, as in a step, because launches from Python would be limited by
 the host. Draws with the best tokens run eagerly, as in a step.

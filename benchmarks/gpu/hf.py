@@ -16,7 +16,7 @@ POLL = 1.0  # seconds
 
 
 def load(folder: Path, device: str, dtype: str) -> Any:
-    """Load the model. It never ends a sequence by itself."""
+    """Load the model without end tokens, so that it never ends a sequence."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -57,8 +57,8 @@ def static_generate(
 def continuous(model: Any, work: Workload, limit: float, **options: Any) -> tuple[float, int, int]:
     """Run a workload by continuous batching, for `limit` seconds at most.
 
-    The options are those of `ContinuousBatchingConfig`. It chooses the others by the card's memory.
-    Return seconds, tokens of the finished requests, and their number.
+    `options` are fields of `ContinuousBatchingConfig`, which chooses others by the card's memory.
+    Returns seconds, tokens of the finished requests, and their number.
     """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig

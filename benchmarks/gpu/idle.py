@@ -1,4 +1,4 @@
-"""Device utilisation in steady decode, measured by a torch profiler trace that is kept."""
+"""Device utilization in steady decode, measured by a torch profiler trace that is kept."""
 
 import gzip
 import json

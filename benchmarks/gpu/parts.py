@@ -43,7 +43,7 @@ class Run:
         scale: Sizes of the measurements.
         out: Folder of the figures.
         models: Folder of the random models.
-        seconds: Time limit of the part. It starts no measurement that would foreseeably exceed it.
+        seconds: Time limit of the part. No measurement starts that would probably exceed it.
     """
 
     scale: Scale
@@ -237,8 +237,8 @@ def drawn(part: Part, engine: InferenceEngine, rows: int, run: Run, rates: Rates
             0.0, statistics.median(found["draw"]) - statistics.median(found["reading the logits"])
         )
         note = (
-            "all that the draw takes beyond reading the logits once, of a step: no kernel of "
-            "ours draws without"
+            "time of the draw beyond one read of the logits, as a share of a step; no kernel of "
+            "ours draws without logprobs"
         )
         part.add(
             "logprobs cost at most", [beyond / (rows / step)], "of a step", at_most=0.02, note=note

@@ -92,7 +92,9 @@ def measure_pdl(run: "Run") -> None:
         for overlaps in (False, True) if overlapping else (False,):
             found = chain(x, weights, columns, overlaps=overlaps)
             if not torch.equal(found, plain):
-                part.fail(f"{size} wide, overlapping", "other results than without")
+                part.fail(
+                    f"{size} wide, overlapping", "the results differ from those without overlap"
+                )
                 continue
             with queue.current():
                 graph = queue.capture(

@@ -1,5 +1,5 @@
-"""Published figures for the same workload (Qwen3-0.6B, 133,966 output tokens). They are not
-measured here.
+"""Published figures for the same workload (Qwen3-0.6B, 133,966 output tokens), not measured
+here.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ MOST_STACK = 4000  # characters of an exception's stack
 
 
 class Part:
-    """Rows of one part. They are on disk even if a later measurement fails or takes too long."""
+    """Rows of one part, which stay on disk if a later measurement fails or takes too long."""
 
     def __init__(self, out: Path, name: str) -> None:
         self.name = name

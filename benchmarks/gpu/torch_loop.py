@@ -1,10 +1,10 @@
 """A peer: a decoding loop in plain torch with CUDA graphs, as an engineer might write in an
 afternoon.
 
-It has a static cache [batch, longest] and torch's scaled_dot_product_attention. Every decode step
-replays a graph, which includes sampling. There is one graph per bucket of lengths, so that short
-contexts read little. It has no paging, scheduler, prefix cache or logprobs. A batch runs until its
-longest sequence is done. It supports Llama and Qwen3 shapes.
+The loop has a static cache [batch, longest] and torch's scaled_dot_product_attention. Every decode
+step replays a graph, which includes sampling. There is one graph per bucket of lengths, so that
+short contexts read little. There is no paging, scheduler, prefix cache or logprobs. A batch runs
+until its longest sequence is done. Llama and Qwen3 shapes are supported.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The worker's side of an exchange in JSON lines. It uses only the standard library because it runs
+"""The worker's side of an exchange in JSON lines. Uses only the standard library, because it runs
 in the peers' environments.
 """
 

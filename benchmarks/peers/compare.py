@@ -184,11 +184,11 @@ def started(
     name, setting = key
     try:
         if name in ("vllm", "llama.cpp") and install.installed(cache, name) is None:
-            raise PeerFailed("it is not installed; `make peers` does that.")
+            raise PeerFailed("it is not installed; run `make peers`.")
         engine = begin()
         running.callback(engine.stop)
     except PeerFailed as why:
-        console.print(f"{name} ({setting}) is left out: {why}", markup=False)
+        console.print(f"skipping {name} ({setting}): {why}", markup=False)
         return None
     return engine
 

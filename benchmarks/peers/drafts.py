@@ -35,7 +35,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "tok/s": lambda row: row["tokens_per_s"],
     "gain": lambda row: row["gain"],
     "CPU s": lambda row: row["cpu_seconds"],
-    "tokens a step": lambda row: row["tokens_a_step"],
+    "tokens per step": lambda row: row["tokens_a_step"],
     "drafts drawn": lambda row: row["accepted_share"],
 }
 

@@ -3,7 +3,7 @@ ours and llama.cpp in turns.
 
 Each kind is a separate pass, so that only a few engines are in memory. If the model's own file is
 of a kind, it is used. llama-quantize makes the other files from a bf16 GGUF, so their weights may
-have been quantised before.
+have been quantized before.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "MB": lambda row: row["weight_mb"],
     "W1 decode tok/s": lambda row: row.get("decode_tokens_per_s"),
     "W2 tok/s": lambda row: row.get("batch_tokens_per_s"),
-    "prompt of 512 tok/s": lambda row: row.get("prompt_tokens_per_s"),
+    "prompt of 512 tokens, tok/s": lambda row: row.get("prompt_tokens_per_s"),
     "peak MiB": lambda row: row.get("peak_memory_mib"),
     "start to first token, s": lambda row: row["start_to_first_token_s"],
     "perplexity": lambda row: row["perplexity"],
@@ -89,7 +89,7 @@ def measure(options: Options, sizes: Sizes) -> list[Row]:
     none.
     """
     if install.installed(sizes.cache, "llama.cpp") is None:
-        console.print("llama.cpp is left out: it is not installed; `make peers` does that.")
+        console.print("skipping llama.cpp: it is not installed; run `make peers`.")
         return []
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     rows: list[Row] = []
@@ -99,10 +99,10 @@ def measure(options: Options, sizes: Sizes) -> list[Row]:
             try:
                 entries = entries_of(kind, options, sizes.cache, text)
             except (PeerFailed, OSError) as why:
-                console.print(f"{kind} is left out: {why}", markup=False)
+                console.print(f"skipping {kind}: {why}", markup=False)
                 continue
             rows += run(entries, options.repeats, sizes, text.what if text else None)
-    show(f"formats beside llama.cpp, {options.model}: median [min..max]", COLUMNS, rows)
+    show(f"formats against llama.cpp, {options.model}: median [min..max]", COLUMNS, rows)
     return rows
 
 
@@ -178,7 +178,7 @@ def told_perplexity(entry: Entry, engine: Engine) -> float | None:
     try:
         found = entry.perplexity(engine)
     except (PeerFailed, OSError) as why:
-        console.print(f"{', '.join(entry.key)} told no perplexity: {why}", markup=False)
+        console.print(f"{', '.join(entry.key)} reported no perplexity: {why}", markup=False)
         return None
     return None if found is None else round(found, 3)
 

@@ -1,7 +1,8 @@
 """Convert a model folder to bf16 GGUF: `python -m benchmarks.peers.gguf SOURCE MODEL OUT`.
 
-SOURCE is llama.cpp's source, whose converter is used. It recognises tokenizers by a hash, but not
-tokenizers rebuilt from a GGUF file. The benchmarks send token ids, so any tokenizer name will do.
+SOURCE is llama.cpp's source, whose converter is used. The converter recognizes tokenizers by a
+hash, but not tokenizers rebuilt from a GGUF file. The benchmarks send token ids, so any tokenizer
+name will do.
 """
 
 import sys

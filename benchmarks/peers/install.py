@@ -37,7 +37,7 @@ TARGETS = (
 # vLLM's dependencies that require another torch, one of which breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 # Instruction sets that llama.cpp is built for. On AMX its native build ended with SIGILL or SIGSEGV
-# on quantised files. "avx512" is the same without AMX.
+# on quantized files. "avx512" is the same without AMX.
 _AVX2 = ("AVX", "AVX2", "FMA", "F16C", "BMI2", "SSE42")
 _AVX512 = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
 INSTRUCTIONS = {
@@ -182,15 +182,18 @@ PEERS = {"vllm": install_vllm, "llama.cpp": install_llama}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers are kept")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the peers")
     parser.add_argument(
-        "--torch", default=TORCH, help="what `pip install` is told to install as vLLM's torch"
+        "--torch", default=TORCH, help="arguments of `pip install` for vLLM's torch"
     )
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument(
-        "--instructions", choices=list(INSTRUCTIONS), default="native", help="for llama.cpp"
+        "--instructions",
+        choices=list(INSTRUCTIONS),
+        default="native",
+        help="instruction set of llama.cpp",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel compilers")
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     for peer in arguments.only:
@@ -201,7 +204,7 @@ def main() -> None:
                     arguments.cache, arguments.torch, arguments.jobs, arguments.instructions
                 )
             except Unavailable as why:
-                print(f"peers: {peer} is skipped: {why}")
+                print(f"peers: skipping {peer}: {why}")
                 continue
             (arguments.cache / f"{peer}.json").write_text(json.dumps(versions) + "\n")
         print(f"peers: {peer} is installed: {versions}")

@@ -31,7 +31,7 @@ class LlamaSetting:
 
     Attributes:
         slots: Limit on concurrent sequences, never more than in the workload.
-        unified: One KV buffer for all slots. Its attention spans all of it.
+        unified: True for one KV buffer for all slots. Attention then spans all of it.
         cache_mib: Memory for prompts of idle slots.
         draft: Weight type of a draft model, which is the model itself: `"Q4_0"`. Empty: no draft
             model.
@@ -270,7 +270,7 @@ def gguf_of(folder: Path, cache: Path) -> Path:
 
 
 def quantised(plain: Path, kind: str, cache: Path) -> Path:
-    """Quantise a bf16 GGUF with llama-quantize at its first use, into the same folder. Raises
+    """Quantize a bf16 GGUF with llama-quantize at its first use, into the same folder. Raises
     `PeerFailed`.
     """
     out = plain.with_name(f"{plain.name.removesuffix('-bf16.gguf')}-{kind}.gguf")
@@ -289,7 +289,7 @@ def perplexity(gguf: Path, text: Path, context: int, threads: int, cache: Path) 
     said = output_of([*tool, "-c", str(context), "-t", str(threads), "-tb", str(threads)])
     found = re.search(r"Final estimate: PPL = ([0-9.]+)", said)
     if found is None:
-        raise PeerFailed(f"llama-perplexity told no perplexity of {gguf.name}:\n{said[-800:]}")
+        raise PeerFailed(f"llama-perplexity reported no perplexity of {gguf.name}:\n{said[-800:]}")
     return float(found[1])
 
 

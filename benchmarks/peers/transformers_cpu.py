@@ -1,4 +1,4 @@
-"""transformers' settings, and the start of a worker with one of them. It runs in this
+"""transformers' settings, and the start of a worker with one of them. The worker runs in this
 environment.
 """
 
@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, str] = {}
 def transformers_worker(setting: str, model: Path, dtype: str, threads: int, log: Path) -> Worker:
     """Start a worker with a setting. Raises `PeerFailed`."""
     if importlib.util.find_spec("transformers") is None:
-        raise PeerFailed("it is not installed; `pip install transformers` does that.")
+        raise PeerFailed("it is not installed; run `pip install transformers`.")
     chosen = SETTINGS[setting]
     told = {
         "model": str(model),

@@ -279,7 +279,7 @@ class Output:
     def pass_over(self, lines: Iterator[tuple[int, bytes]], reader: Reader) -> None:
         """Skip the lines that already have rows. An incomplete last row is removed.
 
-        Raises `ConfigError` if a row does not match its line, so the file belongs to another input.
+        Raises `ConfigError` if a row does not match its line: the file belongs to another input.
         """
         self._file.seek(0)
         whole, position = 0, 0

@@ -43,7 +43,7 @@ def decoder() -> Callable[[bytes], Any]:
 PATIENCE = 600.0  # default timeout of a request in seconds
 # seconds; servers close connections after 5 s of idling, possibly just when one is reused
 IDLE_LIMIT = 2.0
-AT_ONCE = 0.05  # seconds within which a cut-off means that the connection was already closed
+AT_ONCE = 0.05  # seconds: an earlier cut-off means that the connection was already closed
 LATE = 4096  # replies to keep until the load is over; later ones are parsed as they end
 PAUSE = 0.1  # seconds until a loop retries an unreachable server
 GIVE_UP = 3.0  # seconds without any connection, after which no more requests are sent
@@ -55,8 +55,8 @@ NOT_SENT, INTERRUPTED = "not sent", "interrupted"
 
 @dataclass(frozen=True)
 class Target:
-    """A server. `key` is sent as a bearer token. A path in `url` is prepended to every request's
-    path, without a trailing `/v1`.
+    """A server. `key` is sent as a bearer token. A path in `url`, without a trailing `/v1`, is
+    prepended to the path of every request.
     """
 
     url: str
@@ -122,7 +122,7 @@ async def model_of(target: Target) -> str:
 
 
 class Connections:
-    """Pool of idle connections. It opens a new one if none is idle."""
+    """Pool of idle connections, which opens a new one if none is idle."""
 
     def __init__(self, target: Target) -> None:
         self._address = target.address
@@ -168,7 +168,7 @@ class Connections:
 
 @dataclass(slots=True)
 class _Record:
-    """A reply or the reason for its absence. It is parsed when the load is over."""
+    """A reply, which is parsed when the load is over, or the reason for its absence."""
 
     ask: Ask
     began: float

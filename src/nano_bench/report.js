@@ -34,7 +34,7 @@ function textOf(sample) {
   return said;
 }
 
-// Class of a token's colour, by the selected colouring.
+// Class of a token's color, by the selected coloring.
 const logprobAt = (place) => {
   const value = logprobs[place];
   return value === undefined || value === NO_LOGPROB || value === APPENDED ? null : value / 1000;
@@ -71,7 +71,7 @@ const COLOURS = {
 const ORDERS = {
   "as in the file": null,
   "spread of rewards": (group) => -spread(group.samples),
-  "least reward first": (group) => mean(group.samples.map((each) => each.reward)),
+  "lowest reward first": (group) => mean(group.samples.map((each) => each.reward)),
   "longest first": (group) => -Math.max(...group.samples.map((each) => each.end - each.begin)),
 };
 function mean(values) {
@@ -157,7 +157,7 @@ function show() {
   $("place").textContent = chosen.length
     ? ` groups ${first + 1} to ${last} of ${chosen.length}; ${count} samples, mean reward ${
         rewards.length ? shown(mean(chosen.flatMap((each) => each.samples.map((one) => one.reward)))) : "–"} `
-    : " no sample is like this ";
+    : " no sample matches ";
   $("back").disabled = page === 0;
   $("on").disabled = last >= chosen.length;
   $("groups").replaceChildren(...chosen.slice(first, last).map((group) => groupOf(group, colour)));

@@ -195,7 +195,7 @@ async def _of_server(target: Target, timeout: float) -> "AsyncIterator[Ask]":
 
 
 class _Progress:
-    """Progress of a run: a live line on a terminal, otherwise a printed line now and then."""
+    """Progress of a run: a live line on a terminal, otherwise a line every `SELDOM` seconds."""
 
     def __init__(self, counts: "Counts", position: Callable[[], int], size: int) -> None:
         self._counts, self._position, self._size = counts, position, size

@@ -95,7 +95,7 @@ class Shape:
         shared_prefix: Number of tokens (or words) that all prompts of a group begin with.
         groups: Number of groups with a shared prefix. Each request belongs to a random one.
         highest_id: Exclusive upper bound of random token ids.
-        more: Additional fields of every body. They override the generated ones; None omits one.
+        more: Additional fields of every body, which override generated ones. None omits a field.
     """
 
     prompt: Lengths
@@ -192,8 +192,8 @@ def start_times(
         rate: Requests per second.
         seed: Seed of the intervals, which are random (a Poisson process).
         evenly: Use constant instead of random intervals.
-        end_rate: Rate after `span` seconds. It changes linearly from `rate` and then stays.
-        span: Seconds of the change to `end_rate`.
+        end_rate: Rate after `span` seconds. Until then, the rate changes linearly from `rate`.
+        span: Seconds until the rate is `end_rate`.
     """
     rng = random.Random(seed)
     last = rate if end_rate is None else end_rate

@@ -1,6 +1,6 @@
 """HTTP/1.1 client for a load generator, with one request at a time per connection.
 
-Events of a reply are split and timestamped as they arrive. Their content is parsed when the load is
+Events of a reply are split and timestamped as they arrive. The caller parses them when the load is
 over, so that the client takes little CPU from a server on the same machine. Uses plain `asyncio`.
 """
 
@@ -143,7 +143,7 @@ class Plain:
 
 
 class Events:
-    """Parser of server-sent events. It ignores comments and all fields except data."""
+    """Parser of server-sent events, which ignores comments and all fields except data."""
 
     def __init__(self) -> None:
         self._buffer = b""

@@ -1,4 +1,4 @@
-"""`EngineActor`: an engine in a Ray worker. It uses the messages of an engine process."""
+"""`EngineActor`: an engine in a Ray worker, with the messages of an engine process."""
 # pyright: reportMissingImports=false
 
 import logging

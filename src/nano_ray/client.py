@@ -27,12 +27,12 @@ BUCKET_SECONDS = 600.0  # timeout to copy a bucket to its node and check it
 
 
 class RayClient(RemoteClient):
-    """Client of one engine, for one event loop. It holds a placement group and an actor until
-    `close`.
+    """Client of one engine, for one event loop. The client holds a placement group and an actor
+    until `close`.
 
-    Lost messages are never resent: any failure between client and actor ends the engine, and you
-    need a new client for a new one. An actor restarted by Ray could receive messages that were
-    meant for its predecessor.
+    Any failure between client and actor ends the engine, and a new engine needs a new client. Lost
+    messages are never resent, because an actor that Ray restarted could receive messages meant for
+    its predecessor.
 
     Args:
         config: Configuration of the engine.
@@ -40,8 +40,8 @@ class RayClient(RemoteClient):
         max_backlog: Maximum tokens per sample that a stream buffers for a slow reader.
         name: Name of the replica, for errors.
         patience: Seconds until the replica must be placed, and then again until it is ready.
-        welcome: Called when the engine is built and before it is announced, to send it the current
-            weights.
+        welcome: Function that sends the current weights. Called after the engine is built and
+            before it is announced.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RayClient(RemoteClient):
             self._version = update.version
 
     async def give_update(self, version: int) -> KeptUpdate:
-        """Let the engine put all its weights into the object store. Raises like `take_updates`."""
+        """Return all live weights, put into the object store. Raises like `take_updates`."""
         pairs: list[tuple[bytes, Any]] = await self._weights(
             "give_buckets", BUCKET_SECONDS, version
         )
@@ -222,7 +222,7 @@ class RayClient(RemoteClient):
     # -- inside ------------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
-        """Mark the engine as dead. Its requests fail."""
+        """Mark the engine as dead and fail its requests."""
         if self._dead is None and not self._closing:
             self._die(
                 f"{self.name} on node {self.node[:8] or '?'} is lost: {reason}",

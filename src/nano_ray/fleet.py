@@ -47,8 +47,8 @@ class Replica:
         name: Name of the replica. A new engine that replaces a dead one keeps it.
         state: "starting", "syncing" (it receives the weights of the others), "serving", "draining"
             or "dead".
-        node: Ray's id of its node. Empty while it does not serve.
-        weight_version: Version of its weights. None while it does not serve.
+        node: Ray's id of its node. Empty unless the replica serves.
+        weight_version: Version of its weights. None unless the replica serves.
         num_starts: Number of engines started under this name.
         num_samples: Number of its running and waiting samples.
         why: Reason for the state, if there is one to report.

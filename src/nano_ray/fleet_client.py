@@ -29,7 +29,7 @@ class RayFleetClient(FleetClient):
         stall_timeout, prefill_replicas, share_prefixes: Options of `FleetClient`.
 
     Attributes:
-        kept: Live parts of the updates that were sent through the object store.
+        kept: Updates sent through the object store, without buckets that were replaced since.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class RankActor:
     """A Ray process that runs a rank."""
 
     def be(self, begin: bytes) -> None:
-        """Run the rank until rank 0 ends it."""
+        """Run the rank of `begin` until rank 0 ends it."""
         from nano_inference.ranks import run_worker
 
         run_worker(msgspec.msgpack.decode(begin, type=Begin))

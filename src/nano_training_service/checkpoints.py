@@ -48,7 +48,7 @@ _ABOUT_BYTES = 512  # upper bound of checkpoint.json's size without its user_met
 
 @dataclass(frozen=True)
 class Run:
-    """Record of a model in training. It is kept after the model ends."""
+    """Record of a model in training, kept after the model ends."""
 
     run_id: str
     base_model: str
@@ -284,7 +284,7 @@ class Checkpoints:
                 self._drop(checkpoint.folder)
 
     def _drop(self, folder: Path) -> None:
-        """Delete a folder. It disappears for other threads in one step, by a rename."""
+        """Delete a folder. A rename hides it from other threads first, in one step."""
         gone = folder.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
         with suppress(FileNotFoundError):  # another thread was first
             folder.rename(gone)
@@ -321,7 +321,7 @@ class Checkpoints:
 
 @contextmanager
 def _filled(target: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield a filled folder next to `target`. It is deleted afterwards unless it was renamed."""
+    """Yield a filled folder next to `target`. Delete it afterwards unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f"{_UNFINISHED}{target.name}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ class Future:
     Args:
         request_id: Id that the client sent or the service generated.
         model_id: Id of the model in training, or None.
-        ended: Callback for when the result is set. It is called once.
+        ended: Callback that is called once, when the result is set.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class Loss:
     """A loss function.
 
     Attributes:
-        targets: Function of the policy's logprobs of the targets, the inputs and the settings. It
-            returns each target's term of the loss, in the shape of the logprobs.
+        targets: Function from the policy's logprobs of the targets, the inputs and the settings to
+            each target's term of the loss, in the shape of the logprobs.
         inputs: Names of inputs in addition to `target_tokens`.
         settings: Names in `loss_fn_config`, with their defaults.
         optional: Inputs that may be omitted.
@@ -70,7 +70,7 @@ def _cross_entropy(logprobs: Tensor, _inputs: Inputs, _: Settings) -> Tensor:
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """Return exp(p - q), or 1 if it is multiplied by 0: exp could overflow there."""
+    """Return exp(p - q), or 1 for targets whose term is multiplied by 0: exp could overflow."""
     counts = inputs["advantages"] != 0
     for name in _FACTORS:
         if name in inputs:

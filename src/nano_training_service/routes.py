@@ -52,9 +52,9 @@ POLL = 20.0  # seconds that a request for a result waits; the client's timeout i
 _MOST_LISTED = 1000
 # maximum bytes of a JSON body (prompts of a million tokens), and of one parsed on the event loop
 _MOST_JSON, _AT_ONCE = 8 << 20, 64 << 10
-_BODIES = 4  # maximum bytes of all bodies being received, in bodies of the largest size
+_BODIES = 4  # limit of all bodies being received together, in multiples of the largest body
 
-# maybe a lone surrogate, which a UTF-8 reply cannot contain
+# possibly a lone surrogate, which a UTF-8 reply cannot contain
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -63,8 +63,8 @@ Answer = dict[str, Any] | Response
 
 
 def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
-    """Build the application. It runs `service.watch` while it is up, and closes `service` at its
-    shutdown.
+    """Build the application, which runs `service.watch` until its shutdown and then closes
+    `service`.
 
     Args:
         poll: Seconds that a request for a result waits before the reply is "try again".
@@ -426,8 +426,8 @@ def _page(
 
 
 class Gate:
-    """Check of API keys and body sizes. It also rejects web pages: a browser sends `Origin`, or,
-    after DNS rebinding, the page's name as `Host`.
+    """Check of API keys and body sizes. Requests of web pages are rejected: their browser sends
+    `Origin` or, after DNS rebinding, the page's name as `Host`.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], most: int, host: str) -> None:

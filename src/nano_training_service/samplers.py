@@ -16,7 +16,7 @@ class Weights:
     """Weights of a sampling session.
 
     Attributes:
-        folder: PEFT folder. None: the base model. It changes for weights of kind "inflight".
+        folder: PEFT folder, which changes for weights of kind "inflight". None: the base model.
         path: The client's `tinker://` path. None: unnamed.
         digest: Digest of the adapter if the folder may be overwritten, otherwise empty.
     """

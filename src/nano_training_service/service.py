@@ -1,4 +1,4 @@
-"""`Service`: sessions, models, samplers and the order of their requests. Its state belongs to the
+"""`Service`: sessions, models, samplers and the order of their requests. The state belongs to the
 event loop's thread. Training runs on one training thread, and sampling in the engine.
 """
 
@@ -44,7 +44,7 @@ from nano_training_service.training_thread import Job, TrainingThread
 log = logging.getLogger("nano_training_service")
 
 SWEEP = 5.0  # maximum seconds between two checks for expired sessions and results
-SILENT = 30.0  # seconds after which a silent client may be dead. It sends a heartbeat every 10
+SILENT = 30.0  # seconds after which a silent client may be dead; heartbeats come every 10
 
 
 class Service:

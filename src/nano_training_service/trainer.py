@@ -220,8 +220,8 @@ class Trainer:
         lowest, highest = min(*tokens, targets.min()), max(*tokens, targets.max())
         if not 0 <= lowest <= highest < self._bounds.vocab_size:
             raise Refused(f"{where} contains a token outside [0, {self._bounds.vocab_size}).")
-        # usually the targets are the input shifted by one. Appending the last target then gives the
-        # original sequence, in which no token is scored twice
+        # Usually the targets are the input shifted by one. Appending the last target then gives the
+        # original sequence, in which no token is scored twice.
         return [*tokens, int(targets.flat[-1])]
 
 

@@ -1,4 +1,4 @@
-"""The training thread. It runs jobs one after another. Jobs that do not start in time expire."""
+"""The training thread, which runs jobs in order. Jobs that do not start in time expire."""
 
 import asyncio
 import threading

@@ -98,7 +98,7 @@ def test_maskbench_samples_schemas_in_a_killable_process(folder: Path, tmp_path:
 
 
 def test_data_other_than_a_clone_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no clone of jsonschemabench"):
+    with pytest.raises(ValueError, match="is not a clone of jsonschemabench"):
         maskbench.schemas(tmp_path, 1)
 
 

@@ -1,4 +1,4 @@
-"""Dequantisation: one function per format from tensors of codes to float32 numbers.
+"""Dequantization: one function per format from tensors of codes to float32 numbers.
 
 A matrix is [rows, columns], as in an unquantized checkpoint.
 """
@@ -61,9 +61,9 @@ def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
     Args:
         words: Packed zero points, int32 [groups, rows * bits / 32].
         bits: Bits per code.
-        offset: Number to add to each zero point: 1 in the first version of the layout. That version
-            subtracts it from whole words, so that a 0 borrows from its neighbor. The addition to
-            whole words reverses the borrow.
+        offset: Number to add to each zero point: 1 in the first version of the layout. Packers of
+            that version subtract 1 from whole words, so a zero point of 0 borrows from its
+            neighbor. Adding the number to whole words reverses the borrow.
 
     Returns int32 [groups, rows].
     """

@@ -93,7 +93,7 @@ def embedded_parts(name: str) -> list[Path]:
 
 
 def find_embedded(name: str, cache_root: Path | None = None) -> Path:
-    """Return the file of the embedded model `name`. Its packages are located, never imported.
+    """Return the file of the embedded model `name`, without importing its packages.
 
     If several packages hold parts of a model, the parts are joined once, in the cache.
 

@@ -1,4 +1,4 @@
-"""Location of a model, and the contents of its config.json. No function here imports torch."""
+"""Find a model's folder and read its config.json, without importing torch."""
 
 import difflib
 from collections.abc import Callable
@@ -60,9 +60,9 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
 def gguf_of(model_path: str) -> Path | None:
     """Return the `.gguf` file of a model's name, or its first part if it is split.
 
-    Returns None for another kind of model, or for a folder that describes such a file by a link.
-    Raises `ModelLoadError` for a folder with several files, and for an embedded model whose package
-    is missing.
+    Returns None for another kind of model, or for a folder that `describe_gguf` made. Raises
+    `ModelLoadError` for a folder with several files, and for an embedded model whose package is
+    missing.
     """
     path = Path(model_path).expanduser()
     if path.is_dir():
@@ -75,7 +75,7 @@ def gguf_of(model_path: str) -> Path | None:
 def load_spec(folder: Path) -> ModelSpec:
     """Read the model's specification from its folder.
 
-    Reads config.json and, if present, generation_config.json and further files on quantization.
+    Reads config.json and, if present, generation_config.json and files that declare quantization.
     """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():

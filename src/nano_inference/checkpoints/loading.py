@@ -41,7 +41,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
-# Old checkpoints' buffers, which are computed instead, and the parameters of quantized activations.
+# Skipped tensors: old checkpoints' buffers, which are computed, and activations' parameters.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
 _CPU = torch.device("cpu")
@@ -84,9 +84,9 @@ def load_params(
     format selected by `quantization` can hold them unchanged. Other ranks' parts are not read.
     Memory: the parameters and one tensor, both on the device.
 
-    Raises `ModelLoadError` with the first unknown, misshapen or missing tensor, or the first whose
-    codes cannot be computed unchanged, before memory is allocated for the parameters. Raises
-    `ConfigError` if ranks would split codes within a group.
+    Raises `ModelLoadError`, before it allocates the parameters, for the first unknown, misshapen or
+    missing tensor. The same applies to codes that must stay unchanged but products cannot read.
+    Raises `ConfigError` if ranks would split codes within a group.
     """
     table = param_table(spec, part)
     places = named_slots(table)
@@ -394,8 +394,8 @@ def _tensors_of(
 def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Open a safetensors or `.gguf` file. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
 
-    safetensors holds the GIL while it opens a file and reads its header. So the header is read
-    before, by calls that release the GIL, because network file systems can be slow.
+    safetensors holds the GIL while it reads a header, which is slow on a network file system.
+    Reading the header beforehand, by calls that release the GIL, lets other threads run.
     """
     if file.suffix == ".gguf":
         return GgufReader(file, dtype, device)

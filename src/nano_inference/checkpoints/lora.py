@@ -59,7 +59,7 @@ class LoraSettings:
             the head, `"lm_head"`.
         rslora: True to multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
         seed: Seed of a new adapter's weights.
-        alphas: Exceptions from alpha, by the end of a module's name.
+        alphas: Exceptions to alpha, by the end of a module's name.
     """
 
     rank: int = 16
@@ -143,7 +143,7 @@ def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
 
 
 def within(name: str) -> str | None:
-    """Return a module's name from its layer on, or `lm_head`.
+    """Return a module's name, starting at its layer, or `lm_head`.
 
     The prefix depends on the model's class and is removed. Returns None outside of a language
     model.
@@ -412,7 +412,7 @@ class _Piece:
     def write(self, pairs: Mapping[str, Pair]) -> None:
         """Write an adapter's matrices.
 
-        Raise `AdapterError` after the write if a number is not finite.
+        Raises `AdapterError` after the write if a number is not finite.
         """
         sources: list[Tensor] = []
         with torch.no_grad():

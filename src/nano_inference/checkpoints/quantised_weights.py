@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint: a table of storage formats, and the reader of a weight.
+"""Quantized weights of a checkpoint: a table of storage formats, and the reader of a weight.
 
 A weight is read as if it were stored as numbers: each part is dequantized when it is read.
 """
@@ -57,9 +57,9 @@ def _grid(stored: Stored) -> Part:
 
 
 def _grouping(stored: Stored, end: str) -> tuple[dict[str, Part], int | Tensor]:
-    """Return how many columns share a scale, or each column's group if a tensor lists the groups.
+    """Return the part for the tensor that lists each column's group, if any, and the groups.
 
-    Also returns the part for that tensor.
+    Without such a tensor, or if it is unused, return the number of columns that share a scale.
     """
     (_, columns), (_, size) = stored.matrix, stored.block
     if not (stored.scheme.by_column or stored.has(end)):

@@ -1,4 +1,4 @@
-"""Checks whether a config's ranks can share a model, based on its config.json."""
+"""Checks that the ranks of a config can share a model, from the model's config.json."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def require_shardable(config: EngineConfig) -> None:
-    """Raise `ConfigError` if no engine of this config can be built. Nothing is started.
+    """Raise `ConfigError` if ranks cannot share the models of a config. Nothing is started.
 
     A model whose config.json cannot be read here is skipped: the engine's construction reports the
     reason.

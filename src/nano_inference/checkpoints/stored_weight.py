@@ -1,6 +1,6 @@
 """Weight of a checkpoint stored as codes and scales, which is cut and dequantized when it is read.
 
-`quantised_weights.py` has the formats.
+`quantised_weights.py` lists the formats.
 """
 
 import math
@@ -47,7 +47,7 @@ Cut = Mapping[str, Tensor]  # a weight's tensors, cut to some rows of a matrix
 
 
 class Coded(NamedTuple):
-    """Access of products to a weight's codes.
+    """Codes of a weight, for products that read them unchanged.
 
     Attributes:
         form: Format that holds the codes.
@@ -299,5 +299,5 @@ def _without_ones(shape: Shape) -> Shape:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return how many groups of `each` hold `count`."""
+    """Return the number of groups of `size` that hold `count`."""
     return -(-count // size)

@@ -24,7 +24,7 @@ def to_columns(samples: Iterable[TrainingSample]) -> dict[str, list[Any]]:
 
     The result is suitable for `datasets.Dataset.from_dict` and `pyarrow.table`. Both infer a
     column's type from its values, and reject a mix of seeds above and below 2**63. The engine draws
-    no such seeds. If you use your own, `write_parquet` has the right type.
+    only seeds below. For larger ones of your own, use `write_parquet`, which declares the type.
     """
     rows = list(samples)
     return {
@@ -46,9 +46,9 @@ def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[TrainingSample]:
 def samples_of(
     columns: Mapping[str, Sequence[Any]], source: str, row_name: str
 ) -> list[TrainingSample]:
-    """Return the samples of columns.
+    """Convert columns to samples.
 
-    Errors call the whole `source`, and a row `row_name` and its index.
+    Errors name the columns by `source`, and a row by `row_name` and its index.
     """
     check_names(columns, source)
     num_rows = len(columns["prompt_tokens"])
@@ -79,7 +79,7 @@ def check_names(names: Iterable[str], where: str) -> None:
 
 
 def make_sample(row: Mapping[str, Any], where: str) -> TrainingSample:
-    """Return the sample of a row's plain values. Raise `DataError` with place and column."""
+    """Convert a row's plain values to a sample. Raises `DataError` that names row and column."""
     values: dict[str, Any] = {}
     row = {**_ADDED, **row}
     for name, kind in FIELDS.items():

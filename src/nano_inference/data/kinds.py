@@ -19,7 +19,7 @@ _INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Mismatch(Exception):
-    """Plain value that does not have the field's type. The caller adds its place."""
+    """Plain value that does not have the field's type. The caller adds row and column."""
 
 
 class Kind(NamedTuple):
@@ -192,7 +192,7 @@ def column_type(pa: Any, name: str, kind: Kind) -> Any:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Return the conversion of a type. Raise `TypeError` if it is not supported."""
+    """Return the conversion of a type. Raises `TypeError` if it is not supported."""
     arguments = typing.get_args(annotation)
     match typing.get_origin(annotation):
         case None if annotation is float:

@@ -1,10 +1,11 @@
 """Context parallelism: the keys and values of a sequence are split over ranks by absolute position.
 
-Each block is divided into c equal runs of positions, a multiple of `SEGMENT` long, and rank r
-stores the r-th run. A rank computes the rows whose positions it stores. Only attention needs other
-ranks: a row's query is sent to every rank with visible keys, each rank computes the states of its
-own segments, and the row's owner merges all states in the order of keys. The result has the bits of
-a single rank. The exchange follows from the batch, which every rank has, without negotiation.
+With c ranks, each block is divided into c equal runs of positions, each a multiple of `SEGMENT`
+long. Rank r stores the r-th run and computes the rows whose positions it stores. Only attention
+needs other ranks: a row's query is sent to every rank with visible keys, and each rank computes the
+states of its own segments. The row's owner then merges all states in the order of keys. The result
+has the bits of a single rank. Every rank has the batch and derives the exchange from it, without
+negotiation.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +29,7 @@ class SegmentRows(NamedTuple):
     """
 
     positions: Tensor  # [M] last visible key of each row
-    begins: Tensor  # [M] first visible key; never falls while `positions` rises, or vice versa
+    begins: Tensor  # [M] first visible key of each row, a non-decreasing function of `positions`
     row_chunks: Tensor  # [M] index of each row's block table
     block_tables: Tensor  # [S, blocks], padded with 0
 
@@ -92,7 +93,7 @@ class Piece:
     asked: tuple[int, ...]  # by rank: number of queries received from it
     arrived: Tensor  # [M] permutation of the received queries to the order of the batch
     rows: SegmentRows  # the M rows
-    answers: tuple[Tensor, ...]  # by rank: states that are sent back to it
+    answers: tuple[Tensor, ...]  # by rank: indices of the states that are sent back to it
     answered: tuple[int, ...]  # by rank: number of states received from it
     order: Tensor  # [K] permutation of the own rows' states: row by row, in the order of keys
     counts: Tensor  # [P] number of states of each own row

@@ -45,7 +45,7 @@ class Deadline:
         self._at = 0.0
 
     def check(self, what: str) -> None:
-        """Raise `WeightTransferError` after the deadline. `what` describes the missing event."""
+        """Raise `WeightTransferError` after the deadline. `what` names the missing event."""
         if not self.left():
             raise WeightTransferError(f"{what} within {self.seconds:g} s.")
 
@@ -63,8 +63,8 @@ def step_back() -> None:
 
 
 def before(deadline: Deadline, make: Callable[[], Made], what: str, *, grace: float = 0.0) -> Made:
-    """Return the result of `make`, or raise its error, from a separate thread that is abandoned if
-    it hangs.
+    """Run `make` on a separate thread, which is abandoned if it hangs. Return its result or raise
+    its error.
 
     Raises `WeightTransferError` at the deadline, or `grace` seconds later if the call usually times
     out by itself with a better message. Raises `WeightUpdateConflict` if too many such calls are

@@ -109,7 +109,7 @@ class ShardedHead:
         return torch.cat(scores)
 
     def _together(self, steps: Generator[Tensor, list[Tensor], T]) -> T:
-        """Run a generator, and send it all ranks' values for each value that it yields."""
+        """Run a generator. For each value that it yields, send it the values of all ranks."""
         try:
             mine = next(steps)
             while True:
@@ -119,7 +119,7 @@ class ShardedHead:
 
 
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
-    """Return which samples need all logits of their row together, bool [R]."""
+    """Return a mask of the samples that need all logits of their row, bool [R]."""
     if not batch.any_filter:
         return torch.zeros(len(batch), dtype=torch.bool, device=batch.rows.device)
     return any_is_on(batch, vocab_size)

@@ -32,7 +32,7 @@ PATIENCE = 60.0  # seconds that a rank of an engine waits for the others
 AT_EXIT = 5.0  # seconds that an exiting process waits for its groups to end
 MOST_SENDING = 16  # tensors in transit to one rank
 LOOK = 0.1  # seconds between two checks that the trainer is alive
-# margin of the backend's timeout over a deadline, because the waiting thread has a better message
+# added to a deadline for the backend's timeout, because the waiting thread has a better message
 LATER = timedelta(seconds=1)
 
 dist: Any = torch.distributed  # its stubs lack much of what it exports
@@ -46,9 +46,9 @@ class ProcessGroup:
 
     The ranks of an engine wait for each other for at most `patience`, and failures raise
     `RankLost`. Between two processes, gloo's point-to-point messages take a fourth of the time of
-    its collectives, so collectives are implemented with messages. NCCL's collectives are queued on
-    the current stream, and a lost rank is noticed by the thread that waits for the device. With
-    gloo, it is noticed here.
+    its collectives, so collectives are implemented with messages. With gloo, this class detects a
+    lost rank. NCCL's collectives are queued on the current stream, so the thread that waits for the
+    device detects a lost rank.
 
     A trainer (rank 0) and its engines give each wait a `Deadline`, and failures raise
     `WeightTransferError`.
@@ -57,8 +57,8 @@ class ProcessGroup:
         group: Backend or process group of `dist`.
         device: Device of exchanged tensors.
         rank, size: This rank, and the number of ranks.
-        alive: Function that is called repeatedly during a collective with a deadline. It raises if
-            the trainer is gone.
+        alive: Function that raises if the trainer is gone. Called repeatedly during a collective
+            with a deadline.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ProcessGroup:
     def wait(self, works: Iterable[Any], what: str, deadline: Deadline) -> None:
         """Wait for collectives.
 
-        Raise `WeightTransferError` at the deadline, or if the other side is gone.
+        Raises `WeightTransferError` at the deadline, or if the other side is gone.
         """
         try:
             for work in works:
@@ -392,7 +392,7 @@ def _completed(work: Any, device: torch.device) -> bool:
 def _flat(x: Tensor) -> Tensor:
     """Return the bytes of a tensor, because gloo does not support every dtype.
 
-    Contiguous: a view.
+    The bytes of a contiguous tensor are a view.
     """
     return x.detach().contiguous().view(-1).view(torch.uint8)
 

@@ -54,8 +54,8 @@ class NanoRollout(BaseRollout):
         """Send (name, tensor) pairs and wait until they are live as version `global_steps`.
         Requests continue meanwhile.
 
-        Raises `WeightUpdateError` and keeps the old version for names, shapes or types that differ
-        from the model's, another `wire_format`, or a LoRA adapter.
+        Raises `WeightUpdateError`, with the old version still live, for names, shapes or types that
+        differ from the model's, another `wire_format`, or a LoRA adapter.
         """
         if wire_format != "named_tensors":
             raise WeightUpdateError(f"wire_format must be 'named_tensors'; got {wire_format!r}.")

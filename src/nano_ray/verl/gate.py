@@ -1,4 +1,4 @@
-"""The gate between verl's requests and the engine. It is closed during weight updates."""
+"""The gate between verl's requests and the engine, closed during weight updates."""
 
 import asyncio
 
@@ -14,8 +14,8 @@ class Gate:
     async def enter(self) -> bool:
         """Wait until the gate is open. Return False if it rejects requests, including parked ones.
 
-        There is no timeout, since verl both closes and opens the gate. It cannot close between the
-        return and the caller's next `await`.
+        There is no timeout, since verl both closes and opens the gate. The gate cannot close
+        between the return and the caller's next `await`.
         """
         while not self.is_open:
             if self._rejects:

@@ -1,4 +1,4 @@
-"""`NanoReplica`: a verl replica. It starts the engine's actor and forwards verl's calls."""
+"""`NanoReplica`: a verl replica, which starts the engine's actor and forwards verl's calls."""
 # pyright: reportMissingImports=false
 
 from typing import Any

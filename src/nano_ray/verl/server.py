@@ -24,7 +24,7 @@ from nano_ray.verl.mapping import (
 Mode = Literal["hybrid", "colocated", "standalone"]
 BOTH: tuple[Memory, ...] = ("weights", "kv_cache")
 
-# Methods that `collective_rpc` may call. They only read.
+# Read-only methods, which `collective_rpc` may call.
 TELLING = ("get_weight_version", "weights_checksum", "stats")
 
 

@@ -32,7 +32,7 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
     """Return the engine configuration of one replica.
 
     Args:
-        rollout: verl's `RolloutConfig`. Its `engine_kwargs["nano"]` are additional options of
+        rollout: verl's `RolloutConfig`. `engine_kwargs["nano"]` holds additional options of
             `EngineConfig`.
         model_path: Folder of the model on this machine.
         replica_rank: Number of the replica. Together with `rollout.seed` it determines the seeds of

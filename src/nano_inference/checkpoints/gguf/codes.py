@@ -1,7 +1,7 @@
 """Codes, scales and minima of GGUF blocks, without expansion to numbers.
 
-A weight is code * scale - minimum in float32, the same number as by the `gguf` package. Sources:
-ggml-common.h and ggml-quants.c of llama.cpp.
+A weight is code * scale - minimum in float32, equal to the number that the `gguf` package returns.
+Sources: ggml-common.h and ggml-quants.c of llama.cpp.
 """
 
 from collections.abc import Callable

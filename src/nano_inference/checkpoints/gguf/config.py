@@ -140,7 +140,7 @@ _DTYPES = {"F32": "float32", "F16": "float16"}
 def _layer_kinds(family: Family, values: dict[str, Any]) -> Config:
     """Return the layer types, if a list marks the layers with a window or without keys.
 
-    A list of key head counts is replaced by the only count other than 0.
+    In `values`, a list of key head counts is replaced by its only count other than 0.
     """
     heads = values["attention.head_count_kv"]
     if family.keyless_layers is not None and isinstance(heads, list) and len({*heads} - {0}) == 1:

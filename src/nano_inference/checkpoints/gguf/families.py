@@ -40,7 +40,7 @@ def _every_nth_full(config: Config, period: int) -> list[str]:
 
 def _gemma3_defaults(config: Config) -> Config:
     """Return Gemma 3's constants that GGUF files omit, as in llama.cpp."""
-    # Only the 27B model, recognised by its depth, does not scale queries by head_dim.
+    # Only the 27B model, recognized by its depth, does not scale queries by head_dim.
     split_evenly = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -84,7 +84,10 @@ def _mscales(log: float) -> Config:
 
 
 def _latent_mscales(log: float) -> Config:
-    """Return DeepSeek's yarn parameters: it stores a tenth, and scales scores but not cosines."""
+    """Return yarn's parameters for DeepSeek, whose files store a tenth of the multiplier.
+
+    With two equal parameters, yarn scales scores but not cosines.
+    """
     mscale = round(10 * log, 6)
     return {"mscale_all_dim": mscale, "mscale": mscale}
 
@@ -92,8 +95,8 @@ def _latent_mscales(log: float) -> Config:
 def _latent_heads(values: Mapping[str, Any]) -> Config:
     """Return the head sizes of attention over latents.
 
-    Newer files describe heads over latents that share one key, and store transformers' sizes in
-    separate keys.
+    In newer files, the usual metadata keys describe the latents that all heads share. Keys that end
+    in `_mla` have transformers' sizes.
     """
     sizes = [
         values.get(f"attention.{name}_mla", values.get(f"attention.{name}"))

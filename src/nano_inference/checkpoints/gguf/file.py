@@ -1,8 +1,8 @@
 """GGUF file as a model: its headers, and a small folder in a cache that describes it.
 
-The folder holds config.json, generation_config.json and the tokenizer in Hugging Face's format,
-which takes a second to create, and a link to the file. Weights are not copied:
-`checkpoints.gguf.weights` reads them from the file at every load.
+The folder holds config.json, generation_config.json, the tokenizer in Hugging Face's format, and a
+link to the file. Creating it takes a second. Weights are not copied: `checkpoints.gguf.weights`
+reads them from the file at every load.
 """
 
 import hashlib
@@ -112,11 +112,11 @@ def describe_gguf(
         cache_root: Parent folder. None means `cache_folder("gguf")`.
         tokenizer_writer: Function that writes the tokenizer of a GGUF file into a folder. None
             means `write_tokenizer_or_reason`.
-        coded: True to declare matrices of the types in `gguf_codes.KINDS` as codes in config.json
+        coded: True to declare matrices of the types in `codes.KINDS` as codes in config.json
             (`quant_method` "gguf").
 
     Raises:
-        ModelLoadError: The file or a part is missing, truncated or not GGUF. Its architecture, a
+        ModelLoadError: The file or a part is missing, truncated or not GGUF. The architecture, a
             metadata key, a tensor name or a type is unknown. The cache cannot be written.
     """
     model = read_model(path)
@@ -144,7 +144,8 @@ def describe_gguf(
 def describe_config(path: Path, cache_root: Path | None = None) -> Path:
     """Write only `config.json` and `generation_config.json` into a separate folder, or return it.
 
-    `read_vocabulary` reads the tokenizer. Raises `ModelLoadError` as `describe_gguf` does.
+    The folder has no tokenizer: `read_vocabulary` reads it from the file. Raises `ModelLoadError`
+    like `describe_gguf`.
     """
     model = read_model(path)
     root = cache_folder("gguf") if cache_root is None else cache_root
@@ -252,7 +253,7 @@ def _made_once(folder: Path, name: str, source: Path) -> Iterator[Path]:
             yield new
             new.rename(folder)
     except OSError as error:
-        # If another process was first, the rename fails, and its equal folder stays.
+        # The rename fails if another process has made an equal folder, which is then used.
         if not (folder / name).is_file():
             raise ModelLoadError(f"describing {source} in {folder} failed: {error}") from error
 

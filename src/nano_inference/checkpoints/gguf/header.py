@@ -67,7 +67,7 @@ class StoredTensor:
     """Tensor in a file, before it is read.
 
     Attributes:
-        file: File that contains it.
+        file: File that contains the tensor.
         name: GGUF name.
         shape: Shape with the fastest dimension last, as in Hugging Face.
         layout: Storage of its numbers.
@@ -183,7 +183,7 @@ def _check_start(path: Path, start: bytes) -> None:
             f"{path} is not a GGUF file: it starts with {start[:4]!r}, not b'GGUF'"
         )
     version = int.from_bytes(start[4:], "little")
-    if version not in (2, 3):  # a big-endian file shows up here too
+    if version not in (2, 3):  # also rejects big-endian files
         raise ModelLoadError(
             f"{path} has GGUF version {version}; versions 2 and 3, little-endian, can be read"
         )
@@ -289,7 +289,7 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
 def _other_layout(number: int) -> Layout:
     """Return the layout of a type by the gguf package.
 
-    Raise `NotImplementedError` if unsupported.
+    Raises `NotImplementedError` for an unsupported type.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 

@@ -1,8 +1,8 @@
 """Conversion of a GGUF file's tokenizer to Hugging Face's files.
 
 Only `tokenizer.*` is read: tokens with their types and scores, merges, and the name of the
-pre-tokenizer. The architecture matters only for Gemma and Phi-3, whose files omit how to use their
-SentencePiece vocabulary.
+pre-tokenizer. The architecture matters only for Gemma and Phi-3, whose files omit some properties
+of their SentencePiece vocabulary.
 """
 
 import json
@@ -206,7 +206,7 @@ def _templates(vocabulary: GgufVocabulary, folder: Path) -> dict[str, Any]:
 
 
 class _Built(NamedTuple):
-    """Tokenizer, and whether it begins a sequence with BOS."""
+    """Tokenizer, and a flag: True if it begins a sequence with BOS."""
 
     backend: tokenizers.Tokenizer
     adds_bos: bool

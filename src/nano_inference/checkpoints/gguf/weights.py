@@ -311,7 +311,7 @@ def _num_rows(tensor: StoredTensor) -> int:
 
 
 def _columns(tensor: StoredTensor) -> int:
-    """Return the numbers per row, by the definition of `_num_rows`."""
+    """Return the number of numbers per row, as `_num_rows` counts rows."""
     return 1 if _num_rows(tensor) != tensor.num_rows else tensor.shape[-1]
 
 

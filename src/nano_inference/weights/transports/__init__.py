@@ -8,7 +8,8 @@ Import the classes from their modules, since some need `torch.distributed`:
 - `broadcast.BroadcastReceiver`: a `torch.distributed` broadcast. `sender.WeightSender` is the
   trainer's side.
 
-`interface.receive_update` runs a transport into a `WeightSyncManager` on separate threads.
+`interface.receive_update` passes a transport's buckets to a `WeightSyncManager`, on separate
+threads.
 """
 
 from typing import TYPE_CHECKING

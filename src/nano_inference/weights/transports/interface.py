@@ -1,5 +1,5 @@
-"""Interface of transports, which yield buckets before a deadline, and functions that run a
-transport into a session of the manager.
+"""Interface of transports, which yield buckets before a deadline, and functions that stage these
+buckets in the manager's session.
 """
 
 import queue
@@ -81,8 +81,8 @@ def receive_update(
     timeout: float = 300.0,
     **options: Unpack[UpdateOptions],
 ) -> WeightUpdate:
-    """Start to receive an update and return immediately. It is queued and announced after all of it
-    was checked.
+    """Start to receive an update and return immediately. The update is queued once all of it has
+    arrived and been checked.
 
     One thread waits for the transport. Another checks the buckets and enforces the deadline, even
     if a call into a library does not return. Any failure fails the returned update and closes the
@@ -93,8 +93,8 @@ def receive_update(
         manager: Manager of the session. If one is open, `WeightUpdateError` is raised immediately.
         transport: Transport that delivers the buckets.
         timeout: Seconds within which everything must arrive.
-        options: Options of `InferenceEngine.update_weights`. `version` None is the transport's, or
-            counts up.
+        options: Options of `InferenceEngine.update_weights`. If `version` is None, the transport's
+            version applies, or else the next number.
     """
     deadline = Deadline(timeout)
     update = manager.begin(**options)
@@ -119,8 +119,8 @@ def receive_into(
     version: int | None = None,
     end: bool = False,
 ) -> int | None:
-    """Run a transport into the open session, on the calling thread. Return the version that the
-    peer named. With `end`, also end the session, as `version` or else the peer's version.
+    """Stage a transport's buckets in the open session, on the calling thread. Return the version
+    that the peer named. With `end`, also end the session as `version`, or else the peer's version.
 
     Any failure, including a cancelled session, closes the session. If it occurs during a transfer,
     it also closes the transport. Raises `WeightUpdateError`.

@@ -1,8 +1,8 @@
 """Rendezvous of a trainer and its engines: a `TCPStore` that the trainer serves, and key prefixes
 in it at which the ranks of a process group find each other.
 
-The keys of a process's first ordinary group are known ("default_pg", its name "0", the device; as
-of torch 2.13), so an engine can also join a trainer that called `init_process_group` itself.
+An engine can also join a trainer that called `init_process_group` itself, because the keys of a
+process's first ordinary group are known: "default_pg", its name "0", the device (as of torch 2.13).
 """
 
 import secrets
@@ -57,8 +57,8 @@ def url_of(address: Address) -> str:
 
 
 def serve_store(address: Address, timeout: float) -> Any:
-    """Return a store for the rendezvous of a group. It listens only on this address. Port 0 picks a
-    free one. Raises `WeightUpdateError`.
+    """Return a store for the rendezvous of a group, which listens only on this address. Port 0
+    picks a free port. Raises `WeightUpdateError`.
     """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -19,8 +19,8 @@ class ReusedMemory:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int, slack: int = 0, device: torch.device = CPU) -> Tensor:
-        """Return an uninitialized tensor, uint8 [num_bytes + slack]. From 2 MiB on it reuses
-        earlier CPU memory, if any. On other devices torch manages the memory.
+        """Return an uninitialized tensor, uint8 [num_bytes + slack]. From 2 MiB on, it reuses
+        earlier CPU memory, if any. On other devices, torch manages the memory.
 
         Pages of the slack are mapped only when they are written.
         """

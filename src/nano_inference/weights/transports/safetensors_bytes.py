@@ -1,4 +1,4 @@
-"""Safetensors file received as bytes, in parts. Its header is checked before memory is allocated
+"""Safetensors file received as bytes, in parts. The header is checked before memory is allocated
 for the rest.
 """
 

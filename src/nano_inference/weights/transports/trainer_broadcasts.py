@@ -1,9 +1,9 @@
 """Broadcasts of a trainer that made the `torch.distributed` group itself. The trainer is rank 0 and
 serves the store. Its tensors, described in advance by other means, arrive one by one or packed.
 
-Two kinds of groups are supported. An ordinary one is the first `init_process_group` of the
-trainer's process. A named one exists in addition to it, as in SGLang-style trainers. It has its own
-rendezvous, whose store uses the group's name as prefix. `_new_process_group_helper(...,
+Two kinds of groups are supported. An ordinary group is the first `init_process_group` of the
+trainer's process. A named group exists in addition to it, as in SGLang-style trainers, and has its
+own rendezvous, whose store uses the group's name as prefix. `_new_process_group_helper(...,
 group_name=name)` then adds the name and the device as further prefixes (in torch 2.13 and the
 sources of older versions).
 """

@@ -221,8 +221,8 @@ def flat_bucket(bucket: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
 
 
 def opened_bucket(description: bytes, content: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Return the tensors of `flat_bucket`, which share the memory of `content`. They are checked
-    against the model's table first. Raises `WeightUpdateError`.
+    """Return the tensors of `flat_bucket`, which share the memory of `content`, after checking them
+    against the model's table. Raises `WeightUpdateError`.
     """
     (pieces,) = decode(description, shapes).buckets
     size = num_bytes(pieces)
