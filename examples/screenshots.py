@@ -246,13 +246,13 @@ def screen(text: str) -> str:
             rows += [""] * (row + 1 - len(rows))
         elif part == "\r":
             overwrite = True
-        elif part.endswith("A"):
-            row = max(0, row - int(part[2:-1] or 1))
-        elif part.endswith("K"):
-            rows[row] = ""
-        elif part.endswith("m") or not part.startswith("\x1b"):
+        elif part[0] != "\x1b" or part[-1] == "m":
             rows[row] = part if overwrite else rows[row] + part
             overwrite = False
+        elif part[-1] == "A":
+            row = max(0, row - int(part[2:-1] or 1))
+        elif part[-1] == "K":
+            rows[row] = ""
     return "\n".join(rows).rstrip()
 
 
