@@ -41,6 +41,7 @@ ROOMS = {
     "structured": "grammars and their masks",
     "features": "features that cannot be combined",
     "fields": "declared and checked fields of dataclasses",
+    "arrays": "arrays of the host with the interface of tensors",
     "system": "processes, files, the processor, progress",
     "errors": "typed errors",
 }

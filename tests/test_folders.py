@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
-BASE = {"errors", "types", "config", "features", "fields", "system"}
+BASE = {"errors", "types", "config", "features", "fields", "arrays", "system"}
 FOLDERS = sorted(
     init.parent for init in PACKAGE.glob("*/__init__.py") if init.parent.name not in {"cli"}
 )

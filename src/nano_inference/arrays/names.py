@@ -1,0 +1,16 @@
+"""Names for annotations in code that computes with `HostArray` and `torch.Tensor` alike.
+
+A type checker reads torch's classes, whose interface `HostArray` follows. At run time the names
+stand for any class, so that annotations do not import torch.
+"""
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor: TypeAlias = torch.Tensor
+    Dtype: TypeAlias = torch.dtype
+    Device: TypeAlias = torch.device
+else:
+    Tensor = Dtype = Device = Any
