@@ -6,7 +6,7 @@ import numpy as np
 
 from nano_inference.arrays import host
 from nano_inference.arrays.host_array import HostArray
-from nano_inference.arrays.namespace import dtype_name, is_tensor
+from nano_inference.arrays.namespace import dtype_name, is_tensor, namespace
 
 # dtypes that numpy lacks travel as integers of the same size
 _BITS = {1: "uint8", 2: "int16"}
@@ -46,6 +46,11 @@ def _from_torch(tensor: Any) -> HostArray:
 
     bits = _BITS[dtype.itemsize]
     return source.view(getattr(torch, bits)).numpy().view(dtype).view(HostArray)
+
+
+def of_kind(sample: Any, value: Any) -> Any:
+    """Return an array or tensor as the kind of `sample`: an array, a dtype or a device."""
+    return as_host(value) if namespace(sample) is host else as_torch(value)
 
 
 def as_torch(array: Any) -> Any:
