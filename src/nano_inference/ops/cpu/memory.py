@@ -9,8 +9,9 @@ import math
 import mmap
 import sys
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from nano_inference.arrays import Dtype, HostArray, Tensor, as_torch, host
 
 CHUNK = 2**26  # bytes requested from the system in one mapping
 HUGE_PAGE = 2**21
@@ -21,17 +22,18 @@ class Arena:
     """Allocator of pieces of large mappings. A mapping lives as long as one of its tensors."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk = host.empty(0, dtype=host.uint8)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor of zeros."""
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Allocate zeros: a host array or a tensor, as `dtype` is numpy's or torch's."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunk, self._used = _mapping(max(size, CHUNK)), 0
         piece = self._chunk[self._used : self._used + size]
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
-        return piece.view(dtype).view(shape)
+        piece = piece if isinstance(dtype, np.dtype) else as_torch(piece)
+        return piece.view(dtype).reshape(shape)
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
@@ -64,7 +66,7 @@ def _advise(tensor: Tensor, advice: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
-def _mapping(size: int) -> Tensor:
+def _mapping(size: int) -> HostArray:
     try:  # shared mappings get no huge pages
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as problem:
@@ -74,6 +76,6 @@ def _mapping(size: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole = host.frombuffer(memory, dtype=host.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size]
