@@ -23,7 +23,7 @@ class HostDevice:
         return "cpu"
 
 
-HOST = HostDevice()
+HOST: Any = HostDevice()  # `Device` for type checkers
 
 
 class HostArray(Base):
