@@ -94,13 +94,13 @@ def choose_device(name: str) -> Device:
     return device
 
 
-def require_torch() -> Any:
-    """Return the module torch. Raise `ConfigError` if it is not installed."""
+def require_torch(what: str = "this engine") -> Any:
+    """Return the module torch. Raise `ConfigError` if it is not installed. `what` needs it."""
     try:
         import torch
     except ModuleNotFoundError:
         raise ConfigError(
-            "this engine needs torch, which is not installed: only the CPU kernels on one rank run "
+            f"{what} needs torch, which is not installed: only the CPU kernels on one rank run "
             "without it; pip install torch."
         ) from None
     return torch
