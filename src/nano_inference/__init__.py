@@ -71,7 +71,7 @@ _report_moves()
 if _vendor() == "intel":
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# Names whose modules import torch are loaded on first access, because `nano-inference --help`
+# Names whose modules import the model are loaded on first access, because `nano-inference --help`
 # should not wait seconds for torch.
 _NEEDS_TORCH = {
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
