@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import torch as safetensors_torch
+from safetensors import numpy as safetensors_numpy
 
 from nano_inference import WeightSyncManager, WeightUpdate, WeightUpdateError
 from nano_inference.weights.transports import (
@@ -193,7 +193,7 @@ def test_folder_is_incomplete_while_it_is_rewritten(
 
     def save_file(tensors: Weights, path: Path) -> None:
         seen.append((tmp_path / MARKER).exists())
-        safetensors_torch.save_file(tensors, path)
+        safetensors_numpy.save_file(tensors, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(transport_files, "save_file", save_file)

@@ -8,7 +8,7 @@ Begin with: namespace.py (the choice), host_array.py.
 Tests: tests/arrays.
 """
 
-from nano_inference.arrays.convert import as_host, as_like, as_torch
+from nano_inference.arrays.convert import as_host, as_torch, of_kind
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
 from nano_inference.arrays.namespace import (
@@ -26,11 +26,11 @@ __all__ = [
     "HostArray",
     "Tensor",
     "as_host",
-    "as_like",
     "as_torch",
     "dtype_name",
     "is_floating",
     "is_tensor",
     "namespace",
+    "of_kind",
     "without_gradients",
 ]
