@@ -12,7 +12,9 @@ from nano_inference.arrays.convert import as_host, as_torch, of_kind
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
 from nano_inference.arrays.namespace import (
+    dtype_for,
     dtype_name,
+    has_dtype,
     is_floating,
     is_tensor,
     namespace,
@@ -27,7 +29,9 @@ __all__ = [
     "Tensor",
     "as_host",
     "as_torch",
+    "dtype_for",
     "dtype_name",
+    "has_dtype",
     "is_floating",
     "is_tensor",
     "namespace",
