@@ -1,5 +1,6 @@
 """`HostArray`: a numpy array with the methods of `torch.Tensor` that the engine uses."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -143,8 +144,9 @@ class HostArray(Base):
 
     def flatten(self, start: Any = 0, end: Any = -1) -> Any:
         """Join dimensions from `start` to `end`: a view if possible."""
-        end = end % self.ndim
-        return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
+        start, end = start % self.ndim, end % self.ndim + 1
+        size = math.prod(self.shape[start:end])
+        return self.reshape(*self.shape[:start], size, *self.shape[end:])
 
     def unflatten(self, dim: Any, sizes: Sizes) -> Any:
         """Split a dimension into several."""
