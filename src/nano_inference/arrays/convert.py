@@ -28,7 +28,10 @@ def as_host(value: Any) -> HostArray:
     if is_tensor(value):
         return _from_torch(value)
     if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value).view(HostArray)
+        try:
+            return np.from_dlpack(value).view(HostArray)
+        except BufferError:  # another device, or bfloat16
+            return np.asarray(value).view(HostArray)
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 
 

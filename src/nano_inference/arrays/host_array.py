@@ -90,7 +90,8 @@ class HostArray(Base):
 
     def copy_(self, source: Any, non_blocking: bool = False) -> Any:
         """Overwrite this array by another one, which is broadcast and converted."""
-        self[...] = source
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            self[...] = source
         return self
 
     def fill_(self, value: float) -> Any:
@@ -110,7 +111,8 @@ class HostArray(Base):
             elif getattr(change, "type", change) != "cpu":
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
-        return self.astype(dtype, copy=copy or dtype != self.dtype)
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            return self.astype(dtype, copy=copy or dtype != self.dtype)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -210,6 +212,10 @@ class HostArray(Base):
     def amin(self, dim: Any = None, keepdim: Any = False) -> Any:
         """Return the minima along a dimension."""
         return np.min(self, axis=dim, keepdims=keepdim)
+
+    def aminmax(self) -> tuple[Any, Any]:
+        """Return the smallest and the largest number, or NaN twice if any is NaN."""
+        return self.min(), self.max()
 
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().sum(**_along(dim, keepdim, others))
