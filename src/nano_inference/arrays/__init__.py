@@ -18,6 +18,7 @@ from nano_inference.arrays.namespace import (
     is_floating,
     is_tensor,
     namespace,
+    torch_cpu,
     without_gradients,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "is_floating",
     "is_tensor",
     "namespace",
+    "torch_cpu",
     "without_gradients",
 ]
