@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.arrays import dtype_name
 from nano_inference.checkpoints.loading import read_tensors, stored_shapes
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.parameters.param import ParamSpec, Source
@@ -241,7 +242,7 @@ class HeadWeights:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {reason}."
                 )
-            if name != "map" and tensor.dtype not in WEIGHT_DTYPES:
+            if name != "map" and dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
                     "not supported."

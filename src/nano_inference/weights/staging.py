@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from nano_inference.arrays import dtype_name
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
 from nano_inference.models.parameters.fused import unfused
@@ -284,11 +285,11 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
 
 
 def _require_floating(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in WEIGHT_DTYPES:
+    if not isinstance(tensor, Tensor) or dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
         raise WeightUpdateError(
-            f"{name!r} must be a floating point tensor, not {kind}; send one of {known}."
+            f"{name!r} must be a floating point tensor, not {kind}; send one of "
+            f"{', '.join(WEIGHT_DTYPES)}."
         )
     if not holds_numbers(tensor):
         raise WeightUpdateError(
