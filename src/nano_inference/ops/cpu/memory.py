@@ -8,10 +8,13 @@ import errno
 import math
 import mmap
 import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
-from nano_inference.arrays import Dtype, HostArray, Tensor, as_torch, host
+from nano_inference.arrays import Dtype, HostArray, Tensor, as_torch, dtype_name, host
 
 CHUNK = 2**26  # bytes requested from the system in one mapping
 HUGE_PAGE = 2**21
@@ -36,6 +39,50 @@ class Arena:
         return piece.view(dtype).reshape(shape)
 
 
+class RecordedArena(Arena):
+    """Allocator that remembers its host arrays, in the order of allocation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[HostArray] = []
+
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Allocate and remember zeros."""
+        piece = super().take(shape, dtype)
+        self.pieces.append(cast("HostArray", piece))
+        return piece
+
+
+class MappedArena(Arena):
+    """Allocator that hands out the pieces of a mapped file, in the order of their allocation by a
+    `RecordedArena`. Writes to a piece do not change the file.
+
+    Args:
+        memory: Mapping of the file.
+        start: Offset of the first piece. Each piece begins at a multiple of `ALIGNMENT` after it.
+        pieces: Shape and name of the dtype of each piece.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, start: int, pieces: Sequence[tuple[tuple[int, ...], str]]
+    ) -> None:
+        self._chunk = host.frombuffer(memory, dtype=host.uint8)[start:]
+        self._pieces, self._used = deque(pieces), 0
+        populate_read(self._chunk)
+
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Return the next piece. Raise `ValueError` if it has another shape or dtype."""
+        if not self._pieces or self._pieces[0] != (shape, dtype_name(dtype)):
+            raise ValueError(f"the file has no piece {dtype_name(dtype)} {shape} at this place.")
+        self._pieces.popleft()
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > len(self._chunk):
+            raise ValueError("the file is too short for its pieces.")
+        piece = self._chunk[self._used : self._used + size]
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return piece.view(dtype).reshape(shape)
+
+
 def advise_huge_pages(tensor: Tensor) -> None:
     """Request huge pages for a large tensor that was just allocated. Without huge pages this does
     nothing.
@@ -57,6 +104,12 @@ def populate(tensor: Tensor) -> None:
     if sys.platform == "linux" and tensor.device.type == "cpu":
         # MADV_POPULATE_WRITE, which Linux before 5.14 rejects: pages are allocated later
         _advise(tensor, 23)
+
+
+def populate_read(tensor: Tensor) -> None:
+    """Map the pages of a file now instead of at their first read."""
+    if sys.platform == "linux":
+        _advise(tensor, 22)  # MADV_POPULATE_READ, which Linux before 5.14 rejects
 
 
 def _advise(tensor: Tensor, advice: int) -> None:
