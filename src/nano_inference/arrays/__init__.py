@@ -19,6 +19,7 @@ from nano_inference.arrays.namespace import (
     is_floating,
     is_tensor,
     namespace,
+    torch_cpu,
     without_gradients,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "is_tensor",
     "namespace",
     "of_kind",
+    "torch_cpu",
     "with_columns",
     "without_gradients",
 ]

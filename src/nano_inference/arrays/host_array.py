@@ -220,6 +220,9 @@ class HostArray(Base):
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().sum(**_along(dim, keepdim, others))
 
+    def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
+        return super().mean(**_along(dim, keepdim, others))
+
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
 
@@ -306,7 +309,9 @@ class HostArray(Base):
 
     def exp(self) -> Any:
         """Return e to the power of each number."""
-        return np.exp(self)
+        from nano_inference.arrays import host
+
+        return host.exp(self)
 
     def log(self) -> Any:
         """Return natural logarithms."""

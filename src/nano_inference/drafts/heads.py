@@ -228,7 +228,6 @@ class HeadWeights:
         Raise `ConfigError` for a tensor that does not belong to the heads.
         """
         params: dict[str, Tensor] = {}
-        held = set(map(dtype_name, WEIGHT_DTYPES))
         for public, tensor in weights:
             name = name_in(self.spec, public)
             if name in _UNREAD:
@@ -239,7 +238,7 @@ class HeadWeights:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {reason}."
                 )
-            if name != "map" and dtype_name(tensor.dtype) not in held:
+            if name != "map" and dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
                     "not supported."
