@@ -7,13 +7,23 @@ Each set of kernels runs in its own process, so that a crash or an unusable GPU 
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from nano_inference.arrays import (
+    HOST,
+    Device,
+    Dtype,
+    Tensor,
+    as_torch,
+    dtype_for,
+    dtype_name,
+    is_tensor,
+    of_kind,
+)
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import one_line
 from nano_inference.models.decoder import Decoder
@@ -28,7 +38,7 @@ from nano_inference.ops.cuda import availability
 from nano_inference.ops.interface import FEW_ROWS, Ops
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch
 from nano_inference.types import SamplingParams
 
 VOCABULARY = 4096  # maximum rows of the head
@@ -101,7 +111,7 @@ class KernelSet(NamedTuple):
         where = self.device
         if self.device.startswith("cuda"):
             where += f" ({torch.cuda.get_device_name(self.device)})"
-        return f"{self.backend} {self.build}, {str(self.dtype).removeprefix('torch.')}, {where}"
+        return f"{self.backend} {self.build}, {dtype_name(self.dtype)}, {where}"
 
     def ops(self) -> Ops:
         """Return the kernels. Raise `KernelsUnavailable` if they cannot be built or loaded."""
@@ -193,7 +203,7 @@ def check(
     """Compare operations approximately with the reference, with the widths of a model.
 
     CUDA kernels are compared operation by operation. CPU kernels pack weights, so the steps of a
-    whole model are compared.
+    whole model are compared. They compute with host arrays, as in an engine of one rank.
 
     Raises `Differs`, which names the failing operation.
     """
@@ -202,14 +212,14 @@ def check(
         ops = _beside(ops, reference)
         _run(ops, tiny, dtype, device, block_size)
         return
-    results = _run(ops, tiny, dtype, device, block_size)
+    results = _run(ops, tiny, dtype_for(HOST, dtype), HOST, block_size)
     for result, expected in zip(
         results, _run(reference, tiny, dtype, device, block_size), strict=True
     ):
         if isinstance(result, Draw):
-            _require_alike("a draw", result, expected)
+            _require_alike("a draw", _in_torch(result), expected)
         else:
-            _require_near("a step", result, expected)
+            _require_near("a step", as_torch(result), expected)
 
 
 def _tiny(spec: ModelSpec) -> ModelSpec:
@@ -235,11 +245,9 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _run(
-    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
-) -> list[Any]:
+def _run(ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device, block_size: int) -> list[Any]:
     """Run every kind of step and draw once. Return the results that all backends produce."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(torch.device(str(device))).manual_seed(0)
     params = allocate(param_table(spec), dtype, device, ops.allocate)
     for param in params.values():
         _fill(param, generator)
@@ -258,24 +266,27 @@ def _run(
     ]
     last = [sum(LENGTHS[: chunk + 1]) - 1 for chunk in range(len(LENGTHS))]
     batch = batch_of_rows(
-        chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))]
+        *(chunks, block_size),
+        draws=last,
+        scores=[(row, 1) for row in range(sum(LENGTHS))],
+        device=device,
     )
-    result = model.forward(to_device(batch, device), storage)
+    result = model.forward(batch, storage)
     hidden = result.hidden.clone()  # the next forward overwrites it
     logits = model.logits(hidden)
     results = [
         *(hidden, result.scores.clone(), logits.clone()),
-        ops.sample_logits(logits, to_device(_draws(DRAWS), device)),
-        model.draw(hidden, to_device(_draws(DRAWS), device)),
+        ops.sample_logits(logits, _draws(DRAWS, device)),
+        model.draw(hidden, _draws(DRAWS, device)),
         # draws without filters may use another path
-        model.draw(hidden, to_device(_draws(DRAWS[:1] * len(last)), device)),
+        model.draw(hidden, _draws(DRAWS[:1] * len(last), device)),
     ]
     if ops.few_rows is not None:
         for rows in (1, 2, FEW_ROWS):  # the row count selects the kernel
             decodes = [
                 Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)
             ]
-            batch = to_device(batch_of_rows(decodes, block_size), device)
+            batch = batch_of_rows(decodes, block_size, device=device)
             expected = model.trunk(ops, batch, storage)
             _require_near(
                 "few_rows",
@@ -285,8 +296,9 @@ def _run(
     return results
 
 
-def _draws(params: Iterable[SamplingParams]) -> Any:
-    return sampling_batch([DrawRequest(each, row, (1, row, 5)) for row, each in enumerate(params)])
+def _draws(params: Iterable[SamplingParams], device: Device) -> Any:
+    draws = [DrawRequest(each, row, (1, row, 5)) for row, each in enumerate(params)]
+    return sampling_batch(draws, device)
 
 
 def _table(chunk: int, blocks: int) -> list[int]:
@@ -296,9 +308,16 @@ def _table(chunk: int, blocks: int) -> list[int]:
 def _fill(param: Any, generator: torch.Generator) -> None:
     """Fill a parameter with random weights that preserve a row's scale. Norms are about 1."""
     shape = param.shape
-    values = torch.randn(shape, generator=generator, device=param.device, dtype=torch.float32)
+    values = torch.randn(shape, generator=generator, device=generator.device)
     values = values * shape[1] ** -0.5 if len(shape) == 2 else 1 + 0.1 * values
-    param.copy_(values) if isinstance(param, Tensor) else param.write(0, values)
+    values = of_kind(param.dtype, values)
+    param.copy_(values) if is_tensor(param) else param.write(0, values)
+
+
+def _in_torch(draw: Draw) -> Draw:
+    """Return a draw of host arrays as tensors."""
+    arrays = {each.name: getattr(draw, each.name) for each in fields(draw)}
+    return Draw(**{name: as_torch(x) if is_tensor(x) else x for name, x in arrays.items()})
 
 
 def _beside(ops: Ops, reference: Ops) -> Ops:
@@ -326,7 +345,7 @@ def _compared(
     name: str, tested: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        expected = reference(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
+        expected = reference(*[arg.clone() if is_tensor(arg) else arg for arg in args])
         actual = _called(name, tested, args)
         pairs = (
             zip(actual, expected, strict=True)

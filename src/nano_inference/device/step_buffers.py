@@ -197,7 +197,12 @@ class DecodeInputs:
         rows = torch.arange(size, device=buffer.device)
         self.batch = to_device(
             forward_batch(
-                POLICY, **places, row_chunks=rows, logits_indices=rows, table_stride=stride
+                POLICY,
+                buffer.device,
+                **places,
+                row_chunks=rows,
+                logits_indices=rows,
+                table_stride=stride,
             ),
             buffer.device,
         )
