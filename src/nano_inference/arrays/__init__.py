@@ -8,6 +8,7 @@ Begin with: namespace.py (the choice), host_array.py.
 Tests: tests/arrays.
 """
 
+from nano_inference.arrays.columns import with_columns
 from nano_inference.arrays.convert import as_host, as_torch
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
@@ -35,5 +36,6 @@ __all__ = [
     "is_floating",
     "is_tensor",
     "namespace",
+    "with_columns",
     "without_gradients",
 ]
