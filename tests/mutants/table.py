@@ -346,8 +346,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "gguf_blocks_always_in_bfloat16",
         "src/nano_inference/checkpoints/gguf/weights.py",
-        old="self._dtype = dtype if in_blocks else _KEPT[target.dtype]",
-        new="self._dtype = torch.bfloat16 if in_blocks else _KEPT[target.dtype]",
+        old="self._dtype = dtype if in_blocks else getattr(namespace(dtype), _KEPT[target.dtype])",
+        new="self._dtype = getattr(namespace(dtype), 'bfloat16' if in_blocks else _KEPT[target.dtype])",
         seen_by="tests/checkpoints/test_gguf_numbers.py -k rounded_once",
     ),
     Fault(
@@ -579,7 +579,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
             products[rows, which] = answer
         return summed(steps, products, weights, x, experts)""",
         new="""\
-        total = torch.zeros((len(x), x.shape[1]), device=x.device)
+        total = xp.zeros((len(x), x.shape[1]), device=x.device)
         for (rows, which), answer in reversed(list(zip(wanted, answers, strict=True))):
             total.index_add_(0, rows, answer.float() * weights[rows, which, None])
         return total""",

@@ -6,7 +6,7 @@ import numpy as np
 
 from nano_inference.arrays import host
 from nano_inference.arrays.host_array import HostArray
-from nano_inference.arrays.namespace import dtype_name, is_tensor
+from nano_inference.arrays.namespace import dtype_name, is_tensor, namespace
 
 # dtypes that numpy lacks travel as integers of the same size
 _BITS = {1: "uint8", 2: "int16"}
@@ -28,7 +28,10 @@ def as_host(value: Any) -> HostArray:
     if is_tensor(value):
         return _from_torch(value)
     if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value).view(HostArray)
+        try:
+            return np.from_dlpack(value).view(HostArray)
+        except BufferError:  # another device, or bfloat16
+            return np.asarray(value).view(HostArray)
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 
 
@@ -46,6 +49,11 @@ def _from_torch(tensor: Any) -> HostArray:
 
     bits = _BITS[dtype.itemsize]
     return source.view(getattr(torch, bits)).numpy().view(dtype).view(HostArray)
+
+
+def of_kind(sample: Any, value: Any) -> Any:
+    """Return an array or tensor as the kind of `sample`: an array, a dtype or a device."""
+    return as_host(value) if namespace(sample) is host else as_torch(value)
 
 
 def as_torch(array: Any) -> Any:

@@ -1,5 +1,6 @@
 """`HostArray`: a numpy array with the methods of `torch.Tensor` that the engine uses."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +23,7 @@ class HostDevice:
         return "cpu"
 
 
-HOST = HostDevice()
+HOST: Any = HostDevice()  # `Device` for type checkers
 
 
 class HostArray(Base):
@@ -89,7 +90,8 @@ class HostArray(Base):
 
     def copy_(self, source: Any, non_blocking: bool = False) -> Any:
         """Overwrite this array by another one, which is broadcast and converted."""
-        self[...] = source
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            self[...] = source
         return self
 
     def fill_(self, value: float) -> Any:
@@ -109,7 +111,8 @@ class HostArray(Base):
             elif getattr(change, "type", change) != "cpu":
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
-        return self.astype(dtype, copy=copy or dtype != self.dtype)
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            return self.astype(dtype, copy=copy or dtype != self.dtype)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -141,8 +144,9 @@ class HostArray(Base):
 
     def flatten(self, start: Any = 0, end: Any = -1) -> Any:
         """Join dimensions from `start` to `end`: a view if possible."""
-        end = end % self.ndim
-        return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
+        start, end = start % self.ndim, end % self.ndim + 1
+        size = math.prod(self.shape[start:end])
+        return self.reshape(*self.shape[:start], size, *self.shape[end:])
 
     def unflatten(self, dim: Any, sizes: Sizes) -> Any:
         """Split a dimension into several."""
@@ -209,8 +213,15 @@ class HostArray(Base):
         """Return the minima along a dimension."""
         return np.min(self, axis=dim, keepdims=keepdim)
 
+    def aminmax(self) -> tuple[Any, Any]:
+        """Return the smallest and the largest number, or NaN twice if any is NaN."""
+        return self.min(), self.max()
+
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().sum(**_along(dim, keepdim, others))
+
+    def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
+        return super().mean(**_along(dim, keepdim, others))
 
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
@@ -298,7 +309,9 @@ class HostArray(Base):
 
     def exp(self) -> Any:
         """Return e to the power of each number."""
-        return np.exp(self)
+        from nano_inference.arrays import host
+
+        return host.exp(self)
 
     def log(self) -> Any:
         """Return natural logarithms."""

@@ -659,7 +659,8 @@ class Numerics:
         dtype: Dtype of weights, activations and, unless `kv_cache` overrides it, KV cache.
         device: Kind of device, for a GPU with its generation. torch's own products have different
             bits on each.
-        torch: Version of torch, which computes the products of the reference backend.
+        torch: Version of torch, which computes the products of the reference backend. None on the
+            CPU kernels, where torch computes nothing.
         schedule_invariant: True if results do not depend on batching, chunking, caching and
             preemption.
         tensor_parallel: Number of ranks that share a layer if it decides bits (`Ops.in_segments`),
@@ -675,7 +676,7 @@ class Numerics:
     version: int
     dtype: str
     device: str
-    torch: str
+    torch: str | None
     schedule_invariant: bool
     tensor_parallel: int = 1
     state_tokens: int = 0
@@ -691,5 +692,6 @@ class Numerics:
         codes = "" if self.quantization is None else f"/{self.quantization}"
         kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
         sums = "" if self.sums is None else f"/{self.sums}"
-        base = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return base + sums + ranks + states + codes + kept
+        torch = "" if self.torch is None else f"/torch-{self.torch}"
+        base = f"{self.backend}-{self.version}/{self.dtype}/{self.device}"
+        return base + torch + sums + ranks + states + codes + kept
