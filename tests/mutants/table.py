@@ -203,7 +203,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         else:
             level = [level[index] + level[index + 1] for index in range(0, len(level), 2)]""",
         new="""\
-            level = torch.stack([level[0] + level[1], *level[2:]])
+            level = [level[0] + level[1], *level[2:]]
         else:
             level = [level[0] + level[1], *level[2:]]""",
         seen_by="tests/parallel/test_tensor_parallel.py -k wide",
@@ -595,8 +595,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "context_merged_as_it_arrives",
         "src/nano_inference/parallel/context.py",
-        old="order=torch.argsort(keys),",
-        new="order=torch.argsort(keys // _MOST_SEGMENTS, stable=True),",
+        old="order=keys.argsort(),",
+        new="order=(keys // _MOST_SEGMENTS).argsort(stable=True),",
         seen_by="tests/parallel/test_context_parallel.py -k equal_one_rank",
     ),
     Fault(

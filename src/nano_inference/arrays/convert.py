@@ -6,7 +6,7 @@ import numpy as np
 
 from nano_inference.arrays import host
 from nano_inference.arrays.host_array import HostArray
-from nano_inference.arrays.namespace import dtype_name, is_tensor
+from nano_inference.arrays.namespace import dtype_name, is_tensor, namespace
 
 # dtypes that numpy lacks travel as integers of the same size
 _BITS = {1: "uint8", 2: "int16"}
@@ -28,7 +28,10 @@ def as_host(value: Any) -> HostArray:
     if is_tensor(value):
         return _from_torch(value)
     if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value).view(HostArray)
+        try:
+            return np.from_dlpack(value).view(HostArray)
+        except BufferError:  # another device, or bfloat16
+            return np.asarray(value).view(HostArray)
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 
 
@@ -59,3 +62,11 @@ def as_torch(array: Any) -> Any:
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(plain)
     return torch.from_numpy(plain.view(_BITS[array.dtype.itemsize])).view(getattr(torch, name))
+
+
+def as_like(value: Any, sample: Any) -> Any:
+    """Return an array or tensor in the library of `sample`, an array, dtype or device.
+
+    It is in the same memory if possible.
+    """
+    return as_host(value) if namespace(sample) is host else as_torch(value)

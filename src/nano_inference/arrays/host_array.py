@@ -1,5 +1,6 @@
 """`HostArray`: a numpy array with the methods of `torch.Tensor` that the engine uses."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +23,7 @@ class HostDevice:
         return "cpu"
 
 
-HOST = HostDevice()
+HOST: Any = HostDevice()  # `Device` for type checkers
 
 
 class HostArray(Base):
@@ -89,7 +90,8 @@ class HostArray(Base):
 
     def copy_(self, source: Any, non_blocking: bool = False) -> Any:
         """Overwrite this array by another one, which is broadcast and converted."""
-        self[...] = source
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            self[...] = source
         return self
 
     def fill_(self, value: float) -> Any:
@@ -109,7 +111,8 @@ class HostArray(Base):
             elif getattr(change, "type", change) != "cpu":
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
-        return self.astype(dtype, copy=copy or dtype != self.dtype)
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            return self.astype(dtype, copy=copy or dtype != self.dtype)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -141,8 +144,9 @@ class HostArray(Base):
 
     def flatten(self, start: Any = 0, end: Any = -1) -> Any:
         """Join dimensions from `start` to `end`: a view if possible."""
-        end = end % self.ndim
-        return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
+        start, end = start % self.ndim, end % self.ndim + 1
+        size = math.prod(self.shape[start:end])
+        return self.reshape(*self.shape[:start], size, *self.shape[end:])
 
     def unflatten(self, dim: Any, sizes: Sizes) -> Any:
         """Split a dimension into several."""
@@ -179,6 +183,10 @@ class HostArray(Base):
             self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)
         )
 
+    def chunk(self, count: Any, dim: Any = 0) -> tuple[Any, ...]:
+        """Cut a dimension into at most this many views of equal size, the last one smaller."""
+        return self.split(max(-(-self.shape[dim] // count), 1), dim)
+
     def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
         """Return the views at each index of a dimension."""
         return tuple(self.select(dim, index) for index in range(self.shape[dim]))
@@ -204,6 +212,10 @@ class HostArray(Base):
     def amin(self, dim: Any = None, keepdim: Any = False) -> Any:
         """Return the minima along a dimension."""
         return np.min(self, axis=dim, keepdims=keepdim)
+
+    def aminmax(self) -> tuple[Any, Any]:
+        """Return the smallest and the largest number, or NaN twice if any is NaN."""
+        return self.min(), self.max()
 
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().sum(**_along(dim, keepdim, others))
@@ -244,6 +256,15 @@ class HostArray(Base):
         self[(slice(None),) * (dim % self.ndim) + (indices,)] = source
         return self
 
+    def index_put(self, indices: Any, values: Any, accumulate: Any = False) -> Any:
+        """Return a copy with values at indices, added to the old ones if `accumulate` is set."""
+        changed = self.clone()
+        if accumulate:
+            np.add.at(changed, indices, values)
+        else:
+            changed[indices] = values
+        return changed
+
     def index_fill(self, dim: Any, indices: Any, value: Any) -> Any:
         """Return a copy in which indices of a dimension have a value."""
         return self.clone().index_copy_(dim, indices, value)
@@ -255,6 +276,16 @@ class HostArray(Base):
     def gather(self, dim: Any, indices: Any) -> Any:
         """Return the numbers at indices along a dimension."""
         return np.take_along_axis(self, indices, axis=dim)
+
+    def scatter_(self, dim: Any, indices: Any, source: Any) -> Any:
+        """Overwrite the numbers at indices along a dimension."""
+        np.put_along_axis(self, indices, source, axis=dim)
+        return self
+
+    def topk(self, k: Any, dim: Any = -1) -> tuple[Any, Any]:
+        """Return the k largest numbers along a dimension, and their indices."""
+        order = self.argsort(dim, descending=True).narrow(dim, 0, k)
+        return self.gather(dim, order), order
 
     def repeat_interleave(self, repeats: Any, dim: Any = None, **_: Any) -> Any:
         """Repeat each number or index."""

@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace, without_gradients
 from nano_inference.core.apply import Applied, SampledTokens
 from nano_inference.core.batch import Chunks
 from nano_inference.core.decision import SchedulerOutput
@@ -179,7 +177,7 @@ class ModelRunner:
         """Remove a weight set. Steps in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
 
-    @torch.inference_mode()
+    @without_gradients
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
         began = self._working_time()
@@ -244,7 +242,7 @@ class ModelRunner:
         scores = (
             results[0].scores
             if len(results) == 1
-            else torch.cat([result.scores for result in results])
+            else namespace(results[0].scores).cat([result.scores for result in results])
         )
         return StepResult(
             drawn, scores, [result.best for result in results if result.best is not None]
@@ -274,15 +272,15 @@ class ModelRunner:
         if len(result.drawn) == 1:
             model, hidden, whose = result.drawn[0]
             return model.draw(hidden, batch, whose)
-        ops = self.models[POLICY].ops
+        ops, xp = self.models[POLICY].ops, namespace(self.device)
         if not result.drawn:
-            return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
+            return ops.sample_logits(xp.empty((0, 1), device=self.device), batch)
         return ops.sample_logits(
-            torch.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
+            xp.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
             batch,
         )
 
-    @torch.inference_mode()
+    @without_gradients
     def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
         if len(batch.relay_rows):
             if previous is None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
-import torch
 
+from nano_inference.arrays import without_gradients
 from nano_inference.core.sequence import DRAFT, Sequence
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.source import NO_GUESS, Guess
@@ -159,7 +159,7 @@ class ModelDrafts:
     def seconds(self, num_seqs: int) -> float:
         return self._times.of(num_seqs)
 
-    @torch.inference_mode()
+    @without_gradients
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         if self._follow is not None:
             self._follow()

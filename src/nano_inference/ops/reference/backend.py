@@ -35,7 +35,6 @@ from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference.attention import (
     attention,
     attention_states,
-    capped,
     merge_states,
     plan_attention,
     plan_states,
@@ -51,6 +50,7 @@ from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
 from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
+from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch
 
 ROW_TILE = 16
@@ -221,12 +221,6 @@ def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tens
         ]
     whole = torch.cat(tiles, dim=1)
     return scaled(whole, scale)
-
-
-def scaled(products: Tensor, scale: LogitScale) -> Tensor:
-    """Apply a `LogitScale` to products: divide, then cap."""
-    whole = products if scale.divisor == 1 else products / scale.divisor
-    return capped(whole, scale.cap) if scale.cap else whole
 
 
 def draw(hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch) -> Draw:
