@@ -227,7 +227,8 @@ def test_safetensors_bytes_arrive_as_host_arrays() -> None:
         file.add(content[start : start + 1000])
     assert file.is_whole
     for manager in on_host(), on_torch():
-        for bucket in file.receive(shapes, Deadline(30)).buckets:
+        buckets: Any = file.receive(shapes, Deadline(30)).buckets
+        for bucket in buckets:
             assert all(isinstance(each, HostArray) for each in bucket.values())
             manager.sync_blocking(bucket)
         assert torch.equal(manager.tensor(NORM), weights[NORM].float())
