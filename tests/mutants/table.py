@@ -203,7 +203,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         else:
             level = [level[index] + level[index + 1] for index in range(0, len(level), 2)]""",
         new="""\
-            level = torch.stack([level[0] + level[1], *level[2:]])
+            level = [level[0] + level[1], *level[2:]]
         else:
             level = [level[0] + level[1], *level[2:]]""",
         seen_by="tests/parallel/test_tensor_parallel.py -k wide",
@@ -346,8 +346,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "gguf_blocks_always_in_bfloat16",
         "src/nano_inference/checkpoints/gguf/weights.py",
-        old="self._dtype = dtype if in_blocks else _KEPT[target.dtype]",
-        new="self._dtype = torch.bfloat16 if in_blocks else _KEPT[target.dtype]",
+        old="self._dtype = dtype if in_blocks else getattr(namespace(dtype), _KEPT[target.dtype])",
+        new="self._dtype = getattr(namespace(dtype), 'bfloat16' if in_blocks else _KEPT[target.dtype])",
         seen_by="tests/checkpoints/test_gguf_numbers.py -k rounded_once",
     ),
     Fault(
@@ -579,7 +579,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
             products[rows, which] = answer
         return summed(steps, products, weights, x, experts)""",
         new="""\
-        total = torch.zeros((len(x), x.shape[1]), device=x.device)
+        total = xp.zeros((len(x), x.shape[1]), device=x.device)
         for (rows, which), answer in reversed(list(zip(wanted, answers, strict=True))):
             total.index_add_(0, rows, answer.float() * weights[rows, which, None])
         return total""",
@@ -595,8 +595,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "context_merged_as_it_arrives",
         "src/nano_inference/parallel/context.py",
-        old="order=torch.argsort(keys),",
-        new="order=torch.argsort(keys // _MOST_SEGMENTS, stable=True),",
+        old="order=keys.argsort(),",
+        new="order=(keys // _MOST_SEGMENTS).argsort(stable=True),",
         seen_by="tests/parallel/test_context_parallel.py -k equal_one_rank",
     ),
     Fault(

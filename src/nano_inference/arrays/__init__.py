@@ -8,7 +8,8 @@ Begin with: namespace.py (the choice), host_array.py.
 Tests: tests/arrays.
 """
 
-from nano_inference.arrays.convert import as_host, as_torch, of_kind
+from nano_inference.arrays.columns import with_columns
+from nano_inference.arrays.convert import as_host, as_like, as_torch
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
 from nano_inference.arrays.namespace import (
@@ -18,6 +19,7 @@ from nano_inference.arrays.namespace import (
     is_floating,
     is_tensor,
     namespace,
+    torch_cpu,
     without_gradients,
 )
 
@@ -28,6 +30,7 @@ __all__ = [
     "HostArray",
     "Tensor",
     "as_host",
+    "as_like",
     "as_torch",
     "dtype_for",
     "dtype_name",
@@ -35,6 +38,7 @@ __all__ = [
     "is_floating",
     "is_tensor",
     "namespace",
-    "of_kind",
+    "torch_cpu",
+    "with_columns",
     "without_gradients",
 ]

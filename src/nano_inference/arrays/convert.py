@@ -51,11 +51,6 @@ def _from_torch(tensor: Any) -> Any:
     return source.view(getattr(torch, bits)).numpy().view(dtype).view(HostArray)
 
 
-def of_kind(sample: Any, value: Any) -> Any:
-    """Return an array or tensor as the kind of `sample`: an array, a dtype or a device."""
-    return as_host(value) if namespace(sample) is host else as_torch(value)
-
-
 def as_torch(array: Any) -> Any:
     """Return a host array as a tensor in the same memory. Tensors are returned unchanged."""
     import torch
@@ -67,3 +62,11 @@ def as_torch(array: Any) -> Any:
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(plain)
     return torch.from_numpy(plain.view(_BITS[array.dtype.itemsize])).view(getattr(torch, name))
+
+
+def as_like(value: Any, sample: Any) -> Any:
+    """Return an array or tensor in the library of `sample`, an array, dtype or device.
+
+    It is in the same memory if possible.
+    """
+    return as_host(value) if namespace(sample) is host else as_torch(value)

@@ -23,7 +23,7 @@ class HostDevice:
         return "cpu"
 
 
-HOST = HostDevice()
+HOST: Any = HostDevice()  # `Device` for type checkers
 
 
 class HostArray(Base):
@@ -183,6 +183,10 @@ class HostArray(Base):
             self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)
         )
 
+    def chunk(self, count: Any, dim: Any = 0) -> tuple[Any, ...]:
+        """Cut a dimension into at most this many views of equal size, the last one smaller."""
+        return self.split(max(-(-self.shape[dim] // count), 1), dim)
+
     def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
         """Return the views at each index of a dimension."""
         return tuple(self.select(dim, index) for index in range(self.shape[dim]))
@@ -215,6 +219,9 @@ class HostArray(Base):
 
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().sum(**_along(dim, keepdim, others))
+
+    def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
+        return super().mean(**_along(dim, keepdim, others))
 
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
@@ -249,6 +256,15 @@ class HostArray(Base):
         self[(slice(None),) * (dim % self.ndim) + (indices,)] = source
         return self
 
+    def index_put(self, indices: Any, values: Any, accumulate: Any = False) -> Any:
+        """Return a copy with values at indices, added to the old ones if `accumulate` is set."""
+        changed = self.clone()
+        if accumulate:
+            np.add.at(changed, indices, values)
+        else:
+            changed[indices] = values
+        return changed
+
     def index_fill(self, dim: Any, indices: Any, value: Any) -> Any:
         """Return a copy in which indices of a dimension have a value."""
         return self.clone().index_copy_(dim, indices, value)
@@ -260,6 +276,16 @@ class HostArray(Base):
     def gather(self, dim: Any, indices: Any) -> Any:
         """Return the numbers at indices along a dimension."""
         return np.take_along_axis(self, indices, axis=dim)
+
+    def scatter_(self, dim: Any, indices: Any, source: Any) -> Any:
+        """Overwrite the numbers at indices along a dimension."""
+        np.put_along_axis(self, indices, source, axis=dim)
+        return self
+
+    def topk(self, k: Any, dim: Any = -1) -> tuple[Any, Any]:
+        """Return the k largest numbers along a dimension, and their indices."""
+        order = self.argsort(dim, descending=True).narrow(dim, 0, k)
+        return self.gather(dim, order), order
 
     def repeat_interleave(self, repeats: Any, dim: Any = None, **_: Any) -> Any:
         """Repeat each number or index."""
@@ -283,7 +309,9 @@ class HostArray(Base):
 
     def exp(self) -> Any:
         """Return e to the power of each number."""
-        return np.exp(self)
+        from nano_inference.arrays import host
+
+        return host.exp(self)
 
     def log(self) -> Any:
         """Return natural logarithms."""

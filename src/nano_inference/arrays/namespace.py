@@ -30,6 +30,13 @@ def namespace(sample: Any) -> Any:
     return torch
 
 
+def torch_cpu() -> Any:
+    """Return torch's device for the CPU."""
+    import torch
+
+    return torch.device("cpu")
+
+
 def is_tensor(value: Any) -> bool:
     """Return True for a host array or a torch tensor."""
     torch = _loaded_torch()

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from nano_inference.arrays import HOST, Device, Dtype, dtype_name, namespace
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.loading import resolve_dtype
 from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
@@ -94,13 +94,13 @@ def choose_device(name: str) -> Device:
     return device
 
 
-def require_torch() -> Any:
-    """Return the module torch. Raise `ConfigError` if it is not installed."""
+def require_torch(what: str = "this engine") -> Any:
+    """Return the module torch. Raise `ConfigError` if it is not installed. `what` needs it."""
     try:
         import torch
     except ModuleNotFoundError:
         raise ConfigError(
-            "this engine needs torch, which is not installed: only the CPU kernels on one rank run "
+            f"{what} needs torch, which is not installed: only the CPU kernels on one rank run "
             "without it; pip install torch."
         ) from None
     return torch
@@ -165,8 +165,8 @@ def in_kind_of_ops(ops: Ops, dtype: Dtype, device: Device) -> tuple[Dtype, Devic
     """
     if device is not HOST or ops.name == "cpu":
         return dtype, device
-    torch = require_torch()
-    return getattr(torch, dtype_name(dtype)), torch.device("cpu")
+    cpu = require_torch().device("cpu")
+    return dtype_for(cpu, dtype), cpu
 
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype:
@@ -176,19 +176,18 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
     since their products do not depend on the dtype. If the CPU kernels run, bfloat16 replaces
     float16, which they do not support.
     """
-    xp = namespace(device)
     if config.dtype != "auto":
-        return getattr(xp, config.dtype)
+        return dtype_for(device, config.dtype)
     if config.codes is not None:
-        return xp.bfloat16
+        return dtype_for(device, "bfloat16")
     name = dtype_name(resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device)))
     if name != "float16" or _cpu_build(config, device) is None:
-        return getattr(xp, name)
+        return dtype_for(device, name)
     _tell_once(
         "The CPU kernels do not support the checkpoint's float16: rounding weights to bfloat16. "
         "dtype='float32' keeps full precision in twice the memory."
     )
-    return xp.bfloat16
+    return dtype_for(device, "bfloat16")
 
 
 def bf16_gains(config: EngineConfig, device: Device) -> bool:

@@ -306,7 +306,7 @@ class KVStorage:
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """Copy whole blocks to the host: uint8 [blocks, bytes of a block]."""
         xp = namespace(self.keys)
-        blocks = xp.tensor(block_ids, device=self.keys.device)
+        blocks = xp.tensor(block_ids, dtype=xp.int64, device=self.keys.device)
         parts = [
             cache[:, self._find_blocks(layer, blocks)].swapaxes(0, 1).flatten(1)
             for caches in zip(*map(self._of, self._attention_layers), strict=True)
@@ -322,7 +322,8 @@ class KVStorage:
 
         The blocks must be unused.
         """
-        blocks = namespace(self.keys).tensor(block_ids, device=self.keys.device)
+        xp = namespace(self.keys)
+        blocks = xp.tensor(block_ids, dtype=xp.int64, device=self.keys.device)
         size = self._kept * self.keys.itemsize
         if self.states is not None:
             self.states.write_blocks(block_ids, data[:, size:])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from nano_inference.arrays import HOST, Device, Dtype, dtype_name, host
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.checkpoints.folders import describe_model, gguf_of, load_spec
 from nano_inference.checkpoints.gguf.codes import KINDS
@@ -128,4 +128,4 @@ def _multiplies_blocks(config: EngineConfig) -> bool:
         return False
     spec = load_spec(describe_model(config.model_path))
     asked = replace(config, quantization=FILE)
-    return no_cpu_kernels_for(asked, {POLICY: spec}, host.bfloat16, HOST) is None
+    return no_cpu_kernels_for(asked, {POLICY: spec}, dtype_for(HOST, "bfloat16"), HOST) is None

@@ -109,7 +109,7 @@ class StateStorage:
         parts: list[Tensor] = []
         xp = namespace(next(iter(self.tensors.values())))
         for tensor in self.tensors.values():
-            units = self.units_of(xp.tensor(block_ids, device=tensor.device))
+            units = self.units_of(xp.tensor(block_ids, dtype=xp.int64, device=tensor.device))
             whole = tensor[:, units].swapaxes(0, 1).to("cpu").contiguous()
             parts.append(whole.flatten(1).view(xp.uint8))
         return xp.cat(parts, dim=1)
@@ -118,7 +118,8 @@ class StateStorage:
         """Write the result of `read_blocks`, of any storage with the same columns."""
         sizes = [tensor[:, 0].nbytes for tensor in self.tensors.values()]
         for tensor, part in zip(self.tensors.values(), data.split(sizes, dim=1), strict=True):
-            units = self.units_of(namespace(tensor).tensor(block_ids, device=tensor.device))
+            xp = namespace(tensor)
+            units = self.units_of(xp.tensor(block_ids, dtype=xp.int64, device=tensor.device))
             values = part.contiguous().view(tensor.dtype)
             shape = (len(block_ids), len(tensor), *tensor.shape[2:])
             tensor[:, units] = values.reshape(shape).swapaxes(0, 1).to(tensor.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.arrays import Device, Dtype, Tensor, dtype_name, namespace, of_kind
+from nano_inference.arrays import HOST, Device, Dtype, Tensor, as_like, dtype_name, namespace
 from nano_inference.checkpoints.loading import read_tensors, stored_shapes
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.parameters.param import ParamSpec, Source
@@ -211,7 +211,7 @@ class HeadWeights:
     """
 
     def __init__(self, spec: HeadsSpec, dtype: Dtype, device: Device, matrix: Allocate) -> None:
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self._device = spec, dtype, device
         self._table = table_of(spec)
         self._slots = slots(self._table)
         self.params = allocate(self._table, dtype, device, matrix)
@@ -219,7 +219,8 @@ class HeadWeights:
 
     def load(self, folder: Path) -> None:
         """Read all parameters from a folder. Raise `ConfigError` or `ModelLoadError`."""
-        self.write(self.checked(read_tensors(folder)))
+        host = self._device is HOST
+        self.write(self.checked(read_tensors(folder, HOST) if host else read_tensors(folder)))
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> NewHeads:
         """Check some parameters, given by any of their public names, and return them for `write`.
@@ -227,7 +228,6 @@ class HeadWeights:
         Raise `ConfigError` for a tensor that does not belong to the heads.
         """
         params: dict[str, Tensor] = {}
-        held = set(map(dtype_name, WEIGHT_DTYPES))
         for public, tensor in weights:
             name = name_in(self.spec, public)
             if name in _UNREAD:
@@ -238,12 +238,12 @@ class HeadWeights:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {reason}."
                 )
-            if name != "map" and dtype_name(tensor.dtype) not in held:
+            if name != "map" and dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
                     "not supported."
                 )
-            params[name] = of_kind(self.dtype, tensor)
+            params[name] = as_like(tensor, self.dtype)
         targets = self._mapped(params.pop("map")) if "map" in params else self.targets
         return NewHeads(params, targets)
 

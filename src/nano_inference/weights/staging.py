@@ -38,7 +38,6 @@ from nano_inference.weights.update import (
 )
 
 MOST_VERSIONS = 2**63  # messages between processes hold 64 bits
-DTYPES = tuple(map(dtype_name, WEIGHT_DTYPES))
 FINITE_RUN = 2**22  # elements per check for finite values
 
 
@@ -324,11 +323,11 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
 
 
 def _require_floating(name: str, tensor: Any) -> None:
-    if not is_tensor(tensor) or dtype_name(tensor.dtype) not in DTYPES:
+    if not is_tensor(tensor) or dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
         kind = tensor.dtype if is_tensor(tensor) else type(tensor).__name__
         raise WeightUpdateError(
             f"{name!r} must be a floating point tensor, not {kind}; send one of "
-            f"{', '.join(DTYPES)}."
+            f"{', '.join(WEIGHT_DTYPES)}."
         )
     if not holds_numbers(tensor):
         raise WeightUpdateError(
