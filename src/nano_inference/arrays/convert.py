@@ -12,7 +12,7 @@ from nano_inference.arrays.namespace import dtype_name, is_tensor, namespace
 _BITS = {1: "uint8", 2: "int16"}
 
 
-def as_host(value: Any) -> HostArray:
+def as_host(value: Any) -> Any:
     """Return an array or tensor as a host array, in the same memory if it is on the host.
 
     Args:
@@ -35,7 +35,7 @@ def as_host(value: Any) -> HostArray:
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 
 
-def _from_torch(tensor: Any) -> HostArray:
+def _from_torch(tensor: Any) -> Any:
     name = dtype_name(tensor.dtype)
     dtype = getattr(host, name, None)
     if not isinstance(dtype, np.dtype):
