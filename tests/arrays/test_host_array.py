@@ -207,7 +207,8 @@ def clamp(x: Any, xp: Any, pick: random.Random) -> Any:
 
 def div(x: Any, xp: Any, pick: random.Random) -> Any:
     by = pick.choice((1, 2, 3, *[-2, 0.75] * is_floating(x, xp)))
-    return x.div(by, rounding_mode="floor"), x.div(by), x.div(x.to(x.dtype, copy=True).fill_(by))
+    by_number = x.div(by, rounding_mode="floor"), x.div(by)
+    return by_number, x.div(x.clone().fill_(by)) if is_floating(x, xp) else ()
 
 
 def to(x: Any, xp: Any, pick: random.Random) -> Any:
