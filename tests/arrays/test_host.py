@@ -133,10 +133,10 @@ def where(x: Any, xp: Any, pick: random.Random) -> Any:
 
 
 def equal(x: Any, xp: Any, pick: random.Random) -> Any:
-    other = x.clone()
+    same, other = x.clone(), x.contiguous().clone()
     if x.numel():
         other.reshape(-1)[pick.randrange(x.numel())] = 1
-    return xp.equal(x, x), xp.equal(x, other), xp.equal(x, x.reshape(1, *x.shape))
+    return xp.equal(x, same), xp.equal(x, other), xp.equal(x, x.reshape(1, *x.shape))
 
 
 def searchsorted(x: Any, xp: Any, pick: random.Random) -> Any:
@@ -155,7 +155,7 @@ def argsort(x: Any, xp: Any, pick: random.Random) -> Any:
     dim, down = pick.randrange(-x.ndim, x.ndim), pick.random() < 0.5
     return (
         xp.argsort(x, dim=dim, descending=down, stable=True),
-        x.gather(dim, xp.argsort(x, dim, down)),
+        x.gather(dim, xp.argsort(x, dim, descending=down)),
         xp.argsort(x, stable=True),
     )
 
@@ -214,7 +214,7 @@ FUNCTIONS = {
     "log": Function(log, of.FLOATS, tolerance=1e-6),
     "cos": Function(unary("cos"), of.FLOATS, odd=False, tolerance=1e-6),
     "sin": Function(unary("sin"), of.FLOATS, odd=False, tolerance=1e-6),
-    "sqrt": Function(sqrt, of.FLOATS),
+    "sqrt": Function(sqrt, of.FLOATS, tolerance=3e-16),
     "floor": Function(unary("floor"), of.FLOATS),
     "round": Function(unary("round"), of.FLOATS),
     "maximum": Function(larger_and_smaller, of.NUMBERS, min_dims=1, signed_zeros=False),
