@@ -27,7 +27,7 @@ from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.scaling import scaled
-from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
+from nano_inference.sampling.tensors import SamplingBatch, greedy_batch
 
 BEST_TILE = 256  # rows whose logits are in memory simultaneously to find their best tokens
 MASKED_TILE = 64  # rows whose logits are in memory simultaneously to score them under masks
@@ -260,7 +260,7 @@ class Decoder:
         draws = [
             self.draw(
                 hidden[tile],
-                to_device(greedy_batch(len(tile), num_best), self.device),
+                greedy_batch(len(tile), num_best, self.device),
                 whose.of(tile),
             )
             for tile in torch.arange(len(hidden), device=self.device).split(BEST_TILE)
