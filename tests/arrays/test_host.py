@@ -172,6 +172,14 @@ def sqrt(x: Any, xp: Any, pick: random.Random) -> Any:
     return xp.sqrt(x.abs())
 
 
+def rsqrt(x: Any, xp: Any, pick: random.Random) -> Any:
+    return xp.rsqrt(x.abs())
+
+
+def softplus(x: Any, xp: Any, pick: random.Random) -> Any:
+    return xp.nn.functional.softplus(x)
+
+
 def log(x: Any, xp: Any, pick: random.Random) -> Any:
     return xp.log(x.abs())
 
@@ -215,6 +223,8 @@ FUNCTIONS = {
     "cos": Function(unary("cos"), of.FLOATS, odd=False, tolerance=1e-6),
     "sin": Function(unary("sin"), of.FLOATS, odd=False, tolerance=1e-6),
     "sqrt": Function(sqrt, of.FLOATS, tolerance=3e-16),
+    "rsqrt": Function(rsqrt, ("float32",), tolerance=1e-6),
+    "nn": Function(softplus, ("float32",), tolerance=1e-6),
     "floor": Function(unary("floor"), of.FLOATS),
     "round": Function(unary("round"), of.FLOATS),
     "maximum": Function(larger_and_smaller, of.NUMBERS, min_dims=1, signed_zeros=False),
