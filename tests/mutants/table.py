@@ -778,7 +778,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "src/nano_inference/weights/staging.py",
         old="    return start < stop and place > 0 and ranges[place - 1][1] > start",
         new="    return False",
-        seen_by="tests/weights/test_host_weights.py -k exchanged",
+        seen_by="tests/weights/test_host_arrays.py -k exchanged",
     ),
     Fault(
         "experts_routed_again_in_the_backward",
