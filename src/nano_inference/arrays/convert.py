@@ -30,7 +30,7 @@ def as_host(value: Any) -> Any:
     if hasattr(value, "__dlpack__"):
         try:
             return np.from_dlpack(value).view(HostArray)
-        except BufferError:  # another device, or bfloat16
+        except (BufferError, RuntimeError):  # another device, or bfloat16
             return np.asarray(value).view(HostArray)
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 

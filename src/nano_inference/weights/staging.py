@@ -377,5 +377,5 @@ def _joined(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def _overlaps(extent: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
     """Return True if a range of memory overlaps one of `ranges`, which `_joined` returned."""
     start, stop = extent
-    place = bisect_left(ranges, (stop,))  # the first that begins at its end or later
-    return start < stop and place > 0 and ranges[place - 1][1] > start
+    later = bisect_left(ranges, (stop,))  # the first that begins at its end or later
+    return start < stop and later > 0 and ranges[later - 1][1] > start
