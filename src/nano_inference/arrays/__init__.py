@@ -9,7 +9,7 @@ Tests: tests/arrays.
 """
 
 from nano_inference.arrays.columns import with_columns
-from nano_inference.arrays.convert import as_host, as_like, as_torch
+from nano_inference.arrays.convert import as_host, as_torch, of_kind
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
 from nano_inference.arrays.namespace import (
@@ -30,7 +30,6 @@ __all__ = [
     "HostArray",
     "Tensor",
     "as_host",
-    "as_like",
     "as_torch",
     "dtype_for",
     "dtype_name",
@@ -38,6 +37,7 @@ __all__ = [
     "is_floating",
     "is_tensor",
     "namespace",
+    "of_kind",
     "torch_cpu",
     "with_columns",
     "without_gradients",

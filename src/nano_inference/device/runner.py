@@ -18,9 +18,10 @@ from nano_inference.errors import RankLost
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
 from nano_inference.models.routes import RouteRecord
 from nano_inference.ops.batches import ForwardBatch
+from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks
-from nano_inference.sampling.tensors import TORCH, SamplingBatch, to_device
+from nano_inference.sampling.tensors import SamplingBatch, arrays_on, to_device
 from nano_inference.types import Memory
 from nano_inference.weights.update import OtherRanks, WeightUpdate
 
@@ -86,7 +87,6 @@ class ModelRunner:
         shares: Other ranks' parts of weight updates, or None if there are no other ranks.
     """
 
-    arrays = TORCH
     shares: OtherRanks | None = None
 
     def __init__(
@@ -115,6 +115,11 @@ class ModelRunner:
     def _working_time(self) -> int:
         """Return a nanosecond clock that stops while this rank waits for another stage."""
         return time.perf_counter_ns() - self.clock.waiting
+
+    @property
+    def arrays(self) -> Arrays[Tensor]:
+        """Factory of a batch's arrays."""
+        return arrays_on(self.device)
 
     @property
     def storage(self) -> KVStorage:

@@ -43,7 +43,6 @@ from nano_inference.ops.interface import (
     Trunk,
     X,
 )
-from nano_inference.sampling.tensors import to_device
 
 UNKNOWN = 256  # sequences to remember beyond four times the number in a step
 
@@ -166,7 +165,7 @@ class EagleDrafts:
             live = [drafting[place] for place in places]
             computed, normed = self._compute(live, hidden[places])
             params, spec = self.weights.params, self.spec
-            requests = to_device(draws_of(live), self.policy.device)
+            requests = draws_of(live, self.policy.device)
             vocab_size = spec.layer.vocab_size
             draw = draw_known(
                 *(self.policy.ops, normed, params["head"]),
@@ -227,8 +226,7 @@ class EagleDrafts:
 
     def _run(self, trunk: Trunk, rows: Listed[Rows], inputs: Tensor) -> Tensor:
         ops, storage, policy = self.policy.ops, self._storage, self.policy
-        batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT)
-        batch = to_device(batch, policy.device)
+        batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT, device=policy.device)
         self._inputs = inputs
         if ops.compile is None:
             return trunk(ops, batch, storage)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.arrays import HOST, Device, Dtype, Tensor, as_like, dtype_name, namespace
+from nano_inference.arrays import HOST, Device, Dtype, Tensor, dtype_name, namespace, of_kind
 from nano_inference.checkpoints.loading import read_tensors, stored_shapes
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.parameters.param import ParamSpec, Source
@@ -243,7 +243,7 @@ class HeadWeights:
                     f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
                     "not supported."
                 )
-            params[name] = as_like(tensor, self.dtype)
+            params[name] = of_kind(self.dtype, tensor)
         targets = self._mapped(params.pop("map")) if "map" in params else self.targets
         return NewHeads(params, targets)
 

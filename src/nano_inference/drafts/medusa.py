@@ -22,7 +22,7 @@ from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Ops
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.tensors import SamplingBatch, to_device
+from nano_inference.sampling.tensors import SamplingBatch
 
 NEVER = -1e30  # logit of tokens that heads cannot guess
 
@@ -75,7 +75,8 @@ class MedusaDrafts:
                 break
             live = [drafting[place] for place in places]
             rows = hidden if len(places) == len(drafting) else hidden[places]
-            draw = self._draw(self._blocks(head, rows), head, draws_of(live))
+            batch = draws_of(live, self.policy.device)
+            draw = self._draw(self._blocks(head, rows), head, batch)
             take_drawn(live, draw, self.spec.vocab_size)
             self._times.note(len(live), time.perf_counter() - began)
 
@@ -93,7 +94,6 @@ class MedusaDrafts:
 
     def _draw(self, hidden: Tensor, head: int, batch: SamplingBatch) -> Draw:
         policy, spec = self.policy, self.spec
-        batch = to_device(batch, policy.device)
         if not spec.projections:
             return policy.draw(hidden, batch)
         projection = self.weights.params[f"lm_heads.{min(head, spec.projections - 1)}.weight"]
