@@ -28,7 +28,7 @@ from typing import Any, get_args
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from nano_inference.arrays import Tensor, as_host, as_like, namespace
+from nano_inference.arrays import Tensor, as_host, namespace, of_kind
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import (
     BASE,
@@ -192,7 +192,7 @@ class Adapters:
             metadata: dict[str, str] = file.metadata()
             for index, (param, first, scale) in enumerate(json.loads(metadata["places"])):
                 halves = (as_host(file.get_tensor(f"{index}.{half}")).clone() for half in "ab")
-                a, b = (as_like(half, device).to(device) for half in halves)
+                a, b = (of_kind(device, half).to(device) for half in halves)
                 parts.setdefault(param, []).append(LoraPart(first, a, b, scale))
         values: dict[str, Any] = json.loads(metadata["info"])
         values["targets"] = tuple(values["targets"])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nano_inference.arrays import Tensor, as_like, dtype_name, host, namespace
+from nano_inference.arrays import Tensor, dtype_name, host, namespace, of_kind
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.blocks import MOST_BYTES, put_blocks
 from nano_inference.device.runner import ModelRunner
@@ -167,7 +167,7 @@ class BlockExchange:
         self.require_enabled()
         self._check(piece)
         prefix = PrefixKeys(piece.namespace, piece.names)
-        data = as_like(piece.data, self._runner.storage.keys)
+        data = of_kind(self._runner.storage.keys, piece.data)
         num_here, gone = 0, False
 
         def write() -> None:
