@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.arrays import HostArray
+from nano_inference.arrays import HostArray, host
 from tests.arrays import twins as of
 from tests.arrays.twins import Case, Twins, compare, twins
 from tests.depth import at_depth
@@ -270,11 +270,11 @@ METHODS = {
     "fill_": Method(lambda x, xp, pick: x.fill_(pick.choice((0, 1))), layouts=IN_PLACE),
     "zero_": Method(lambda x, xp, pick: x.zero_(), layouts=IN_PLACE),
     "to": Method(to, of.EVERY, odd=False),
-    "float": Method(lambda x, xp, pick: x.float()),
-    "double": Method(lambda x, xp, pick: x.double()),
-    "long": Method(lambda x, xp, pick: x.long(), odd=False),
-    "int": Method(lambda x, xp, pick: x.int(), odd=False),
-    "bool": Method(lambda x, xp, pick: x.bool()),
+    "float": Method(lambda x, xp, pick: x.float(), ("float32",) * 9 + of.EVERY),
+    "double": Method(lambda x, xp, pick: x.double(), ("float64",) * 9 + of.EVERY),
+    "long": Method(lambda x, xp, pick: x.long(), ("int64",) * 9 + of.EVERY, odd=False),
+    "int": Method(lambda x, xp, pick: x.int(), ("int32",) * 9 + of.EVERY, odd=False),
+    "bool": Method(lambda x, xp, pick: x.bool(), ("bool",) * 9 + of.EVERY),
     "view": Method(view),
     "flatten": Method(flatten),
     "unflatten": Method(unflatten, min_dims=1),
@@ -343,3 +343,36 @@ def test_method_returns_the_same_as_torch(method: Method, data: st.DataObject, s
             tolerance=method.tolerance,
             signed_zeros=method.signed_zeros,
         )
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_sums_of_narrow_floats_are_rounded_once(name: str) -> None:
+    array, tensor = of.twins_of(np.ones((3, 3000), dtype=getattr(host, name)))
+    for dim in (None, 0, 1):
+        of.assert_same(array.sum(dim), tensor.sum(dim))
+    of.assert_same(array.cumsum(1), tensor.cumsum(1))
+    assert array.sum(1).tolist() == [3000 if name == "float16" else 3008] * 3
+
+
+def test_functions_of_numpy_order_along_their_axis() -> None:
+    array = host.tensor([[3, 1], [2, 4]])
+    assert np.argsort(array, axis=0).tolist() == [[1, 0], [0, 1]]
+    assert np.sort(array, axis=0).tolist() == [[2, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("narrow", (0, 1, 3)), ("narrow", (0, 4, 0)), ("narrow", (0, -4, 1)), ("narrow", (1, 0, 1))]
+    + [(name, (1, 0)) for name in ("select", "index_select")]
+    + [
+        ("split", ([1, 1],)),
+        ("view", (2, 2)),
+        ("view", (4, -1)),
+        ("expand", (4,)),
+        ("to", ("cuda",)),
+    ]
+    + [("div", (2, "trunc"))],
+)
+def test_wrong_arguments_are_rejected(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        getattr(host.tensor([1, 2, 3]), name)(*arguments)

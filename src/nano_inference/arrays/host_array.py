@@ -114,7 +114,7 @@ class HostArray(Base):
             elif getattr(change, "type", change) != "cpu":
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
-        return self.astype(dtype, copy=copy or dtype != self.dtype)
+        return self.astype(dtype, copy=copy)
 
     def float(self) -> Any:
         """Return this array in float32."""
