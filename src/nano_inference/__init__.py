@@ -5,62 +5,61 @@ weights while it decodes.
 """
 
 import os
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nano_inference.config import EngineConfig, SchedulerConfig
-from nano_inference.core.decision import SchedulerOutput
-from nano_inference.core.schedule import schedule
-from nano_inference.core.sequence import Sequence, SequenceStatus
-from nano_inference.errors import (
-    AdapterError,
-    AdapterNotFound,
-    ConfigError,
-    EngineDead,
-    InvalidRequest,
-    ModelLoadError,
-    NanoInferenceError,
-    RankLost,
-    RequestAborted,
-    RequestTooLarge,
-    VersionGone,
-    WeightTransferError,
-    WeightUpdateConflict,
-    WeightUpdateError,
-)
-from nano_inference.kv_cache.block_hash import compute_block_hash
-from nano_inference.kv_cache.block_pool import Block
-from nano_inference.kv_cache.hash_cache import PagedKVCache
-from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
-from nano_inference.kv_cache.radix import RadixKVCache
-from nano_inference.structured.grammar import Grammar
+from nano_inference.system.lazy import lazy
 from nano_inference.system.moved import report_moves as _report_moves
 from nano_inference.system.processor import vendor as _vendor
 from nano_inference.system.version import __version__ as __version__
-from nano_inference.types import (
-    AdapterInfo,
-    ContextVersions,
-    Delta,
-    EngineStats,
-    RoutedExperts,
-    SamplingMask,
-    SamplingParams,
-    TopLogprobs,
-    TrainingSample,
-    VersionSpan,
-)
 
 if TYPE_CHECKING:
     from nano_inference.checkpoints.lora import LoraSettings
+    from nano_inference.config import EngineConfig, SchedulerConfig
+    from nano_inference.core.decision import SchedulerOutput
+    from nano_inference.core.schedule import schedule
+    from nano_inference.core.sequence import Sequence, SequenceStatus
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
+    from nano_inference.errors import (
+        AdapterError,
+        AdapterNotFound,
+        ConfigError,
+        EngineDead,
+        InvalidRequest,
+        ModelLoadError,
+        NanoInferenceError,
+        RankLost,
+        RequestAborted,
+        RequestTooLarge,
+        VersionGone,
+        WeightTransferError,
+        WeightUpdateConflict,
+        WeightUpdateError,
+    )
+    from nano_inference.kv_cache.block_hash import compute_block_hash
+    from nano_inference.kv_cache.block_pool import Block
+    from nano_inference.kv_cache.hash_cache import PagedKVCache
+    from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
+    from nano_inference.kv_cache.radix import RadixKVCache
     from nano_inference.models.decoder import model_forward
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
+    from nano_inference.structured.grammar import Grammar
+    from nano_inference.types import (
+        AdapterInfo,
+        ContextVersions,
+        Delta,
+        EngineStats,
+        RoutedExperts,
+        SamplingMask,
+        SamplingParams,
+        TopLogprobs,
+        TrainingSample,
+        VersionSpan,
+    )
     from nano_inference.weights.staging import WeightPatch
     from nano_inference.weights.sync import WeightSyncManager
     from nano_inference.weights.update import WeightUpdate
-
 
 _report_moves()
 
@@ -71,19 +70,56 @@ _report_moves()
 if _vendor() == "intel":
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# Names whose modules import torch are loaded on first access, because `nano-inference --help`
-# should not wait seconds for torch.
-_NEEDS_TORCH = {
-    "AsyncInferenceEngine": "nano_inference.engine.async_engine",
-    "InferenceEngine": "nano_inference.engine.engine",
-    "LoraSettings": "nano_inference.checkpoints.lora",
-    "SamplingPipeline": "nano_inference.sampling.pipeline",
-    "WeightSyncManager": "nano_inference.weights.sync",
-    "WeightPatch": "nano_inference.weights.staging",
-    "WeightUpdate": "nano_inference.weights.update",
-    "model_forward": "nano_inference.models.decoder",
-    "sample_with_logprobs": "nano_inference.sampling.sample",
+# Every name is loaded on first access, because `nano-inference --help` should not wait for all.
+_MODULES = {
+    "AdapterError": "errors",
+    "AdapterInfo": "types",
+    "AdapterNotFound": "errors",
+    "AsyncInferenceEngine": "engine.async_engine",
+    "Block": "kv_cache.block_pool",
+    "CacheAllocation": "kv_cache.manager",
+    "ConfigError": "errors",
+    "ContextVersions": "types",
+    "Delta": "types",
+    "EngineConfig": "config",
+    "EngineDead": "errors",
+    "EngineStats": "types",
+    "Grammar": "structured.grammar",
+    "InferenceEngine": "engine.engine",
+    "InvalidRequest": "errors",
+    "KVCacheManager": "kv_cache.manager",
+    "LoraSettings": "checkpoints.lora",
+    "ModelLoadError": "errors",
+    "NanoInferenceError": "errors",
+    "PagedKVCache": "kv_cache.hash_cache",
+    "RadixKVCache": "kv_cache.radix",
+    "RankLost": "errors",
+    "RequestAborted": "errors",
+    "RequestTooLarge": "errors",
+    "RoutedExperts": "types",
+    "SamplingMask": "types",
+    "SamplingParams": "types",
+    "SamplingPipeline": "sampling.pipeline",
+    "SchedulerConfig": "config",
+    "SchedulerOutput": "core.decision",
+    "Sequence": "core.sequence",
+    "SequenceStatus": "core.sequence",
+    "TopLogprobs": "types",
+    "TrainingSample": "types",
+    "VersionGone": "errors",
+    "VersionSpan": "types",
+    "WeightPatch": "weights.staging",
+    "WeightSyncManager": "weights.sync",
+    "WeightTransferError": "errors",
+    "WeightUpdate": "weights.update",
+    "WeightUpdateConflict": "errors",
+    "WeightUpdateError": "errors",
+    "compute_block_hash": "kv_cache.block_hash",
+    "model_forward": "models.decoder",
+    "sample_with_logprobs": "sampling.sample",
+    "schedule": "core.schedule",
 }
+__getattr__ = lazy(__name__, _MODULES)
 
 __all__ = [
     "AdapterError",
@@ -133,13 +169,6 @@ __all__ = [
     "sample_with_logprobs",
     "schedule",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
-    return value
 
 
 def __dir__() -> list[str]:

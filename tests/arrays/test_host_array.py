@@ -123,7 +123,7 @@ def view_of_dtype(x: Any, xp: Any, pick: random.Random) -> Any:
     size = x.element_size()
     names = {1: ("uint8", "int8"), 2: ("int16", "bfloat16"), 4: ("int32",), 8: ("int64",)}[size]
     bits = x.view(getattr(xp, pick.choice(names)))
-    if x.ndim and x.is_contiguous() and x.numel():
+    if x.ndim and x.is_contiguous() and x.shape[-1] > 1:
         return bits, x.view(xp.uint8)
     return bits
 
@@ -253,6 +253,29 @@ def copy(x: Any, xp: Any, pick: random.Random) -> Any:
     return x.copy_(row, non_blocking=True)
 
 
+def chunk(x: Any, xp: Any, pick: random.Random) -> Any:
+    return x.chunk(pick.randrange(1, 6), dim_of(x, pick))
+
+
+def index_put(x: Any, xp: Any, pick: random.Random) -> Any:
+    rows = xp.tensor(pick.choices(range(x.shape[0]), k=3), dtype=xp.int64)
+    once = xp.arange(x.shape[0])[: pick.randrange(x.shape[0] + 1)]
+    added = x.index_put((rows,), xp.ones(3, *x.shape[1:], dtype=x.dtype), accumulate=True)
+    return added, x.index_put((once,), x[: len(once)] + 1)
+
+
+def scatter(x: Any, xp: Any, pick: random.Random) -> Any:
+    dim = dim_of(x, pick)
+    order = xp.zeros(x.shape, dtype=xp.int64) + pick.randrange(x.shape[dim])
+    return x.scatter_(dim, order.narrow(dim, 0, 1), x.narrow(dim, 0, 1).clone() + 1)
+
+
+def topk(x: Any, xp: Any, pick: random.Random) -> Any:
+    dim = dim_of(x, pick)
+    values, places = x.topk(pick.randrange(x.shape[dim] + 1), dim=dim)
+    return values, x.gather(dim, places)
+
+
 IN_PLACE = ("permuted", "strided", "narrowed")
 METHODS = {
     "data_ptr": Method(lambda x, xp, pick: (x.data_ptr() % x.element_size(), x)),
@@ -312,6 +335,14 @@ METHODS = {
     "div": Method(div, of.NUMBERS),
     "new_empty": Method(new("new_empty", is_filled=False)),
     "new_zeros": Method(new("new_zeros", is_filled=True)),
+    "chunk": Method(chunk, min_dims=1),
+    "aminmax": Method(
+        lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
+    ),
+    "mean": Method(along("mean"), of.FLOATS, min_size=1, odd=False, tolerance=1e-6),
+    "index_put": Method(index_put, of.NUMBERS, 1, min_size=1, odd=False),
+    "scatter_": Method(scatter, of.NUMBERS, 1, min_size=1, layouts=IN_PLACE),
+    "topk": Method(topk, of.NUMBERS, 1, signed_zeros=False),
     # further cases
     "view (dtype)": Method(view_of_dtype),
     "to (float)": Method(to_floats, of.FLOATS),

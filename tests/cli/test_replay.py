@@ -81,7 +81,7 @@ def test_generate_output_replays(
         f"4 of 4 samples are bitwise equal: {tokens} tokens compared, weight version 0, "
         in result.stdout
     )
-    assert f"/{dtype}/cpu/" in result.stdout
+    assert f"/{dtype}/cpu" in result.stdout
     assert ("/tiles" in result.stdout) == (sums == "tiles")
     write_parquet(read_jsonl(written), tmp_path / "samples.parquet")
     result = run(

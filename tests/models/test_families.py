@@ -18,7 +18,7 @@ from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
 from nano_inference.models.activations import xielu
 from nano_inference.models.blocks import mlp
-from nano_inference.ops.reference import backend as reference
+from nano_inference.ops import rowwise
 from tests.models.families import CASES
 from tests.models.strong import (
     NOTICED,
@@ -120,7 +120,7 @@ def test_omitted_gate_of_gpt_oss_is_detected(
     strong: Strong, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, oracle = strong("gpt-oss")
-    monkeypatch.setattr(reference, name, {"CLAMP": 1e9, "SLOPE": 1.0}[name])
+    monkeypatch.setattr(rowwise, name, {"CLAMP": 1e9, "SLOPE": 1.0}[name])
     assert disagreement(folder, oracle, backend="reference") > NOTICED
 
 

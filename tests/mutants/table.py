@@ -203,7 +203,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         else:
             level = [level[index] + level[index + 1] for index in range(0, len(level), 2)]""",
         new="""\
-            level = torch.stack([level[0] + level[1], *level[2:]])
+            level = [level[0] + level[1], *level[2:]]
         else:
             level = [level[0] + level[1], *level[2:]]""",
         seen_by="tests/parallel/test_tensor_parallel.py -k wide",
@@ -346,8 +346,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "gguf_blocks_always_in_bfloat16",
         "src/nano_inference/checkpoints/gguf/weights.py",
-        old="self._dtype = dtype if in_blocks else _KEPT[target.dtype]",
-        new="self._dtype = torch.bfloat16 if in_blocks else _KEPT[target.dtype]",
+        old="self._dtype = dtype if in_blocks else getattr(namespace(dtype), _KEPT[target.dtype])",
+        new="self._dtype = getattr(namespace(dtype), 'bfloat16' if in_blocks else _KEPT[target.dtype])",
         seen_by="tests/checkpoints/test_gguf_numbers.py -k rounded_once",
     ),
     Fault(
@@ -579,7 +579,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
             products[rows, which] = answer
         return summed(steps, products, weights, x, experts)""",
         new="""\
-        total = torch.zeros((len(x), x.shape[1]), device=x.device)
+        total = xp.zeros((len(x), x.shape[1]), device=x.device)
         for (rows, which), answer in reversed(list(zip(wanted, answers, strict=True))):
             total.index_add_(0, rows, answer.float() * weights[rows, which, None])
         return total""",
@@ -595,8 +595,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "context_merged_as_it_arrives",
         "src/nano_inference/parallel/context.py",
-        old="order=torch.argsort(keys),",
-        new="order=torch.argsort(keys // _MOST_SEGMENTS, stable=True),",
+        old="order=keys.argsort(),",
+        new="order=(keys // _MOST_SEGMENTS).argsort(stable=True),",
         seen_by="tests/parallel/test_context_parallel.py -k equal_one_rank",
     ),
     Fault(
@@ -769,12 +769,16 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "appended_tokens_are_trained_on",
         "src/nano_inference/data/padding.py",
-        old="""\
-    return torch.tensor(
-        sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool
-    )""",
-        new="    return torch.tensor((True,) * len(sample.completion_tokens), dtype=torch.bool)",
+        old="    return sample.loss_mask or (True,) * len(sample.completion_tokens)",
+        new="    return (True,) * len(sample.completion_tokens)",
         seen_by="tests/data/test_data.py -k pad_fills",
+    ),
+    Fault(
+        "staged_views_of_live_weights_are_not_copied",
+        "src/nano_inference/weights/staging.py",
+        old="    return start < stop and place > 0 and ranges[place - 1][1] > start",
+        new="    return False",
+        seen_by="tests/weights/test_host_weights.py -k exchanged",
     ),
     Fault(
         "experts_routed_again_in_the_backward",
@@ -921,5 +925,33 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         old="return torch.stack([rows @ words, torch.stack(upper)])",
         new="return torch.stack([rows @ words, torch.stack([0 * each for each in upper])])",
         seen_by="tests/rl/test_parameter_states.py",
+    ),
+    Fault(
+        "views_of_host_arrays_become_copies",
+        "src/nano_inference/arrays/host_array.py",
+        old="return self.reshape(*target, copy=False)",
+        new="return self.reshape(*target)",
+        seen_by="tests/arrays/test_host_array.py -k [view]",
+    ),
+    Fault(
+        "narrow_counts_from_the_start_only",
+        "src/nano_inference/arrays/host_array.py",
+        old="first = start + size if start < 0 else start",
+        new="first = start",
+        seen_by="tests/arrays/test_host_array.py -k [narrow]",
+    ),
+    Fault(
+        "numbers_widen_host_arrays",
+        "src/nano_inference/arrays/host.py",
+        old="np.where(condition, np.asarray(a, dtype), np.asarray(b, dtype))",
+        new="np.where(condition, a, b)",
+        seen_by="tests/arrays/test_host.py -k where",
+    ),
+    Fault(
+        "foreign_arrays_are_copied",
+        "src/nano_inference/arrays/convert.py",
+        old="value.astype(dtype, copy=False)",
+        new="value.astype(dtype)",
+        seen_by="tests/arrays/test_convert.py -k keep",
     ),
 )

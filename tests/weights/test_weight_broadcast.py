@@ -189,7 +189,7 @@ class SilentGroup:
 def test_leftover_of_an_update_does_not_end_the_next_group() -> None:
     receiver = BroadcastReceiver("tcp://127.0.0.1:1")
     group, next_group = SilentGroup(), SilentGroup()
-    piece = wire.TensorInfo(NORM, torch.float32, (8,))
+    piece = wire.TensorInfo(NORM, "float32", (8,))
     buckets = receiver._buckets(
         cast(Any, group), wire.Description(1, ((piece,), (piece,), (piece,))), Deadline(5)
     )

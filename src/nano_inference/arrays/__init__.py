@@ -8,14 +8,18 @@ Begin with: namespace.py (the choice), host_array.py.
 Tests: tests/arrays.
 """
 
-from nano_inference.arrays.convert import as_host, as_torch
+from nano_inference.arrays.columns import with_columns
+from nano_inference.arrays.convert import as_host, as_torch, of_kind
 from nano_inference.arrays.host_array import HOST, HostArray
 from nano_inference.arrays.names import Device, Dtype, Tensor
 from nano_inference.arrays.namespace import (
+    dtype_for,
     dtype_name,
+    has_dtype,
     is_floating,
     is_tensor,
     namespace,
+    torch_cpu,
     without_gradients,
 )
 
@@ -27,9 +31,14 @@ __all__ = [
     "Tensor",
     "as_host",
     "as_torch",
+    "dtype_for",
     "dtype_name",
+    "has_dtype",
     "is_floating",
     "is_tensor",
     "namespace",
+    "of_kind",
+    "torch_cpu",
+    "with_columns",
     "without_gradients",
 ]

@@ -6,13 +6,13 @@ import numpy as np
 
 from nano_inference.arrays import host
 from nano_inference.arrays.host_array import HostArray
-from nano_inference.arrays.namespace import dtype_name, is_tensor
+from nano_inference.arrays.namespace import dtype_name, is_tensor, namespace
 
 # dtypes that numpy lacks travel as integers of the same size
 _BITS = {1: "uint8", 2: "int16"}
 
 
-def as_host(value: Any) -> HostArray:
+def as_host(value: Any) -> Any:
     """Return an array or tensor as a host array, in the same memory if it is on the host.
 
     Args:
@@ -32,7 +32,12 @@ def as_host(value: Any) -> HostArray:
         try:
             return as_host(np.from_dlpack(value))
         except (BufferError, RuntimeError) as error:  # its dtype or device is unknown to numpy
-            raise TypeError(f"numpy cannot read this {type(value).__name__}: {error}") from error
+            read = np.asarray(value)
+            if read.dtype == object:
+                raise TypeError(
+                    f"numpy cannot read this {type(value).__name__}: {error}"
+                ) from error
+            return as_host(read)
     raise TypeError(f"expected an array or a tensor; got {type(value).__name__}.")
 
 
@@ -45,6 +50,11 @@ def _from_torch(tensor: Any) -> HostArray:
 
     bits = _BITS[dtype.itemsize]
     return source.view(getattr(torch, bits)).numpy().view(dtype).view(HostArray)
+
+
+def of_kind(sample: Any, value: Any) -> Any:
+    """Return an array or tensor as the kind of `sample`: an array, a dtype or a device."""
+    return as_host(value) if namespace(sample) is host else as_torch(value)
 
 
 def _supported(name: str) -> "np.dtype[Any]":

@@ -17,6 +17,7 @@ from nano_inference.arrays.host_array import HostArray, shape_of
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+float8_e8m0fnu = np.dtype(ml_dtypes.float8_e8m0fnu)
 float16, float32, float64 = (np.dtype(name) for name in ("float16", "float32", "float64"))
 int8, int16, int32, int64 = (np.dtype(name) for name in ("int8", "int16", "int32", "int64"))
 uint8, uint16, uint32, uint64 = (np.dtype(n) for n in ("uint8", "uint16", "uint32", "uint64"))
@@ -124,13 +125,36 @@ def argsort(array: HostArray, dim: int = -1, **options: Any) -> Any:
     return array.argsort(dim, **options)
 
 
+def rsqrt(array: HostArray) -> Any:
+    """Return reciprocal square roots."""
+    return 1 / np.sqrt(array)
+
+
 def isfinite(array: HostArray) -> Any:
     """Return which numbers are finite."""
     return np.isfinite(array)
 
 
-exp, log, cos, sin, sqrt, floor, round = (
-    np.exp,
+def exp(array: HostArray) -> Any:
+    """Return e to the power of each number. float32 is computed in float64 and rounded once."""
+    if array.dtype != float32:
+        return np.exp(array)
+    return np.exp(array, out=empty_like(array), dtype=float64, casting="same_kind")
+
+
+def _softplus(array: HostArray) -> Any:
+    """Return log(1 + e^x), in float64 and rounded once."""
+    return np.logaddexp(array.double(), 0).astype(array.dtype)
+
+
+class nn:  # noqa: N801 (torch's name)
+    """The functions of `torch.nn`."""
+
+    class functional:  # noqa: N801 (torch's name)
+        softplus = staticmethod(_softplus)
+
+
+log, cos, sin, sqrt, floor, round = (
     np.log,
     np.cos,
     np.sin,

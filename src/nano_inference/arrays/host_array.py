@@ -27,7 +27,7 @@ class HostDevice:
         return "HOST"  # copies and other processes get the same object
 
 
-HOST = HostDevice()
+HOST: Any = HostDevice()  # `Device` for type checkers
 
 
 class HostArray(Base):
@@ -94,7 +94,8 @@ class HostArray(Base):
 
     def copy_(self, source: Any, non_blocking: bool = False) -> Any:
         """Overwrite this array by another one, which is broadcast and converted."""
-        self[...] = source
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            self[...] = source
         return self
 
     def fill_(self, value: float) -> Any:
@@ -114,7 +115,8 @@ class HostArray(Base):
             elif getattr(change, "type", change) != "cpu":
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
-        return self.astype(dtype, copy=copy)
+        with np.errstate(all="ignore"):  # too large numbers become infinite
+            return self.astype(dtype, copy=copy)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -194,6 +196,11 @@ class HostArray(Base):
             self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)
         )
 
+    def chunk(self, count: Any, dim: Any = 0) -> tuple[Any, ...]:
+        """Cut a dimension into at most this many views of equal size, the last one smaller."""
+        size = -(-self.shape[dim] // count)
+        return self.split(size or [0] * count, dim)
+
     def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
         """Return the views at each index of a dimension."""
         return tuple(self.select(dim, index) for index in range(self.shape[dim]))
@@ -220,8 +227,18 @@ class HostArray(Base):
         """Return the minima along a dimension."""
         return super().min(axis=dim, keepdims=keepdim)
 
+    def aminmax(self) -> tuple[Any, Any]:
+        """Return the smallest and the largest number, or NaN twice if any is NaN."""
+        return self.min(), self.max()
+
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return _summed(super().sum, self.dtype, _along(dim, keepdim, others))
+
+    def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
+        options = _along(dim, keepdim, others)
+        if self.dtype.kind in "iub":
+            return super().mean(**options)
+        return _summed(super().mean, self.dtype, options)
 
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
@@ -239,6 +256,8 @@ class HostArray(Base):
         self, dim: Any = -1, descending: Any = False, stable: Any = False, **others: Any
     ) -> Any:
         dim = others.pop("axis", dim)  # functions of numpy call this method as well
+        if self.dtype.kind == "V":  # numpy would not sort the NaN of these dtypes
+            return self.float().argsort(dim, descending=descending, stable=stable)
         if stable:
             others = {"kind": "stable"}
         if not descending:
@@ -263,6 +282,15 @@ class HostArray(Base):
         self[(slice(None),) * normalize_axis_index(dim, self.ndim) + (indices,)] = source
         return self
 
+    def index_put(self, indices: Any, values: Any, accumulate: Any = False) -> Any:
+        """Return a copy with values at indices, added to the old ones if `accumulate` is set."""
+        changed = self.clone()
+        if accumulate:
+            np.add.at(changed, indices, values)
+        else:
+            changed[indices] = values
+        return changed
+
     def index_fill(self, dim: Any, indices: Any, value: Any) -> Any:
         """Return a copy in which indices of a dimension have a value."""
         return self.clone().index_copy_(dim, indices, value)
@@ -276,6 +304,16 @@ class HostArray(Base):
         part = [slice(size) for size in indices.shape]
         part[dim] = slice(None)
         return np.take_along_axis(self[tuple(part)], indices, axis=dim)
+
+    def scatter_(self, dim: Any, indices: Any, source: Any) -> Any:
+        """Overwrite the numbers at indices along a dimension."""
+        np.put_along_axis(self, indices, source, axis=dim)
+        return self
+
+    def topk(self, k: Any, dim: Any = -1) -> tuple[Any, Any]:
+        """Return the k largest numbers along a dimension, and their indices."""
+        order = self.argsort(dim, descending=True).narrow(dim, 0, k)
+        return self.gather(dim, order), order
 
     def repeat_interleave(self, repeats: Any, dim: Any = None, **_: Any) -> Any:
         """Repeat each number or index."""
@@ -299,7 +337,9 @@ class HostArray(Base):
 
     def exp(self) -> Any:
         """Return e to the power of each number."""
-        return np.exp(self)
+        from nano_inference.arrays import host
+
+        return host.exp(self)
 
     def log(self) -> Any:
         """Return natural logarithms."""

@@ -7,7 +7,7 @@ arrays. Python's array API standard calls the same idiom `xp`.
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -30,15 +30,33 @@ def namespace(sample: Any) -> Any:
     return torch
 
 
+def torch_cpu() -> Any:
+    """Return torch's device for the CPU."""
+    import torch
+
+    return torch.device("cpu")
+
+
 def is_tensor(value: Any) -> bool:
     """Return True for a host array or a torch tensor."""
     torch = _loaded_torch()
     return isinstance(value, np.ndarray) or (torch is not None and torch.is_tensor(value))
 
 
+@cache
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype without its library, such as `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
+
+
+def has_dtype(array: Any, dtype: Any) -> bool:
+    """Return True if an array or weight has a dtype, given by its name or from either library."""
+    return dtype_name(array.dtype) == (dtype if isinstance(dtype, str) else dtype_name(dtype))
+
+
+def dtype_for(sample: Any, dtype: Any) -> Any:
+    """Return the dtype of the same name from the library of an array, dtype or device."""
+    return getattr(namespace(sample), dtype_name(dtype))
 
 
 def is_floating(dtype: Any) -> bool:

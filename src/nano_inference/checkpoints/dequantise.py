@@ -3,12 +3,13 @@
 A matrix is [rows, columns], as in an unquantized checkpoint.
 """
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from nano_inference.arrays import Tensor, is_tensor, namespace
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FLOAT4 = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-_FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), dim=1)  # by byte
+_FLOAT4 = np.array([*_E2M1, *(-value for value in _E2M1)], dtype=np.float32)
+_FLOAT4_PAIRS = np.stack((np.tile(_FLOAT4, 16), np.repeat(_FLOAT4, 16)), axis=1)  # by byte
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index within a word of each row's code
 _BITSANDBYTES_127TH = 7.874015718698502e-3
 
@@ -35,11 +36,11 @@ def scaled(
     return values * _spread(scales.float(), values.shape, rows, columns)
 
 
-def _spread(grid: Tensor, shape: torch.Size, rows: int, columns: int | Tensor) -> Tensor:
+def _spread(grid: Tensor, shape: tuple[int, ...], rows: int, columns: int | Tensor) -> Tensor:
     """Expand a value per group to a tensor that broadcasts to `shape`."""
     if rows > 1 and grid.shape[0] > 1:
         grid = grid.repeat_interleave(rows, dim=0)[: shape[0]]
-    if isinstance(columns, Tensor):
+    if is_tensor(columns):
         return grid[:, columns]
     if grid.shape[1] > 1:
         grid = grid.repeat_interleave(columns, dim=1)[:, : shape[1]]
@@ -51,7 +52,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
     int32 [..., n] -> int32 [..., n * 32 / bits].
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    xp = namespace(words)
+    shifts = xp.arange(0, 32, bits, dtype=xp.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
@@ -68,7 +70,8 @@ def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
     Returns int32 [groups, rows].
     """
     every = sum(1 << shift for shift in range(0, 32, bits))  # a 1 in each code of a word
-    return unpacked(words + torch.tensor(offset * every).int(), bits)
+    xp = namespace(words)
+    return unpacked(words + xp.tensor(offset * every, dtype=xp.int32), bits)
 
 
 def awq(words: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int
 
     Returns float32 [2n].
     """
-    codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()
+    codes = namespace(packed).stack((packed >> 4, packed & 15), dim=-1).flatten()
     return values.float()[codes.int()] * maxima.repeat_interleave(block)[: len(codes)]
 
 
@@ -134,9 +137,9 @@ def float4(packed: Tensor) -> Tensor:
 
     uint8 [..., n] -> float32 [..., 2n].
     """
-    return _FLOAT4_PAIRS.to(packed.device)[packed.int()].flatten(-2)
+    return namespace(packed).from_numpy(_FLOAT4_PAIRS).to(packed.device)[packed.int()].flatten(-2)
 
 
 def float8_exponents(scales: Tensor) -> Tensor:
     """Decode e8m0 numbers to float32 of the same shape: e is 2^(e - 127), and 255 is NaN."""
-    return scales.view(torch.float8_e8m0fnu).float()
+    return scales.view(namespace(scales).float8_e8m0fnu).float()

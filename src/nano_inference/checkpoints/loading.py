@@ -9,15 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from nano_inference.arrays import HOST, Device, Dtype, Tensor, host, namespace, torch_cpu
 from nano_inference.checkpoints.folders import held_instead, require_plain_weights
 from nano_inference.checkpoints.folders import load_spec as load_spec
 from nano_inference.checkpoints.folders import resolve_model as resolve_model
 from nano_inference.checkpoints.gguf.file import described_by, gguf_in
 from nano_inference.checkpoints.gguf.weights import GgufReader
+from nano_inference.checkpoints.host_file import HostFile
 from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_weight
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.fused import fused_tensors
@@ -35,46 +35,55 @@ from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import GGUF, quantisation_of
 from nano_inference.models.spec.text_part import is_of_another_part
+from nano_inference.ops.cpu.build import CPUINFO, flags_in
 from nano_inference.ops.formats import FILE, Format, widest
 from nano_inference.ops.quantised import Codes, widened
-from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 
 # Skipped tensors: old checkpoints' buffers, which are computed, and activations' parameters.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
 MOST_HEADER = 10**8  # bytes: safetensors rejects longer headers
-_CPU = torch.device("cpu")
-_STORED_DTYPES = tuple(
-    f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES
-)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# names of safetensors
+_STORED_DTYPES = tuple(each.replace("bfloat", "BF").replace("float", "F") for each in WEIGHT_DTYPES)
 
 
-def resolve_dtype(asked: str, spec: ModelSpec, *, bf16_gains: bool = False) -> torch.dtype:
+def resolve_dtype(
+    asked: str, spec: ModelSpec, *, bf16_gains: bool = False, device: Device | None = None
+) -> Dtype:
     """Return the requested dtype, with `"auto"` resolved for this checkpoint and machine.
 
     Args:
         asked: Value of `EngineConfig.dtype`.
         spec: Specification of the model.
         bf16_gains: True if the operations compute bfloat16 at least as fast as float32.
+        device: Device of the model, which decides the library of the dtype. None: torch's.
     """
+    xp = namespace(device)
+    return getattr(xp, _dtype_named(asked, spec, bf16_gains or _has_gpu(xp)))
+
+
+def _dtype_named(asked: str, spec: ModelSpec, bf16_gains: bool) -> str:
     if asked != "auto":
-        return _DTYPES[asked]
+        return asked
     if spec.quantisation is not None:
-        return torch.bfloat16
+        return "bfloat16"
     if spec.quantized_source:
-        gains = bf16_gains or torch.cuda.is_available() or cpu_multiplies_bf16()
-        return torch.bfloat16 if gains else torch.float32
-    return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
+        return "bfloat16" if bf16_gains or cpu_multiplies_bf16() else "float32"
+    kept = ("float32", "bfloat16", "float16")
+    return spec.checkpoint_dtype if spec.checkpoint_dtype in kept else "float32"
+
+
+def _has_gpu(xp: Any) -> bool:
+    return xp is not host and xp.cuda.is_available()
 
 
 def load_params(
     folder: Path,
     spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    matrix: Allocate = reference.allocate,
+    dtype: Dtype,
+    device: Device,
+    matrix: Allocate | None = None,
     part: ModelShard | None = None,
     quantization: Formats = None,
 ) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
 
     Only the headers of the file and its parts are read. Raises `ModelLoadError`.
     """
-    reader = GgufReader(file)
+    reader = GgufReader(file, device=HOST)
     names = set(reader.keys())
     forms = {name: reader.get_slice(name).form for name in names}
     formats: dict[str, Format] = {}
@@ -199,8 +208,8 @@ def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> 
     """Return True if a head equals its tied embedding, which is already written."""
     tensor = slot.take(head)
     if _holds(params[slot.param], embedding):
-        return torch.equal(tensor, slot.take(embedding))
-    return torch.equal(as_held(params, slot, tensor), read(params, slot))
+        return namespace(tensor).equal(tensor, slot.take(embedding))
+    return namespace(tensor).equal(as_held(params, slot, tensor), read(params, slot))
 
 
 def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantization: Formats) -> str:
@@ -239,7 +248,7 @@ class _PlainWeight:
         """Return a slice of the tensor."""
         with _reading(self.name, self.file):
             if not self._slice.get_shape():
-                return self._slice[...].view(1)[index]
+                return self._slice[...].reshape(1)[index]
             return self._slice[index]
 
 
@@ -260,8 +269,8 @@ def _weights(
     folder: Path,
     spec: ModelSpec,
     table: tuple[ParamSpec, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: Dtype,
+    device: Device,
 ) -> dict[str, Any]:
     """Return a model's checked weights in a folder, to be read by slices.
 
@@ -327,18 +336,19 @@ def _require_all(folder: Path, places: Mapping[str, Slot], weights: Mapping[str,
         )
 
 
-def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path, device: Device | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, tensor) of a model folder, or of a .safetensors or `.gguf` file.
 
-    Tensors are read one at a time onto `device`, on CUDA directly from the file's pages. A head
-    that may be tied comes last. Blocks of a `.gguf` file are dequantized to float32.
+    Tensors are read one at a time onto `device`, on CUDA directly from the file's pages. None: as
+    torch tensors on the CPU. A head that may be tied comes last. Blocks of a `.gguf` file are
+    dequantized to float32.
 
     Raises `ModelLoadError` for a missing, truncated or unsupported file, and for a folder with an
     adapter or quantized weights.
     """
     if path.is_dir():
         require_plain_weights(path)
-    for name, file, opened in _tensors_of(path, device):
+    for name, file, opened in _tensors_of(path, torch_cpu() if device is None else device):
         with _reading(name, file):
             tensor = opened.get_tensor(name)
         yield name, tensor
@@ -350,7 +360,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     Raises `ModelLoadError`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, file, opened in _tensors_of(path, _CPU):
+    for name, file, opened in _tensors_of(path, HOST):
         with _reading(name, file):
             shapes[name] = tuple(opened.get_slice(name).get_shape())
     return shapes
@@ -365,12 +375,12 @@ def _reading(name: str, file: Path) -> Iterator[None]:
 
 
 def _tensors_of(
-    path: Path, device: torch.device, dtype: torch.dtype = torch.float32
+    path: Path, device: Device, dtype: Dtype | None = None
 ) -> Iterator[tuple[str, Path, Any]]:
     """Yield (checkpoint name, file, open file) of each tensor, with a head that may be tied last.
 
-    Matrices in blocks of a `.gguf` file are read in `dtype`. Raises `ModelLoadError`, also if two
-    files contain the same tensor.
+    Matrices in blocks of a `.gguf` file are read in `dtype` (None: float32). Raises
+    `ModelLoadError`, also if two files contain the same tensor.
     """
     handles: list[tuple[str, Path, Any]] = []
     files: dict[str, Path] = {}
@@ -391,7 +401,7 @@ def _tensors_of(
             yield name, file, opened
 
 
-def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def _opened(file: Path, device: Device, dtype: Dtype | None) -> Any:
     """Open a safetensors or `.gguf` file. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
 
     safetensors holds the GIL while it reads a header, which is slow on a network file system.
@@ -402,16 +412,16 @@ def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
     with open_regular(file) as source:
         length = int.from_bytes(source.read(8), "little")
         source.read(min(length, MOST_HEADER))
+    if namespace(device) is host:
+        return HostFile(file)
     return safe_open(file, framework="pt", device=_named(device))
 
 
-def _named(device: torch.device) -> str:
-    """Return a device in the notation of safetensors, with its index."""
-    return (
-        f"cuda:{torch.cuda.current_device()}"
-        if device.type == "cuda" and device.index is None
-        else str(device)
-    )
+def _named(device: Device) -> str:
+    """Return a torch device in the notation of safetensors, with its index."""
+    if device.type != "cuda" or device.index is not None:
+        return str(device)
+    return f"cuda:{namespace(device).cuda.current_device()}"
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -443,5 +453,9 @@ def _untied(name: str, slot: Slot) -> str:
 
 
 def cpu_multiplies_bf16() -> bool:
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    """Return True if the processor has instructions for products of bfloat16."""
+    try:
+        flags = flags_in(CPUINFO.read_text(encoding="utf-8"))
+    except OSError:  # not Linux
+        return False
+    return not flags.isdisjoint(("avx512_bf16", "amx_bf16"))

@@ -10,9 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Tensor, is_floating, namespace, without_gradients
 from nano_inference.checkpoints.folders import read_json
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
@@ -171,15 +169,17 @@ def chosen(spec: ModelSpec, targets: str | tuple[str, ...]) -> list[Target]:
     return [each for each in every if each.kind in targets]
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and settings of a PEFT folder. Raises `AdapterError`."""
+def read_folder(
+    folder: Path, device: Device | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors (`read_tensors`) and settings of a PEFT folder. Raises `AdapterError`."""
     try:
         if not (folder / CONFIG).exists():
             raise AdapterNotFound(f"{folder} is not an adapter folder: {CONFIG} is missing.")
         config = read_json(folder / CONFIG)
         if not (folder / WEIGHTS).exists():
             raise AdapterError(f"{folder} has no {WEIGHTS}; pickled adapters are not supported.")
-        return dict(read_tensors(folder / WEIGHTS)), config
+        return dict(read_tensors(folder / WEIGHTS, device)), config
     except ModelLoadError as problem:
         raise AdapterError(str(problem)) from problem
     except OSError as problem:
@@ -249,7 +249,7 @@ def pairs_of(
         a, b = (tensors[name] for name in names)
         module, (out, width) = targets[key].module, targets[key].slot.shape
         for half, tensor in zip("AB", (a, b), strict=True):
-            if not tensor.is_floating_point():
+            if not is_floating(tensor.dtype):
                 raise AdapterError(
                     f"lora_{half} of {module!r} is {tensor.dtype}, not a floating point dtype."
                 )
@@ -338,7 +338,7 @@ class AdapterMemory:
     def __init__(
         self,
         spec: ModelSpec,
-        device: torch.device,
+        device: Device,
         placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
     ) -> None:
         self._spec, self._device, self._placed = spec, device, placed
@@ -368,11 +368,13 @@ class AdapterMemory:
 
 
 # for each module: key, shapes of A and B, scale
-_Form = tuple[tuple[str, torch.Size, torch.Size, float], ...]
+_Form = tuple[tuple[str, tuple[int, ...], tuple[int, ...], float], ...]
 
 
 def _form_of(pairs: Mapping[str, Pair]) -> _Form:
-    return tuple((place, a.shape, b.shape, scale) for place, (a, b, scale) in pairs.items())
+    return tuple(
+        (place, tuple(a.shape), tuple(b.shape), scale) for place, (a, b, scale) in pairs.items()
+    )
 
 
 class _Piece:
@@ -382,7 +384,7 @@ class _Piece:
         self,
         form: _Form,
         targets: Mapping[str, Target],
-        device: torch.device,
+        device: Device,
         placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
     ) -> None:
         self.form, self.packed = form, dict[Any, Any]()
@@ -397,10 +399,10 @@ class _Piece:
         self.num_bytes = 4 * sum(rows * columns for pair in shapes for rows, columns in pair)
         # align each to 64 bytes
         sizes = [-(-rows * columns // 16) * 16 for pair in shapes for rows, columns in pair]
-        pieces = iter(torch.empty(sum(sizes), device=device).split(sizes))
+        pieces = iter(namespace(device).empty(sum(sizes), device=device).split(sizes))
         parts, places = dict[str, list[LoraPart]](), list[Place]()
         for target, (_, _, _, scale), pair in zip(self._targets, form, shapes, strict=True):
-            a, b = (next(pieces)[: rows * size].view(rows, size) for rows, size in pair)
+            a, b = (next(pieces)[: rows * size].reshape(rows, size) for rows, size in pair)
             parts.setdefault(target.param, []).append(LoraPart(target.slot.start, a, b, scale))
             places += [Place(a, turned=False), Place(b, turned=True)]
         self.parts = {
@@ -409,19 +411,19 @@ class _Piece:
         }
         self._write = placed(places)
 
+    @without_gradients
     def write(self, pairs: Mapping[str, Pair]) -> None:
         """Write an adapter's matrices.
 
         Raises `AdapterError` after the write if a number is not finite.
         """
         sources: list[Tensor] = []
-        with torch.no_grad():
-            for target, (a, b, _) in zip(self._targets, pairs.values(), strict=True):
-                if target.slot.parts is not None:
-                    axis, take = target.slot.axis, target.slot.take
-                    a, b = (a, take(b)) if axis == 0 else (take(a), b)
-                sources += (a, b)
-            wrong = self._write(sources)
+        for target, (a, b, _) in zip(self._targets, pairs.values(), strict=True):
+            if target.slot.parts is not None:
+                axis, take = target.slot.axis, target.slot.take
+                a, b = (a, take(b)) if axis == 0 else (take(a), b)
+            sources += (a, b)
+        wrong = self._write(sources)
         if wrong >= 0:
             module = self._targets[wrong // 2].module
             raise AdapterError(f"lora_{'AB'[wrong % 2]} of {module!r} is not finite.")

@@ -11,9 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, dtype_name, is_tensor, namespace
 from nano_inference.checkpoints import dequantise
 from nano_inference.checkpoints.stored_weight import (
     Coded,
@@ -78,6 +76,16 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _turned(tensor: Tensor) -> Tensor:
+    return tensor.T
+
+
+def _in_order(groups: Tensor, size: int) -> bool:
+    """Return True if each group is the next `size` columns."""
+    xp = namespace(groups)
+    return xp.equal(groups, xp.arange(len(groups)) // size)
+
+
 def _whole_numbers(
     stored: Stored,
     parts: Mapping[str, Part],
@@ -114,11 +122,12 @@ def _whole_numbers(
         codes, factors = values(cut), grid(cut[scales])
         least = points(cut, len(codes))
         if least is None:
-            least = torch.full_like(factors, middle, dtype=torch.float32)
+            xp = namespace(factors)
+            least = xp.full_like(factors, middle, dtype=xp.float32)
         return dequantise.scaled(codes, factors, each_row, groups, least)
 
     def coded() -> Coded | str:
-        if isinstance(groups, Tensor) and not groups.equal(torch.arange(columns) // group_size):
+        if is_tensor(groups) and not _in_order(groups, group_size):
             return "its columns are reordered (act-order)"
         dtype = stored.tensor(scales).get_dtype()
         small = {end: stored.read(end) for end in parts if zeros is not None and end == zeros[0]}
@@ -138,11 +147,13 @@ def _whole_numbers(
         at = [first // group_size for first, _ in groups_of(bounds, form)]
 
         def read(cut: Cut, shape: Shape) -> Codes:
-            codes, rows = values(cut), torch.arange(shape[0]) // each_row
+            codes = values(cut)
+            xp = namespace(codes)
+            rows = xp.arange(shape[0]) // each_row
             factors, least = grid(cut[scales]).float()[rows][:, at], None
             if mins and (each_points := points(cut, shape[0])) is not None:
                 least = (each_points.float() - moved)[rows][:, at] * factors
-            return Codes((codes - moved).to(torch.int8), factors, form, bounds, least)
+            return Codes((codes - moved).to(xp.int8), factors, form, bounds, least)
 
         return Coded(form, read)
 
@@ -158,7 +169,7 @@ def _fp8(stored: Stored) -> Layout:
 
     def decode(parts: Cut, _: Shape) -> Tensor:
         grid = parts[end]
-        if grid.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        if dtype_name(grid.dtype) in ("uint8", "float8_e8m0fnu"):
             grid = dequantise.float8_exponents(grid)
         return dequantise.scaled(parts[".weight"], grid, rows, columns)
 
@@ -230,7 +241,7 @@ def _gptq(stored: Stored) -> Layout:
         bits=bits,
         middle=1 << (bits - 1),
         groups=groups,
-        grid=torch.t,
+        grid=_turned,
         zeros=(".qzeros", lambda words: dequantise.gptq_zeros(words, bits, offset).T),
     )
 
@@ -250,7 +261,7 @@ def _awq(stored: Stored) -> Layout:
         bits=4,
         middle=8,
         groups=stored.block[1],
-        grid=torch.t,
+        grid=_turned,
         zeros=(".qzeros", lambda words: dequantise.awq(words).T),
     )
 
@@ -263,7 +274,7 @@ def _bitsandbytes_int8(stored: Stored) -> Layout:
     if stored.has(end := ".weight_format"):
         parts[end] = Part(("U8",), ())
         require_part(stored, end, parts[end])
-        if (kind := int(stored.read(end))) != 0:
+        if (kind := stored.read(end).item()) != 0:
             raise stored.wrong(end, f"is {kind}, a tiled layout; only 0, row-major, is supported")
     return _whole_numbers(
         *(stored, parts, lambda cut: cut[".weight"], ".SCB"),
@@ -317,9 +328,10 @@ def _bitsandbytes_4bit(stored: Stored) -> Layout:
                 float(state["nested_offset"]),
                 state["nested_blocksize"],
             )
-        packed = cut[".weight"].flatten().view(torch.uint8)
+        weight = cut[".weight"].flatten()
+        packed = weight.view(namespace(weight).uint8)
         numbers = dequantise.bitsandbytes_4bit(packed, cut[".weight.quant_map"], maxima, block)
-        return numbers[: math.prod(shape)].view(shape)
+        return numbers[: math.prod(shape)].reshape(shape)
 
     return Layout(parts, decode)
 
@@ -423,7 +435,7 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def quantised_weight(
-    name: str, shape: Shape, tensors: Mapping[str, Any], said: Quantisation, dtype: torch.dtype
+    name: str, shape: Shape, tensors: Mapping[str, Any], said: Quantisation, dtype: Dtype
 ) -> QuantisedWeight | None:
     """Return a weight that is stored as codes, or None if it is stored plain.
 

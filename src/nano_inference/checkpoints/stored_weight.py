@@ -10,9 +10,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, namespace
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.quantisation import Scheme
 from nano_inference.ops.formats import Format as CodeFormat
@@ -161,7 +159,7 @@ class QuantisedWeight:
     Memory: the result in `dtype`, and some panels of `PANEL` float32 numbers.
     """
 
-    def __init__(self, stored: Stored, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, stored: Stored, layout: Layout, dtype: Dtype) -> None:
         """Raise `ModelLoadError` for a tensor that is missing, or has a wrong dtype or shape."""
         self._stored, self._layout, self._dtype = stored, layout, dtype
         self._slices = {end: require_part(stored, end, part) for end, part in layout.parts.items()}
@@ -213,7 +211,9 @@ class QuantisedWeight:
         every = range(self._stored.shape[0])[first]
         matrices = [self._matrix((slice(each, each + 1),), *others) for each in every]
         return (
-            torch.stack(matrices) if matrices else self._empty((0, *self._stored.shape[1:]))[slices]
+            namespace(self._dtype).stack(matrices)
+            if matrices
+            else self._empty((0, *self._stored.shape[1:]))[slices]
         )
 
     def _matrix(self, which: Place, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
@@ -239,7 +239,7 @@ class QuantisedWeight:
             yield at, min(at + size, last)
 
     def _empty(self, shape: Shape) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype)
+        return namespace(self._dtype).empty(shape, dtype=self._dtype)
 
     def _panel(self, which: Place, at: int, end: int) -> Tensor:
         """Return rows [at, end), which are whole units, in float32."""
@@ -263,13 +263,13 @@ class QuantisedWeight:
         """Return the part of a tensor that belongs to rows [at, stop)."""
         stored = self._slices[end]
         if part.axis is None:
-            return stored[...].view(part.shape)
+            return stored[...].reshape(part.shape)
         first = math.floor(at * part.per_row)
         last = min(math.ceil(stop * part.per_row), part.shape[part.axis])
         if which:
             return stored[(*which, slice(first, last))][0]
         if tuple(stored.get_shape()) != part.shape:  # differs in dimensions of 1
-            return stored[...].view(part.shape).narrow(part.axis, first, last - first)
+            return stored[...].reshape(part.shape).narrow(part.axis, first, last - first)
         return stored[(*(_ALL,) * part.axis, slice(first, last))]
 
 

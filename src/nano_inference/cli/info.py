@@ -99,6 +99,9 @@ def info(
 def _selftest(model: str | None) -> None:
     """Print a line per set of kernels. Exit with 1 if one differs from the reference."""
     from nano_inference.checkpoints.folders import describe_model, load_spec
+    from nano_inference.device.backends import require_torch
+
+    require_torch("the reference of a selftest")
     from nano_inference.device.selftest import kernel_sets, selftest, usual_specs
 
     specs = usual_specs() if model is None else [load_spec(describe_model(model))]

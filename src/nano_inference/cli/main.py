@@ -15,7 +15,7 @@ from typer.main import get_command
 import nano_inference
 from nano_inference.cli.field_options import Flags, with_flags
 from nano_inference.cli.help_texts import Command
-from nano_inference.cli.options import DEBUG, Verbose, in_own_words
+from nano_inference.cli.messages import DEBUG, Verbose, in_own_words
 from nano_inference.cli.terminal import (
     BROKEN_PIPE,
     drop_output,

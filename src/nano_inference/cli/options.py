@@ -23,12 +23,12 @@ from nano_inference.checkpoints.generation_defaults import (
 )
 from nano_inference.checkpoints.names import plain_name, why_missing
 from nano_inference.cli.field_options import FieldOptions, Values
-from nano_inference.cli.terminal import errors, read_file, set_up_logging
+from nano_inference.cli.messages import Debug as Debug
+from nano_inference.cli.messages import Verbose as Verbose
+from nano_inference.cli.terminal import errors, read_file
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
 from nano_inference.types import SAMPLING, SamplingParams
-
-DEBUG = "nano_inference.debug"  # key in a context: show tracebacks
 
 Made = TypeVar("Made")
 
@@ -186,17 +186,6 @@ Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS, shown=AS_THE_S
 # -- other options -------------------------------------------------------------------------------
 
 
-def _note_debug(ctx: typer.Context, debug: bool) -> bool:
-    ctx.meta[DEBUG] = debug
-    return debug
-
-
-def _note_verbose(verbose: bool) -> bool:
-    if verbose:
-        set_up_logging(verbose=True)
-    return verbose
-
-
 def _checked_defaults(use: str) -> str:
     try:
         check_generation_config(use)
@@ -274,35 +263,6 @@ def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
         raise typer.BadParameter(str(problem)) from problem
 
 
-_HINTS = {
-    "max_tokens": " For the model, use --model.",  # -m is the model in `serve`
-    "quantization": " For the formats in a .gguf file, such as q4_0, use file.",
-}
-
-
-def in_own_words(problem: typer.BadParameter) -> None:
-    """Reword a message of pydantic, which reads numbers and choices."""
-    errors_of = getattr(problem.__cause__, "errors", None)
-    if not callable(errors_of):
-        return
-    first: Any = errors_of()
-    if not first:
-        return
-    value, limits = first[0].get("input"), first[0].get("ctx") or {}
-    kind = str(first[0].get("type"))
-    words = {
-        "float_parsing": f"{value!r} is not a number.",
-        "int_parsing": f"{value!r} is not a whole number.",
-        "int_from_float": f"{value!r} is not a whole number.",
-        "bool_parsing": f"{value!r} is neither true nor false.",
-        "greater_than_equal": f"{value} is too small; the smallest value is {limits.get('ge')}.",
-        "less_than_equal": f"{value} is too large; the largest value is {limits.get('le')}.",
-    }
-    problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
-    option: Any = getattr(problem, "param", None)
-    problem.message += _HINTS.get(getattr(option, "name", ""), "")
-
-
 _MODEL_ARGUMENT = typer.Argument(
     metavar="MODEL",
     show_default=False,
@@ -351,25 +311,6 @@ GenerationDefaults = Annotated[
         callback=_checked_defaults,
         help="Source of sampling options that you leave out. auto: the model's "
         "generation_config.json; none: temperature 1, no filters; FOLDER: the file in that folder.",
-    ),
-]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        "-v",
-        rich_help_panel="Messages",
-        callback=_note_verbose,
-        help="Show the engine's log.",
-    ),
-]
-Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug",
-        rich_help_panel="Messages",
-        callback=_note_debug,
-        help="Show the traceback of an error.",
     ),
 ]
 

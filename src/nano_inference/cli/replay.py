@@ -138,7 +138,9 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
     quantization = parts.pop() if parts[-1] in get_args(Codes) else None
     sums = parts.pop() if parts[-1] == "tiles" else "pairs"
-    if len(parts) != 4:
+    if parts[-1].startswith("torch-"):
+        parts.pop()
+    if len(parts) != 3:
         return {}
     backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2].split("-")[0]
     values: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}

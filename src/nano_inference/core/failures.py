@@ -12,6 +12,11 @@ class DeviceHangs(NanoInferenceError):
     """The device did not finish its work before the deadline."""
 
 
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Return True for torch's error that a device has no memory left."""
+    return "OutOfMemoryError" in _kinds(problem)
+
+
 def is_device_failure(problem: BaseException) -> bool:
     """Return True if a device or another rank failed, rather than a single request.
 
@@ -21,6 +26,10 @@ def is_device_failure(problem: BaseException) -> bool:
         return True
     if not isinstance(problem, RuntimeError):
         return False
-    if _TORCH_ERRORS & {kind.__name__ for kind in type(problem).__mro__}:
+    if _TORCH_ERRORS & _kinds(problem):
         return True
     return any(sign in str(problem) for sign in _SIGNS)
+
+
+def _kinds(problem: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(problem).__mro__}

@@ -1,12 +1,13 @@
 """Conversion of samples to rectangular tensors."""
 
 from collections.abc import Sequence
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from nano_inference.data.columns import DataError
 from nano_inference.types import TrainingSample
+
+if TYPE_CHECKING:
+    import torch
 
 # Fields with one number for each completion token.
 _PER_TOKEN = ("logprobs", "ref_logprobs", "raw_logprobs", "log_kept_mass")
@@ -18,7 +19,7 @@ def pad_samples(
     *,
     prompt_side: Literal["left", "right"] = "left",
     max_length: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> "dict[str, torch.Tensor]":
     """Return prompts and completions as rectangular tensors of B samples (rows) and T columns.
 
     `prompt_side="left"` is the layout of TRL and verl: prompts are padded on the left and
@@ -54,6 +55,8 @@ def pad_samples(
         DataError: A prompt leaves no room for a token within `max_length`, or a field of a sample
             does not have one number per completion token.
     """
+    import torch
+
     if prompt_side not in ("left", "right"):
         raise DataError(f"prompt_side={prompt_side!r} must be 'left' or 'right'.")
     prompt_width = max((len(sample.prompt_tokens) for sample in samples), default=0)
@@ -101,9 +104,11 @@ def pad_samples(
         batch["input_ids"][row, first:end] = torch.tensor(tokens, dtype=torch.int64)
         batch["attention_mask"][row, first:end] = True
         batch["completion_mask"][row, begin:end] = True
-        batch["loss_mask"][row, begin:end] = _sampled(sample)[: end - begin]
+        sampled = torch.tensor(_sampled(sample), dtype=torch.bool)
+        batch["loss_mask"][row, begin:end] = sampled[: end - begin]
         batch["position_ids"][row, first:end] = torch.arange(end - first)
-        batch["weight_versions"][row, begin:end] = _versions(sample)[: end - begin]
+        versions = torch.tensor(_versions(sample), dtype=torch.int64)
+        batch["weight_versions"][row, begin:end] = versions[: end - begin]
     return batch
 
 
@@ -117,18 +122,15 @@ def _require_one_a_token(sample: TrainingSample, row: int, names: Sequence[str])
             )
 
 
-def _sampled(sample: TrainingSample) -> torch.Tensor:
+def _sampled(sample: TrainingSample) -> Sequence[bool]:
     # A handmade sample may lack the mask: then no token was appended.
-    return torch.tensor(
-        sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool
-    )
+    return sample.loss_mask or (True,) * len(sample.completion_tokens)
 
 
-def _versions(sample: TrainingSample) -> torch.Tensor:
+def _versions(sample: TrainingSample) -> list[int]:
     # A handmade sample may have only `weight_version`.
-    versions = torch.full(
-        (len(sample.completion_tokens),), sample.weight_version, dtype=torch.int64
-    )
+    count = len(sample.completion_tokens)
+    versions = [sample.weight_version] * count
     for span in sample.weight_versions:
-        versions[span.start : span.end] = span.version
+        versions[span.start : span.end] = [span.version] * len(range(count)[span.start : span.end])
     return versions

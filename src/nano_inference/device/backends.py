@@ -1,14 +1,15 @@
 """Choice of device, dtype and operations for a config: availability checks, fallbacks, warnings."""
 
 import functools
+import importlib.util
 import logging
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
-import torch
 
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.loading import resolve_dtype
 from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
@@ -22,7 +23,6 @@ from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_in
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.interface import Numerics, Ops
-from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.system.machine import usable_cores
 from nano_inference.system.processor import vendor
@@ -34,17 +34,54 @@ _NONE: Specs = {}
 # Builds of the CPU kernels that compute bfloat16 at least as fast as float32. Measurements are in
 # docs/models.md. The neon build was not measured.
 FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
+# Not yet: engines on the CPU kernels compute with torch's tensors.
+_HOST_ARRAYS = False
 MakeOps = Callable[[int], Ops]  # argument: number of blocks, which flex attention compiles for
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device of this name. Raise `ConfigError`, with torch's reason, without CUDA."""
-    if name == "auto":
+def device_of(config: EngineConfig) -> Device:
+    """Return an engine's device: `HOST` if one rank runs the CPU kernels, otherwise torch's device.
+
+    `HOST` needs no torch. `in_kind_of_ops` corrects it if the kernels cannot run the models.
+
+    Raises `ConfigError` as `choose_device` does.
+    """
+    return HOST if _HOST_ARRAYS and _runs_on_host(config) else choose_device(config.device)
+
+
+def _runs_on_host(config: EngineConfig) -> bool:
+    ranks = config.tensor_parallel * config.pipeline_parallel
+    ranks *= config.context_parallel * config.expert_parallel
+    if ranks > 1 or not wants_cpu_kernels(config) or available_instruction_set() is None:
+        return False
+    finds_none = config.device == "auto" and not (
+        availability.has_nvidia_device() and _finds_cuda()
+    )
+    return config.device.startswith("cpu") or finds_none
+
+
+def _finds_cuda() -> bool:
+    """Return True if torch finds a GPU. Log the reason if it does not use an existing one."""
+    reason = "the CUDA kernels need torch, which is not installed; pip install torch."
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
         if torch.cuda.is_available():
-            return torch.device("cuda")
-        if availability.has_nvidia_device():
-            _warn_once(f"Using the CPU although there is a GPU: {availability.why_no_cuda()}")
-        return torch.device("cpu")
+            return True
+        reason = availability.why_no_cuda()
+    if availability.has_nvidia_device():
+        _warn_once(f"Using the CPU although there is a GPU: {reason}")
+    return False
+
+
+def choose_device(name: str) -> Device:
+    """Return torch's device of this name.
+
+    Raise `ConfigError` without torch or, with torch's reason, without CUDA.
+    """
+    torch = require_torch()
+    if name == "auto":
+        return torch.device("cuda" if _finds_cuda() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -57,11 +94,23 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def require_torch(what: str = "this engine") -> Any:
+    """Return the module torch. Raise `ConfigError` if it is not installed. `what` needs it."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{what} needs torch, which is not installed: only the CPU kernels on one rank run "
+            "without it; pip install torch."
+        ) from None
+    return torch
+
+
 def choose_ops(
     config: EngineConfig,
     specs: Specs,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: Dtype,
+    device: Device,
 ) -> MakeOps:
     """Return a factory for the operations that a config selects.
 
@@ -74,14 +123,14 @@ def choose_ops(
         require(ENGINE_LIMITS, Setting(config, runs=Runs("reference", str(device))))
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
-        return functools.partial(flex_ops, reference_ops())
+        return functools.partial(flex_ops, _reference())
     best = _best_backend(config, device)
     asked: Backend = config.backend
     if asked == "auto" and config.attention != "auto":
         asked = ATTENTION_OF[config.attention]
     backend = best if asked == "auto" else asked
     require(ENGINE_LIMITS, Setting(config, runs=Runs(backend, str(device))))
-    ops, problem = reference_ops(), None
+    ops, problem = None, None
     if backend != "reference":
         problem = _no_kernels_for(backend, config, specs, dtype, device)
         if problem is None:
@@ -96,11 +145,31 @@ def choose_ops(
             f"Using the reference backend, many times slower than the {backend.upper()} kernels: "
             f"{problem}"
         )
+    ops = ops or _reference()
     require(ENGINE_LIMITS, Setting(config, runs=Runs(ops.name, str(device))))
     return lambda num_blocks: ops
 
 
-def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+def _reference() -> Ops:
+    require_torch()
+    from nano_inference.ops.reference.backend import reference_ops
+
+    return reference_ops()
+
+
+def in_kind_of_ops(ops: Ops, dtype: Dtype, device: Device) -> tuple[Dtype, Device]:
+    """Return torch's dtype and device if the operations compute with tensors.
+
+    An engine that `device_of` plans for `HOST` falls back to them if the CPU kernels cannot run its
+    models.
+    """
+    if device is not HOST or ops.name == "cpu":
+        return dtype, device
+    cpu = require_torch().device("cpu")
+    return dtype_for(cpu, dtype), cpu
+
+
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype:
     """Return the dtype of a model's weights and activations on this machine.
 
     `"auto"` is the result of `resolve_dtype` with two exceptions. Quantized weights use bfloat16,
@@ -108,26 +177,26 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     float16, which they do not support.
     """
     if config.dtype != "auto":
-        return resolve_dtype(config.dtype, spec)
+        return dtype_for(device, config.dtype)
     if config.codes is not None:
-        return torch.bfloat16
-    dtype = resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device))
-    if dtype != torch.float16 or _cpu_build(config, device) is None:
-        return dtype
+        return dtype_for(device, "bfloat16")
+    name = dtype_name(resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device)))
+    if name != "float16" or _cpu_build(config, device) is None:
+        return dtype_for(device, name)
     _tell_once(
         "The CPU kernels do not support the checkpoint's float16: rounding weights to bfloat16. "
         "dtype='float32' keeps full precision in twice the memory."
     )
-    return torch.bfloat16
+    return dtype_for(device, "bfloat16")
 
 
-def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
+def bf16_gains(config: EngineConfig, device: Device) -> bool:
     """Return True if the CPU kernels run and bfloat16 is at least as fast as float32."""
     build = _cpu_build(config, device)
     return build is not None and build.removesuffix(TILES) in FAST_BF16
 
 
-def _cpu_build(config: EngineConfig, device: torch.device) -> str | None:
+def _cpu_build(config: EngineConfig, device: Device) -> str | None:
     """Return the build of the CPU kernels that a config can use, or None."""
     if device.type != "cpu" or not wants_cpu_kernels(config):
         return None
@@ -140,14 +209,14 @@ def wants_cpu_kernels(config: EngineConfig) -> bool:
     return config.backend in allowed and config.attention in allowed
 
 
-def _best_backend(config: EngineConfig, device: torch.device) -> Backend:
+def _best_backend(config: EngineConfig, device: Device) -> Backend:
     if device.type == "cpu":
         return "cpu"
     # the CUDA kernels cannot compute partial attention
     return "cuda" if config.context_parallel == 1 else "reference"
 
 
-def keeps_invariance(ops: Ops, device: torch.device) -> bool:
+def keeps_invariance(ops: Ops, device: Device) -> bool:
     """Return True if a row's bits depend only on its own context."""
     # The reference multiplies with torch, whose GPU library chooses a kernel by the batch's shape.
     return ops.schedule_invariant and (ops.name == "cuda" or device.type == "cpu")
@@ -162,12 +231,36 @@ def captures_graphs(config: EngineConfig) -> bool:
 
 
 def numerics_of(
-    config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device, specs: Specs = _NONE
+    config: EngineConfig, ops: Ops, dtype: Dtype, device: Device, specs: Specs = _NONE
 ) -> Numerics:
     """Return the numerics fingerprint of these operations."""
-    invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
+    invariant, backend = keeps_invariance(ops, device), ops.name
     if backend == "cuda":  # the two modes use kernels that round differently
         backend += "-invariant" if invariant else ""
+    # the CPU kernels compute the same bits on every processor
+    kind, version = ("cpu", None) if backend == "cpu" else _of_torch(backend, device)
+    return Numerics(
+        backend=backend,
+        version=ops.version,
+        dtype=dtype_name(dtype),
+        device=kind,
+        torch=version,
+        schedule_invariant=invariant,
+        tensor_parallel=1
+        if ops.in_segments and config.tensor_parallel <= SEGMENTS
+        else config.tensor_parallel,
+        state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
+        quantization=config.codes,
+        kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        sums="tiles" if ops.sums == "tiles" and dtype_name(dtype) == "bfloat16" else None,
+    )
+
+
+def _of_torch(backend: str, device: Device) -> tuple[str, str]:
+    """Return the kind of device, as far as it decides torch's bits, and the version of torch."""
+    import torch
+
+    kind = device.type
     if kind == "cuda":  # summation order depends on the GPU generation's instructions
         kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
     # torch computes rotary tables on the CPU. AVX2 and AVX512 give the same bits.
@@ -176,21 +269,7 @@ def numerics_of(
         kind += f"-{platform.machine()}-{vectors}".lower().replace(" ", "-")
     elif backend == "reference" and device.type == "cpu":  # MKL's code differs for each of these
         kind += f"-{vendor()}-{vectors}".lower()
-    return Numerics(
-        backend=backend,
-        version=ops.version,
-        dtype=str(dtype).removeprefix("torch."),
-        device=kind,
-        torch=torch.__version__,
-        schedule_invariant=invariant,
-        tensor_parallel=1
-        if ops.in_segments and config.tensor_parallel <= SEGMENTS
-        else config.tensor_parallel,
-        state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
-        quantization=config.codes,
-        kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        sums="tiles" if ops.sums == "tiles" and dtype == torch.bfloat16 else None,
-    )
+    return kind, torch.__version__
 
 
 def _by_block(spec: ModelSpec) -> bool:
@@ -198,13 +277,15 @@ def _by_block(spec: ModelSpec) -> bool:
 
 
 def start_up_line(
-    config: EngineConfig, ops: Ops, numerics: Numerics, device: torch.device, graphs: bool
+    config: EngineConfig, ops: Ops, numerics: Numerics, device: Device, graphs: bool
 ) -> str:
     """Return the log line that describes backend, device and dtype."""
     kernels = "triton" if ops.name == "cuda" else ops.name
     attention = config.attention if config.attention != "auto" else kernels
     where = str(device)
     if device.type == "cuda":
+        import torch
+
         where += f" ({torch.cuda.get_device_name(device)})"
     invariant = "batch invariant" if numerics.schedule_invariant else "not batch invariant"
     dtype = numerics.dtype
@@ -219,7 +300,7 @@ def start_up_line(
 
 
 def try_attention(
-    config: EngineConfig, specs: Specs, num_blocks: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, specs: Specs, num_blocks: int, dtype: Dtype, device: Device
 ) -> None:
     """Compile the configured attention at start-up, so that failures do not occur in a step."""
     if config.attention == "flex":
@@ -234,7 +315,7 @@ def try_attention(
         )
 
 
-def lookahead_of(config: EngineConfig, device: torch.device) -> int:
+def lookahead_of(config: EngineConfig, device: Device) -> int:
     """Return how many steps are launched before the last one's tokens are known."""
     if config.pipeline_parallel > 1:
         return config.pipeline_parallel - 1
@@ -246,7 +327,7 @@ MOST_THREADS = 64  # or the number of cores if larger: more threads may fail to 
 
 
 def num_threads(config: EngineConfig) -> int:
-    """Return the number of threads of the CPU kernels and of torch.
+    """Return the number of threads of the operations.
 
     Raise `ConfigError` if too many.
     """
@@ -286,7 +367,7 @@ def _warn_once(text: str) -> None:
 
 
 def require_drafting(
-    config: EngineConfig, ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, ops: Ops, spec: ModelSpec, dtype: Dtype, device: Device
 ) -> None:
     """Raise `ConfigError` if a draft model cannot run on the policy's operations.
 
@@ -311,7 +392,7 @@ def _expert_sizes(spec: ModelSpec) -> list[int]:
 
 
 def _no_kernels_for(
-    backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
+    backend: Backend, config: EngineConfig, specs: Specs, dtype: Dtype, device: Device
 ) -> str | None:
     """Return the reason why a backend's kernels cannot run these models, or None."""
     if backend == "cuda":
@@ -329,13 +410,12 @@ def _no_kernels_for(
 
 
 def no_cpu_kernels_for(
-    config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, specs: Specs, dtype: Dtype, device: Device
 ) -> str | None:
     """Return the reason why the CPU kernels cannot run these models, or None."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
-    if dtype not in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
+    if (name := dtype_name(dtype)) not in ("bfloat16", "float32"):
         return f"the CPU kernels do not support {name}; use dtype='bfloat16' or 'float32'."
     for spec in specs.values() if config.codes is not None else ():
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)

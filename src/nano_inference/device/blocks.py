@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from nano_inference.arrays import Tensor
 from nano_inference.device.runner import ModelRunner
 from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager

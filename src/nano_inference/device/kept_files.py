@@ -25,9 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, dtype_name, namespace, without_gradients
 from nano_inference.device.blocks import MOST_BYTES, put_blocks
 from nano_inference.device.runner import ModelRunner
 from nano_inference.errors import ConfigError
@@ -89,7 +87,7 @@ class KeptFiles:
         self._cache, self._runner, self._clock = cache, runner, clock
         self._most_bytes = most_bytes
         (self._shape,) = runner.block_shapes()
-        facts = (identity, str(runner.storage.keys.dtype), self._shape, cache.block_size)
+        facts = (identity, dtype_name(runner.storage.keys.dtype), self._shape, cache.block_size)
         self._identity = hashlib.sha256(repr(facts).encode()).digest()
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}  # by block name, the oldest first
@@ -112,7 +110,7 @@ class KeptFiles:
 
     # -- out of the cache --------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @without_gradients
     def take(self, block: EvictedBlock) -> None:
         """Write a block unless its file exists.
 
@@ -177,7 +175,7 @@ class KeptFiles:
             )
             return range(here, here + sum(1 for _ in on_disk))
 
-    @torch.inference_mode()
+    @without_gradients
     def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> list[int]:
         """Restore these blocks of a chain to the cache. No step may be in flight.
 
@@ -215,7 +213,7 @@ class KeptFiles:
         parts: Sequence[Tensor],
     ) -> list[int]:
         """Insert blocks from index `start` on, as far as they fit. Return their block table."""
-        data = torch.stack(list(parts))
+        data = namespace(parts[0]).stack(list(parts))
         table, _ = put_blocks(self._cache, self._runner, token_ids, prefix, start, [data])
         taken = max(0, len(table) - start)
         for end, mark in enumerate(marks[:taken], start + 1):
@@ -239,7 +237,8 @@ class KeptFiles:
         except OSError:
             content = b""
         head = len(_MAGIC) + 2 * _DIGEST + 8 * len(token_ids)
-        data = torch.frombuffer(bytearray(content[head:] or b"\0"), dtype=torch.uint8)
+        xp = namespace(self._runner.storage.keys)
+        data = xp.frombuffer(bytearray(content[head:] or b"\0"), dtype=xp.uint8)
         if content != self._content(name, token_ids, data):
             logger.warning("Ignoring the damaged file of a kept block.")
             with self._lock:

@@ -4,9 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.config import KVCacheDType
 from nano_inference.core.sequence import DRAFT, POLICY
 from nano_inference.device.state_tensors import StateStorage
@@ -20,7 +18,7 @@ from nano_inference.ops.kv_codes import KvFormat
 NO_PLACE = (-1, -1)  # marks a layer without keys
 
 
-def kv_format(dtype: torch.dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
+def kv_format(dtype: Dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
     """Return the storage format of keys and values for a model of this dtype."""
     return KvFormat(dtype, coded=kv_cache_dtype == "int8")
 
@@ -194,8 +192,8 @@ class KVStorage:
         spec: ModelSpec,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
         units: UnitMap | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
@@ -210,7 +208,7 @@ class KVStorage:
         layout, num_units = (
             (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
         )
-        stored = self.format.stored
+        stored, xp = self.format.stored, namespace(device)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.unit_map = units
@@ -226,9 +224,9 @@ class KVStorage:
             self.places = _places(spec, layout, layers)
         # Not initialized: every slot is written before it is read (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
-        self.keys = torch.empty(shape, dtype=stored, device=device)
+        self.keys = xp.empty(shape, dtype=stored, device=device)
         self.values = (
-            torch.empty(shape, dtype=stored, device=device) if spec.kv_tensors == 2 else self.keys
+            xp.empty(shape, dtype=stored, device=device) if spec.kv_tensors == 2 else self.keys
         )
         if device.type == "cpu":
             for cache in self._caches:
@@ -247,14 +245,14 @@ class KVStorage:
         kind, size = self._kinds[layer], self.block_size
         shape, rest = (kind.num_kv_heads, size, kind.head_dim), slice(index * size, None)
         keys, values = (
-            cache[:, rest][:, : kind.kept * size].unflatten(1, shape).transpose(0, 1)
+            cache[:, rest][:, : kind.kept * size].unflatten(1, shape).swapaxes(0, 1)
             for cache in (self.keys, self.values)
         )
         return keys, values
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target) in all layers. No target may be a source."""
-        pairs = sent(torch.tensor(copies), self.keys.device)
+        pairs = sent(namespace(self.keys).tensor(copies), self.keys.device)
         sources, targets = pairs[:, 0], pairs[:, 1]
         if self.states is not None:
             self.states.copy_blocks(sources, targets)
@@ -307,23 +305,25 @@ class KVStorage:
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """Copy whole blocks to the host: uint8 [blocks, bytes of a block]."""
-        blocks = torch.tensor(block_ids, device=self.keys.device)
+        xp = namespace(self.keys)
+        blocks = xp.tensor(block_ids, dtype=xp.int64, device=self.keys.device)
         parts = [
-            cache[:, self._find_blocks(layer, blocks)].transpose(0, 1).flatten(1)
+            cache[:, self._find_blocks(layer, blocks)].swapaxes(0, 1).flatten(1)
             for caches in zip(*map(self._of, self._attention_layers), strict=True)
             for layer, cache in zip(self._attention_layers, caches, strict=True)
         ]
-        keys = torch.cat(parts, dim=1).to("cpu").view(torch.uint8)
+        keys = xp.cat(parts, dim=1).to("cpu").view(xp.uint8)
         if self.states is None:
             return keys
-        return torch.cat([keys, self.states.read_blocks(block_ids)], dim=1)
+        return xp.cat([keys, self.states.read_blocks(block_ids)], dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Write the result of `read_blocks`, of any storage of the same shape.
 
         The blocks must be unused.
         """
-        blocks = torch.tensor(block_ids, device=self.keys.device)
+        xp = namespace(self.keys)
+        blocks = xp.tensor(block_ids, dtype=xp.int64, device=self.keys.device)
         size = self._kept * self.keys.itemsize
         if self.states is not None:
             self.states.write_blocks(block_ids, data[:, size:])
@@ -333,7 +333,7 @@ class KVStorage:
             for layer, cache in zip(self._attention_layers, caches, strict=True):
                 shape = (cache.shape[0], *cache.shape[2:])
                 part = values[:, first : first + math.prod(shape)].unflatten(1, shape)
-                cache[:, self._find_blocks(layer, blocks)] = part.transpose(0, 1)
+                cache[:, self._find_blocks(layer, blocks)] = part.swapaxes(0, 1)
                 first += math.prod(shape)
 
     def _find_blocks(self, layer: int, blocks: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ class KVStorage:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
         slots = self._find(layer, slots)
         for cache, rows in zip(self._of(layer), (keys, values), strict=False):
-            encoded = self.format.encode(rows).transpose(0, 1)
+            encoded = self.format.encode(rows).swapaxes(0, 1)
             if cache.is_contiguous():
                 cache.flatten(1, 2).index_copy_(1, slots, encoded)
             else:
@@ -356,7 +356,7 @@ class KVStorage:
         flat = self._find(layer, slots.flatten())
         keys, values = (self._picked(cache, flat) for cache in self._layers[layer])
         shape = (keys.shape[0], *slots.shape, keys.shape[-1])
-        return keys.view(shape), values.view(shape)
+        return keys.reshape(shape), values.reshape(shape)
 
     def _picked(self, cache: Tensor, slots: Tensor) -> Tensor:
         if cache.is_contiguous():

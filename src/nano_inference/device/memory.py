@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from nano_inference.arrays import Device, Dtype
 from nano_inference.config import EngineConfig
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.kv_tensors import (
@@ -169,8 +168,8 @@ def plan_memory(
     config: EngineConfig,
     parts: Mapping[str, ModelShard],
     claims: Claims,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: Dtype,
+    device: Device,
     ranks_here: int = 1,
 ) -> MemoryBudget:
     """Return the memory budget of one rank. Raise `ConfigError` if not even one block fits.
@@ -221,8 +220,8 @@ def _with_states(
     specs: Mapping[str, ModelSpec],
     layout: BlockLayout,
     claims: Claims,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: Dtype,
+    device: Device,
     asked_len: int,
 ) -> MemoryBudget:
     """Return the budget for models whose layers with a state have a separate memory.
@@ -267,7 +266,7 @@ def _bytes_of_unit(
     config: EngineConfig,
     specs: Mapping[str, ModelSpec],
     layout: BlockLayout,
-    dtype: torch.dtype,
+    dtype: Dtype,
     asked_len: int,
 ) -> int:
     """Return the bytes of a unit of keys and values, including its states and routed experts."""
@@ -293,7 +292,7 @@ def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: Kv
 
 
 def _bytes_of_states(
-    specs: Mapping[str, ModelSpec], layout: BlockLayout, block_size: int, dtype: torch.dtype
+    specs: Mapping[str, ModelSpec], layout: BlockLayout, block_size: int, dtype: Dtype
 ) -> int:
     """Return the bytes of a block's states, over all storages."""
     kept = {storage_key(spec, layout, name): spec.state for name, spec in specs.items()}
@@ -309,7 +308,7 @@ def _bytes_of_routes(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> in
 
 
 def _for_the_cache(
-    config: EngineConfig, claims: Claims, device: torch.device, smallest: int, ranks_here: int
+    config: EngineConfig, claims: Claims, device: Device, smallest: int, ranks_here: int
 ) -> int:
     """Return the bytes for the KV cache.
 
@@ -368,12 +367,13 @@ def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: i
 
 def lacks_memory(problem: BaseException) -> bool:
     """Return True if an error means that a device, torch or Python is out of memory."""
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    # torch raises a plain RuntimeError on a CPU
-    return isinstance(problem, kinds) or "DefaultCPUAllocator" in str(problem)
+    names = {kind.__name__ for kind in type(problem).__mro__}
+    # torch raises `torch.OutOfMemoryError` on a GPU, and a plain RuntimeError on a CPU
+    lacks = not names.isdisjoint(("MemoryError", "OutOfMemoryError"))
+    return lacks or "DefaultCPUAllocator" in str(problem)
 
 
-def no_memory_for(what: str, device: torch.device, cure: str) -> ConfigError:
+def no_memory_for(what: str, device: Device, cure: str) -> ConfigError:
     """Return an error about a failed allocation on a CPU, with the free memory."""
     free = free_memory()
     return ConfigError(
@@ -382,7 +382,7 @@ def no_memory_for(what: str, device: torch.device, cure: str) -> ConfigError:
     )
 
 
-def require_weights_fit(claims: Claims, device: torch.device) -> None:
+def require_weights_fit(claims: Claims, device: Device) -> None:
     """Raise `ConfigError` if the weights exceed the card's free memory."""
     free = max(claims.total - claims.others, 0)
     if claims.weights > free:
@@ -393,7 +393,7 @@ def require_weights_fit(claims: Claims, device: torch.device) -> None:
         )
 
 
-def _no_room(config: EngineConfig, claims: Claims, device: torch.device, smallest: int) -> str:
+def _no_room(config: EngineConfig, claims: Claims, device: Device, smallest: int) -> str:
     """Return an error message that names a setting and value that leave room for a block."""
     needed = claims.sum + smallest
     share = math.ceil(100 * needed / claims.total) / 100

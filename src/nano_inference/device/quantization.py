@@ -3,8 +3,7 @@
 import math
 from dataclasses import replace
 
-import torch
-
+from nano_inference.arrays import HOST, Device, Dtype, dtype_for, dtype_name
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.checkpoints.folders import describe_model, gguf_of, load_spec
 from nano_inference.checkpoints.gguf.codes import KINDS
@@ -22,7 +21,7 @@ _CAUTION = "answers may differ slightly"
 LEAST = 32 << 20  # bytes of weights: smaller models stay in the processor's caches in any format
 
 
-def settle_quantization(config: EngineConfig, device: torch.device) -> EngineConfig:
+def settle_quantization(config: EngineConfig, device: Device) -> EngineConfig:
     """Return the config with `quantization="auto"` resolved.
 
     `"auto"` becomes `"file"` for a `.gguf` file whose blocks the CPU kernels multiply, unless
@@ -58,9 +57,9 @@ def blocks_bytes(model_path: str) -> int:
 def told_weights(
     config: EngineConfig,
     asked: EngineConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     weights: int,
-    device: torch.device,
+    device: Device,
 ) -> str:
     """Return a description of an engine's dtype and weight memory.
 
@@ -74,15 +73,15 @@ def told_weights(
     codes = "" if config.codes is None else f", weights as codes ({config.codes})"
     faster = faster_setting(config, asked, dtype, weights, device)
     hint = "" if faster is None else f"; {faster}"
-    return f"{_name(dtype)}{codes}, {gibibytes(weights)}{hint}"
+    return f"{dtype_name(dtype)}{codes}, {gibibytes(weights)}{hint}"
 
 
 def faster_setting(
     config: EngineConfig,
     asked: EngineConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     weights: int,
-    device: torch.device,
+    device: Device,
 ) -> str | None:
     """Return a setting that decodes faster in less memory on the CPU kernels, with its gain.
 
@@ -92,7 +91,7 @@ def faster_setting(
     runs_kernels = wants_cpu_kernels(config) and available_instruction_set() is not None
     if device.type != "cpu" or config.codes is not None or not runs_kernels or weights < LEAST:
         return None
-    is_wide = dtype != torch.bfloat16
+    is_wide = dtype_name(dtype) != "bfloat16"
     ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
     is_open = ranks == 1 and asked.quantization == "auto"
     if is_open and (size := blocks_bytes(config.model_path)):
@@ -101,10 +100,6 @@ def faster_setting(
     if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
         return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster; {_CAUTION}"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _allows_blocks(config: EngineConfig) -> bool:
@@ -133,5 +128,4 @@ def _multiplies_blocks(config: EngineConfig) -> bool:
         return False
     spec = load_spec(describe_model(config.model_path))
     asked = replace(config, quantization=FILE)
-    cpu = torch.device("cpu")
-    return no_cpu_kernels_for(asked, {POLICY: spec}, torch.bfloat16, cpu) is None
+    return no_cpu_kernels_for(asked, {POLICY: spec}, dtype_for(HOST, "bfloat16"), HOST) is None

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import numpy as np
-from torch import Tensor
 
+from nano_inference.arrays import Tensor
 from nano_inference.core.sequence import Sequence
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.routes import RouteRecord

@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace, without_gradients
 from nano_inference.core.apply import Applied, SampledTokens
 from nano_inference.core.batch import Chunks
 from nano_inference.core.decision import SchedulerOutput
@@ -20,9 +18,10 @@ from nano_inference.errors import RankLost
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
 from nano_inference.models.routes import RouteRecord
 from nano_inference.ops.batches import ForwardBatch
+from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks
-from nano_inference.sampling.tensors import TORCH, SamplingBatch, to_device
+from nano_inference.sampling.tensors import SamplingBatch, arrays_on, to_device
 from nano_inference.types import Memory
 from nano_inference.weights.update import OtherRanks, WeightUpdate
 
@@ -88,7 +87,6 @@ class ModelRunner:
         shares: Other ranks' parts of weight updates, or None if there are no other ranks.
     """
 
-    arrays = TORCH
     shares: OtherRanks | None = None
 
     def __init__(
@@ -117,6 +115,11 @@ class ModelRunner:
     def _working_time(self) -> int:
         """Return a nanosecond clock that stops while this rank waits for another stage."""
         return time.perf_counter_ns() - self.clock.waiting
+
+    @property
+    def arrays(self) -> Arrays[Tensor]:
+        """Factory of a batch's arrays."""
+        return arrays_on(self.device)
 
     @property
     def storage(self) -> KVStorage:
@@ -179,7 +182,7 @@ class ModelRunner:
         """Remove a weight set. Steps in flight may still hold it."""
         del self.models[weight_set], self.storages[weight_set]
 
-    @torch.inference_mode()
+    @without_gradients
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
         began = self._working_time()
@@ -244,7 +247,7 @@ class ModelRunner:
         scores = (
             results[0].scores
             if len(results) == 1
-            else torch.cat([result.scores for result in results])
+            else namespace(results[0].scores).cat([result.scores for result in results])
         )
         return StepResult(
             drawn, scores, [result.best for result in results if result.best is not None]
@@ -274,15 +277,15 @@ class ModelRunner:
         if len(result.drawn) == 1:
             model, hidden, whose = result.drawn[0]
             return model.draw(hidden, batch, whose)
-        ops = self.models[POLICY].ops
+        ops, xp = self.models[POLICY].ops, namespace(self.device)
         if not result.drawn:
-            return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
+            return ops.sample_logits(xp.empty((0, 1), device=self.device), batch)
         return ops.sample_logits(
-            torch.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
+            xp.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
             batch,
         )
 
-    @torch.inference_mode()
+    @without_gradients
     def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
         if len(batch.relay_rows):
             if previous is None:

@@ -7,9 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import IO, Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, is_tensor, namespace
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.cpu.memory import discard
@@ -34,7 +32,10 @@ class Sleep:
         # weight sets may share tensors
         self._tensors = list({tensor.data_ptr(): tensor for tensor in tensors}.values())
         self._file = _saved(self._tensors) if keep else None
-        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        # GPU memory has to be allocated again
+        self._sizes = [
+            0 if on_cpu(tensor) else tensor.untyped_storage().nbytes() for tensor in self._tensors
+        ]
         for tensor in self._tensors:
             if on_cpu(tensor):
                 discard(tensor)
@@ -53,6 +54,10 @@ class Sleep:
         self.forget()
 
     def _take_memory(self) -> None:
+        if all(map(on_cpu, self._tensors)):
+            return
+        import torch
+
         try:
             for tensor, size in zip(self._tensors, self._sizes, strict=True):
                 if not on_cpu(tensor):
@@ -67,10 +72,11 @@ class Sleep:
         if self._file is not None:
             self._file.seek(0)
             for tensor in self._tensors:
+                xp = namespace(tensor)
                 buffer = (
                     _bytes(tensor)
                     if tensor.device.type == "cpu"
-                    else torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    else xp.empty(tensor.nbytes, dtype=xp.uint8)
                 )
                 if self._file.readinto(buffer.numpy().data) != tensor.nbytes:
                     raise OSError("the file of the sleeping weights is truncated")
@@ -80,6 +86,8 @@ class Sleep:
     def _give_to_the_card(self) -> None:
         """Release torch's cached memory, which it would otherwise keep for this process."""
         if not all(map(on_cpu, self._tensors)):
+            import torch
+
             torch.cuda.empty_cache()
 
     def forget(self) -> None:
@@ -132,9 +140,9 @@ def on_cpu(held: Any) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.view(-1).view(namespace(tensor).uint8)
 
 
 def _memory(param: Any) -> Tensor:
     """Return the tensor that stores a parameter, in any layout."""
-    return param if isinstance(param, Tensor) else param.data
+    return param if is_tensor(param) else param.data

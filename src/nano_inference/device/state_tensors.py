@@ -4,15 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.device.units import UnitMap
 from nano_inference.models.spec.states import StateColumn, StateSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
 
 
-def state_bytes(spec: StateSpec, block_size: int, dtype: torch.dtype) -> int:
+def state_bytes(spec: StateSpec, block_size: int, dtype: Dtype) -> int:
     """Return the bytes that a model's layers with a state store per block."""
     numbers = sum(
         math.prod(_shape(column, block_size)) * _dtype(column, dtype).itemsize
@@ -43,8 +41,8 @@ class StateStorage:
         spec: StateSpec,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
         units: UnitMap | None = None,
     ) -> None:
         self.spec, self.block_size, self.unit_map = spec, block_size, units
@@ -52,10 +50,10 @@ class StateStorage:
         self.num_units = num_blocks if units is None else units.num_units
         nth = itertools.count()
         self.places = {layer: next(nth) for layer, has_state in enumerate(spec.layers) if has_state}
-        sizes = (len(self.places), self.num_units)
+        sizes, xp = (len(self.places), self.num_units), namespace(device)
         # Not initialized, like keys and values.
         self.tensors = {
-            name: torch.empty(
+            name: xp.empty(
                 (*sizes, *_shape(column, block_size)), dtype=_dtype(column, dtype), device=device
             )
             for name, column in spec.columns.items()
@@ -109,20 +107,22 @@ class StateStorage:
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """Copy whole blocks to the host: uint8 [blocks, bytes of a block]."""
         parts: list[Tensor] = []
+        xp = namespace(next(iter(self.tensors.values())))
         for tensor in self.tensors.values():
-            units = self.units_of(torch.tensor(block_ids, device=tensor.device))
-            whole = tensor[:, units].transpose(0, 1).to("cpu").contiguous()
-            parts.append(whole.view(len(block_ids), -1).view(torch.uint8))
-        return torch.cat(parts, dim=1)
+            units = self.units_of(xp.tensor(block_ids, dtype=xp.int64, device=tensor.device))
+            whole = tensor[:, units].swapaxes(0, 1).to("cpu").contiguous()
+            parts.append(whole.flatten(1).view(xp.uint8))
+        return xp.cat(parts, dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Write the result of `read_blocks`, of any storage with the same columns."""
         sizes = [tensor[:, 0].nbytes for tensor in self.tensors.values()]
         for tensor, part in zip(self.tensors.values(), data.split(sizes, dim=1), strict=True):
-            units = self.units_of(torch.tensor(block_ids, device=tensor.device))
+            xp = namespace(tensor)
+            units = self.units_of(xp.tensor(block_ids, dtype=xp.int64, device=tensor.device))
             values = part.contiguous().view(tensor.dtype)
             shape = (len(block_ids), len(tensor), *tensor.shape[2:])
-            tensor[:, units] = values.view(shape).transpose(0, 1).to(tensor.device)
+            tensor[:, units] = values.reshape(shape).swapaxes(0, 1).to(tensor.device)
 
     def _tokens(self, layer: int, name: str) -> Tensor:
         return self.column(layer, name).flatten(0, 1)  # [slots of units, ...]
@@ -135,5 +135,5 @@ def _shape(column: StateColumn, block_size: int) -> tuple[int, ...]:
     return (block_size, *column.shape) if column.per_token else column.shape
 
 
-def _dtype(column: StateColumn, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if column.keep_float32 else dtype
+def _dtype(column: StateColumn, dtype: Dtype) -> Dtype:
+    return namespace(dtype).float32 if column.keep_float32 else dtype

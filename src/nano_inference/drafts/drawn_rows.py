@@ -5,8 +5,7 @@ Draft heads guess from them.
 
 from collections import deque
 
-from torch import Tensor
-
+from nano_inference.arrays import Tensor
 from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import Sequence
 

@@ -8,15 +8,14 @@ Keys and values use the slots of the sequence's own blocks, so prefixes, forks a
 no work here. Stale values there can only make drafts wrong.
 """
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from itertools import compress
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace, without_gradients
 from nano_inference.core.batch import ALL, Chunks
 from nano_inference.core.sequence import DRAFT, POLICY, Sequence
 from nano_inference.device.kv_tensors import KVStorage
@@ -44,7 +43,6 @@ from nano_inference.ops.interface import (
     Trunk,
     X,
 )
-from nano_inference.sampling.tensors import to_device
 
 UNKNOWN = 256  # sequences to remember beyond four times the number in a step
 
@@ -88,14 +86,14 @@ class EagleDrafts:
 
     # -- activations of the policy -----------------------------------------------------------------
 
-    @torch.inference_mode()
+    @without_gradients
     def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
         """Watch a step of the loop.
 
         Store the keys of rows whose next token is known, and keep the rows that tokens are drawn
         from.
         """
-        hidden = self.spec.layer.hidden_size
+        hidden, xp = self.spec.layer.hidden_size, namespace(self.policy.device)
         drawn: list[Tensor] = []
         for (name, part), batch in zip(chunks.parts, batches, strict=True):
             count = len(batch.logits_indices)
@@ -104,8 +102,8 @@ class EagleDrafts:
                 self._store(self._known_parts(chunks, part, rows))
                 drawn.append(rows[batch.logits_indices.to(rows.device)])
             else:  # the head cannot use rows of other models
-                drawn.append(torch.full((count, hidden), torch.nan, device=self.policy.device))
-        self._rows.keep(chunks, torch.cat(drawn))
+                drawn.append(xp.full((count, hidden), math.nan, device=self.policy.device))
+        self._rows.keep(chunks, xp.cat(drawn))
 
     def _known_parts(self, chunks: Chunks, part: Any, rows: Tensor) -> list[_Part]:
         columns = chunks.columns if part is ALL else chunks.columns.of(part)
@@ -147,7 +145,7 @@ class EagleDrafts:
                 ops.rms_norm(None, part.contiguous(), self._norm(f"fc_norm.{i}"), 1.0)[0]
                 for i, part in enumerate(parts)
             ]
-            x = torch.cat(normed, dim=1)
+            x = namespace(rows).cat(normed, dim=1)
         else:
             x = rows.to(self.policy.dtype)
         return ops.linear(x, params["fc"], None).float()
@@ -157,16 +155,17 @@ class EagleDrafts:
     def seconds(self, num_seqs: int) -> float:
         return self._times.of(num_seqs)
 
-    @torch.inference_mode()
+    @without_gradients
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         drafting, rows = self._begin(seqs, most)
-        hidden = torch.cat(rows) if rows else torch.empty(0)
+        xp = namespace(self.policy.device)
+        hidden = xp.cat(rows) if rows else xp.empty(0)
         while places := [place for place, each in enumerate(drafting) if each.is_open]:
             began = time.perf_counter()
             live = [drafting[place] for place in places]
             computed, normed = self._compute(live, hidden[places])
             params, spec = self.weights.params, self.spec
-            requests = to_device(draws_of(live), self.policy.device)
+            requests = draws_of(live, self.policy.device)
             vocab_size = spec.layer.vocab_size
             draw = draw_known(
                 *(self.policy.ops, normed, params["head"]),
@@ -220,13 +219,14 @@ class EagleDrafts:
     def _store(self, parts: Listed[_Part]) -> None:
         """Store the keys and values of rows."""
         if parts:
-            inputs = torch.cat([rows for part in parts for rows in part.inputs])
+            inputs = namespace(self.policy.device).cat(
+                [rows for part in parts for rows in part.inputs]
+            )
             self._run(self._projected, [part.rows for part in parts], inputs)
 
     def _run(self, trunk: Trunk, rows: Listed[Rows], inputs: Tensor) -> Tensor:
         ops, storage, policy = self.policy.ops, self._storage, self.policy
-        batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT)
-        batch = to_device(batch, policy.device)
+        batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT, device=policy.device)
         self._inputs = inputs
         if ops.compile is None:
             return trunk(ops, batch, storage)
@@ -243,14 +243,14 @@ class EagleDrafts:
     def _attending(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> tuple[X, X]:
         """Return the queries and the residual, and store keys and values."""
         layer, params, dtype = self.spec.layer, self.weights.params, self.policy.dtype
-        hidden = layer.hidden_size
+        hidden, float32 = layer.hidden_size, namespace(dtype).float32
         source = params if self.spec.has_embedding else self.policy.params
         embedded = ops.embed(batch.input_ids, source["embed"], 1.0)
         embedded = ops.rms_norm(None, embedded, self._norm("embed_norm"), 1.0)[0]
-        residual = ops.call(batch, self._give, (), hidden, torch.float32)
+        residual = ops.call(batch, self._give, (), hidden, float32)
         norm = self._norm("hidden_norm")
         if self.spec.norm_before_residual:
-            residual = ops.rms_norm(None, residual, norm._replace(dtype=torch.float32), 1.0)[0]
+            residual = ops.rms_norm(None, residual, norm._replace(dtype=float32), 1.0)[0]
             norm = Norm(None, 0.0, 0.0, dtype)
         normed = ops.rms_norm(None, residual, norm, 1.0)[0]
         x = ops.call(batch, _side_by_side, (embedded, normed), 2 * hidden, dtype)
@@ -271,7 +271,8 @@ class EagleDrafts:
         normed, residual = ops.rms_norm(x, residual, self._norm("mlp_norm"), 1.0)
         x = ops.gate(ops.linear(normed, params["gate_up"], None), layer.activation)
         x = ops.linear(x, params["down"], None)
-        return ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, torch.float32), 1.0)[0]
+        float32 = namespace(self.policy.dtype).float32
+        return ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, float32), 1.0)[0]
 
     def _give(self, _batch: ForwardBatch, out: Tensor) -> None:
         assert self._inputs is not None

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import HOST, Device, Dtype, Tensor, dtype_name, namespace, of_kind
 from nano_inference.checkpoints.loading import read_tensors, stored_shapes
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.parameters.param import ParamSpec, Source
@@ -212,10 +210,8 @@ class HeadWeights:
             None if the ids are equal.
     """
 
-    def __init__(
-        self, spec: HeadsSpec, dtype: torch.dtype, device: torch.device, matrix: Allocate
-    ) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: HeadsSpec, dtype: Dtype, device: Device, matrix: Allocate) -> None:
+        self.spec, self.dtype, self._device = spec, dtype, device
         self._table = table_of(spec)
         self._slots = slots(self._table)
         self.params = allocate(self._table, dtype, device, matrix)
@@ -223,7 +219,8 @@ class HeadWeights:
 
     def load(self, folder: Path) -> None:
         """Read all parameters from a folder. Raise `ConfigError` or `ModelLoadError`."""
-        self.write(self.checked(read_tensors(folder)))
+        host = self._device is HOST
+        self.write(self.checked(read_tensors(folder, HOST) if host else read_tensors(folder)))
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> NewHeads:
         """Check some parameters, given by any of their public names, and return them for `write`.
@@ -241,12 +238,12 @@ class HeadWeights:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {reason}."
                 )
-            if name != "map" and tensor.dtype not in WEIGHT_DTYPES:
+            if name != "map" and dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
                 raise ConfigError(
                     f"draft heads: tensor {public!r} has dtype {tensor.dtype}; quantized heads are "
                     "not supported."
                 )
-            params[name] = tensor
+            params[name] = of_kind(self.dtype, tensor)
         targets = self._mapped(params.pop("map")) if "map" in params else self.targets
         return NewHeads(params, targets)
 
@@ -264,7 +261,8 @@ class HeadWeights:
     def _mapped(self, stored: Tensor) -> Tensor | None:
         """Return the policy's ids, or None if they equal the heads' ids."""
         ids = mapped_ids(self.spec, stored)
-        return None if torch.equal(ids, torch.arange(vocab_of(self.spec))) else ids
+        xp = namespace(ids)
+        return None if xp.equal(ids, xp.arange(vocab_of(self.spec))) else ids
 
 
 def vocab_of(spec: HeadsSpec) -> int:
@@ -280,7 +278,7 @@ def mapped_ids(spec: HeadsSpec, stored: Tensor) -> Tensor:
     """
     ids = stored.long()
     if isinstance(spec, EagleSpec):
-        ids = ids + torch.arange(len(ids))
+        ids = ids + namespace(ids).arange(len(ids))
     wrong = ids[(ids < 0) | (ids >= vocab_of(spec))]
     if len(wrong):
         raise ConfigError(
@@ -299,7 +297,7 @@ def read_named(folder: Path, spec: HeadsSpec) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if name not in _UNREAD}
 
 
-def heads_bytes(spec: HeadsSpec, dtype: torch.dtype) -> int:
+def heads_bytes(spec: HeadsSpec, dtype: Dtype) -> int:
     """Return the size of the parameters in bytes."""
     return num_bytes(table_of(spec), dtype)
 

@@ -4,10 +4,7 @@ import time
 from collections.abc import Sequence as Listed
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
+from nano_inference.arrays import Tensor, namespace, without_gradients
 from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import Sequence
 from nano_inference.drafts.drawn_rows import DrawnRows
@@ -25,7 +22,7 @@ from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Ops
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.tensors import SamplingBatch, to_device
+from nano_inference.sampling.tensors import SamplingBatch
 
 NEVER = -1e30  # logit of tokens that heads cannot guess
 
@@ -53,19 +50,21 @@ class MedusaDrafts:
         """Watch a step of the loop, and keep the rows that tokens are drawn from."""
         drawn = [hidden for _, hidden, _ in result.drawn]
         if drawn:
-            self._rows.keep(chunks, drawn[0].clone() if len(drawn) == 1 else torch.cat(drawn))
+            joined = drawn[0].clone() if len(drawn) == 1 else namespace(drawn[0]).cat(drawn)
+            self._rows.keep(chunks, joined)
 
     def seconds(self, num_seqs: int) -> float:
         return self._times.of(num_seqs)
 
-    @torch.inference_mode()
+    @without_gradients
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         wanted = min(most, self.spec.num_heads)
         rows = [self._rows.of(seq, len(seq.token_ids) - 1) for seq in seqs]
         pairs = [(seq, row) for seq, row in zip(seqs, rows, strict=True) if row is not None]
         drafting = [Drafting(seq, 0, [], wanted) for seq, _ in pairs]
         if drafting:
-            self._draw_all(drafting, torch.stack([row for _, row in pairs]), wanted)
+            xp = namespace(self.policy.device)
+            self._draw_all(drafting, xp.stack([row for _, row in pairs]), wanted)
         return guesses_of(seqs, drafting)
 
     def _draw_all(self, drafting: Listed[Drafting], hidden: Tensor, wanted: int) -> None:
@@ -76,7 +75,8 @@ class MedusaDrafts:
                 break
             live = [drafting[place] for place in places]
             rows = hidden if len(places) == len(drafting) else hidden[places]
-            draw = self._draw(self._blocks(head, rows), head, draws_of(live))
+            batch = draws_of(live, self.policy.device)
+            draw = self._draw(self._blocks(head, rows), head, batch)
             take_drawn(live, draw, self.spec.vocab_size)
             self._times.note(len(live), time.perf_counter() - began)
 
@@ -88,13 +88,12 @@ class MedusaDrafts:
             product = self.policy.ops.linear(
                 hidden, params[f"{name}.weight"], params.get(f"{name}.bias")
             )
-            added = hidden.float() + functional.silu(product.float())
+            added = hidden.float() + _silu(product.float())
             hidden = added.to(hidden.dtype)
         return hidden
 
     def _draw(self, hidden: Tensor, head: int, batch: SamplingBatch) -> Draw:
         policy, spec = self.policy, self.spec
-        batch = to_device(batch, policy.device)
         if not spec.projections:
             return policy.draw(hidden, batch)
         projection = self.weights.params[f"lm_heads.{min(head, spec.projections - 1)}.weight"]
@@ -123,6 +122,11 @@ def draw_known(
     """
     if targets is None:
         return ops.sample(hidden, projection, UNSCALED, batch)
-    logits = torch.full((len(hidden), vocab_size), NEVER, device=hidden.device)
+    logits = namespace(hidden).full((len(hidden), vocab_size), NEVER, device=hidden.device)
     logits[:, targets] = ops.logits(hidden, projection, UNSCALED)
     return ops.sample_logits(logits, batch)
+
+
+def _silu(x: Tensor) -> Tensor:
+    # larger powers would overflow, and the result is 0 in any case
+    return x / (1 + (-x).clamp(max=88.0).exp())

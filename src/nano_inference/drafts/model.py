@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
-import torch
 
+from nano_inference.arrays import Device, without_gradients
 from nano_inference.core.sequence import DRAFT, Sequence
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.source import NO_GUESS, Guess
 from nano_inference.models.decoder import Decoder
-from nano_inference.ops.batches import Rows, batch_of_rows
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.structured.mask_bits import bans_under
 from nano_inference.types import SamplingParams
 
@@ -159,7 +159,7 @@ class ModelDrafts:
     def seconds(self, num_seqs: int) -> float:
         return self._times.of(num_seqs)
 
-    @torch.inference_mode()
+    @without_gradients
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         if self._follow is not None:
             self._follow()
@@ -198,20 +198,26 @@ class ModelDrafts:
         began = time.perf_counter()
         rows = [each.rows() for each in live]
         ends = [sum(len(each.token_ids) for each in rows[: at + 1]) - 1 for at in range(len(rows))]
-        batch = batch_of_rows(rows, self._storage.block_size, draws=ends, weight_set=DRAFT)
-        device = self.model.device
-        hidden = self.model.forward(to_device(batch, device), self._storage).hidden
-        requests = to_device(draws_of(live), device)
-        take_drawn(live, self.model.draw(hidden, requests), self.model.spec.vocab_size)
+        batch = self._batch_of(rows, ends)
+        hidden = self.model.forward(batch, self._storage).hidden
+        draw = self.model.draw(hidden, draws_of(live, self.model.device))
+        take_drawn(live, draw, self.model.spec.vocab_size)
         if ends[-1] + 1 <= 2 * len(live):
             self._times.note(len(live), time.perf_counter() - began)
 
     def _compute(self, seq: Sequence, start: int, end: int) -> None:
         rows = Rows(seq.token_ids[start:end], start, seq.block_ids)
-        batch = batch_of_rows([rows], self._storage.block_size, weight_set=DRAFT)
-        self.model.forward(to_device(batch, self.model.device), self._storage)
+        self.model.forward(self._batch_of([rows]), self._storage)
         assert self._computed is not None
         self._computed[seq.seq_id] = _Computed(end, [], list(seq.block_ids))
+
+    def _batch_of(self, rows: Listed[Rows], draws: Listed[int] = ()) -> ForwardBatch:
+        return batch_of_rows(
+            *(rows, self._storage.block_size),
+            draws=draws,
+            weight_set=DRAFT,
+            device=self.model.device,
+        )
 
     def _num_computed(self, seq: Sequence) -> int:
         """Return the number of tokens before the newest that have keys and values."""
@@ -262,9 +268,9 @@ class DraftTimes:
         self._times[bucket] = SLOWLY * self._times.get(bucket, took) + (1 - SLOWLY) * took
 
 
-def draws_of(live: Listed[Drafting]) -> SamplingBatch:
+def draws_of(live: Listed[Drafting], device: Device) -> SamplingBatch:
     """Return the draws of each sequence's next token, one row of the logits for each."""
-    return sampling_batch([each.request(row) for row, each in enumerate(live)])
+    return sampling_batch([each.request(row) for row, each in enumerate(live)], device)
 
 
 def take_drawn(live: Listed[Drafting], draw: Draw, vocab_size: int) -> None:

@@ -25,11 +25,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
+from nano_inference.arrays import Tensor, as_host, namespace, of_kind
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import (
     BASE,
@@ -59,6 +58,7 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import as_held, read
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart
 from nano_inference.types import AdapterInfo, KvPolicy
+from nano_inference.weights.staging import taken
 
 MOST_NAME = 256  # maximum characters of a name
 POLICIES = tuple(policy for policy in get_args(KvPolicy) if policy != "wait")
@@ -100,7 +100,8 @@ class Adapters:
             folder = str(source)
             tensors, config = read_folder(Path(folder))
             settings = settings or settings_of(config)
-        tensors, head = split_head(tensors)
+        device = self._model.device
+        tensors, head = split_head({key: taken(each, device) for key, each in tensors.items()})
         pairs = pairs_of(tensors, settings, self._model.part.whole, self._most_rank)
         if head is not None:
             self._require_own_head(head)
@@ -177,7 +178,8 @@ class Adapters:
             for part in parts:
                 tensors |= {f"{len(places)}.a": part.a, f"{len(places)}.b": part.b}
                 places.append((param, part.first, part.scale))
-        save_file(tensors, path, {"info": json.dumps(asdict(info)), "places": json.dumps(places)})
+        arrays = {key: as_host(tensor).contiguous() for key, tensor in tensors.items()}
+        save_file(arrays, path, {"info": json.dumps(asdict(info)), "places": json.dumps(places)})
 
     def copy_from(self, path: str, kv_policy: KvPolicy = "finish_old") -> AdapterInfo:
         """Serve an adapter that `copy_to` of another engine wrote, with the same version. Raises
@@ -185,10 +187,12 @@ class Adapters:
         """
         self._shared.require_alive()
         parts: dict[str, list[LoraPart]] = {}
-        with safe_open(path, framework="pt", device=str(self._model.device)) as file:
+        device = self._model.device
+        with safe_open(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata()
             for index, (param, first, scale) in enumerate(json.loads(metadata["places"])):
-                a, b = (file.get_tensor(f"{index}.{half}").clone() for half in "ab")
+                halves = (as_host(file.get_tensor(f"{index}.{half}")).clone() for half in "ab")
+                a, b = (of_kind(device, half).to(device) for half in halves)
                 parts.setdefault(param, []).append(LoraPart(first, a, b, scale))
         values: dict[str, Any] = json.loads(metadata["info"])
         values["targets"] = tuple(values["targets"])
@@ -230,8 +234,9 @@ class Adapters:
             if not self._shared.life.has_weights:
                 return
             params = self._model.params
-            is_own = head.shape == slot.shape and torch.equal(
-                read(params, slot), as_held(params, slot, head)
+            own = read(params, slot)
+            is_own = tuple(head.shape) == slot.shape and namespace(own).equal(
+                own, as_held(params, slot, head)
             )
         if not is_own:
             raise AdapterError(
@@ -294,7 +299,7 @@ class Merging:
                 self._require_quiet(name)
                 self._reserve(name)
                 stack.enter_context(self._refusing(name))
-                tensor = self._updates.manager.tensor
+                tensor = self._updates.manager.weights.tensor
                 originals = {key: tensor(key).clone() for key in parts}
             # slow, so without the lock: requests without an adapter continue meanwhile
             weights = {key: merged(originals[key], part) for key, part in parts.items()}
@@ -426,7 +431,8 @@ def merged(weight: Tensor, part: LoraPart) -> Tensor:
     """Return a weight [out, in] with an adapter merged into it. The rank-1 products are added one
     after the other, element by element, so that neither threads nor sizes change the order.
     """
-    added = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    xp = namespace(weight)
+    added = xp.zeros(weight.shape, dtype=xp.float32, device=weight.device)
     for row, column in zip(part.a, part.b, strict=True):  # [in], [out]
         added += column[:, None] * row[None, :]
     return (weight.float() + added * part.scale).to(weight.dtype)

@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, dtype_name, host, namespace, of_kind
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.blocks import MOST_BYTES, put_blocks
 from nano_inference.device.runner import ModelRunner
@@ -44,7 +42,7 @@ class BlockFormat:
     @property
     def part_bytes(self) -> list[int]:
         """Bytes of a block's part on each rank."""
-        return [math.prod(shape) * getattr(torch, self.dtype).itemsize for shape in self.shapes]
+        return [math.prod(shape) * getattr(host, self.dtype).itemsize for shape in self.shapes]
 
     @property
     def block_bytes(self) -> int:
@@ -92,7 +90,7 @@ class BlockExchange:
     def format(self) -> BlockFormat:
         """Format of this engine's blocks. Raises `InvalidRequest` if they cannot be exchanged."""
         if self._format is None:
-            dtype = str(self._runner.storage.keys.dtype).removeprefix("torch.")
+            dtype = dtype_name(self._runner.storage.keys.dtype)
             with self._shared.lock:
                 shapes = tuple(self._runner.block_shapes())
             self._format = BlockFormat(
@@ -149,7 +147,8 @@ class BlockExchange:
             self._cache.deallocate(match.block_ids)
             end = first + len(table)
             tokens = match.token_ids[: end * layout.block_size]
-            data = torch.cat(self._runner.read_blocks(table), dim=1)
+            parts = self._runner.read_blocks(table)
+            data = namespace(parts[0]).cat(parts, dim=1)
             piece = BlockPiece(layout, match.namespace, tuple(names[:end]), tokens, first, data)
             self.num_exported += len(table)
 
@@ -168,6 +167,7 @@ class BlockExchange:
         self.require_enabled()
         self._check(piece)
         prefix = PrefixKeys(piece.namespace, piece.names)
+        data = of_kind(self._runner.storage.keys, piece.data)
         num_here, gone = 0, False
 
         def write() -> None:
@@ -177,7 +177,7 @@ class BlockExchange:
                 return
             table, cached = put_blocks(
                 *(self._cache, self._runner, piece.token_ids, prefix, piece.first),
-                piece.data.split(piece.format.part_bytes, dim=1),
+                data.split(piece.format.part_bytes, dim=1),
             )
             num_here = len(table)
             self.num_imported += len(table) - cached
@@ -232,7 +232,7 @@ class BlockExchange:
                 f"{len(piece.token_ids)} token ids do not match {len(piece.names)} blocks of "
                 f"{ours.block_size}."
             )
-        if piece.data.dtype != torch.uint8 or piece.data.shape != (count, ours.block_bytes):
+        if dtype_name(piece.data.dtype) != "uint8" or piece.data.shape != (count, ours.block_bytes):
             raise InvalidRequest(
                 f"{piece.data.numel()} elements of {piece.data.dtype} do not match {count} blocks "
                 f"of {ours.block_bytes} bytes."

@@ -9,7 +9,6 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.gate import Gate
 from nano_inference.errors import ConfigError
 from nano_inference.ranks.build import rank_in_lockstep
-from nano_inference.ranks.lockstep import LockstepGate
 from nano_inference.ranks.parts import Parts, assemble
 
 if TYPE_CHECKING:
@@ -24,7 +23,10 @@ def assemble_all(
     """Load everything that a config names, on all ranks. Raises `ConfigError` and
     `ModelLoadError`.
     """
-    if isinstance(gate, LockstepGate):
+    if gate is not None and not gate.alone:
+        from nano_inference.ranks.lockstep import LockstepGate
+
+        assert isinstance(gate, LockstepGate)
         return assemble(config, rank=rank_in_lockstep(config, gate.group, gate))
     if mesh_of(config).world_size == 1:
         if launcher is not None:

@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, as_torch
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
@@ -35,8 +34,6 @@ from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, InvalidRequest
-from nano_inference.ranks.lockstep import Lockstep, LockstepGate
-from nano_inference.ranks.parts import require_one_rank
 from nano_inference.structured.matching import GrammarState
 from nano_inference.system.locks import FairLock
 from nano_inference.system.moved import Removed
@@ -52,8 +49,12 @@ from nano_inference.types import (
     TrainingSample,
     UpdateOptions,
 )
+from nano_inference.weights.staging import taken
 from nano_inference.weights.transports import WeightTransport, receive_update
 from nano_inference.weights.update import WeightUpdate
+
+if TYPE_CHECKING:  # needs torch
+    from nano_inference.ranks.lockstep import Lockstep
 
 logger = logging.getLogger("nano_inference")
 
@@ -72,7 +73,7 @@ class InferenceEngine:
         config: EngineConfig,
         launcher: Launcher | None = None,
         *,
-        lockstep: Lockstep | None = None,
+        lockstep: "Lockstep | None" = None,
     ) -> None:
         """Build an engine. Raises `ConfigError` or `ModelLoadError`, after all ranks have ended and
         the lockstep is left.
@@ -87,6 +88,8 @@ class InferenceEngine:
         with ExitStack() as undo:  # releases resources if the constructor fails
             gate, work_arrived = Gate(), threading.Event()
             if lockstep is not None:
+                from nano_inference.ranks.lockstep import LockstepGate
+
                 undo.callback(lockstep.close)
                 device = choose_device(config.device)
                 gate = LockstepGate(
@@ -505,7 +508,8 @@ class InferenceEngine:
                 "weights can be updated."
             )
         named = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
-        new = heads.checked(named.items())
+        device = self.model.device
+        new = heads.checked((name, taken(each, device)) for name, each in named.items())
         self.shared.between_steps(POLICY, lambda: heads.write(new))
 
     # -- embeddings --------------------------------------------------------------------------------
@@ -523,9 +527,8 @@ class InferenceEngine:
                 tokens.
             adapter: Name of a loaded adapter.
         """
-        self.shared.require_alive()
-        require_one_rank(self.runner, "embed")
-        return embed(self.shared, self.intake, prompts, adapter)
+        states = embed(self.shared, self.intake, self.runner, prompts, adapter)
+        return [as_torch(state) for state in states]
 
     # -- adapters ----------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
+from nano_inference.arrays import Tensor
 from nano_inference.core.sequence import POLICY, CheckedRequest, Sequence, ServedAdapter
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine

@@ -10,10 +10,8 @@ from contextvars import ContextVar
 from typing import NoReturn, get_args
 from weakref import ref
 
-import torch
-
 from nano_inference.config import EngineConfig
-from nano_inference.core.failures import is_device_failure
+from nano_inference.core.failures import is_device_failure, is_out_of_memory
 from nano_inference.core.lifecycle import (
     AskSleep,
     Caller,
@@ -93,7 +91,7 @@ def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None =
         lost = sorted({*added, *(seq.request_id for seq in loop.sequences.by_id.values())})
         losses = f"requests lost: {', '.join(map(str, lost))}" if lost else "no request was lost"
         return Why(f"{problem}; {losses}", f"lost a rank of the engine; {losses}")
-    if isinstance(problem, torch.OutOfMemoryError):
+    if is_out_of_memory(problem):
         share, tokens = config.gpu_memory_utilization, config.max_tokens_per_batch
         advice = [f"gpu_memory_utilization from {share:g} to {max(share - 0.05, share / 2):.2f}"]
         if tokens > 1:
@@ -496,13 +494,13 @@ class SharedLoop:
     def _wake(self, part: Memory) -> None:
         try:
             self._given_back[part].end()
-        except torch.OutOfMemoryError as problem:
-            # other processes on a shared GPU may free memory in a moment
-            raise NanoInferenceError(
-                f"not enough memory to wake {part}, so the engine stays asleep; free some and "
-                f"call wake() again: {problem}"
-            ) from problem
         except Exception as problem:
+            if is_out_of_memory(problem):
+                # other processes on a shared GPU may free memory in a moment
+                raise NanoInferenceError(
+                    f"not enough memory to wake {part}, so the engine stays asleep; free some and "
+                    f"call wake() again: {problem}"
+                ) from problem
             self._fail(
                 failed(f"the released memory ({part}) could not be restored", problem), problem
             )

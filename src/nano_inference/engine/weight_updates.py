@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Unpack, get_args
 
-import torch
-
+from nano_inference.arrays import Device
 from nano_inference.core.gate import Gate
 from nano_inference.core.loop import EngineLoop, UpdateQueued, UpdatesGivenUp
 from nano_inference.core.sequence import POLICY, PREVIOUS
@@ -182,7 +181,7 @@ class Updates:
                     raise
 
 
-def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
+def staging_room(device: Device, workspace: int, memory: DeviceMemory | None = None) -> float:
     """Return the bytes of device memory in which an update may be staged. A step's workspace is
     reserved.
     """

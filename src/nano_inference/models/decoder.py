@@ -3,15 +3,14 @@ operations.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, host, is_tensor, namespace, without_gradients
 from nano_inference.models.blocks.build import build_layer, build_mixtures
 from nano_inference.models.blocks.gemma4 import LayerInputs
-from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
+from nano_inference.models.blocks.step import ModelPart, Step, rounded
 from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.context import SharedContext
@@ -21,12 +20,12 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
-from nano_inference.ops.lora import HEAD, Adapter
-from nano_inference.ops.reference.backend import lora, scaled
+from nano_inference.ops.lora import HEAD, Adapter, lora
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
 
 BEST_TILE = 256  # rows whose logits are in memory simultaneously to find their best tokens
@@ -51,7 +50,7 @@ class HeadRows(NamedTuple):
         return HeadRows(self.adapters, self.row_adapters[rows]) if self.adapters else self
 
 
-NO_ADAPTERS = HeadRows((), torch.empty(0, dtype=torch.int64))
+NO_ADAPTERS = HeadRows((), host.empty(0, dtype=host.int64))
 
 
 class ForwardResult(NamedTuple):
@@ -110,7 +109,7 @@ class Decoder:
         self.layers: Sequence[int] = range(spec.num_layers)  # layers of a forward pass
         self._build()
         # rounded as in training
-        self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
+        self.embed_scale = rounded(spec.embed_scale, self.dtype)
         # record of the experts of every row (None: not requested)
         self.routes: RouteRecord | None = None
         # residual streams for draft heads
@@ -129,7 +128,7 @@ class Decoder:
             context=self.context,
             ropes=self.ropes,
             dtype=self.dtype,
-            ones=torch.ones(width, dtype=self.dtype, device=self.device)
+            ones=self.xp.ones(width, dtype=self.dtype, device=self.device)
             if spec.bare_norms
             else None,
         )
@@ -137,6 +136,12 @@ class Decoder:
         self.blocks = [build_layer(part, layer, self.mixtures) for layer in self.layers]
         self.inputs = LayerInputs(part) if spec.layer_inputs else None
         self.norm = part.norm("norm")
+        self.not_rounded = part.not_rounded
+
+    @property
+    def xp(self) -> Any:
+        """Functions that create arrays on the device: `arrays.host` or `torch`."""
+        return namespace(self.dtype)
 
     @property
     def head(self) -> Any:
@@ -175,12 +180,12 @@ class Decoder:
     def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
         hidden = self._hidden(batch, view)
         if not self.is_last_stage:
-            return ForwardResult(hidden[:0], torch.empty(0, device=self.device))
+            return ForwardResult(hidden[:0], self.xp.empty(0, device=self.device))
         whose = self._head_rows(batch)
         scores = (
             self._score(hidden, batch, whose)
             if len(batch.score_rows)
-            else torch.empty(0, device=self.device)
+            else self.xp.empty(0, device=self.device)
         )
         best = (
             self.best_tokens(hidden[batch.best_rows], batch.num_best, whose.of(batch.best_rows))
@@ -208,7 +213,7 @@ class Decoder:
         if not len(batch.score_mask_words) and not whose.adapters:
             return self._end.gather_logprobs(rows, self.head, scale, targets, temperatures)
         whose, masked = whose.of(batch.score_rows), batch.score_mask_rows >= 0
-        scores = torch.empty(len(rows), device=self.device)
+        scores = self.xp.empty(len(rows), device=self.device)
         plain = (~masked).nonzero()[:, 0]
         if whose.adapters:
             for tile in plain.split(MASKED_TILE):
@@ -223,7 +228,7 @@ class Decoder:
             finite = logits.amax(dim=-1, keepdim=True).isfinite()
             may = allowed(batch.score_mask_rows[tile], batch.score_mask_words, logits.shape[1])
             # as in a draw, a non-finite logit leaves a row without a logprob, even if it is masked
-            cut = logits.masked_fill(~may, -torch.inf).masked_fill(~finite, torch.nan)
+            cut = logits.masked_fill(~may, -math.inf).masked_fill(~finite, math.nan)
             scores[tile] = self.ops.score_logits(cut, targets[tile], temperatures[tile])
         return scores
 
@@ -241,20 +246,30 @@ class Decoder:
         # Rows whose adapter leaves the head unchanged keep the backend's logits, as in
         # steps without adapters.
         changes = [HEAD in adapter.parts for adapter in whose.adapters]
-        changes = torch.tensor([*changes, False], device=self.device)  # index -1: no adapter
+        changes = self.xp.tensor([*changes, False], device=self.device)  # index -1: no adapter
         changed = changes[whose.row_adapters].nonzero()[:, 0]
         rows, products = hidden[changed], logits[changed]
         if self.logit_scale != UNSCALED:
             products = self._end.logits(rows, self.head, UNSCALED)
-        logits[changed] = scaled(lora(products, rows, HEAD, whose.of(changed)), self.logit_scale)
+        added = lora(products, rows, HEAD, whose.of(changed), self._product)
+        logits[changed] = scaled(added, self.logit_scale)
         return logits
+
+    def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Multiply rows x [N, in] by a plain matrix [out, in] with the backend's own product."""
+        weight: Any = self.ops.allocate(tuple(matrix.shape), matrix.dtype, self.device)
+        if is_tensor(weight):
+            weight.copy_(matrix)
+        else:
+            weight.write(0, matrix)
+        return self.ops.linear(x, weight)
 
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS
     ) -> BestTokens:
         """Return the most probable tokens after rows [T, H], as greedy draws report them."""
         if not len(hidden):
-            nothing = torch.empty((0, num_best), device=self.device)
+            nothing = self.xp.empty((0, num_best), device=self.device)
             return BestTokens(nothing.long(), nothing)
         draws = [
             self.draw(
@@ -262,13 +277,14 @@ class Decoder:
                 to_device(greedy_batch(len(tile), num_best), self.device),
                 whose.of(tile),
             )
-            for tile in torch.arange(len(hidden), device=self.device).split(BEST_TILE)
+            for tile in self.xp.arange(len(hidden), device=self.device).split(BEST_TILE)
         ]
         return BestTokens(
-            torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws])
+            self.xp.cat([draw.top_ids for draw in draws]),
+            self.xp.cat([draw.top_logprobs for draw in draws]),
         )
 
-    @torch.inference_mode()
+    @without_gradients
     def serve_others(self) -> None:
         """Take part in a forward pass of other engines, without rows of its own.
 
@@ -276,7 +292,7 @@ class Decoder:
         """
         if self.rank_exchange.exchange is None:
             return
-        nothing = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        nothing = self.xp.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         for mixture in self.mixtures.values():
             mixture.serve(self.ops, nothing)
 
@@ -361,31 +377,31 @@ class Decoder:
         scale = self.spec.residual_scale
         if self.is_last_stage:
             return ops.rms_norm(x, residual, self.norm, scale)[0]
-        _, residual = ops.rms_norm(x, residual, NOT_ROUNDED, scale)
+        _, residual = ops.rms_norm(x, residual, self.not_rounded, scale)
         send, hidden = self.rank_exchange.send, self.spec.hidden_size
-        return ops.call(batch, send, (residual,), hidden, torch.float32)
+        return ops.call(batch, send, (residual,), hidden, self.xp.float32)
 
     def _enter(self, ops: Operations[X], batch: ForwardBatch) -> X:
         """Return the residual stream before the first layer held here."""
         rank_exchange, hidden = self.rank_exchange, self.spec.hidden_size
         if not self.part.position.is_first_stage:
-            return ops.call(batch, rank_exchange.receive, (), hidden, torch.float32)
+            return ops.call(batch, rank_exchange.receive, (), hidden, self.xp.float32)
         weight = self.params["embed"]
         if rank_exchange.tensor is None:
             return self._embedded(ops, ops.embed(batch.input_ids, weight, self.embed_scale))
         part = (self.part.vocab.start, self.part.whole.vocab_size)
         rows = ops.embed(batch.input_ids, weight, self.embed_scale, part)
-        rows = ops.call(batch, rank_exchange.add_up, (rows,), hidden, torch.float32)
+        rows = ops.call(batch, rank_exchange.add_up, (rows,), hidden, self.xp.float32)
         return self._embedded(ops, rows)
 
     def _embedded(self, ops: Operations[X], rows: X) -> X:
         """Normalize embeddings if the model does."""
         if not self.spec.embed_norm:
             return rows
-        return ops.rms_norm(None, rows, self.norm._replace(dtype=torch.float32), 1.0)[0]
+        return ops.rms_norm(None, rows, self.norm._replace(dtype=self.xp.float32), 1.0)[0]
 
 
-@torch.inference_mode()
+@without_gradients
 def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvcacheView) -> Tensor:
     """Run one forward pass and return logits, float32 [L, V].
 

@@ -6,9 +6,7 @@ those rows and follows blocks that are copied.
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Tensor, host, namespace
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.moe import Note
@@ -16,7 +14,7 @@ from nano_inference.ops.moe import Note
 
 def bytes_per_token(moe: MoeSpec) -> int:
     """Return the bytes that a record needs for each token of KV cache capacity."""
-    return sum(moe.layers) * moe.experts_per_token * torch.int16.itemsize
+    return sum(moe.layers) * moe.experts_per_token * host.int16.itemsize
 
 
 class RouteRecord:
@@ -25,14 +23,13 @@ class RouteRecord:
     The last slot takes the padding rows of a captured batch.
     """
 
-    def __init__(
-        self, moe: MoeSpec, num_blocks: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, moe: MoeSpec, num_blocks: int, block_size: int, device: Device) -> None:
         self.block_size = block_size
         counts = [sum(moe.layers[:layer]) for layer in range(len(moe.layers))]
         self._places = {layer: counts[layer] for layer, mixed in enumerate(moe.layers) if mixed}
         shape = (len(self._places), num_blocks * block_size + 1, moe.experts_per_token)
-        self._ids = torch.full(shape, -1, dtype=torch.int16, device=device)
+        xp = namespace(device)
+        self._ids = xp.full(shape, -1, dtype=xp.int16, device=device)
 
     def compute(
         self,
@@ -49,7 +46,7 @@ class RouteRecord:
         """
         noted: list[Tensor] = []
         out.copy_(moe(x, noted.append, routed))
-        ids = torch.cat(noted)
+        ids = namespace(x).cat(noted)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(
                 f"only {len(ids)} of {len(batch.slot_mapping)} rows were routed on this rank; a "
@@ -60,28 +57,28 @@ class RouteRecord:
     def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
         """Record the experts [N, K] of rows whose keys are in slots [N], except slots below 0."""
         layer_ids = self._ids[self._places[layer]]
-        layer_ids.index_copy_(
-            0, torch.where(slots < 0, len(layer_ids) - 1, slots), ids.to(torch.int16)
-        )
+        xp = namespace(ids)
+        at = xp.where(slots < 0, len(layer_ids) - 1, slots)
+        layer_ids.index_copy_(0, at, ids.to(xp.int16))
 
     def read(self, block_ids: Sequence[int], num_rows: int) -> Tensor:
         """Return the experts of the first rows of a sequence, from its blocks.
 
         int16 [rows, expert layers, K], on the host.
         """
-        blocks = torch.tensor(block_ids, dtype=torch.int64)
-        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[
-            :num_rows
-        ]
-        return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
+        xp = namespace(self._ids)
+        blocks = xp.tensor(block_ids, dtype=xp.int64)
+        slots = (blocks[:, None] * self.block_size + xp.arange(self.block_size)).flatten()
+        ids = self._ids[:, slots[:num_rows].to(self._ids.device)]
+        return ids.swapaxes(0, 1).cpu().contiguous()
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Mark the experts of these blocks as unknown, because they were not computed here."""
-        blocks = torch.tensor(block_ids, device=self._ids.device)
+        blocks = namespace(self._ids).tensor(block_ids, device=self._ids.device)
         self._ids[:, :-1].unflatten(1, (-1, self.block_size))[:, blocks] = -1
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), as `KVStorage.copy_blocks` does."""
-        pairs = torch.tensor(copies, device=self._ids.device)
+        pairs = namespace(self._ids).tensor(copies, device=self._ids.device)
         blocks = self._ids[:, :-1].unflatten(1, (-1, self.block_size))
         blocks[:, pairs[:, 1]] = blocks[:, pairs[:, 0]]

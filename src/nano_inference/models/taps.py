@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
 
 
@@ -26,4 +24,5 @@ class Taps:
 
     def rows(self) -> Tensor:
         """Return the latest streams, concatenated layer by layer: float32 [N, layers * H]."""
-        return torch.cat([self._rows[layer] for layer in self.layers], dim=1)
+        rows = [self._rows[layer] for layer in self.layers]
+        return namespace(rows[0]).cat(rows, dim=1)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format
 from nano_inference.ops.kv_codes import KvFormat
@@ -44,7 +42,7 @@ class Weight(Protocol):
         ...
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Dtype:
         """Dtype that products read."""
         ...
 
@@ -114,7 +112,7 @@ class Norm(NamedTuple):
     weight: Tensor | None  # [width]
     eps: float
     offset: float
-    dtype: torch.dtype
+    dtype: Dtype
 
 
 class LatentOps(NamedTuple, Generic[X]):
@@ -349,7 +347,7 @@ class Call(Protocol[X]):
         function: Joint,
         inputs: Sequence[X],
         columns: int,
-        dtype: torch.dtype,
+        dtype: Dtype,
         /,
     ) -> X:
         """Return rows [N, columns] filled by `function(batch, out, *inputs)`. The function is also
@@ -444,7 +442,7 @@ class Merge(Protocol):
     """Attention from all states of each row."""
 
     def __call__(
-        self, states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None, /
+        self, states: Tensor, counts: Tensor, dtype: Dtype, sinks: Tensor | None = None, /
     ) -> Tensor:
         """Return [N, heads * D] with the bits of undivided attention. `states` holds all states of
         each row in order of keys. `counts` [N] is the number of states per row.
@@ -475,8 +473,8 @@ class Allocate(Protocol):
     def __call__(
         self,
         shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
         latent: Latent | None = None,
         form: Format | None = None,
         segments: Segments | None = None,
@@ -500,7 +498,7 @@ class Compile(Protocol):
     """Conversion of a trunk to a function of a batch."""
 
     def __call__(
-        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype, /
+        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: Dtype, /
     ) -> Callable[[ForwardBatch], Tensor]:
         """Return a function with the results of `trunk(ops, batch, view)`."""
         ...
@@ -622,10 +620,11 @@ class HeadParts(NamedTuple):
 
 
 def call(
-    batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: torch.dtype
+    batch: ForwardBatch, function: Joint, inputs: Sequence[Tensor], columns: int, dtype: Dtype
 ) -> Tensor:
     """Implement `Ops.call` for a backend that computes immediately."""
-    out = torch.empty((len(batch.input_ids), columns), dtype=dtype, device=batch.input_ids.device)
+    ids = batch.input_ids
+    out = namespace(dtype).empty((len(ids), columns), dtype=dtype, device=ids.device)
     function(batch, out, *inputs)
     return out
 
@@ -638,10 +637,10 @@ def embed_part(
     part: tuple[int, int],
 ) -> Tensor:
     """Implement `Ops.embed` for a part of the vocabulary, given an `embed` without parts."""
-    places = input_ids - part[0]
+    xp, places = namespace(input_ids), input_ids - part[0]
     here = (places >= 0) & (places < weight.shape[0])
-    rows = embed(torch.where(here, places, 0), weight, scale)
-    return torch.where(here[:, None], rows, -0.0)
+    rows = embed(xp.where(here, places, 0), weight, scale)
+    return xp.where(here[:, None], rows, -0.0)
 
 
 def columns(x: Tensor, start: int, stop: int) -> Tensor:
@@ -660,7 +659,8 @@ class Numerics:
         dtype: Dtype of weights, activations and, unless `kv_cache` overrides it, KV cache.
         device: Kind of device, for a GPU with its generation. torch's own products have different
             bits on each.
-        torch: Version of torch, which computes the products of the reference backend.
+        torch: Version of torch, which computes the products of the reference backend. None on the
+            CPU kernels, where torch computes nothing.
         schedule_invariant: True if results do not depend on batching, chunking, caching and
             preemption.
         tensor_parallel: Number of ranks that share a layer if it decides bits (`Ops.in_segments`),
@@ -676,7 +676,7 @@ class Numerics:
     version: int
     dtype: str
     device: str
-    torch: str
+    torch: str | None
     schedule_invariant: bool
     tensor_parallel: int = 1
     state_tokens: int = 0
@@ -692,5 +692,6 @@ class Numerics:
         codes = "" if self.quantization is None else f"/{self.quantization}"
         kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
         sums = "" if self.sums is None else f"/{self.sums}"
-        base = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return base + sums + ranks + states + codes + kept
+        torch = "" if self.torch is None else f"/torch-{self.torch}"
+        base = f"{self.backend}-{self.version}/{self.dtype}/{self.device}"
+        return base + torch + sums + ranks + states + codes + kept

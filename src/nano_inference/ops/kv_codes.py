@@ -12,12 +12,10 @@ chunks.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, namespace
 from nano_inference.ops.quantised import quantise_rows
 
-SCALE_BYTES = torch.float32.itemsize
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +27,13 @@ class KvFormat:
         coded: If True, rows are stored as codes, each followed by its scale.
     """
 
-    dtype: torch.dtype
+    dtype: Dtype
     coded: bool = False
 
     @property
-    def stored(self) -> torch.dtype:
+    def stored(self) -> Dtype:
         """Dtype of the stored numbers."""
-        return torch.int8 if self.coded else self.dtype
+        return namespace(self.dtype).int8 if self.coded else self.dtype
 
     def width(self, head_dim: int) -> int:
         """Return the number of stored numbers per row."""
@@ -52,14 +50,15 @@ class KvFormat:
             return rows
         flat = rows.reshape(-1, rows.shape[-1])
         codes, scales = quantise_rows(flat, [(0, flat.shape[1])])
-        kept = torch.cat([codes.to(torch.int8), scales.view(torch.int8)], dim=1)
-        return kept.view(*rows.shape[:-1], kept.shape[1])
+        xp = namespace(rows)
+        kept = xp.cat([codes.to(xp.int8), scales.view(xp.int8)], dim=1)
+        return kept.reshape(*rows.shape[:-1], kept.shape[1])
 
     def decode(self, kept: Tensor) -> Tensor:
         """Decode stored rows [..., width] to the float32 [..., D] that attention reads."""
         if not self.coded:
             return kept.float()
-        scales = kept[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+        scales = kept[..., -SCALE_BYTES:].contiguous().view(namespace(kept).float32)
         return kept[..., :-SCALE_BYTES].float() * scales
 
     def rounded(self, rows: Tensor) -> Tensor:
@@ -68,6 +67,6 @@ class KvFormat:
         """
         if not self.coded:
             return rows
-        with torch.no_grad():
-            change = self.decode(self.encode(rows)) - rows.float()
+        plain = rows.detach()
+        change = self.decode(self.encode(plain)) - plain.float()
         return (rows.float() + change).to(rows.dtype)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from nano_inference.arrays import Tensor
 
 HEAD = "head"  # name of the head in an adapter's parts, also if the head is the embedding
 
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 def placed(places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
-    """Implement `Ops.placed` in torch."""
+    """Implement `Ops.placed` for any kind of arrays."""
 
     def write(sources: Sequence[Tensor]) -> int:
         for index, (out, turned) in enumerate(places):
@@ -90,9 +90,9 @@ def lora(
     rows: Adapted,
     linear: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Implement `Ops.lora` in torch: add each row's adapter to products y [N, out] of x [N, in] and
-    the weight `name`. The result has the dtype of y. `linear` must compute each row independently
-    of other rows, bit for bit.
+    """Implement `Ops.lora` with a product `linear`: add each row's adapter to products y [N, out]
+    of x [N, in] and the weight `name`. The result has the dtype of y. `linear` must compute each
+    row independently of other rows, bit for bit.
     """
     out = y.float().clone()
     for index, adapter in enumerate(rows.adapters):

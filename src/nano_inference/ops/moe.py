@@ -9,9 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.ops.settings import Routing
 
 
@@ -118,7 +116,7 @@ def mixture(
         _all_here(steps, rows, own, experts)
         for rows, own in zip(x.split(row_block), read.split(row_block), strict=True)
     ]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return blocks[0] if len(blocks) == 1 else namespace(x).cat(blocks)
 
 
 def _noted(
@@ -139,14 +137,14 @@ def _scaled(
     assert experts.scales is not None
     ids, weights = route(x, experts)
     scaled = weights[:, : ids.shape[1]] * experts.scales[ids]
-    return ids, torch.cat((scaled, weights[:, ids.shape[1] :]), dim=1)
+    return ids, namespace(ids).cat((scaled, weights[:, ids.shape[1] :]), dim=1)
 
 
 def _all_here(steps: MoeSteps, x: Tensor, routed: Tensor, experts: Experts) -> Tensor:
     ids, weights = steps.route(routed, experts)
-    rows = torch.arange(len(x), device=x.device).repeat_interleave(ids.shape[1])
+    rows = namespace(x).arange(len(x), device=x.device).repeat_interleave(ids.shape[1])
     products = steps.products(x, rows, ids.flatten(), experts)
-    return summed(steps, products.view(*ids.shape, x.shape[1]), weights, x, experts)
+    return summed(steps, products.reshape(*ids.shape, x.shape[1]), weights, x, experts)
 
 
 def summed(
@@ -156,9 +154,9 @@ def summed(
     their experts. The shared expert's product is computed here.
     """
     if experts.shared is not None:
-        gate_up, down, _ = experts.shared
-        rows = torch.arange(len(x), device=x.device)
+        xp, (gate_up, down, _) = namespace(x), experts.shared
+        rows = xp.arange(len(x), device=x.device)
         alone = experts._replace(gate_up=gate_up, down=down, biases=None)
-        shared = steps.products(x, rows, torch.zeros_like(rows), alone)
-        products = torch.cat((products, shared[:, None]), dim=1)
+        shared = steps.products(x, rows, xp.zeros_like(rows), alone)
+        products = xp.cat((products, shared[:, None]), dim=1)
     return steps.combine(products, weights)

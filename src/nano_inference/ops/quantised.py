@@ -19,9 +19,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from nano_inference.arrays import Tensor, namespace, with_columns
 from nano_inference.ops.formats import Format, groups_of
 from nano_inference.parallel.segments import tree_sum
 
@@ -29,12 +29,13 @@ MOST = 127  # largest code of 8 bits, also of every input
 TINY = 1e-30  # groups whose largest magnitude is at most this count as zeros
 
 
+@np.errstate(all="ignore")
 def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Quantize inputs [N, K] to codes float32 [N, K] and scales float32 [N, groups]. A group with a
     non-finite number gets the scale NaN and codes of 0.
     """
-    x = x.float()
-    codes, scales = torch.zeros_like(x), x.new_zeros((len(x), len(groups)))
+    xp, x = namespace(x), x.float()
+    codes, scales = xp.zeros_like(x), x.new_zeros((len(x), len(groups)))
     for g, (first, last) in enumerate(groups):
         if first == last:
             continue
@@ -42,15 +43,16 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
         largest = part.abs().amax(dim=1, keepdim=True)
         known = (part * 0).sum(dim=1, keepdim=True)  # NaN if a number is not finite
         tiny = ~(largest > TINY)
-        # a tensor: torch may divide by a Python number differently
-        most = torch.full_like(largest, MOST)
-        inverse = torch.where(tiny, 0.0, most / largest)
-        whole = torch.round(part * inverse)
-        codes[:, first:last] = torch.where(known == 0, whole, 0.0)
-        scales[:, g : g + 1] = torch.where(tiny, 0.0, largest / most) + known
+        # an array: torch may divide by a Python number differently
+        most = xp.full_like(largest, MOST)
+        inverse = xp.where(tiny, 0.0, most / largest)
+        whole = xp.round(part * inverse)
+        codes[:, first:last] = xp.where(known == 0, whole, 0.0)
+        scales[:, g : g + 1] = xp.where(tiny, 0.0, largest / most) + known
     return codes, scales
 
 
+@np.errstate(all="ignore")
 def quantise_weight(
     weight: Tensor, form: Format, groups: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
@@ -58,8 +60,8 @@ def quantise_weight(
     [rows, groups]. Scales are rounded to float16 if the format stores them so. Non-finite numbers
     make a scale NaN.
     """
-    weight = weight.float()
-    codes = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
+    xp, weight = namespace(weight), weight.float()
+    codes = xp.zeros(weight.shape, dtype=xp.int8, device=weight.device)
     scales = weight.new_zeros((len(weight), len(groups)))
     for g, (first, last) in enumerate(groups):
         if first == last:
@@ -69,22 +71,22 @@ def quantise_weight(
         index = part.abs().argmax(dim=1, keepdim=True)  # the first of several equal ones
         largest = part.gather(1, index)
         if form.bits == 8:
-            scale, low, high = largest.abs() / torch.full_like(largest, MOST), -MOST, MOST
+            scale, low, high = largest.abs() / xp.full_like(largest, MOST), -MOST, MOST
         else:
             scale, low, high = largest / -form.middle, -form.middle, form.middle - 1
-        scale = torch.where(largest.abs() > TINY, scale, 0.0) + known
+        scale = xp.where(largest.abs() > TINY, scale, 0.0) + known
         if not form.wide:
-            scale = scale.half().float()
-        inverse = torch.where(scale == 0, 0.0, 1 / scale)
-        whole = torch.round(part * inverse).clamp(low, high)
-        codes[:, first:last] = torch.where(known == 0, whole, 0.0).to(torch.int8)
+            scale = scale.to(xp.float16).float()
+        inverse = xp.where(scale == 0, 0.0, 1 / scale)
+        whole = xp.round(part * inverse).clamp(low, high)
+        codes[:, first:last] = xp.where(known == 0, whole, 0.0).to(xp.int8)
         scales[:, g : g + 1] = scale
     return codes, scales
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A quantized weight as plain tensors.
+    """A quantized weight as plain arrays.
 
     Attributes:
         codes: int8 [rows, K], -8 to 7 for formats of 4 bits without a minimum.
@@ -124,8 +126,8 @@ class Codes:
 
     def numbers(self) -> Tensor:
         """Decode the weights, float32 [rows, K]."""
-        widths = torch.tensor([last - first for first, last in self.groups])
-        widths = widths.to(self.scales.device)
+        xp, widths = namespace(self.scales), [last - first for first, last in self.groups]
+        widths = xp.tensor(widths, device=self.scales.device)
         numbers = self.codes.float() * self.scales.repeat_interleave(widths, dim=1)
         if self.mins is None:
             return numbers
@@ -136,19 +138,21 @@ def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
     """Unpack codes int8 [n, columns] from rows of bytes that begin with them. Codes of 4 bits are
     stored two per byte, the first in the lower half.
     """
+    xp = namespace(data)
     if form.bits == 8:
-        return data[:, :columns].view(torch.int8)
+        return data[:, :columns].view(xp.int8)
     pairs = data[:, : -(-columns // 2)]
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
-    return codes.view(torch.int8) - (0 if form.mins else form.middle)
+    codes = xp.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
+    return codes.view(xp.int8) - (0 if form.mins else form.middle)
 
 
 def packed(codes: Tensor, form: Format) -> Tensor:
     """Pack codes int8 [n, K] to bytes uint8 [n, K or half of it] that `unpacked` reads."""
+    xp = namespace(codes)
     if form.bits == 8:
-        return codes.view(torch.uint8)
+        return codes.view(xp.uint8)
     moved = codes if form.mins else codes + form.middle
-    pairs = torch.nn.functional.pad(moved, (0, codes.shape[1] % 2)).view(torch.uint8)
+    pairs = with_columns(moved, -(-codes.shape[1] // 2) * 2).view(xp.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
 
 
@@ -170,7 +174,7 @@ def product(x: Tensor, weight: Codes) -> Tensor:
     codes, scales = quantise_rows(x, groups)
     sums: list[Tensor] = []
     for start, end in pairwise(weight.bounds):
-        total = x.new_zeros((len(x), len(weight.codes)), dtype=torch.float32)
+        total = x.new_zeros((len(x), len(weight.codes)), dtype=namespace(x).float32)
         for g, (first, last) in enumerate(groups):
             if first < start or last > end or first == last:
                 continue

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from nano_inference.arrays import Tensor
 
 
 class StateView(Protocol):

@@ -1,6 +1,6 @@
 """Bounds checks for reads and writes of a stored weight's rows."""
 
-from torch import Tensor
+from nano_inference.arrays import Tensor
 
 
 def require_rows(shape: tuple[int, ...], start: int, tensor: Tensor) -> None:

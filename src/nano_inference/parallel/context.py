@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.config import SEGMENT
 from nano_inference.core.batch import ForwardBatch
 
@@ -79,7 +77,7 @@ class ContextSplit:
         first = (
             self.stored((positions - window + 1).clamp(min=0), rank)
             if window
-            else torch.zeros_like(positions)
+            else namespace(positions).zeros_like(positions)
         )
         return first, self.stored(positions + 1, rank)
 
@@ -136,11 +134,11 @@ def own_rows(
         windows: Windows of the model's layers (0 means none).
         most_states: Maximum number of states per exchange, equal on all ranks.
     """
-    owners = split.owners(batch.positions)
+    xp, owners = namespace(batch.positions), split.owners(batch.positions)
     rows = (owners == rank).nonzero()[:, 0]
-    index = torch.full_like(owners, -1)  # index of each row among its owner's rows
+    index = xp.full_like(owners, -1)  # index of each row among its owner's rows
     for owner in range(split.size):
-        index[owners == owner] = torch.arange(int((owners == owner).sum()), device=owners.device)
+        index[owners == owner] = xp.arange(int((owners == owner).sum()), device=owners.device)
     wanted = batch.score_rows, batch.best_rows, batch.relay_rows
     scored, best, relayed = (owners[indices] == rank for indices in wanted)
     step = ContextStep(
@@ -159,7 +157,7 @@ def own_rows(
         positions=batch.positions[rows],
         slot_mapping=split.slots(batch.slot_mapping[rows]),
         row_chunks=batch.row_chunks[rows],
-        cu_seqlens_q=torch.searchsorted(rows, batch.cu_seqlens_q),
+        cu_seqlens_q=xp.searchsorted(rows, batch.cu_seqlens_q),
         logits_indices=step.logits.own_rows,
         score_rows=step.scores.own_rows,
         score_targets=batch.score_targets[scored],
@@ -174,13 +172,13 @@ def own_rows(
 
 def _rejoining(wanted: Tensor, owners: Tensor, index: Tensor, rank: int, size: int) -> Rejoining:
     owners = owners[wanted]
-    order = torch.argsort(torch.argsort(owners, stable=True))
+    order = owners.argsort(stable=True).argsort()
     return Rejoining(index[wanted[owners == rank]], _counts(owners, size), order)
 
 
 def _counts(owners: Tensor, size: int) -> tuple[int, ...]:
     """Return the number of entries for each rank."""
-    return tuple(torch.bincount(owners, minlength=size).tolist())
+    return tuple(namespace(owners).bincount(owners, minlength=size).tolist())
 
 
 def _pieces(
@@ -193,16 +191,15 @@ def _pieces(
     most_states: int,
 ) -> tuple[Piece, ...]:
     """Split a step into pieces with at most `most_states` states. Every rank splits alike."""
-    first = (
-        (batch.positions - window + 1).clamp(min=0) if window else torch.zeros_like(batch.positions)
-    )
-    before = (batch.positions // SEGMENT - first // SEGMENT + 1).cumsum(0)
+    xp, positions = namespace(batch.positions), batch.positions
+    first = (positions - window + 1).clamp(min=0) if window else xp.zeros_like(positions)
+    before = (positions // SEGMENT - first // SEGMENT + 1).cumsum(0)
     bounds, taken = [0], 0
     while bounds[-1] < len(before):
-        end = max(int(torch.searchsorted(before, taken + most_states, right=True)), bounds[-1] + 1)
+        end = max(int(xp.searchsorted(before, taken + most_states, right=True)), bounds[-1] + 1)
         bounds.append(end)
         taken = int(before[end - 1])
-    pieces = (torch.arange(start, end, device=owners.device) for start, end in pairwise(bounds))
+    pieces = (xp.arange(start, end, device=owners.device) for start, end in pairwise(bounds))
     return tuple(_piece(batch, split, rank, window, rows, owners, index) for rows in pieces)
 
 
@@ -225,7 +222,7 @@ def _piece(
         queries.append(index[asked])
         of_row, segment = _segments(first[asked], end[asked])
         order_keys.append(index[asked][of_row] * _MOST_SEGMENTS + split.segments(segment, peer))
-    keys = torch.cat(order_keys)
+    keys = namespace(rows).cat(order_keys)
 
     first, end = split.visible(positions, window, rank)
     seen = (end > first).nonzero()[:, 0]
@@ -237,14 +234,14 @@ def _piece(
         own_rows=slice(start, start + len(mine)),
         queries=tuple(queries),
         asked=_counts(askers, split.size),
-        arrived=torch.argsort(torch.argsort(askers, stable=True)),
+        arrived=askers.argsort(stable=True).argsort(),
         rows=SegmentRows(
             end[seen] - 1, first[seen], batch.row_chunks[rows[seen]], batch.block_tables
         ),
         answers=tuple((askers[of_row] == peer).nonzero()[:, 0] for peer in range(split.size)),
         answered=tuple(map(len, order_keys)),
-        order=torch.argsort(keys),
-        counts=torch.bincount(keys // _MOST_SEGMENTS - start, minlength=len(mine)),
+        order=keys.argsort(),
+        counts=namespace(keys).bincount(keys // _MOST_SEGMENTS - start, minlength=len(mine)),
     )
 
 
@@ -255,7 +252,8 @@ def _segments(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Return all segments of rows that see keys [first, end), as (row, number), row by row."""
     start = first // SEGMENT
     counts = (end - 1) // SEGMENT - start + 1
-    rows = torch.arange(len(first), device=first.device).repeat_interleave(counts)
-    return rows, start[rows] + torch.arange(len(rows), device=first.device) - (
+    xp = namespace(first)
+    rows = xp.arange(len(first), device=first.device).repeat_interleave(counts)
+    return rows, start[rows] + xp.arange(len(rows), device=first.device) - (
         counts.cumsum(0) - counts
     )[rows]

@@ -8,18 +8,17 @@ sampling masks or top tokens need all of them, or if the backend does not suppor
 
 from collections.abc import Generator, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
-from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.arrays import Tensor, namespace, with_columns
 from nano_inference.sampling.filters import any_is_on
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import SamplingBatch, select
+
+if TYPE_CHECKING:
+    from nano_inference.parallel.process_group import ProcessGroup
 
 T = TypeVar("T")
 SCORE_TILE = 256  # rows per exchange of logits if only one number of each row is needed
@@ -34,7 +33,7 @@ class ShardedHead:
         bounds: Vocabulary bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
     """
 
-    def __init__(self, ops: Any, group: ProcessGroup, bounds: Sequence[int]) -> None:
+    def __init__(self, ops: Any, group: "ProcessGroup", bounds: Sequence[int]) -> None:
         self.part = VocabPart(tuple(bounds), group.rank)
         self._ops, self._group = ops, group
         parts = ops.head_parts
@@ -58,13 +57,13 @@ class ShardedHead:
             self._together(self._parts.sample(hidden, weight, scale, plain, self.part)),
             self._ops.sample_logits(logits, replace(gathered, rows=places)),
         )
-        order = torch.cat(chosen).argsort()
+        xp = namespace(hidden)
+        order = xp.cat(chosen).argsort()
         pairs = {
             field.name: [getattr(draw, field.name) for draw in drawn] for field in fields(Draw)
         }
         whole: Any = {
-            name: None if pair[0] is None else torch.cat(pair)[order]
-            for name, pair in pairs.items()
+            name: None if pair[0] is None else xp.cat(pair)[order] for name, pair in pairs.items()
         }
         return Draw(**whole)
 
@@ -74,18 +73,16 @@ class ShardedHead:
 
     def logits(self, hidden: Tensor, weight: Any, scale: LogitScale = UNSCALED) -> Tensor:
         """Return logits of the whole vocabulary, like `Ops.logits`."""
-        sizes = self.part.sizes
+        xp, sizes = namespace(hidden), self.part.sizes
         if not len(hidden):
-            return hidden.new_zeros((0, self.part.vocab_size), dtype=torch.float32)
+            return hidden.new_zeros((0, self.part.vocab_size), dtype=xp.float32)
         local = (
             self._ops.logits(hidden, weight, scale)
             if self.part.size
-            else hidden.new_zeros((len(hidden), 0), dtype=torch.float32)
+            else hidden.new_zeros((len(hidden), 0), dtype=xp.float32)
         )
-        gathered = self._group.all_gather(functional.pad(local, (0, max(sizes) - local.shape[1])))
-        return torch.cat(
-            [each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1
-        )
+        gathered = self._group.all_gather(with_columns(local, max(sizes)))
+        return xp.cat([each[:, :size] for each, size in zip(gathered, sizes, strict=True)], dim=1)
 
     def gather_logprobs(
         self,
@@ -106,7 +103,7 @@ class ShardedHead:
                 *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
             )
         ]
-        return torch.cat(scores)
+        return namespace(hidden).cat(scores)
 
     def _together(self, steps: Generator[Tensor, list[Tensor], T]) -> T:
         """Run a generator. For each value that it yields, send it the values of all ranks."""
@@ -121,5 +118,6 @@ class ShardedHead:
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
     """Return a mask of the samples that need all logits of their row, bool [R]."""
     if not batch.any_filter:
-        return torch.zeros(len(batch), dtype=torch.bool, device=batch.rows.device)
+        xp = namespace(batch.rows)
+        return xp.zeros(len(batch), dtype=xp.bool, device=batch.rows.device)
     return any_is_on(batch, vocab_size)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from nano_inference.arrays import Device, Dtype
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.loading import gguf_formats, load_spec, resolve_model
 from nano_inference.checkpoints.shard_checks import mesh_of, require_experts
@@ -14,14 +14,14 @@ from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
-    choose_device,
     choose_dtype,
     choose_ops,
+    device_of,
+    in_kind_of_ops,
     numerics_of,
     require_drafting,
 )
 from nano_inference.device.memory import Claims, MemoryBudget, plan_memory
-from nano_inference.device.memory_profile import DeviceMemory, guess
 from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
@@ -35,7 +35,10 @@ from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics, Ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
-from nano_inference.parallel.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from nano_inference.device.memory_profile import DeviceMemory
+    from nano_inference.parallel.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Rank:
     gate: Gate | None = None
 
 
-def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup, gate: Gate) -> Rank:
+def rank_in_lockstep(config: EngineConfig, engines: "ProcessGroup", gate: Gate) -> Rank:
     """Return the rank of a single-rank engine that shares its experts with other engines.
 
     `gate` is the engine's side of the lockstep.
@@ -85,8 +88,8 @@ class EnginePlan:
     folders: Mapping[str, Path]  # by weight set
     specs: Mapping[str, ModelSpec]  # whole models by weight set
     parts: Mapping[str, ModelShard]  # this rank's shards by weight set
-    dtype: torch.dtype
-    device: torch.device
+    dtype: Dtype
+    device: Device
     ops: Ops
     memory_budget: MemoryBudget  # on CUDA with an estimated workspace, since nothing has run yet
     numerics: Numerics
@@ -95,7 +98,7 @@ class EnginePlan:
 
 def plan_engine(
     config: EngineConfig,
-    memory: DeviceMemory | None = None,
+    memory: "DeviceMemory | None" = None,
     *,
     rank: Rank | None = None,
     resolve: Callable[[str], Path] = resolve_model,
@@ -113,7 +116,7 @@ def plan_engine(
     Raises `ConfigError` or `ModelLoadError`.
     """
     rank = rank or Rank(Place(mesh_of(config)))
-    device = choose_device(config.device)
+    device = device_of(config)
     config = settle_quantization(config, device)
     in_lockstep = rank.gate is not None or rank.engines[1] > 1
     require(ENGINE_LIMITS, Setting(config, lockstep=in_lockstep))
@@ -129,6 +132,7 @@ def plan_engine(
     dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
     make_ops = choose_ops(config, served, dtype, device)
+    dtype, device = in_kind_of_ops(make_ops(1), dtype, device)
     claims = _guessed_claims(
         config,
         parts,
@@ -203,8 +207,8 @@ def counted_weights(plan: EnginePlan) -> int:
 def _guessed_claims(
     config: EngineConfig,
     parts: Mapping[str, ModelShard],
-    dtype: torch.dtype,
-    memory: DeviceMemory | None,
+    dtype: Dtype,
+    memory: "DeviceMemory | None",
     kernels: bool,
     heads: HeadsSpec | None,
 ) -> Claims:
@@ -217,13 +221,19 @@ def _guessed_claims(
     weights += 0 if heads is None else heads_bytes(heads, dtype)
     if memory is None:
         return Claims(weights)
+    from nano_inference.device.memory_profile import guess
+
     reading = memory.read()
     workspace = guess(config, [part.spec for part in parts.values()], dtype, kernels)
     return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
 
 
-def memory_of(device: torch.device) -> DeviceMemory | None:
-    return DeviceMemory(device) if device.type == "cuda" else None
+def memory_of(device: Device) -> "DeviceMemory | None":
+    if device.type != "cuda":
+        return None
+    from nano_inference.device.memory_profile import DeviceMemory
+
+    return DeviceMemory(device)
 
 
 def _settle_drafting(config: EngineConfig, specs: dict[str, ModelSpec]) -> None:

@@ -29,17 +29,15 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed
-
+from nano_inference.arrays import Device, namespace
 from nano_inference.core.gate import Gate, Stepping
 from nano_inference.core.sequence import POLICY, REFERENCE
 from nano_inference.errors import NanoInferenceError, RankLost
-from nano_inference.parallel.process_group import ProcessGroup
 
-dist: Any = torch.distributed
+if TYPE_CHECKING:
+    from nano_inference.parallel.process_group import ProcessGroup
 
 SETS = (POLICY, REFERENCE)  # weight sets of all engines, in the order of computation
 NOTHING = -1
@@ -147,7 +145,7 @@ class Lockstep:
         bell: Bell of all engines.
     """
 
-    group: ProcessGroup
+    group: "ProcessGroup"
     bell: StoreBell
 
     def close(self) -> None:
@@ -177,7 +175,7 @@ class LockstepGate(Gate):
         seat: Lockstep,
         say: Callable[[], Member],
         wake: Callable[[], None],
-        device: torch.device,
+        device: Device,
     ) -> None:
         self.group, self._bell = seat.group, seat.bell
         self.wave = 0
@@ -221,11 +219,12 @@ class LockstepGate(Gate):
         mine = self._say()
         sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
         update = NOTHING if mine.update is None else mine.update
-        said = torch.tensor(
+        xp = namespace(self._device)
+        said = xp.tensor(
             [mine.busy, mine.version, update, sets, mine.wants_sleep], device=self._device
         )
         try:
-            reports = torch.stack(self.group.all_gather(said))
+            reports = xp.stack(self.group.all_gather(said))
         except RankLost as lost:
             raise RankLost(f"the engines in lockstep cannot continue: {lost}") from lost
         return self._take_in(reports.tolist(), mine)
@@ -283,7 +282,7 @@ def not_together() -> NanoInferenceError:
     )
 
 
-def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device) -> Lockstep:
+def process_in_lockstep(meeting: str, rank: int, size: int, device: Device) -> Lockstep:
     """Return the lockstep of an engine in its own process.
 
     Args:
@@ -294,6 +293,11 @@ def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device
 
     Raises `RankLost` if the others do not connect in time.
     """
+    import torch.distributed
+
+    from nano_inference.parallel.process_group import ProcessGroup
+
+    dist: Any = torch.distributed
     store = dist.FileStore(meeting, -1)
     group = ProcessGroup.meet(dist.PrefixStore("group", store), rank, size, device)
     return Lockstep(group, StoreBell(dist.PrefixStore("bell", store)))

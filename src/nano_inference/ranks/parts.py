@@ -2,19 +2,18 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from nano_inference.arrays import HOST, Device, dtype_name
 from nano_inference.checkpoints.loading import load_params
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
     captures_graphs,
-    choose_device,
+    device_of,
     num_threads,
     start_up_line,
     try_attention,
@@ -32,7 +31,6 @@ from nano_inference.device.memory import (
     require_weights_fit,
     share_for,
 )
-from nano_inference.device.memory_profile import DeviceMemory, GraphMemory, measure
 from nano_inference.device.quantization import told_weights
 from nano_inference.device.runner import ModelRunner
 from nano_inference.device.units import UnitMap
@@ -49,6 +47,9 @@ from nano_inference.models.taps import Taps
 from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics
 from nano_inference.ranks.build import EnginePlan, Rank, memory_of, plan_engine
+
+if TYPE_CHECKING:
+    from nano_inference.device.memory_profile import DeviceMemory, GraphMemory
 
 logger = logging.getLogger("nano_inference")
 
@@ -72,8 +73,8 @@ class Parts:
 
 def assemble(
     config: EngineConfig,
-    memory: DeviceMemory | None = None,
-    graph_memory: GraphMemory | None = None,
+    memory: "DeviceMemory | None" = None,
+    graph_memory: "GraphMemory | None" = None,
     rank: Rank | None = None,
 ) -> Parts:
     """Load everything that a config specifies.
@@ -87,22 +88,29 @@ def assemble(
 
     Raises `ConfigError` or `ModelLoadError`.
     """
-    device = choose_device(config.device)
-    # Triton launches kernels on the current device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _current(device_of(config)):
         return _assemble(config, memory, graph_memory, rank)
+
+
+def _current(device: Device) -> AbstractContextManager[Any]:
+    """Make a GPU the current device, on which Triton launches kernels."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def _assemble(
     config: EngineConfig,
-    memory: DeviceMemory | None,
-    graph_memory: GraphMemory | None,
+    memory: "DeviceMemory | None",
+    graph_memory: "GraphMemory | None",
     rank: Rank | None,
 ) -> Parts:
     plan = plan_engine(config, memory, rank=rank)
     asked, config, device = config, plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
-    torch.set_num_threads(num_threads(config))
+    _set_threads(num_threads(config), device)
     logger.info(
         "%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None)
     )
@@ -114,6 +122,8 @@ def _assemble(
     if config.codes == FILE:
         plan = replace(plan, memory_budget=replace(plan.memory_budget, weights=_held(plan, models)))
     if memory is not None and plan.ops.name == "cuda":
+        from nano_inference.device.memory_profile import measure
+
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
         budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
@@ -122,6 +132,15 @@ def _assemble(
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
     return _with_cache(plan, models)
+
+
+def _set_threads(count: int, device: Device) -> None:
+    """Set the number of threads of torch's operations, which a host engine does not use."""
+    if device is HOST:
+        return
+    import torch
+
+    torch.set_num_threads(count)
 
 
 def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
@@ -287,7 +306,7 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
 
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
     """Return a log line on the conversion and memory of each quantized model."""
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = dtype_name(plan.dtype)
     config, codes = plan.config, plan.config.codes
     names = {
         POLICY: config.model_path,
@@ -304,7 +323,7 @@ def _quantisation_lines(plan: EnginePlan) -> list[str]:
     ]
 
 
-def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
+def _tell_of_memory(plan: EnginePlan, memory: "DeviceMemory | None") -> None:
     budget, asked = plan.memory_budget, plan.config.max_model_len
     if asked is not None and budget.max_model_len < asked:
         logger.warning(
@@ -318,7 +337,7 @@ def _tell_of_memory(plan: EnginePlan, memory: DeviceMemory | None) -> None:
         logger.info("%s", line)
 
 
-def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
+def _would_hold(plan: EnginePlan, memory: "DeviceMemory | None") -> str:
     """Return advice on the card's share that would hold the longest sequence, or an empty text."""
     longest = longest_asked(plan.config, list(plan.specs.values()))
     if (
@@ -356,7 +375,7 @@ def _runner(
     )
 
 
-def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
+def _graph_memory(plan: EnginePlan) -> "GraphMemory | None":
     """Return a function that measures the memory of CUDA graphs, or None without graphs."""
     if plan.ops.name != "cuda" or plan.device.type != "cuda" or not captures_graphs(plan.config):
         return None

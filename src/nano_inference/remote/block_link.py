@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
+from nano_inference.arrays import as_host, host
 from nano_inference.device.blocks import MOST_BYTES
 from nano_inference.engine.block_exchange import BlockExchange, BlockFormat, BlockPiece
 from nano_inference.errors import InvalidRequest
@@ -99,7 +99,7 @@ def encode(piece: BlockPiece) -> bytes:
         )
     )
     return b"".join(
-        (len(header).to_bytes(8, "little"), header, piece.data.contiguous().numpy().data)
+        (len(header).to_bytes(8, "little"), header, as_host(piece.data).contiguous().data)
     )
 
 
@@ -121,14 +121,14 @@ def decode(data: bytes) -> BlockPiece:
     )
     if rest != header.num_bytes or count * block_bytes != rest:
         raise InvalidRequest(f"expected {count} blocks of {block_bytes} bytes, got {rest} bytes.")
-    contents = torch.frombuffer(bytearray(memoryview(data)[8 + size :]), dtype=torch.uint8)
+    contents = host.frombuffer(bytearray(memoryview(data)[8 + size :]), dtype=host.uint8)
     return BlockPiece(
         header.format,
         header.namespace,
         unpack_names(header.names),
         tuple(np.frombuffer(header.token_ids, "<i4").tolist()),
         header.first,
-        contents.view(count, -1),
+        contents.reshape(count, -1),
     )
 
 
@@ -141,9 +141,9 @@ def _num_blocks(header: _Header) -> int:
 
 
 def _block_bytes(form: BlockFormat) -> int:
-    dtype = getattr(torch, form.dtype, None) if form.dtype.isidentifier() else None
+    dtype = getattr(host, form.dtype, None) if form.dtype.isidentifier() else None
     extents = [form.block_size, *(extent for shape in form.shapes for extent in shape)]
-    if not isinstance(dtype, torch.dtype) or not form.shapes or min(extents) < 1:
+    if not isinstance(dtype, np.dtype) or not form.shapes or min(extents) < 1:
         raise InvalidRequest(f"blocks have invalid shapes {form.shapes} or dtype {form.dtype!r}.")
     if any(len(shape) != 5 for shape in form.shapes):
         raise InvalidRequest(f"shapes of blocks must have five dimensions; got {form.shapes}.")

@@ -15,6 +15,7 @@ import msgspec
 from nano_inference.checkpoints.generation_defaults import generation_defaults
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.core.deltas import deltas_since
+from nano_inference.engine.embedding import embed
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.remote import time_limits
@@ -371,8 +372,9 @@ class EngineCore:
 
     def embed(self, prompts: list[list[int]], adapter: str | None = None) -> list[bytes]:
         """Compute embeddings (`InferenceEngine.embed`) as little-endian float32."""
-        rows = self.engine.embed(prompts, adapter=adapter)
-        return [row.numpy().astype("<f4").tobytes() for row in rows]
+        engine = self.engine
+        rows = embed(engine.shared, engine.intake, engine.runner, prompts, adapter)
+        return [row.astype("<f4").tobytes() for row in rows]
 
     def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
         """Pause the engine (`InferenceEngine.pause`). Return False if requests did not end within

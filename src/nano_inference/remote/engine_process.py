@@ -70,9 +70,11 @@ def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
     """Return the configuration with a device. Several engines on one machine take its cards in
     turn.
     """
+    if not number or config.device not in ("auto", "cuda"):
+        return config
     import torch
 
-    count = torch.cuda.device_count() if number and config.device in ("auto", "cuda") else 0
+    count = torch.cuda.device_count()
     return replace(config, device=f"cuda:{number % count}") if count else config
 
 

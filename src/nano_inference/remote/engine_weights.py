@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from nano_inference.arrays import Tensor, as_host, dtype_name
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_updates import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
@@ -20,17 +19,15 @@ from nano_inference.remote import time_limits
 from nano_inference.remote.operations import Received
 from nano_inference.types import KvPolicy
 from nano_inference.weights.transports import Deadline, WeightTransport, wire
+from nano_inference.weights.transports.addresses import Address, check_host
 from nano_inference.weights.transports.files import WeightFiles, write_folder
 from nano_inference.weights.transports.interface import Shapes, receive_into
-from nano_inference.weights.transports.rendezvous import Address, check_host
 from nano_inference.weights.transports.reuse import ReusedMemory
 from nano_inference.weights.transports.safetensors_bytes import SafetensorsBytes
-from nano_inference.weights.transports.trainer_broadcasts import (
-    TrainerBroadcasts,
-    TrainerGroup,
-    join_trainer,
-)
 from nano_inference.weights.update import WeightUpdate
+
+if TYPE_CHECKING:  # needs torch
+    from nano_inference.weights.transports.trainer_broadcasts import TrainerGroup
 
 log = logging.getLogger("nano_inference.server")
 
@@ -106,6 +103,8 @@ class EngineWeights:
     ) -> None:
         """Join a process group (`Control.groups.join`)."""
         check_host(host)
+        from nano_inference.weights.transports.trainer_broadcasts import join_trainer
+
         deadline = Deadline(seconds)
         device = self._engine.model.device
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -118,7 +117,7 @@ class EngineWeights:
                 world_size,
                 deadline,
                 backend=backend,
-                device=device if backend == "nccl" else torch.device("cpu"),
+                device=device if backend == "nccl" else None,
                 name=group if named else None,
             )
         except BaseException:
@@ -222,6 +221,7 @@ class EngineWeights:
         dtype, shape).
         """
         with self._group(group) as joined:
+            from nano_inference.weights.transports.trainer_broadcasts import TrainerBroadcasts
 
             def transport(current: _Session) -> WeightTransport:
                 infos = wire.described(tensors, self._manager.shapes, current.names)
@@ -257,9 +257,7 @@ class EngineWeights:
                 receive_into(self._manager, whole, current.update, Deadline(seconds))
             return self._received(None)
 
-    def receive_bucket(
-        self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]
-    ) -> None:
+    def receive_bucket(self, session: int, read: Callable[[Shapes], Mapping[str, Tensor]]) -> None:
         """Take in a bucket from this machine.
 
         Args:
@@ -334,19 +332,20 @@ class EngineWeights:
                 raise WeightUpdateConflict(
                     f"expected weight version {version}, but {self._manager.version} is serving."
                 )
-            write_folder(path, self._manager.state_dict(), version=version)
+            write_folder(path, self._manager.weights.state_dict(), version=version)
         return version
 
     def weight_rows(self, tensor: str, count: int) -> list[Any]:
         """Return the first rows of a tensor (`Control.checksums.rows`)."""
         self._require_awake()
-        rows = self._manager.tensor(tensor)[:count]
+        with self._manager.lock:
+            rows = self._manager.weights.tensor(tensor)[:count]
         if rows.numel() > MOST_NUMBERS:
             fewer = max(1, count * MOST_NUMBERS // rows.numel())
             raise WeightUpdateError(
                 f"{len(rows)} rows of {tensor!r} hold {rows.numel()} numbers; request {fewer} rows."
             )
-        return rows.to("cpu", torch.float32).tolist()
+        return as_host(rows).float().tolist()
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's properties by name."""
@@ -356,7 +355,7 @@ class EngineWeights:
             "max_loras": most,
             "max_lora_rank": engine.config.max_lora_rank if most else 0,
             "device": str(engine.model.device),
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(engine.model.dtype),
             "architecture": engine.spec.architecture,
             "block_size": engine.config.block_size,
             "cache_type": engine.config.cache_type,
@@ -382,7 +381,7 @@ class EngineWeights:
         return current
 
     @contextmanager
-    def _group(self, group: str) -> Iterator[TrainerGroup]:
+    def _group(self, group: str) -> Iterator["TrainerGroup"]:
         """Yield a group to receive in. Leave it on any error, also for a call at the wrong time:
         the trainer may have sent tensors that the next call would take for its own.
         """

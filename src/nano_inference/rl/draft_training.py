@@ -35,9 +35,9 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import Rows, batch_of_rows
-from nano_inference.ops.reference.backend import scaled
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
+from nano_inference.sampling.scaling import scaled
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
 

@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.reference.backend import scaled
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
+from nano_inference.sampling.scaling import scaled
 
 HEAD_ROWS = 256  # rows whose logits are in memory simultaneously
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.reference.attention import capped
+from nano_inference.sampling.scaling import capped
 
 
 def attend(

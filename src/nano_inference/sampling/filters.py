@@ -10,12 +10,10 @@ docs/first-change.md adds a filter: a parameter and `cuts` in `SamplingParams`, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.sampling.columns import A, column
-
-if TYPE_CHECKING:  # the host reads the columns declared here, and needs no torch
-    from torch import Tensor
 
 _MOST = 2**31  # more tokens than any vocabulary has
 
@@ -29,7 +27,7 @@ class FilterColumns(Generic[A]):
     min_p: A = column("float32", "R", padding=0.0, param=lambda p: p.min_p)
 
 
-def any_is_on(columns: "FilterColumns[Tensor]", vocab_size: int) -> "Tensor":
+def any_is_on(columns: FilterColumns[Tensor], vocab_size: int) -> Tensor:
     """Return which samples have a filter that can remove tokens, bool [R]."""
     cuts = (columns.top_k > 0) & (columns.top_k < vocab_size)
     return cuts | (columns.top_p < 1) | (columns.min_p > 0)
@@ -38,42 +36,46 @@ def any_is_on(columns: "FilterColumns[Tensor]", vocab_size: int) -> "Tensor":
 class Ranking(NamedTuple):
     """Tokens of each row by (probability descending, id ascending)."""
 
-    ids: "Tensor"  # int64 [R, V]
-    odds: "Tensor"  # float32 [R, V], probability relative to the first
-    keep: "Tensor"  # bool [R, V], written by the filters
+    ids: Tensor  # int64 [R, V]
+    odds: Tensor  # float32 [R, V], probability relative to the first
+    keep: Tensor  # bool [R, V], written by the filters
 
 
-def rank(logits: "Tensor") -> Ranking:
+def rank(logits: Tensor) -> Ranking:
     """Sort rows of logits after temperature, float32 [R, V]."""
-    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    ids = logits.argsort(dim=-1, descending=True, stable=True)
+    ranked = logits.gather(1, ids)
     keep = ranked > -math.inf
     keep[:, 0] = True
     return Ranking(ids, (ranked - ranked[:, :1]).exp(), keep)
 
 
-def keep_top_k(ranking: Ranking, top_k: "Tensor") -> None:
+def keep_top_k(ranking: Ranking, top_k: Tensor) -> None:
     """Keep exactly the first k tokens. int64 [R], 0 for off."""
-    ranks = ranking.ids.new_ones(ranking.ids.shape[-1]).cumsum(dim=-1)  # from 1
-    ranking.keep.logical_and_((ranks <= top_k[:, None]) | (top_k[:, None] == 0))
+    keep, width = ranking.keep, ranking.ids.shape[-1]
+    ranks = namespace(top_k).arange(1, width + 1, device=top_k.device)
+    keep &= (ranks <= top_k[:, None]) | (top_k[:, None] == 0)
 
 
-def keep_top_p(ranking: Ranking, top_p: "Tensor") -> None:
+def keep_top_p(ranking: Ranking, top_p: Tensor) -> None:
     """Keep the shortest prefix with top_p of the remaining mass. float32 [R], 1 for off."""
-    mass = (ranking.odds * ranking.keep).cumsum(dim=-1)
-    before = mass.roll(1, dims=-1)
-    before[:, 0] = 0
-    ranking.keep.logical_and_((before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1))
-    ranking.keep[:, 0] = True
+    keep, xp = ranking.keep, namespace(top_p)
+    mass = (ranking.odds * keep).cumsum(dim=-1)
+    before = xp.zeros_like(mass)
+    before[:, 1:] = mass[:, :-1]
+    keep &= (before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1)
+    keep[:, 0] = True
 
 
-def keep_min_p(ranking: Ranking, min_p: "Tensor") -> None:
+def keep_min_p(ranking: Ranking, min_p: Tensor) -> None:
     """Keep tokens at least min_p times as probable as the first. float32 [R], 0 for off."""
-    ranking.keep.logical_and_(ranking.odds >= min_p[:, None])
-    ranking.keep[:, 0] = True
+    keep = ranking.keep
+    keep &= ranking.odds >= min_p[:, None]
+    keep[:, 0] = True
 
 
 # Filters by column, in the order of their application.
-FILTERS: dict[str, "Callable[[Ranking, Tensor], None]"] = {
+FILTERS: dict[str, Callable[[Ranking, Tensor], None]] = {
     "top_k": keep_top_k,
     "top_p": keep_top_p,
     "min_p": keep_min_p,

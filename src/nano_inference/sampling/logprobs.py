@@ -3,9 +3,9 @@
 Blocks of the vocabulary are summed first, then the blocks' sums.
 """
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import math
+
+from nano_inference.arrays import Tensor, namespace, with_columns
 
 VOCAB_BLOCK = 512
 
@@ -16,8 +16,8 @@ def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
     Their sum is the logsumexp. float32 [R, V] -> two of [R].
     """
     highest = logits.amax(dim=-1)
-    weights = torch.exp(logits - highest[:, None])
-    return highest, torch.log(block_sum(weights))
+    xp = namespace(logits)
+    return highest, xp.log(block_sum(xp.exp(logits - highest[:, None])))
 
 
 def block_sum(weights: Tensor) -> Tensor:
@@ -27,8 +27,9 @@ def block_sum(weights: Tensor) -> Tensor:
 
 def block_sums(weights: Tensor) -> Tensor:
     """Sum each block of the last axis, the last one padded with zeros. [R, V] -> [R, blocks]."""
-    weights = functional.pad(weights, (0, -weights.shape[-1] % VOCAB_BLOCK))
-    return weights.view(len(weights), weights.shape[-1] // VOCAB_BLOCK, VOCAB_BLOCK).sum(dim=-1)
+    blocks = -(-weights.shape[-1] // VOCAB_BLOCK)
+    weights = with_columns(weights, blocks * VOCAB_BLOCK)
+    return weights.reshape(len(weights), blocks, VOCAB_BLOCK).sum(dim=-1)
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -49,17 +50,17 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     k = min(k, logits.shape[-1])
     if k == 0:
-        return logits.new_empty((len(logits), 0), dtype=torch.int64), logits.new_empty(
-            (len(logits), 0)
-        )
+        nothing = logits.new_empty((len(logits), 0))
+        return nothing.long(), nothing
     # a row that is not finite must have k tokens too
-    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    last = logits.topk(k, dim=-1).values[:, -1:]
+    logits = logits.masked_fill(logits.isnan(), -math.inf)
+    last = logits.topk(k, dim=-1)[0][:, -1:]
     above, level = logits > last, logits == last
     # topk breaks ties arbitrarily. Fill up with the lowest ids among tokens that tie with the
     # last one.
     missing = k - above.sum(dim=-1, keepdim=True)
-    ids = (above | (level & (level.cumsum(dim=-1) <= missing))).nonzero()[:, 1].view(len(logits), k)
-    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    best = above | (level & (level.cumsum(dim=-1) <= missing))
+    ids = best.nonzero()[:, 1].reshape(len(logits), k)
+    ids = ids.gather(1, logits.gather(1, ids).argsort(dim=-1, descending=True, stable=True))
     highest, log_sum = logsumexp(logits)
-    return ids.gather(1, order), (values - highest[:, None]) - log_sum[:, None]
+    return ids, (logits.gather(1, ids) - highest[:, None]) - log_sum[:, None]

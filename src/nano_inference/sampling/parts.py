@@ -7,15 +7,13 @@ generators. They yield a tensor to send, of the same shape on all ranks, and rec
 all ranks in the order of the vocabulary.
 """
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
+from nano_inference.arrays import Tensor, namespace, with_columns
 from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
@@ -78,78 +76,80 @@ def sample_part(
         batch: R samples, without filters and best tokens.
         part: Partition of the vocabulary, in which every rank begins with a block of `VOCAB_BLOCK`.
     """
-    num, zeros = len(batch), torch.zeros(len(batch), device=logits.device)
+    xp, num = namespace(logits), len(batch)
+    zeros = xp.zeros(num, device=logits.device)
     drawn: list[tuple[Tensor, ...]] = []
     for start in range(0, num, ROW_TILE):
-        tile = torch.arange(start, min(start + ROW_TILE, num), device=logits.device)
+        tile = xp.arange(start, min(start + ROW_TILE, num), device=logits.device)
         drawn.append((yield from _sample_tile(logits[batch.rows[tile]], select(batch, tile), part)))
     if drawn:
-        token_ids, logprobs, raw, mass = (torch.cat(column) for column in zip(*drawn, strict=True))
+        token_ids, logprobs, raw, mass = (xp.cat(column) for column in zip(*drawn, strict=True))
     else:
         token_ids, logprobs, raw, mass = batch.rows, zeros, zeros, zeros
-    no_ids = torch.empty((num, 0), dtype=torch.int64, device=logits.device)
+    no_ids = xp.empty((num, 0), dtype=xp.int64, device=logits.device)
     return Draw(token_ids, logprobs, raw, mass, None, no_ids, no_ids.float())
 
 
 def _sample_tile(
     logits: Tensor, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], tuple[Tensor, ...]]:
-    greedy = batch.temperature == 0
+    xp, greedy = namespace(logits), batch.temperature == 0
     edited, uncut = _edited(logits, batch, part)
-    maxima = torch.stack([each.amax(dim=-1) for each in (edited, logits, uncut)])
-    highest, raw_highest, uncut_highest = torch.stack((yield maxima)).amax(dim=0)
-    temperatures = torch.where(greedy, 1.0, batch.temperature)
+    maxima = xp.stack([each.amax(dim=-1) for each in (edited, logits, uncut)])
+    highest, raw_highest, uncut_highest = xp.stack((yield maxima)).amax(dim=0)
+    temperatures = xp.where(greedy, 1.0, batch.temperature)
     scaled, top = divide(edited, temperatures, highest), _scaled_highest(highest, temperatures)
-    odds = torch.exp(scaled - top[:, None])
+    odds = xp.exp(scaled - top[:, None])
     noise = exponential_noise(batch.noise_keys, part.size, part.first)
-    values = torch.where(greedy[:, None], scaled, odds / noise)
+    values = xp.where(greedy[:, None], scaled, odds / noise)
     tokens = values.argmax(dim=-1)
     # [3, R]
-    best = torch.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, logits)])
+    best = xp.stack([each.gather(1, tokens[:, None])[:, 0] for each in (values, scaled, logits)])
     sums = [_sums(odds, part)]
     if batch.any_raw:
-        sums.append(_sums(torch.exp(logits - raw_highest[:, None]), part))
+        sums.append(_sums(xp.exp(logits - raw_highest[:, None]), part))
     uncut_top = _scaled_highest(uncut_highest, temperatures)
     if batch.has_masks:
         sums.append(
-            _sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part)
+            _sums(xp.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part)
         )
     # send the bits of the ids in a float tensor
-    ids = (tokens + part.first).to(torch.int32).view(torch.float32)
-    gathered = yield torch.cat([best.T, ids[:, None], *sums], dim=1)
-    bests = torch.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
+    ids = (tokens + part.first).to(xp.int32).view(xp.float32)
+    gathered = yield xp.cat([best.T, ids[:, None], *sums], dim=1)
+    bests = xp.stack([each[:, :4] for each in gathered])  # [ranks, R, 4]
     winner = bests[:, :, 0].argmax(dim=0)  # a tie goes to the first rank, which has the lower ids
     _, chosen, raw_logit, ids = bests.gather(0, winner[None, :, None].expand(1, -1, 4))[0].unbind(
         dim=1
     )
     log_sums = _log_sums([each[:, 4:] for each in gathered], part, len(sums))
-    logprobs, raw = (chosen - top) - log_sums[0], torch.zeros_like(chosen)
-    mass = torch.zeros_like(chosen)
+    logprobs, raw = (chosen - top) - log_sums[0], xp.zeros_like(chosen)
+    mass = xp.zeros_like(chosen)
     if batch.has_masks:
         ratio = (top + log_sums[0]) - (uncut_top + log_sums[-1])
-        mass = torch.where(
+        mass = xp.where(
             greedy, 0.0, (ratio + distance(highest, uncut_highest, temperatures)).clamp(max=0.0)
         )
-        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
+        logprobs = xp.where(mass.isnan(), math.nan, logprobs)
     if batch.any_raw:
         raw = (raw_logit - raw_highest) - log_sums[1]
-        logprobs = torch.where(greedy, raw, logprobs)
-    return ids.contiguous().view(torch.int32).long(), logprobs, raw, mass
+        logprobs = xp.where(greedy, raw, logprobs)
+    return ids.contiguous().view(xp.int32).long(), logprobs, raw, mass
 
 
 def score_part(
     logits: Tensor, token_ids: Tensor, temperatures: Tensor, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Tensor]:
     """Return the logprobs of tokens [L] under softmax of all ranks' logits over temperatures."""
-    highest = torch.stack((yield logits.amax(dim=-1))).amax(dim=0)
+    xp = namespace(logits)
+    highest = xp.stack((yield logits.amax(dim=-1))).amax(dim=0)
     scaled, top = divide(logits, temperatures, highest), _scaled_highest(highest, temperatures)
     # for a token of another rank the value is arbitrary
     places = (token_ids - part.first).clamp(0, part.size - 1)
     chosen = scaled.gather(1, places[:, None])
-    gathered = yield torch.cat([chosen, _sums(torch.exp(scaled - top[:, None]), part)], dim=1)
-    ends = torch.tensor(part.bounds[1:], device=logits.device)
-    owners = torch.bucketize(token_ids, ends, right=True)
-    chosen = torch.stack([each[:, 0] for each in gathered], dim=1).gather(1, owners[:, None])[:, 0]
+    gathered = yield xp.cat([chosen, _sums(xp.exp(scaled - top[:, None]), part)], dim=1)
+    ends = xp.tensor(part.bounds[1:], device=logits.device)
+    owners = xp.searchsorted(ends, token_ids, right=True)
+    chosen = xp.stack([each[:, 0] for each in gathered], dim=1).gather(1, owners[:, None])[:, 0]
     return (chosen - top) - _log_sums([each[:, 1:] for each in gathered], part, 1)[0]
 
 
@@ -180,7 +180,7 @@ def _scaled_highest(highest: Tensor, temperatures: Tensor) -> Tensor:
 def _sums(weights: Tensor, part: VocabPart) -> Tensor:
     """Return this rank's block sums, padded to the largest number on any rank. [R, v] -> [R, B]."""
     sums = block_sums(weights)
-    return functional.pad(sums, (0, max(part.num_blocks(VOCAB_BLOCK)) - sums.shape[1]))
+    return with_columns(sums, max(part.num_blocks(VOCAB_BLOCK)))
 
 
 def _log_sums(gathered: Sequence[Tensor], part: VocabPart, count: int) -> list[Tensor]:
@@ -188,13 +188,10 @@ def _log_sums(gathered: Sequence[Tensor], part: VocabPart, count: int) -> list[T
 
     Each gathered tensor holds `count` sets of block sums side by side.
     """
-    counts = part.num_blocks(VOCAB_BLOCK)
+    xp, counts = namespace(gathered[0]), part.num_blocks(VOCAB_BLOCK)
     chunks = [each.chunk(count, dim=1) for each in gathered]
-    return [
-        torch.log(
-            torch.cat(
-                [own[i][:, :size] for own, size in zip(chunks, counts, strict=True)], dim=1
-            ).sum(dim=-1)
-        )
-        for i in range(count)
-    ]
+
+    def whole(i: int) -> Tensor:
+        return xp.cat([own[i][:, :size] for own, size in zip(chunks, counts, strict=True)], dim=1)
+
+    return [xp.log(whole(i).sum(dim=-1)) for i in range(count)]

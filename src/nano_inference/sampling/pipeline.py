@@ -1,12 +1,10 @@
 """`SamplingPipeline`: the stages that logits pass before a token is drawn. Rows are independent."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
+from nano_inference.arrays import Tensor, namespace, with_columns
 from nano_inference.sampling.filters import FILTERS, Ranking, rank
 from nano_inference.sampling.tensors import SamplingBatch
 from nano_inference.structured.mask_bits import WORD
@@ -42,9 +40,8 @@ class Distribution:
         """
         if self._ranking is None:
             return None
-        kept = torch.zeros_like(self._ranking.keep).scatter_(
-            1, self._ranking.ids, self._ranking.keep
-        )
+        ids, _, keep = self._ranking
+        kept = namespace(keep).zeros_like(keep).scatter_(1, ids, keep)
         return kept | exempt[:, None]
 
 
@@ -82,7 +79,7 @@ class SamplingPipeline:
         return (
             distribution.logits
             if kept is None
-            else distribution.logits.masked_fill(~kept, -torch.inf)
+            else distribution.logits.masked_fill(~kept, -math.inf)
         )
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Distribution:
@@ -102,7 +99,8 @@ def divide(logits: Tensor, temperatures: Tensor, highest: Tensor | None = None) 
     each row.
     """
     highest = logits.amax(dim=-1) if highest is None else highest
-    bounds = torch.finfo(torch.float32)
+    xp = namespace(logits)
+    bounds = xp.finfo(xp.float32)
     divisor = temperatures.clamp(bounds.tiny, bounds.max).float()
     return (logits - highest[:, None]) / divisor[:, None]
 
@@ -112,9 +110,9 @@ def distance(highest: Tensor, above: Tensor, temperatures: Tensor) -> Tensor:
 
     All are [R], and the result is finite in float32.
     """
-    return divide(highest[:, None], temperatures, above)[:, 0].clamp(
-        min=torch.finfo(torch.float32).min
-    )
+    xp = namespace(highest)
+    divided = divide(highest[:, None], temperatures, above)[:, 0]
+    return divided.clamp(min=xp.finfo(xp.float32).min)
 
 
 def _bias(distribution: Distribution, batch: SamplingBatch) -> None:
@@ -123,11 +121,12 @@ def _bias(distribution: Distribution, batch: SamplingBatch) -> None:
 
 
 def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
+    xp = namespace(distribution.logits)
     rows, ids, counts = batch.counts
     old = distribution.logits[rows, ids]
     repetition = batch.repetition[rows]
-    new = torch.where(old > 0, old / repetition, old * repetition)
-    new -= batch.frequency[rows] * counts + torch.where(counts > 0, batch.presence[rows], 0.0)
+    new = xp.where(old > 0, old / repetition, old * repetition)
+    new -= batch.frequency[rows] * counts + xp.where(counts > 0, batch.presence[rows], 0.0)
     distribution.logits = distribution.logits.index_put((rows, ids), new)
 
 
@@ -137,7 +136,8 @@ def drawable(batch: SamplingBatch, vocab_size: int) -> Tensor:
     A token may be drawn if the sample's mask allows it and it is not banned. The CPU kernels
     (`head_plan.cpp`) and Triton's (`ops/cuda/sampling.py`) do the same.
     """
-    may = torch.ones((len(batch), vocab_size), dtype=torch.bool, device=batch.rows.device)
+    xp = namespace(batch.rows)
+    may = xp.ones((len(batch), vocab_size), dtype=xp.bool, device=batch.rows.device)
     if len(batch.mask_words):
         may = allowed(batch.mask_rows, batch.mask_words, vocab_size)
     may[tuple(batch.banned[:2])] = False
@@ -149,20 +149,19 @@ def allowed(mask_rows: Tensor, mask_words: Tensor, vocab_size: int) -> Tensor:
 
     The arguments are columns of `SamplingBatch` with at least one mask.
     """
-    ids = torch.arange(vocab_size, device=mask_words.device)
-    missing = -(-vocab_size // WORD) - mask_words.shape[1]
-    words = functional.pad(mask_words, (0, max(missing, 0)))
+    ids = namespace(mask_words).arange(vocab_size, device=mask_words.device)
+    words = with_columns(mask_words, -(-vocab_size // WORD))
     bits = (words[mask_rows.clamp(min=0)][:, ids // WORD] >> (ids % WORD)) & 1
     return (bits == 1) | (mask_rows < 0)[:, None]
 
 
 def _masks(distribution: Distribution, batch: SamplingBatch) -> None:
     distribution.uncut = logits = distribution.logits
-    distribution.logits = logits.masked_fill(~drawable(batch, logits.shape[-1]), -torch.inf)
+    distribution.logits = logits.masked_fill(~drawable(batch, logits.shape[-1]), -math.inf)
 
 
 def _temperature(distribution: Distribution, batch: SamplingBatch) -> None:
-    temperatures = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    temperatures = batch.temperature.masked_fill(batch.temperature == 0, 1.0)
     if distribution.uncut is not None:
         distribution.below = distance(
             distribution.logits.amax(dim=-1), distribution.uncut.amax(dim=-1), temperatures

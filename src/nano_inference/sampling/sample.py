@@ -3,11 +3,10 @@
 This is the reference for every backend.
 """
 
+import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.logprobs import best_tokens, gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
@@ -37,38 +36,37 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
         logits: float32 [L, V] from the model.
         batch: R samples. `batch.rows` holds each sample's row of the logits.
     """
-    tiles = torch.arange(len(batch), device=logits.device).split(ROW_TILE)
+    xp = namespace(logits)
+    tiles = xp.arange(len(batch), device=logits.device).split(ROW_TILE)
     draws = [
         _sample(logits[batch.rows[tile]], batch if len(tiles) == 1 else select(batch, tile))
         for tile in tiles
     ]
-    columns = (None if each[0] is None else torch.cat(each) for each in zip(*draws, strict=True))
+    columns = (None if each[0] is None else xp.cat(each) for each in zip(*draws, strict=True))
     return Draw(*columns)  # pyright: ignore
 
 
 def _sample(rows: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
     """Return the fields of `Draw` for one tile. `rows` holds each sample's logits."""
-    greedy = batch.temperature == 0
+    xp, greedy = namespace(rows), batch.temperature == 0
     distribution = STANDARD.run(rows, batch)
     scaled = raced = distribution.logits
-    mass = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
+    mass = xp.zeros(len(rows), dtype=xp.float32, device=rows.device)
     kept = distribution.kept(exempt=greedy)
     if kept is not None:
-        raced = scaled.masked_fill(~kept, -torch.inf)
+        raced = scaled.masked_fill(~kept, -math.inf)
     tokens, logprobs, normaliser = race(raced, batch.noise_keys)
     if kept is not None or distribution.uncut is not None:
-        mass = torch.where(greedy, 0.0, log_kept_mass(normaliser, distribution))
+        mass = xp.where(greedy, 0.0, log_kept_mass(normaliser, distribution))
         # a logit that is not finite counts even if it is masked
-        logprobs = torch.where(mass.isnan(), torch.nan, logprobs)
-    raw = torch.zeros_like(logprobs)
+        logprobs = xp.where(mass.isnan(), math.nan, logprobs)
+    raw = xp.zeros_like(logprobs)
     if batch.any_greedy:
-        tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
+        tokens = xp.where(greedy, scaled.argmax(dim=-1), tokens)
     if batch.any_raw:
         raw = gather_logprobs(rows, tokens)
-        logprobs = torch.where(greedy, raw, logprobs)
-    shown = (
-        torch.where(greedy[:, None], rows, raced) if batch.most_top and batch.any_greedy else raced
-    )
+        logprobs = xp.where(greedy, raw, logprobs)
+    shown = xp.where(greedy[:, None], rows, raced) if batch.most_top and batch.any_greedy else raced
     return (
         tokens,
         logprobs,
@@ -100,7 +98,7 @@ def race(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     float32 [R, V], int64 [R, 2] -> token ids, logprobs and logsumexp, each [R].
     """
     highest, log_sum = logsumexp(logits)
-    odds = torch.exp(logits - highest[:, None])
+    odds = namespace(logits).exp(logits - highest[:, None])
     tokens = (odds / exponential_noise(keys, logits.shape[-1])).argmax(dim=-1)
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return tokens, (chosen - highest) - log_sum, highest + log_sum
@@ -129,11 +127,13 @@ def sample_with_logprobs(
         )
     if not bool((temperatures >= 0).all()):
         raise ValueError("temperatures must be at least 0.")
-    logits = logits.float()
+    xp, logits = namespace(logits), logits.float()
     if noise is None:
+        import torch
+
         seeds = torch.randint(0, 2**62, (len(logits),)).tolist()
         noise = torch.from_numpy(noise_keys([(seed, 0, 0) for seed in seeds])).to(logits.device)
     greedy = temperatures == 0
-    drawn, logprobs, _ = race(divide(logits, torch.where(greedy, 1.0, temperatures)), noise)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
-    return tokens, torch.where(greedy, gather_logprobs(logits, tokens), logprobs)
+    drawn, logprobs, _ = race(divide(logits, xp.where(greedy, 1.0, temperatures)), noise)
+    tokens = xp.where(greedy, logits.argmax(dim=-1), drawn)
+    return tokens, xp.where(greedy, gather_logprobs(logits, tokens), logprobs)

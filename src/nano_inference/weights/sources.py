@@ -7,8 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, is_tensor
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.errors import ModelLoadError, WeightUpdateError
 from nano_inference.weights.staging import Bucket, Hold, WeightSession
@@ -35,7 +34,7 @@ def fill(
         else:  # copied before the checks
             for bucket in read_copies(Path(weights)):
                 session.add(bucket, Hold.TAKE)
-    elif isinstance(weights, Iterable) and not isinstance(weights, Tensor):
+    elif isinstance(weights, Iterable) and not is_tensor(weights):
         for bucket in _listen(weights):
             session.add(bucket, Hold.COPY)
     else:

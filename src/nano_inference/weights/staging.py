@@ -1,13 +1,25 @@
 """Weight updates being received: each bucket is checked and staged, and nothing is written."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from nano_inference.arrays import (
+    HOST,
+    Device,
+    Dtype,
+    HostArray,
+    Tensor,
+    as_host,
+    as_torch,
+    dtype_name,
+    is_tensor,
+    namespace,
+)
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
 from nano_inference.models.parameters.fused import unfused
@@ -22,6 +34,7 @@ from nano_inference.weights.update import (
     StagedChanges,
     WeightSet,
     WeightUpdate,
+    wait_for_devices,
 )
 
 MOST_VERSIONS = 2**63  # messages between processes hold 64 bits
@@ -57,6 +70,14 @@ class Hold(Enum):
 class WeightSession:
     """Update being received. It checks and stages each bucket.
 
+    Engines with host arrays take torch tensors, numpy arrays, and objects with `__dlpack__`. Others
+    take torch tensors.
+
+    Tensors that are not copied must keep their contents until the update is written. A change
+    cannot be noticed, whether it is made through the tensor, through another view of its memory, or
+    in a file that is mapped there. Live weights are the exception: a tensor in their memory is
+    always copied, because the update itself may overwrite it.
+
     Args:
         weights: Weight set to update.
         room: Bytes that may be staged on the model's device. Further tensors go to the CPU.
@@ -80,25 +101,27 @@ class WeightSession:
         self.complete, self.check_finite, self.version = complete, check_finite, version
         self.staged, self.staged_bytes, self.whole = StagedChanges(), 0, set[str]()
         self._weights, self._room = weights, room
-        # storages of the live weights: staged tensors there could be overwritten before use
-        params = weights.model.params.values()
-        self._served = {p.untyped_storage().data_ptr() for p in params if isinstance(p, Tensor)}
+        # memory of the live weights: staged tensors there could be overwritten before use
+        self._served = _joined(map(_memory_of, filter(is_tensor, weights.model.params.values())))
         self._indices: dict[str, Tensor] = {}  # ascending indices of patches by name
 
     def add(self, bucket: Bucket, hold: Hold) -> None:
         """Check a bucket and stage it. Raises `WeightUpdateError`, after which the session is
         unusable.
         """
+        device = self._weights.model.device
         if isinstance(bucket, Mapping):
             for sent_name, whole in cast(Mapping[str, Tensor], bucket).items():
                 if self._weights.passes_over(sent_name):
                     continue
+                whole = taken(whole, device)
                 for name, tensor in unfused(self._weights.fused, sent_name, whole):
                     self._check_tensor(name, tensor)
                     self._add(name, tensor, None, hold)
         else:
             for sent_name, all_indices, all_values in _patches(bucket):
-                patches = self._unfused_patch(sent_name, all_indices, all_values)
+                patch = (taken(each, device) for each in (all_indices, all_values))
+                patches = self._unfused_patch(sent_name, *patch)
                 for name, indices, values in patches:
                     self._add(name, values, self._checked_places(name, indices, values, hold), hold)
 
@@ -118,9 +141,7 @@ class WeightSession:
         Raises `WeightUpdateError` if a tied head would differ once all `pending` updates are
         written. `asleep` is True while the weights are asleep.
         """
-        for device in {change.values.device for change in self.staged.changes}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        wait_for_devices(change.values.device for change in self.staged.changes)
         before = (each.staged for each in pending)
         self.staged.require_tied(self._weights.model.params, before, asleep)
 
@@ -166,8 +187,9 @@ class WeightSession:
             return [(name, indices, values)]
         _require_patch(name, indices, values)
         if len(indices):
-            _require_inside(name, indices.min(), indices.max(), torch.Size(fused.shape).numel())
-        return fused.split_places(indices.detach().to(torch.int64), values.detach())
+            _require_inside(name, indices.min(), indices.max(), math.prod(fused.shape))
+        int64 = namespace(indices).int64
+        return fused.split_places(indices.detach().to(int64), values.detach())
 
     def _checked_places(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Tensor:
         slot = self._slot(name)
@@ -182,9 +204,9 @@ class WeightSession:
             )
         _require_patch(name, indices, values)
         indices = indices.detach().to(
-            self._weights.model.device, torch.int64, copy=hold is Hold.COPY
+            self._weights.model.device, namespace(indices).int64, copy=hold is Hold.COPY
         )
-        self._require_places(name, indices, torch.Size(slot.shape).numel())
+        self._require_places(name, indices, math.prod(slot.shape))
         return indices
 
     def _require_places(self, name: str, indices: Tensor, size: int) -> None:
@@ -193,13 +215,14 @@ class WeightSession:
         if earlier is not None or (
             len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all())
         ):
-            rising = torch.cat([indices] if earlier is None else [earlier, indices]).sort().values
+            rising = indices if earlier is None else namespace(indices).cat([earlier, indices])
+            rising = rising[rising.argsort()]
         if len(rising):
             _require_inside(name, rising[0], rising[-1], size)
         again = (rising[1:] == rising[:-1]).nonzero()
         if len(again):
             raise WeightUpdateError(
-                f"the patch of {name!r} has index {int(rising[again[0]])} more than once; send "
+                f"the patch of {name!r} has index {int(rising[again[0, 0]])} more than once; send "
                 "each index once."
             )
         self._indices[name] = rising
@@ -211,20 +234,36 @@ class WeightSession:
         return slot
 
     def _hold(self, name: str, tensor: Tensor, hold: Hold) -> Tensor:
-        is_served = tensor.untyped_storage().data_ptr() in self._served
+        is_served = _overlaps(_memory_of(tensor), self._served)
         if hold is Hold.BORROW:
             return tensor.detach().clone() if is_served else tensor.detach()
         device, dtype = self._weights.model.device, self._weights.dtype_of(name)
         size = tensor.numel() * dtype.itemsize
         if size > self._room:
-            device = torch.device("cpu")
+            device = "cpu"
         else:
             self._room -= size
         try:
             copy = is_served or hold is Hold.COPY
             return tensor.detach().to(device=device, dtype=dtype, copy=copy)
-        except RuntimeError as problem:  # out of memory
+        except (MemoryError, RuntimeError) as problem:  # torch raises RuntimeError
             raise WeightUpdateError(f"{name!r} could not be staged: {problem}") from problem
+
+
+def taken(value: Any, device: Device) -> Any:
+    """Return a trainer's tensor as an array of the kind that the engine's device needs, in the same
+    memory if possible.
+
+    Values that are not suitable are returned unchanged, so that later checks can name them.
+    """
+    if device is not HOST:
+        return as_torch(value) if isinstance(value, HostArray) else value
+    if is_tensor(value) and not isinstance(value, np.ndarray) and not holds_numbers(value):
+        return value
+    try:
+        return as_host(value)
+    except TypeError:
+        return value
 
 
 def version_of(version: object, source: object) -> int | None:
@@ -238,7 +277,7 @@ def version_of(version: object, source: object) -> int | None:
     return version
 
 
-def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format | None) -> None:
+def _require_finite(name: str, values: Tensor, dtype: Dtype, form: Format | None) -> None:
     """Raise `WeightUpdateError` for values, or scales of codes, that are not finite.
 
     The values are cast in runs, since a cast of the whole tensor would double its memory.
@@ -248,11 +287,11 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format 
         for run in values.detach().reshape(-1).split(FINITE_RUN)
         for end in run.to(dtype).aminmax()
     ]
-    kind = str(dtype)
+    kind, xp = str(dtype), namespace(dtype)
     if ends and form is not None:
         kind += f", or too large ones for {form.name}"
-        ends = list(quantise_weight(torch.stack(ends)[:, None], form, [(0, 1)])[1])
-    if ends and not bool(torch.isfinite(torch.stack(ends)).all()):
+        ends = list(quantise_weight(xp.stack(ends)[:, None], form, [(0, 1)])[1])
+    if ends and not bool(xp.isfinite(xp.stack(ends)).all()):
         raise WeightUpdateError(
             f"{name!r} holds NaN or infinite values in {kind}; fix them, or set check_finite to "
             "false."
@@ -261,9 +300,9 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format 
 
 def _require_patch(name: str, indices: Any, values: Any) -> None:
     _require_floating(name, values)
-    integers = (torch.int64, torch.int32)
-    if not isinstance(indices, Tensor) or indices.dtype not in integers or indices.is_meta:
-        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+    integers = ("int64", "int32")
+    if not is_tensor(indices) or dtype_name(indices.dtype) not in integers or indices.is_meta:
+        kind = indices.dtype if is_tensor(indices) else type(indices).__name__
         raise WeightUpdateError(
             f"indices of the patch of {name!r} must be an int64 tensor, not {kind}."
         )
@@ -284,11 +323,11 @@ def _require_inside(name: str, least: Tensor, most: Tensor, size: int) -> None:
 
 
 def _require_floating(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in WEIGHT_DTYPES:
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+    if not is_tensor(tensor) or dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
+        kind = tensor.dtype if is_tensor(tensor) else type(tensor).__name__
         raise WeightUpdateError(
-            f"{name!r} must be a floating point tensor, not {kind}; send one of {known}."
+            f"{name!r} must be a floating point tensor, not {kind}; send one of "
+            f"{', '.join(WEIGHT_DTYPES)}."
         )
     if not holds_numbers(tensor):
         raise WeightUpdateError(
@@ -301,7 +340,7 @@ def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
         isinstance(bucket, tuple) and bucket and isinstance(bucket[0], str)
     ):
         bucket = [bucket]
-    if not isinstance(bucket, Iterable) or isinstance(bucket, str | bytes | Tensor):
+    if not isinstance(bucket, Iterable) or isinstance(bucket, str | bytes) or is_tensor(bucket):
         raise WeightUpdateError(
             f"a bucket must be a dict of tensors or a list of patches, not {type(bucket).__name__}."
         )
@@ -311,3 +350,32 @@ def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
                 "a patch must be (name, indices, values); send whole tensors in a dict."
             )
         yield entry
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses [start, stop) between which a tensor's numbers lie."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    steps = [(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    size = tensor.element_size()
+    below, above = (sum(way(step, 0) for step in steps) for way in (min, max))
+    return start + below * size, start + (above + 1) * size
+
+
+def _joined(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges of memory in ascending order, with overlapping ones joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(extents):
+        if joined and start < joined[-1][1]:
+            first, last = joined.pop()
+            start, stop = first, max(stop, last)
+        joined.append((start, stop))
+    return joined
+
+
+def _overlaps(extent: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
+    """Return True if a range of memory overlaps one of `ranges`, which `_joined` returned."""
+    start, stop = extent
+    place = bisect_left(ranges, (stop,))  # the first that begins at its end or later
+    return start < stop and place > 0 and ranges[place - 1][1] > start

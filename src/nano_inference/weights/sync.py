@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack, cast
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, as_torch
 from nano_inference.core.updates import UpdateQueue
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
@@ -121,7 +119,7 @@ class WeightSyncManager:
 
     def keep(self, update: WeightUpdate) -> None:
         """Copy the borrowed tensors of an update, if it is still pending."""
-        with self.lock, torch.no_grad():
+        with self.lock:
             if update in self.pending:
                 update.copy_borrowed()
 
@@ -233,7 +231,7 @@ class WeightSyncManager:
                     )
                     self._give_up(update, WeightUpdateError(reason))
             return None
-        with self.lock, torch.no_grad():
+        with self.lock:
             if update not in self.pending:
                 return None
             self.pending.remove(update)
@@ -314,12 +312,15 @@ class WeightSyncManager:
     def tensor(self, name: str) -> Tensor:
         """Return one live checkpoint tensor, as in `state_dict`. Raises `WeightUpdateError`."""
         with self.lock:
-            return self.weights.tensor(name)
+            return as_torch(self.weights.tensor(name))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all live tensors by checkpoint name: views, or copies if weights are packed."""
+        """Return all live tensors by checkpoint name: views, or copies if weights are packed.
+
+        They are torch's, also if the engine itself computes without torch.
+        """
         with self.lock:
-            return self.weights.state_dict()
+            return {name: as_torch(value) for name, value in self.weights.state_dict().items()}
 
     def start_sync(self, new_weights: Weights) -> None:
         """Stage an update. A later `maybe_finish_sync` or the engine's next step applies it."""

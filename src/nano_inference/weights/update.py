@@ -9,9 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import (
+    Device,
+    Dtype,
+    Tensor,
+    as_host,
+    host,
+    namespace,
+    without_gradients,
+)
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.fused import fused_tensors
@@ -89,10 +95,10 @@ class WeightSet:
         text_part = self.model.part.whole.is_text_part
         return text_part and isinstance(name, str) and is_of_another_part(name)
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> Dtype:
         """Return the dtype in which a tensor is stored, on any rank."""
         kept = self.slots[name].param in self._in_float32
-        return torch.float32 if kept else self.model.dtype
+        return namespace(self.model.dtype).float32 if kept else self.model.dtype
 
     def is_quantised(self, name: str) -> bool:
         """Return True if a tensor is stored as codes, on any rank."""
@@ -192,7 +198,7 @@ class StagedChanges:
                 "weights are asleep; send both, or call wake() first."
             )
         head, tied = (_value_of(params, slot, part) for part in both)
-        if not torch.equal(head, tied):
+        if not namespace(head).equal(head, tied):
             raise WeightUpdateError(
                 f"{HEAD!r} is tied to {head_slot.tied_to!r} in this model but differs from it; "
                 f"send equal tensors, or omit {HEAD!r}."
@@ -281,17 +287,17 @@ class WeightUpdate:
         """
         return self._whole >= set(names)
 
+    @without_gradients
     def write_to(self, params: dict[str, Any]) -> None:
         """Write every change into the parameters and release it."""
         if self._shares is not None:
             self._shares.apply(self)
         self.staged.write(params)
-        for device in {params[name].device for name in self.params}:
-            # the values are read until then, and a device failure must be raised by this update
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        # the values are read until then, and a device failure must be raised by this update
+        wait_for_devices(params[name].device for name in self.params)
         self.staged = StagedChanges()
 
+    @without_gradients
     def copy_borrowed(self) -> None:
         """Replace all staged tensors by copies."""
         self.staged.changes = [each.clone() for each in self.staged.changes]
@@ -310,6 +316,15 @@ class WeightUpdate:
                 self._shares.discard(self)
 
 
+def wait_for_devices(devices: Iterable[Device]) -> None:
+    """Wait until the current streams of GPUs have done their work. The CPU has none."""
+    for device in set(devices):
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
+
+
 def _value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tensor:
     """Return this rank's part of a checkpoint tensor after some changes of it, in the model's
     dtype.
@@ -319,14 +334,16 @@ def _value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tens
         (index for index, change in enumerate(changes) if change.indices is None), default=-1
     )
     value = read(params, slot) if whole < 0 else as_held(params, slot, changes[whole].values)
-    if whole + 1 < len(changes):
-        value = value.clone(memory_format=torch.contiguous_format)
-    for change in changes[whole + 1 :]:
+    patches = changes[whole + 1 :]
+    if not patches:
+        return value
+    flat = value.reshape(-1).clone()
+    for change in patches:
         assert change.indices is not None
-        value.view(-1).index_copy_(0, change.indices.to(device), change.values.to(device, dtype))
-    return value
+        flat.index_copy_(0, change.indices.to(device), change.values.to(device, dtype))
+    return flat.reshape(value.shape)
 
 
 def _sha256(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
+    flat = as_host(tensor).contiguous().reshape(-1).view(host.uint8)
+    return hashlib.sha256(flat.data).hexdigest()

@@ -10,9 +10,8 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from nano_inference.arrays import Device, Dtype, Tensor, namespace, torch_cpu
 from nano_inference.checkpoints.gguf.codes import KINDS, numbers_of, read_blocks
 from nano_inference.checkpoints.gguf.config import kind_of, tensor_names
 from nano_inference.checkpoints.gguf.families import Config, Family
@@ -30,7 +29,7 @@ Stored = Mapping[str, StoredTensor]
 
 CHUNK = 2**20  # numbers dequantized at a time
 # Types of plain numbers, with the same names as in safetensors.
-_KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
 
 
@@ -62,8 +61,8 @@ class GgufReader:
     Args:
         path: Path of the file, or of any part of a split one.
         dtype: Dtype of matrices that are stored in blocks. Vectors and plain numbers keep their
-            full precision.
-        device: Device of the tensors.
+            full precision. None: float32.
+        device: Device of the tensors. None: the CPU, as torch tensors.
 
     Raises `ModelLoadError` for unknown tensors, or for tensors that do not match the metadata.
     """
@@ -71,12 +70,13 @@ class GgufReader:
     def __init__(
         self,
         path: Path,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        dtype: Dtype | None = None,
+        device: Device | None = None,
     ) -> None:
         model = read_model(path)
         self._family, self._config = model.family, model.config()
-        self._dtype, self._device = dtype, device
+        self._device = torch_cpu() if device is None else device
+        self._dtype = namespace(self._device).float32 if dtype is None else dtype
         targets = _targets(self._family, self._config, model.stored)
         self._targets = {target.name: target for target in targets}
 
@@ -103,13 +103,13 @@ class GgufTensor:
         target: _Target,
         family: Family,
         config: Config,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
     ) -> None:
         self._target, self._family, self._config = target, family, config
         self._device = device
         in_blocks = len(target.shape) > 1 and not target.kinds <= _KEPT.keys()
-        self._dtype = dtype if in_blocks else _KEPT[target.dtype]
+        self._dtype = dtype if in_blocks else getattr(namespace(dtype), _KEPT[target.dtype])
         first, rows = target.pieces[0]
         # numbers of an assembled row; the shape may have additional dimensions of 1
         self._width = len(rows) if self._is_turned(first) else _columns(first)
@@ -129,13 +129,14 @@ class GgufTensor:
         inner, width = prod(self._target.shape[1:]), self._width
         if stop <= start or not inner:
             shape = (max(stop - start, 0), *self._target.shape[1:])
-            return torch.empty(shape, dtype=self._dtype, device=self._device)[:, *others]
+            xp = namespace(self._dtype)
+            return xp.empty(shape, dtype=self._dtype, device=self._device)[:, *others]
         if len(self._target.shape) == 2 and len(others) == 1 and inner == width:
             return self._rows(start, stop, range(width)[others[0]]).to(self._device)
         at = start * inner // width
         numbers = self._rows(at, -(-stop * inner // width), range(width)).reshape(-1)
         numbers = numbers[start * inner - at * width : stop * inner - at * width]
-        numbers = numbers.view(stop - start, *self._target.shape[1:])
+        numbers = numbers.reshape(stop - start, *self._target.shape[1:])
         return (numbers[:, *others] if others else numbers).to(self._device)
 
     @cached_property
@@ -166,7 +167,9 @@ class GgufTensor:
                         "finite: the file is damaged; download it again."
                     )
                 codes, scales, mins = (
-                    None if each is None else torch.from_numpy(each).to(self._device)
+                    None
+                    if each is None
+                    else namespace(self._dtype).from_numpy(each).to(self._device)
                     for each in blocks
                 )
                 assert codes is not None
@@ -191,12 +194,13 @@ class GgufTensor:
         parts = list(self._parts(start, stop))
         if len(parts) == 1 and (mapped := self._mapped(*parts[0])) is not None:
             return mapped[:, columns.start : columns.stop]
-        result = torch.empty((stop - start, len(columns)), dtype=self._dtype)
+        xp = namespace(self._dtype)
+        result = xp.empty((stop - start, len(columns)), dtype=self._dtype)
         at = 0
         for part in parts:
             for numbers in self._numbers(*part, columns):
                 # rounds to the nearest, ties to even
-                result[at : at + len(numbers)] = torch.from_numpy(numbers)
+                result[at : at + len(numbers)] = xp.from_numpy(numbers)
                 at += len(numbers)
         return result
 
@@ -209,7 +213,7 @@ class GgufTensor:
         stored = _all_rows(tensor)[rows.start + part.start : rows.start + part.stop]
         numbers = stored.view(_NUMPY[tensor.kind])
         numbers = numbers if numbers.flags.aligned else numbers.copy()
-        return torch.from_numpy(numbers).view(self._dtype)
+        return namespace(self._dtype).from_numpy(numbers).view(self._dtype)
 
     def _numbers(
         self, tensor: StoredTensor, rows: range, part: range, columns: range

@@ -1,5 +1,6 @@
 """Attention over keys and values."""
 
+from nano_inference.arrays import namespace
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import Block, ModelPart, Step
 from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs, X
@@ -79,6 +80,7 @@ def head_norms(part: ModelPart, layer: int) -> HeadNorms:
         queries = part.norm(name + "q_norm", kind.head_dim)
         keys = part.norm(name + "k_norm", kind.head_dim) if makes_keys else None
     if spec.value_norm and makes_keys:
-        ones = part.ropes[layer].cos.new_ones(kind.head_dim)
+        cos = part.ropes[layer].cos
+        ones = namespace(cos).ones(kind.head_dim, dtype=cos.dtype, device=cos.device)
         values = Norm(ones, spec.rms_norm_eps, 0.0, part.dtype)
     return HeadNorms(queries, keys, values)

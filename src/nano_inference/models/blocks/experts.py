@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor
 from nano_inference.models.blocks.step import ModelPart, Step
 from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.interface import Ops, X
@@ -21,7 +19,7 @@ class Mixture:
         self.layer, self.ops = layer, part.ops
         self.experts = experts_of(part, layer, moe)
         self.exchange = part.exchange.exchange
-        self.hidden_size = part.spec.hidden_size
+        self.hidden_size, self.float32 = part.spec.hidden_size, part.float32
 
     def __call__(self, step: Step[X], x: X, routed: X | None = None) -> X:
         """Pass rows x through experts. The router reads `routed`, or x if that is None."""
@@ -29,7 +27,7 @@ class Mixture:
             return step.ops.moe(x, self.experts, self.exchange, None, routed)
         noted = partial(step.routes.compute, self.layer, self._noting)
         rows = (x,) if routed is None else (x, routed)
-        return step.ops.call(step.batch, noted, rows, self.hidden_size, torch.float32)
+        return step.ops.call(step.batch, noted, rows, self.hidden_size, self.float32)
 
     def _noting(self, x: Tensor, note: Note, routed: Tensor | None) -> Tensor:
         return self.ops.moe(x, self.experts, self.exchange, note, routed)

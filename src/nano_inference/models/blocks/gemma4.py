@@ -4,15 +4,13 @@ factor of the layer's output.
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.models.blocks.experts import Mixture
 from nano_inference.models.blocks.layer import Layer
-from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
+from nano_inference.models.blocks.step import ModelPart, Step, rounded
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Norm, Operations, X
-from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.rowwise import gate, normed_rows
 
 
 class Gemma4Layer:
@@ -42,9 +40,10 @@ class Gemma4Layer:
             x, residual = self.own_input(step, x, residual)
         if self.factor is None:
             return x, residual
-        _, residual = step.ops.rms_norm(x, residual, NOT_ROUNDED, self.layer.scale)
+        _, residual = step.ops.rms_norm(x, residual, self.layer.not_rounded, self.layer.scale)
         times, width = partial(_times, self.factor), self.layer.hidden_size
-        return None, step.ops.call(step.batch, times, (residual,), width, torch.float32)
+        float32 = self.layer.not_rounded.dtype
+        return None, step.ops.call(step.batch, times, (residual,), width, float32)
 
 
 class ExpertsBeside:
@@ -61,7 +60,7 @@ class ExpertsBeside:
         if name + "router_norm" in part.params:
             self.router_norm = part.norm(name + "router_norm")
         self.experts_out_norm = part.norm_after(name + "experts_out_norm")
-        self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
+        self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=part.float32)
 
     def __call__(self, step: Step[X], dense: X, residual: X) -> X:
         """Compute (the MLP's output [N, H], residual) -> normalized sum of MLP and experts."""
@@ -81,20 +80,20 @@ class LayerInputs:
 
     def __init__(self, part: ModelPart) -> None:
         spec, params = part.spec, part.params
-        norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, torch.float32)
+        norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, part.float32)
         self.project, self.embed = params["inputs_project"], params["inputs_embed"]
         self.rounding, self.residual_scale = Norm(None, 0.0, 0.0, part.dtype), spec.residual_scale
         # rounded as in training
-        self.embed_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=part.dtype))
+        self.embed_scale = rounded(spec.layer_inputs**0.5, part.dtype)
         self.join = partial(_join, norm, spec.hidden_size**-0.5)
-        self.width = spec.num_layers * spec.layer_inputs
+        self.width, self.float32 = spec.num_layers * spec.layer_inputs, part.float32
 
     def __call__(self, ops: Operations[X], batch: ForwardBatch, rows: X) -> X:
         """Compute embeddings [N, H] -> inputs of all layers, float32 [N, layers * width]."""
         rounded = ops.rms_norm(None, rows, self.rounding, self.residual_scale)[0]
         projected = ops.linear(rounded, self.project, None)
         known = ops.embed(batch.input_ids, self.embed, self.embed_scale)
-        return ops.call(batch, self.join, (projected, known), self.width, torch.float32)
+        return ops.call(batch, self.join, (projected, known), self.width, self.float32)
 
 
 class OwnInput:
@@ -124,7 +123,7 @@ class OwnInput:
 
 
 def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-    torch.mul(x, number, out=out)
+    out.copy_(x * number.float())
 
 
 def _join(
@@ -135,8 +134,8 @@ def _join(
     """
     assert norm.weight is not None
     by_layer = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))
-    torch.mul(reference.normed_rows(by_layer, norm).flatten(1) + known, 2**-0.5, out=out)
+    out.copy_((normed_rows(by_layer, norm).flatten(1) + known) * 2**-0.5)
 
 
 def _gate(activation: str, _batch: ForwardBatch, out: Tensor, gates: Tensor, x: Tensor) -> None:
-    out.copy_(reference.gate(torch.cat((gates.float(), x), dim=1), activation))
+    out.copy_(gate(namespace(x).cat((gates.float(), x), dim=1), activation))

@@ -33,6 +33,7 @@ class Layer:
         self.mixer_norm = part.norm(f"layers.{index}.attn_norm")
         self.mlp_norm = part.norm(f"layers.{index}.mlp_norm")
         self.scale, self.hidden_size = part.spec.residual_scale, part.spec.hidden_size
+        self.not_rounded = part.not_rounded
 
     def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X, X]:
         normed, residual = step.ops.rms_norm(x, residual, self.mixer_norm, self.scale)

@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import torch
-
 from nano_inference.models.blocks.step import Block, ModelPart, Step
 from nano_inference.ops.interface import X
 
@@ -35,14 +33,14 @@ class SummedLinear:
     def __init__(self, part: ModelPart, name: str, segments: tuple[int, ...] | None = None) -> None:
         self.weight, self.bias = part.params[name], part.params.get(name + "_bias")
         self.segments = segments if segments is not None else (0, self.weight.shape[1])
-        self.hidden_size = part.spec.hidden_size
+        self.hidden_size, self.float32 = part.spec.hidden_size, part.float32
         self.exchange = part.exchange
 
     def __call__(self, step: Step[X], x: X) -> X:
         bias = None if self.bias is None else self.bias.float()
         add_up = partial(self.exchange.add_up, bias=bias)
         partial_sum = step.ops.linear(x, self.weight, None, self.segments)
-        return step.ops.call(step.batch, add_up, (partial_sum,), self.hidden_size, torch.float32)
+        return step.ops.call(step.batch, add_up, (partial_sum,), self.hidden_size, self.float32)
 
 
 def row_parallel(part: ModelPart, name: str, segments: tuple[int, ...] | None) -> Block:

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from torch import Tensor
-
+from nano_inference.arrays import Tensor
 from nano_inference.models.activations import UNGATED
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import ModelPart, Step

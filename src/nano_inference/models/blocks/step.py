@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, namespace
 from nano_inference.models.rope import Rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.context import SharedContext
@@ -17,7 +15,11 @@ from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops, X
 
-NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds x to the residual stream
+
+def rounded(number: float, dtype: Dtype) -> float:
+    """Round a number to a dtype, by way of float32."""
+    xp = namespace(dtype)
+    return xp.tensor(number, dtype=xp.float32).to(dtype).item()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +43,18 @@ class ModelPart:
     exchange: RankExchange
     context: SharedContext | None
     ropes: tuple[Rotation, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     ones: Tensor | None
+
+    @property
+    def float32(self) -> Dtype:
+        """Dtype of the residual stream."""
+        return namespace(self.dtype).float32
+
+    @property
+    def not_rounded(self) -> Norm:
+        """Norm that only adds a block's output to the residual stream."""
+        return Norm(None, 0.0, 0.0, self.float32)
 
     def norm(self, name: str, width: int | None = None) -> Norm:
         """Return the norm of this name, as wide as the hidden state unless `width` is set.
@@ -57,7 +69,7 @@ class ModelPart:
 
     def norm_after(self, name: str) -> Norm | None:
         """Return the unrounded norm of a block's output, or None if the model has no such norm."""
-        return self.norm(name)._replace(dtype=torch.float32) if name in self.params else None
+        return self.norm(name)._replace(dtype=self.float32) if name in self.params else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +98,8 @@ class Step(Generic[X]):
         """Return the residual stream before a layer, recorded if requested."""
         if self.taps is None or layer not in self.taps.layers:
             return residual
-        note = partial(self.taps.note, layer)
-        return self.ops.call(self.batch, note, (residual,), hidden_size, torch.float32)
+        note, float32 = partial(self.taps.note, layer), namespace(self.batch.positions).float32
+        return self.ops.call(self.batch, note, (residual,), hidden_size, float32)
 
 
 class Block(Protocol):

@@ -1,13 +1,12 @@
 """`FusedTensor`: a tensor that holds several checkpoint tensors, split into its parts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, is_tensor, namespace
 from nano_inference.models.parameters.param import Fused, ParamSpec
 
 
@@ -28,15 +27,17 @@ class FusedTensor:
 
     def split(self, whole: Tensor) -> list[tuple[str, Tensor]]:
         """Return each part of `whole` [shape] with its name, as views if it is contiguous."""
-        parts = whole.reshape(self.axes).permute(self.order)
+        parts = whole.reshape(self.axes).permute(*self.order)
         places = product(*(range(size) for size in parts.shape[: self._leading]))
         return [(name, parts[place]) for name, place in zip(self.parts, places, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor of its parts, in order: the inverse of `split`."""
-        ordered = torch.stack(list(parts)).reshape([self.axes[axis] for axis in self.order])
+        ordered = (
+            namespace(parts[0]).stack(list(parts)).reshape([self.axes[axis] for axis in self.order])
+        )
         back = [self.order.index(axis) for axis in range(len(self.axes))]
-        return ordered.permute(back).reshape(self.shape)
+        return ordered.permute(*back).reshape(self.shape)
 
     def cut(self, whole: Any) -> dict[str, Any]:
         """Return each part by name, to be read by slices of `whole`."""
@@ -50,11 +51,11 @@ class FusedTensor:
 
         `places` are flat row-major indices in the whole, int64 [n].
         """
-        size = torch.Size(self.shape).numel() // len(self.parts)
+        size = math.prod(self.shape) // len(self.parts)
         places = self._in_order(places)
         part = places // size
         order = part.argsort(stable=True)
-        counts = part.bincount(minlength=len(self.parts)).tolist()
+        counts = namespace(part).bincount(part, minlength=len(self.parts)).tolist()
         rows = zip(
             self.parts,
             (places % size)[order].split(counts),
@@ -74,9 +75,11 @@ class FusedTensor:
 
     def _in_order(self, places: Tensor) -> Tensor:
         """Convert flat indices in the whole to flat indices in the permuted whole."""
-        along = torch.unravel_index(places, self.axes)
-        index = torch.zeros_like(places)
-        for axis in self.order:
+        along = dict[int, Tensor]()  # index along each axis
+        for axis in reversed(range(len(self.axes))):
+            along[axis], places = places % self.axes[axis], places // self.axes[axis]
+        index = along[self.order[0]]
+        for axis in self.order[1:]:
             index = index * self.axes[axis] + along[axis]
         return index
 
@@ -157,7 +160,7 @@ def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
 def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:
     axes, order = fused.axes, fused.order
     if not axes:
-        rows = torch.Size(fused.shape[:-1]).numel()
+        rows = math.prod(fused.shape[:-1])
         axes = (len(parts), rows // len(parts), fused.shape[-1])
         if len(parts) == 1:
             axes = fused.shape
@@ -174,10 +177,10 @@ def unfused(
 
     A tensor whose name or shape is not in `fused` is returned unchanged.
     """
-    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # the table lists scalars as vectors [1]
-        return [(name, tensor.view(1))]
+    if is_tensor(tensor) and tensor.dim() == 0:  # the table lists scalars as vectors [1]
+        return [(name, tensor.reshape(1))]
     # arguments may have wrong types, which the caller reports
-    known = fused.get(name) if isinstance(name, str) and isinstance(tensor, Tensor) else None
+    known = fused.get(name) if isinstance(name, str) and is_tensor(tensor) else None
     if known is None or tuple(tensor.shape) != known.shape:
         return [(name, tensor)]
     return known.split(tensor)

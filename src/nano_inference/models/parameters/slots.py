@@ -1,11 +1,10 @@
 """`Slot`: the destination of a checkpoint tensor."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.models.parameters.param import ParamSpec, Source
 
 
@@ -27,7 +26,7 @@ class Slot(Source):
             return tensor[:]
         rows = (slice(None),) * self.axis
         cut = [tensor[(*rows, slice(*part))] for part in self.parts]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, dim=self.axis)
+        return cut[0] if len(cut) == 1 else namespace(cut[0]).cat(cut, dim=self.axis)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
         """Write this rank's part into a checkpoint tensor: the inverse of `take`."""
@@ -49,7 +48,7 @@ class Slot(Source):
         """
         if self.parts is None:
             return indices, values
-        inner = torch.Size(self.shape[self.axis + 1 :]).numel()
+        inner = math.prod(self.shape[self.axis + 1 :])
         size, own_size = self.shape[self.axis], self.local_shape[self.axis]
         along = indices // inner % size
         taken: list[tuple[Tensor, Tensor]] = []
@@ -62,9 +61,8 @@ class Slot(Source):
                 ((outer * own_size + along[mine] - first + start) * inner + rest, values[mine])
             )
             start += last - first
-        return torch.cat([places for places, _ in taken]), torch.cat(
-            [numbers for _, numbers in taken]
-        )
+        cat = namespace(indices).cat
+        return cat([places for places, _ in taken]), cat([numbers for _, numbers in taken])
 
 
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:

@@ -1,38 +1,38 @@
 """Allocation of parameters, their sizes in bytes, and their formats."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, is_tensor, namespace
 from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.param import Formats, ParamSpec
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.formats import Format, bounds_of, groups_of
-from nano_inference.ops.reference import backend as reference
 
 Allocate = Callable[..., Any]  # `Ops.allocate`
 
 
 def allocate(
     table: tuple[ParamSpec, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    matrix: Allocate = reference.allocate,
+    dtype: Dtype,
+    device: Device,
+    matrix: Allocate | None = None,
     quantization: Formats = None,
 ) -> dict[str, Any]:
     """Allocate parameters, uninitialized, by name.
 
-    `matrix` makes the matrices, in the formats of `quantization`. Vectors are plain tensors.
+    `matrix` makes the matrices, in the formats of `quantization`. None: that of the reference
+    backend. Vectors are plain tensors.
     """
+    if matrix is None:
+        from nano_inference.ops.reference.backend import allocate as matrix  # imports torch
+    xp = namespace(dtype)
     return {
         param.name: matrix(param.shape, dtype, device, **_how(param, quantization))
         if len(param.shape) == 2 and not param.keep_float32
-        else torch.empty(
-            param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
-        )
+        else xp.empty(param.shape, dtype=xp.float32 if param.keep_float32 else dtype, device=device)
         for param in table
     }
 
@@ -45,23 +45,21 @@ def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:
     return {} if param.latent is None else {"latent": param.latent}
 
 
-def num_bytes(
-    table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats = None
-) -> int:
+def num_bytes(table: tuple[ParamSpec, ...], dtype: Dtype, quantization: Formats = None) -> int:
     """Return the size of a table's parameters in bytes."""
     return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
 
 
-def codes_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats) -> int:
+def codes_bytes(table: tuple[ParamSpec, ...], dtype: Dtype, quantization: Formats) -> int:
     """Return the size in bytes of quantized copies of the parameters that may be quantized."""
     forms = ((param, param.form(quantization)) for param in table)
     return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
 
 
-def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
+def _bytes_of(param: ParamSpec, dtype: Dtype, form: Format | None) -> int:
     if form is None:
         size = 4 if param.keep_float32 else dtype.itemsize
-        return torch.Size(param.shape).numel() * size
+        return math.prod(param.shape) * size
     rows, columns = param.shape
     groups = len(groups_of(bounds_of(param.segments, columns, form), form))
     return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
@@ -99,7 +97,7 @@ def form_of(param: Any) -> Format | None:
 
 def numbers_of(param: Any) -> Tensor:
     """Return all numbers of a parameter, [rows, columns]: a view, or a copy if it is packed."""
-    return param if isinstance(param, Tensor) else param.read()
+    return param if is_tensor(param) else param.read()
 
 
 def coded_copies(

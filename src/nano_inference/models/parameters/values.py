@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import HostArray, Tensor, is_tensor
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.storage import form_of
 
-# Dtypes in which a weight may be stored or sent. Integers, booleans and 8-bit floats are quantized
-# codes, which are meaningless without their scales.
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Names of the dtypes in which a weight may be stored or sent. Integers, booleans and 8-bit floats
+# are quantized codes, which are meaningless without their scales.
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def holds_numbers(tensor: Tensor) -> bool:
@@ -18,7 +16,9 @@ def holds_numbers(tensor: Tensor) -> bool:
 
     A DTensor does not.
     """
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
+    if isinstance(tensor, HostArray):
+        return True
+    if str(tensor.layout) != "torch.strided" or tensor.is_meta or tensor.is_neg():
         return False
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
@@ -29,7 +29,7 @@ def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
     The values are cast to the parameter's dtype and then quantized if the parameter is.
     """
     param = params[slot.param]
-    if isinstance(param, Tensor):
+    if is_tensor(param):
         param.narrow(0, slot.start, slot.local_shape[0]).copy_(tensor)
     else:
         # quantize from the model's dtype, even if a trainer sends more digits
@@ -42,8 +42,8 @@ def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -
     Takes flat row-major `indices` int64 [n] and `values` [n]. Not for quantized parameters.
     """
     param = params[slot.param]
-    if isinstance(param, Tensor):
-        flat = param.narrow(0, slot.start, slot.local_shape[0]).view(-1)
+    if is_tensor(param):
+        flat = param.narrow(0, slot.start, slot.local_shape[0]).reshape(-1)
         flat.index_copy_(0, indices.to(flat.device), values.to(flat.device, flat.dtype))
     else:
         param.patch(slot.start, indices, values)
@@ -55,7 +55,7 @@ def read(params: dict[str, Any], slot: Slot) -> Tensor:
     The result is a view, or a copy if weights are packed. Codes are dequantized.
     """
     param, rows = params[slot.param], slot.local_shape[0]
-    if isinstance(param, Tensor):
+    if is_tensor(param):
         return param.narrow(0, slot.start, rows)
     return param.read(slot.start, rows)
 

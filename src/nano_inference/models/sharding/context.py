@@ -1,10 +1,9 @@
 """`SharedContext`: the decoder's interface to ranks that share every sequence's keys and values."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, Joint, KvcacheView, Ops, PartialAttention
@@ -16,7 +15,9 @@ from nano_inference.parallel.context import (
     Rejoining,
     own_rows,
 )
-from nano_inference.parallel.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from nano_inference.parallel.process_group import ProcessGroup
 
 
 class SharedContext:
@@ -31,7 +32,7 @@ class SharedContext:
         rows_computed: Number of rows that this rank has computed.
     """
 
-    def __init__(self, group: ProcessGroup, ops: Ops, spec: ModelSpec) -> None:
+    def __init__(self, group: "ProcessGroup", ops: Ops, spec: ModelSpec) -> None:
         if ops.partial is None:
             raise ValueError(f"the {ops.name} backend cannot split attention by keys.")
         self.rows_computed = 0
@@ -58,9 +59,8 @@ class SharedContext:
 
         Every rank gets all of them.
         """
-        return torch.cat(self._group.all_to_all([values] * self._group.size, rejoining.counts))[
-            rejoining.order
-        ]
+        size, cat = self._group.size, namespace(values).cat
+        return cat(self._group.all_to_all([values] * size, rejoining.counts))[rejoining.order]
 
     def attention(
         self,
@@ -94,9 +94,10 @@ class SharedContext:
         sinks: Tensor | None,
     ) -> Tensor:
         """Send queries to the ranks that hold keys for them, and merge the returned states."""
-        asked = torch.cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
+        cat = namespace(q).cat
+        asked = cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
         computed = states(asked[piece.arrived])
-        answers = torch.cat(
+        answers = cat(
             self._group.all_to_all([computed[rows] for rows in piece.answers], piece.answered)
         )
         return self._partial.merge(answers[piece.order], piece.counts, q.dtype, sinks)

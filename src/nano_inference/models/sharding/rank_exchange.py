@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, namespace
 from nano_inference.models.sharding.shard import ModelShard, expert_bounds
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.moe import Experts, MoeSteps, summed
-from nano_inference.parallel.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from nano_inference.parallel.process_group import ProcessGroup
 
 # rows of each rank per exchange, if all ranks know the number of rows
 ROW_BLOCK = 512
@@ -29,7 +31,7 @@ class ExpertExchange:
             own rows, possibly none.
     """
 
-    def __init__(self, group: ProcessGroup, bounds: Sequence[int], *, shared: bool) -> None:
+    def __init__(self, group: "ProcessGroup", bounds: Sequence[int], *, shared: bool) -> None:
         self.group = group
         self._bounds = tuple(bounds)
         self._shared = shared
@@ -41,21 +43,20 @@ class ExpertExchange:
         blocks = [
             self._share(steps, rows, experts) for rows in x.split(ROW_BLOCK * self.group.size)
         ]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return blocks[0] if len(blocks) == 1 else namespace(x).cat(blocks)
 
     def _share(self, steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
         """Compute rows that every rank has: each rank routes an even share."""
         size, rank = self.group.size, self.group.rank
         share = x[len(x) * rank // size : len(x) * (rank + 1) // size]
         mine = self._exchanged(steps, share, experts)
-        return torch.cat(self.group.all_to_all([mine] * size))
+        return namespace(x).cat(self.group.all_to_all([mine] * size))
 
     def _exchanged(self, steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
         ids, weights = steps.route(x, experts)
         # [N, K]
-        owners = torch.searchsorted(
-            torch.tensor(self._bounds[1:], device=ids.device), ids, right=True
-        )
+        xp = namespace(x)
+        owners = xp.searchsorted(xp.tensor(self._bounds[1:], device=ids.device), ids, right=True)
         # (row, index among its K experts)
         wanted = [(owners == rank).nonzero(as_tuple=True) for rank in range(self.group.size)]
         sent: list[Tensor] = []  # rows for each rank, without duplicates
@@ -64,7 +65,7 @@ class ExpertExchange:
         for rank, (rows, which) in enumerate(wanted):
             unique, places = rows.unique(return_inverse=True)
             sent.append(x[unique])
-            asked.append(torch.stack((places, ids[rows, which] - self._bounds[rank]), dim=1))
+            asked.append(xp.stack((places, ids[rows, which] - self._bounds[rank]), dim=1))
         received, questions = self.group.all_to_all(sent), self.group.all_to_all(asked)
         answers = self.group.all_to_all(_products(steps, received, questions, experts))
         products = answers[0].new_empty((*ids.shape, x.shape[1]))
@@ -78,13 +79,14 @@ def _products(
 ) -> list[Tensor]:
     """Compute the products that each rank requested from the experts held here."""
     counts = [len(each) for each in questions]
-    firsts = torch.tensor([0, *(len(rows) for rows in received[:-1])]).cumsum(0).tolist()
-    rows = torch.cat([each[:, 0] + first for each, first in zip(questions, firsts, strict=True)])
-    held = torch.cat([each[:, 1] for each in questions])
+    cat = namespace(received[0]).cat
+    firsts = accumulate((len(rows) for rows in received[:-1]), initial=0)
+    rows = cat([each[:, 0] + first for each, first in zip(questions, firsts, strict=True)])
+    held = cat([each[:, 1] for each in questions])
     return list(
-        steps.products(
-            torch.cat(list(received)), rows.contiguous(), held.contiguous(), experts
-        ).split(counts)
+        steps.products(cat(list(received)), rows.contiguous(), held.contiguous(), experts).split(
+            counts
+        )
     )
 
 
@@ -120,10 +122,10 @@ class RankExchange:
     """
 
     part: ModelShard
-    tensor: ProcessGroup | None = None
-    pipeline: ProcessGroup | None = None
-    context: ProcessGroup | None = None
-    engines: ProcessGroup | None = None
+    tensor: "ProcessGroup | None" = None
+    pipeline: "ProcessGroup | None" = None
+    context: "ProcessGroup | None" = None
+    engines: "ProcessGroup | None" = None
     clock: RankClock = field(default_factory=RankClock)
 
     @cached_property

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, dtype_for, has_dtype
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.build import Law, best_instruction_set, law_of
@@ -70,7 +68,7 @@ class CpuOps:
     ) -> Tensor:
         return self._run(
             lambda r: r.embed(input_ids, weight, scale, part),
-            dtype=weight.dtype,
+            dtype=dtype_for(input_ids, weight.dtype),
             input_ids=input_ids,
         )[0]
 
@@ -83,7 +81,9 @@ class CpuOps:
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
-        return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
+        return self._run(
+            lambda r, x: r.linear(x, weight, bias, segments), x, dtype=dtype_for(x, weight.dtype)
+        )[0]
 
     def lora(self, y: Tensor, x: Tensor, name: str, batch: ForwardBatch) -> Tensor:
         added = y.clone()
@@ -100,8 +100,8 @@ class CpuOps:
         def write(sources: Sequence[Tensor]) -> int:
             matrices = [
                 each
-                if each.dtype == torch.float32 and each.is_contiguous() and each.is_cpu
-                else each.to("cpu", torch.float32).contiguous()
+                if has_dtype(each, "float32") and each.is_contiguous() and each.is_cpu
+                else each.to("cpu").float().contiguous()
                 for each in sources
             ]
             pointers = (ctypes.c_void_p * len(table))(*(each.data_ptr() for each in matrices))
@@ -119,7 +119,10 @@ class CpuOps:
         residual = residual if x is None else residual.clone()
         x = None if x is None else x.float()
         normed = self._run(
-            lambda r, x, s: r.rms_norm(x, s, norm, scale)[0], x, residual, dtype=norm.dtype
+            lambda r, x, s: r.rms_norm(x, s, norm, scale)[0],
+            x,
+            residual,
+            dtype=dtype_for(residual, norm.dtype),
         )[0]
         return normed, residual
 
@@ -138,12 +141,12 @@ class CpuOps:
         q = self._run(
             lambda r, x: r.rope_and_store(x, rope, positions, slot_mapping, view, layer),
             rows,
-            dtype=view.format.dtype,
+            dtype=dtype_for(rows, view.format.dtype),
             storage=view,
             positions=positions,
             slot_mapping=slot_mapping,
         )[0]
-        return q.view(len(q), rope.num_heads, -1)
+        return q.reshape(len(q), rope.num_heads, -1)
 
     def plan_attention(
         self, batch: ForwardBatch, _block_size: int, window: int = 0
@@ -168,7 +171,7 @@ class CpuOps:
             batch=batch,
         )[0]
 
-    def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
+    def gate(self, x: Tensor, activation: str = "silu", dtype: Dtype | None = None) -> Tensor:
         """Implement `Ops.gate`. The result is rounded to `dtype`, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
@@ -177,17 +180,21 @@ class CpuOps:
             lambda r, q, c: r.latent.meet(q, c, kv, norm, sizes),
             q.float().contiguous(),
             c.float().contiguous(),
-            dtype=kv.dtype,
+            dtype=dtype_for(q, kv.dtype),
         )[0]
 
     def _latent_values(self, attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
-        return self._run(lambda r, x: r.latent.values(x, kv, sizes), attended, dtype=kv.dtype)[0]
+        return self._run(
+            lambda r, x: r.latent.values(x, kv, sizes),
+            attended,
+            dtype=dtype_for(attended, kv.dtype),
+        )[0]
 
     def allocate(
         self,
         shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: Dtype,
+        device: Device,
         latent: Latent | None = None,
         form: Format | None = None,
         segments: tuple[int, ...] | None = None,
@@ -201,7 +208,7 @@ class CpuOps:
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 
     def compile(
-        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
+        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: Dtype
     ) -> Program:
         """Record the calls of `trunk`. Return a function of a batch that replays them."""
         recorder = Recorder(dtype, self.moe, self.states)

@@ -14,6 +14,7 @@ crash the process.
 import ctypes
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -23,9 +24,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from nano_inference.errors import ConfigError
 from nano_inference.ops.cpu.build_folders import MANIFEST, OBJECTS, alone, clean, is_whole, put
@@ -175,6 +176,8 @@ def _can_be_had(instruction_set: str) -> bool:
         compiler, version = _compiler()
     except KernelsUnavailable:
         return True
+    if is_whole(_folder(instruction_set, version) / LIBRARY):
+        return True
     if _knows(compiler, instruction_set) or not _knows(compiler, "portable"):
         return True
     logger.warning(
@@ -229,9 +232,9 @@ def build(
         if is_whole(library):
             return library
     compiler, version = _compiler()
-    flags = (*compiler_flags(name, platform.machine()), *(f"-D{each}" for each in defines))
-    root = cache_folder("kernels") if cache_root is None else cache_root
-    folder = root / f"{name}-{_digest(version, ' '.join(flags), platform.machine())}"
+    flags = _flags(name, defines)
+    folder = _folder(name, version, cache_root, defines)
+    root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
@@ -245,6 +248,19 @@ def build(
             f"the CPU kernels cannot be kept in {root}: {problem}"
         ) from problem
     return folder / LIBRARY
+
+
+def _flags(name: str, defines: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return (*compiler_flags(name, platform.machine()), *(f"-D{each}" for each in defines))
+
+
+def _folder(
+    name: str, version: str, cache_root: Path | None = None, defines: tuple[str, ...] = ()
+) -> Path:
+    """Return the folder of a build by a compiler of this version."""
+    root = cache_folder("kernels") if cache_root is None else cache_root
+    parts = (version, " ".join(_flags(name, defines)), platform.machine())
+    return root / f"{name}-{_digest(*parts)}"
 
 
 def prebuilt_name(instruction_set: str) -> str:
@@ -383,15 +399,36 @@ def _compiler() -> tuple[str, str]:
     """Return the path and the version of the first C++ compiler in `COMPILERS` that runs."""
     for name in COMPILERS:
         path = shutil.which(name)
-        if path is not None:
-            asked = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=60, check=False
-            )
-            if asked.returncode == 0:
-                return path, asked.stdout
+        version = None if path is None else _version_of(path)
+        if path is not None and version is not None:
+            return path, version
     raise KernelsUnavailable(
         f"no C++ compiler was found ({', '.join(COMPILERS)}); install one{_install_command()}."
     )
+
+
+def _version_of(compiler: str) -> str | None:
+    """Return what a compiler reports as its version, or None if it does not run. The answer is
+    remembered until its file changes, because every start of an engine needs it.
+    """
+    known, status = cache_folder("kernels") / "compilers.json", os.stat(compiler)
+    stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    versions: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        versions = json.loads(known.read_text("utf-8"))
+    if compiler in versions and versions[compiler][0] == stamp:
+        return versions[compiler][1]
+    asked = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if asked.returncode != 0:
+        return None
+    with suppress(OSError):
+        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = known.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps({**versions, compiler: [stamp, asked.stdout]}), "utf-8")
+        new.replace(known)
+    return asked.stdout
 
 
 def _install_command() -> str:

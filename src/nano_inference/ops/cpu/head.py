@@ -8,9 +8,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, has_dtype, namespace
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.interface import HeadParts, Weight
@@ -18,7 +16,7 @@ from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import COLUMNS
-from nano_inference.sampling.tensors import SamplingBatch, torch_dtype
+from nano_inference.sampling.tensors import SamplingBatch
 
 _MEMORY, _ROW, _ID = 1, 2, 3  # `HeadError` of head.h
 BLOCK = 384  # VOCAB_BLOCK of filters.h
@@ -33,17 +31,17 @@ class Pointer(NamedTuple):
 
     entries: str | None  # nested structure that contains the field, for `Entries`
     name: str
-    dtype: torch.dtype
+    dtype: str
 
 
 def _pointers() -> list[Pointer]:
     pointers: list[Pointer] = []
     for name, column in COLUMNS.items():
         if column.sizes == ("E",):
-            dtypes = {"rows": torch.int64, "ids": torch.int64, "values": torch_dtype(column.dtype)}
+            dtypes = {"rows": "int64", "ids": "int64", "values": column.dtype.name}
             pointers += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
         elif not column.on_host:
-            pointers.append(Pointer(None, name, torch_dtype(column.dtype)))
+            pointers.append(Pointer(None, name, column.dtype.name))
     for pointer in pointers:  # ctypes would accept unknown names silently
         target = getattr(DrawBatch(), pointer.entries) if pointer.entries else DrawBatch()
         assert hasattr(target, pointer.name), (
@@ -102,7 +100,7 @@ class CpuHead:
 
     def logits(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale = UNSCALED) -> Tensor:
         head = self._products(hidden, weight, scale)
-        out = torch.empty((head.num_rows, head.vocab))
+        out = namespace(hidden).empty((head.num_rows, head.vocab))
         check(self.kernels.nano_logits(ctypes.addressof(head), out.data_ptr()), head)
         return out
 
@@ -153,7 +151,7 @@ class CpuHead:
 
     def _given(self, logits: Tensor) -> tuple[Any, Tensor]:
         """Return the kernels' input for existing logits, and the tensor that it points to."""
-        if logits.dtype != torch.float32 or logits.dim() != 2:
+        if not has_dtype(logits, "float32") or logits.dim() != 2:
             raise ValueError(
                 f"logits must be float32 [L, V]; got {logits.dtype} {list(logits.shape)}."
             )
@@ -166,7 +164,7 @@ class CpuHead:
     def _products(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale) -> Any:
         """Return the kernels' input for a product of hidden rows and the weight."""
         if (
-            hidden.dtype != weight.dtype
+            not has_dtype(hidden, weight.dtype)
             or hidden.shape[1:] != (weight.columns,)
             or hidden.stride(1) != 1
         ):
@@ -195,10 +193,11 @@ class Targets:
     """A `ScoreBatch` with the memory that it points to, and the logprobs that a call fills."""
 
     def __init__(self, token_ids: Tensor, temperatures: Tensor) -> None:
-        rows, self.logprobs = torch.arange(len(token_ids)), torch.empty(len(token_ids))
+        xp = namespace(token_ids)
+        rows, self.logprobs = xp.arange(len(token_ids)), xp.empty(len(token_ids))
         token_ids, temperatures = (
-            _plain(token_ids, torch.int64),
-            _plain(temperatures, torch.float64),
+            _plain(token_ids, "int64"),
+            _plain(temperatures, "float64"),
         )
         self._alive = rows, token_ids, temperatures
         pointers = (tensor.data_ptr() for tensor in (*self._alive, self.logprobs))
@@ -245,26 +244,25 @@ _idle: list[DrawCall] = []  # calls that no thread uses
 
 def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
     num, num_top = len(batch), min(batch.most_top, vocab)
-    logprobs, raw_logprobs, mass = torch.empty((3, num)).unbind()
-    kept = (
-        torch.empty((num, vocab), dtype=torch.bool) if batch.any_kept and batch.any_filter else None
-    )
-    top_ids = torch.empty((num, num_top), dtype=torch.int64)
+    xp = namespace(batch.rows)
+    logprobs, raw_logprobs, mass = xp.empty((3, num)).unbind()
+    kept = xp.empty((num, vocab), dtype=xp.bool) if batch.any_kept and batch.any_filter else None
+    top_ids = xp.empty((num, num_top), dtype=xp.int64)
     return Draw(
-        torch.empty(num, dtype=torch.int64),
+        xp.empty(num, dtype=xp.int64),
         logprobs,
         raw_logprobs,
         mass,
         kept,
         top_ids,
-        torch.empty((num, num_top)),
+        xp.empty((num, num_top)),
     )
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain(tensor: Tensor, dtype: str) -> Tensor:
     """Return the same numbers in the dtype and layout that the kernels read."""
-    if tensor.dtype is not dtype:
-        tensor = tensor.to(dtype)
+    if not has_dtype(tensor, dtype):
+        tensor = tensor.to(getattr(namespace(tensor), dtype))
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -297,6 +295,8 @@ def _exchange(
         return
     counts = part.num_blocks(BLOCK)
     num_blocks, most = counts[part.rank], max(counts)
+    import torch  # ranks exchange tensors
+
     statistics, best = (
         torch.empty((2, 3 * num * num_blocks)),
         torch.empty((num, BEST), dtype=torch.uint8),

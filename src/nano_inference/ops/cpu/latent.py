@@ -1,8 +1,8 @@
 """`LatentWeight`: the weight of attention over latents, laid out for products per head."""
 
-import torch
-from torch import Tensor
+import math
 
+from nano_inference.arrays import Dtype, Tensor, has_dtype, namespace
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.weights import LANES, CpuWeight, PackedWeight
 from nano_inference.ops.settings import Latent
@@ -24,7 +24,7 @@ class LatentWeight(CpuWeight):
         self,
         rows: int,
         sizes: Latent,
-        dtype: torch.dtype,
+        dtype: Dtype,
         num_threads: int,
         arena: Arena | None = None,
     ) -> None:
@@ -36,7 +36,11 @@ class LatentWeight(CpuWeight):
         # bfloat16 columns are stored in pairs, even if their number is odd
         wide = [count * (-(-columns // 2) * 2) for count, columns in shapes]
         whole = (sum(wide),)
-        self.data = torch.zeros(whole, dtype=dtype) if arena is None else arena.take(whole, dtype)
+        self.data = (
+            namespace(dtype).zeros(whole, dtype=dtype)
+            if arena is None
+            else arena.take(whole, dtype)
+        )
         self.keys, self.values = (
             PackedWeight(*shape, dtype, num_threads, _Piece(data))
             for shape, data in zip(shapes, self.data.split(wide), strict=True)
@@ -64,16 +68,16 @@ class LatentWeight(CpuWeight):
     def _write_keys(self, head: int, start: int, rows: Tensor) -> None:
         """Write some of a head's key rows [n, rank] as columns of the transposed weight."""
         panels = self.sizes.rank // LANES
-        data = self.keys.data.view(len(self.keys.data), -1, LANES, self._depth)
+        data = self.keys.data.reshape(len(self.keys.data), -1, LANES, self._depth)
         columns = data[head * panels : (head + 1) * panels].permute(1, 3, 0, 2)
-        places = torch.arange(start, start + len(rows))
-        numbers = rows.detach().to(self.device, self.dtype).view(len(rows), panels, LANES)
+        places = namespace(self.dtype).arange(start, start + len(rows))
+        numbers = rows.detach().to(self.device, self.dtype).reshape(len(rows), panels, LANES)
         columns[places // self._depth, places % self._depth] = numbers
 
     @property
     def _depth(self) -> int:
         """Number of adjacent columns in the memory layout."""
-        return 2 if self.dtype == torch.bfloat16 else 1
+        return 2 if has_dtype(self, "bfloat16") else 1
 
     def patch(self, start: int, indices: Tensor, values: Tensor) -> None:
         """Set the numbers at flat row-major `indices` [n], counted from row `start`, to `values`
@@ -102,9 +106,9 @@ class LatentWeight(CpuWeight):
             parts.append(self.keys.read(head * rank, rank).T)
             parts.append(self.values.read(head * value, value))
         if not parts:
-            return torch.empty((0, self.columns), dtype=self.dtype)
+            return namespace(self.dtype).empty((0, self.columns), dtype=self.dtype)
         at = start - first * self._step
-        return torch.cat(parts)[at : at + count]
+        return namespace(self.dtype).cat(parts)[at : at + count]
 
     def clone(self) -> "LatentWeight":
         """Return an independent copy."""
@@ -119,10 +123,10 @@ class _Piece(Arena):
     def __init__(self, data: Tensor) -> None:
         self._data = data
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
         """Return the memory, without the padding that the shape does not need."""
         assert dtype == self._data.dtype
-        return self._data[: torch.Size(shape).numel()].view(shape)
+        return self._data[: math.prod(shape)].reshape(shape)
 
 
 def require_sizes(sizes: Latent) -> None:

@@ -31,7 +31,7 @@ _ENUM = re.compile(r"enum class (\w+) : (\w+)")
 _METHOD = re.compile(r"[^;{}]*\([^;{}]*\) const \{[^{}]*\}")
 _CONSTANT = re.compile(r"static constexpr int (.*?);")
 _DECLARED = re.compile(r"(?:const |struct )*(\w+)(.*)", re.DOTALL)
-_FUNCTION = re.compile(r"(\w+)(\*?) (nano_\w+)\(([^()]*)\)")
+_FUNCTION = re.compile(r"\b(\w+)(\*?) (nano_\w+)\(([^()]*)\)")
 
 
 @cache
@@ -41,9 +41,21 @@ def _text() -> str:
 
 
 @cache
+def _structs() -> dict[str, str]:
+    """Return the body of each structure, by name."""
+    return dict(_STRUCT.findall(_text()))
+
+
+@cache
+def _enums() -> dict[str, str]:
+    """Return the underlying type of each enumeration, by name."""
+    return dict(_ENUM.findall(_text()))
+
+
+@cache
 def struct(name: str) -> Any:
     """Return a structure of the kernels as a `ctypes` class."""
-    body = dict(_STRUCT.findall(_text()))[name]
+    body = _structs()[name]
     constants: dict[str, int] = {}
     for text in _CONSTANT.findall(body):
         constants |= {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", text)}
@@ -71,7 +83,7 @@ def _field(kind: str, declared: str, constants: dict[str, int]) -> tuple[str, An
 
 
 def _type(name: str) -> Any:
-    underlying = dict(_ENUM.findall(_text())).get(name, name)
+    underlying = _enums().get(name, name)
     return _TYPES[underlying] if underlying in _TYPES else struct(underlying)
 
 

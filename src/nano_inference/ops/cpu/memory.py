@@ -8,9 +8,13 @@ import errno
 import math
 import mmap
 import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from nano_inference.arrays import Dtype, HostArray, Tensor, as_torch, dtype_name, host
 
 CHUNK = 2**26  # bytes requested from the system in one mapping
 HUGE_PAGE = 2**21
@@ -21,17 +25,62 @@ class Arena:
     """Allocator of pieces of large mappings. A mapping lives as long as one of its tensors."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk = host.empty(0, dtype=host.uint8)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor of zeros."""
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Allocate zeros: a host array or a tensor, as `dtype` is numpy's or torch's."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunk, self._used = _mapping(max(size, CHUNK)), 0
         piece = self._chunk[self._used : self._used + size]
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
-        return piece.view(dtype).view(shape)
+        piece = piece if isinstance(dtype, np.dtype) else as_torch(piece)
+        return piece.view(dtype).reshape(shape)
+
+
+class RecordedArena(Arena):
+    """Allocator that remembers its host arrays, in the order of allocation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[HostArray] = []
+
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Allocate and remember zeros."""
+        piece = super().take(shape, dtype)
+        self.pieces.append(cast("HostArray", piece))
+        return piece
+
+
+class MappedArena(Arena):
+    """Allocator that hands out the pieces of a mapped file, in the order of their allocation by a
+    `RecordedArena`. Writes to a piece do not change the file.
+
+    Args:
+        memory: Mapping of the file.
+        start: Offset of the first piece. Each piece begins at a multiple of `ALIGNMENT` after it.
+        pieces: Shape and name of the dtype of each piece.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, start: int, pieces: Sequence[tuple[tuple[int, ...], str]]
+    ) -> None:
+        self._chunk = host.frombuffer(memory, dtype=host.uint8)[start:]
+        self._pieces, self._used = deque(pieces), 0
+        populate_read(self._chunk)
+
+    def take(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        """Return the next piece. Raise `ValueError` if it has another shape or dtype."""
+        if not self._pieces or self._pieces[0] != (shape, dtype_name(dtype)):
+            raise ValueError(f"the file has no piece {dtype_name(dtype)} {shape} at this place.")
+        self._pieces.popleft()
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > len(self._chunk):
+            raise ValueError("the file is too short for its pieces.")
+        piece = self._chunk[self._used : self._used + size]
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return piece.view(dtype).reshape(shape)
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
@@ -57,6 +106,12 @@ def populate(tensor: Tensor) -> None:
         _advise(tensor, 23)
 
 
+def populate_read(tensor: Tensor) -> None:
+    """Map the pages of a file now instead of at their first read."""
+    if sys.platform == "linux":
+        _advise(tensor, 22)  # MADV_POPULATE_READ, which Linux before 5.14 rejects
+
+
 def _advise(tensor: Tensor, advice: int) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -64,7 +119,7 @@ def _advise(tensor: Tensor, advice: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
-def _mapping(size: int) -> Tensor:
+def _mapping(size: int) -> HostArray:
     try:  # shared mappings get no huge pages
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as problem:
@@ -74,6 +129,6 @@ def _mapping(size: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole = host.frombuffer(memory, dtype=host.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + size]

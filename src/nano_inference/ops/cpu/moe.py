@@ -3,9 +3,7 @@
 import ctypes
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, has_dtype, namespace
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.operations import GATES
 from nano_inference.ops.cpu.weights import LANES
@@ -39,8 +37,9 @@ class CpuMoe:
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         router, routing = experts.router, experts.routing
         _require_rows(x, router.columns, router.dtype)
-        ids = torch.empty((len(x), routing.per_token), dtype=torch.int64)
-        weights = torch.empty((len(x), experts.num_weights))
+        xp = namespace(x)
+        ids = xp.empty((len(x), routing.per_token), dtype=xp.int64)
+        weights = xp.empty((len(x), experts.num_weights))
         spec = _routing(experts)
         self._c.nano_moe_route(
             x.data_ptr(),
@@ -48,7 +47,7 @@ class CpuMoe:
             router.columns,
             router.data_ptr(),
             router.rows,
-            x.dtype == torch.bfloat16,
+            has_dtype(x, "bfloat16"),
             ctypes.addressof(spec),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -68,14 +67,14 @@ class CpuMoe:
                 f"{down.dtype} do not belong to the same experts."
             )
         if any(
-            each.dtype != torch.int64 or not each.is_contiguous() or each.shape != rows.shape
+            not has_dtype(each, "int64") or not each.is_contiguous() or each.shape != rows.shape
             for each in (rows, held)
         ):
             raise ValueError("rows and experts must be contiguous int64 tensors of the same size.")
         _, gate_up_bias, down_bias = experts.biases or (None, None, None)
         _require_bias(gate_up_bias, gate_up)
         _require_bias(down_bias, down)
-        out = torch.empty((len(rows), hidden))
+        out = namespace(x).empty((len(rows), hidden))
         problem = self._c.nano_moe_products(
             x.data_ptr(),
             len(x),
@@ -91,7 +90,7 @@ class CpuMoe:
             None if down_bias is None else down_bias.data_ptr(),
             gate_up.codes,
             down.codes,
-            x.dtype == torch.bfloat16,
+            has_dtype(x, "bfloat16"),
             GATES[experts.activation],
             out.data_ptr(),
             self.num_threads,
@@ -104,7 +103,7 @@ class CpuMoe:
         """Implement `MoeSteps.combine` in float32."""
         num_rows, per_token, hidden = products.shape
         products, weights = products.float().contiguous(), weights.float().contiguous()
-        out = torch.empty((num_rows, hidden))
+        out = namespace(products).empty((num_rows, hidden))
         self._c.nano_moe_combine(
             products.data_ptr(),
             weights.data_ptr(),
@@ -134,7 +133,7 @@ def _routing(experts: Experts) -> Any:
         raise ValueError(f"group_best must be 1 to {size}; got {routing.group_best}.")
     logits = None if experts.biases is None else experts.biases.router
     for values in (bias, logits):
-        if values is not None and (values.shape != (count,) or values.dtype != torch.float32):
+        if values is not None and (values.shape != (count,) or not has_dtype(values, "float32")):
             raise ValueError(
                 f"the bias must be float32 ({count},); got {values.dtype} {tuple(values.shape)}."
             )
@@ -164,14 +163,14 @@ def require_sizes(hidden: int, inner: int) -> None:
 
 
 def _require_bias(bias: Tensor | None, weight: Any) -> None:
-    if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != weight.dtype):
+    if bias is not None and (bias.shape != (weight.rows,) or not has_dtype(bias, weight.dtype)):
         raise ValueError(
             f"biases must be {weight.dtype} ({weight.rows},); got {bias.dtype} {tuple(bias.shape)}."
         )
 
 
-def _require_rows(x: Tensor, columns: int, dtype: torch.dtype) -> None:
-    if x.dim() != 2 or x.shape[1] != columns or x.dtype != dtype or not x.is_contiguous():
+def _require_rows(x: Tensor, columns: int, dtype: Dtype) -> None:
+    if x.dim() != 2 or x.shape[1] != columns or not has_dtype(x, dtype) or not x.is_contiguous():
         raise ValueError(
             f"expected contiguous rows of {columns} {dtype}; got {x.dtype} {tuple(x.shape)}."
         )

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, has_dtype
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.interface import Joint, Norm
 
@@ -25,7 +23,7 @@ class Buffer:
 
     index: int
     columns: int
-    dtype: torch.dtype
+    dtype: Dtype
     first: int = 0  # first of these columns in the tensor
     of: int | None = None  # number of columns of the tensor, if this is a part of one
 
@@ -128,7 +126,7 @@ def to_struct(operation: Operation, places: dict[int, int]) -> Any:
         if norm is None:
             continue
         assert norm.weight is not None
-        is_float = norm.weight.dtype == torch.float32
+        is_float = has_dtype(norm.weight, "float32")
         setattr(
             entry,
             slot,

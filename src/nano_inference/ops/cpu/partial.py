@@ -4,9 +4,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, dtype_name, has_dtype, namespace
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.interface import AttentionArgs, KvcacheView, PartialAttention
 from nano_inference.parallel.context import SegmentRows
@@ -31,11 +29,12 @@ class SegmentPlan:
 def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
     """Implement `PartialAttention.plan`. Consecutive rows that share a table become one chunk."""
     positions, chunks = rows.positions, rows.row_chunks
-    begins = torch.ones(len(positions), dtype=torch.bool)
+    xp = namespace(positions)
+    begins = xp.ones(len(positions), dtype=xp.bool)
     begins[1:] = (chunks[1:] != chunks[:-1]) | (positions[1:] != positions[:-1] + 1)
     firsts = begins.nonzero()[:, 0]
     row_chunks = begins.cumsum(0) - 1
-    bounds = torch.cat([firsts, torch.tensor([len(positions)])])
+    bounds = xp.cat([firsts, xp.tensor([len(positions)])])
     kept = (
         positions,
         row_chunks,
@@ -77,7 +76,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         unit, index = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()
         if (
-            q.dtype != view.format.dtype
+            not has_dtype(q, view.format.dtype)
             or plan.block_size != keys.shape[3]
             or num_rows != plan.rows.num_rows
         ):
@@ -85,10 +84,10 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
                 f"{num_rows} rows of {q.dtype} do not match the plan ({plan.rows.num_rows} rows) "
                 f"or the keys ({view.format.dtype})."
             )
-        out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
+        out = namespace(q).empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
         shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale, cap)
         addresses = (units, keys[index].data_ptr(), view.values[index].data_ptr())
-        kinds = (q.dtype == torch.bfloat16, view.format.coded)
+        kinds = (has_dtype(q, "bfloat16"), view.format.coded)
         problem = Problem(shape, *kinds, keys.shape[2], *addresses, plan.rows)
         rows = q.contiguous()
         begins = None if plan.begins is None else plan.begins.data_ptr()
@@ -105,22 +104,20 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
             )
         return out
 
-    def merge(
-        states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
-    ) -> Tensor:
+    def merge(states: Tensor, counts: Tensor, dtype: Dtype, sinks: Tensor | None = None) -> Tensor:
         states, firsts = states.contiguous(), _bounds(counts)
         _, num_heads, width = states.shape
-        if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
+        if sinks is not None and (sinks.shape != (num_heads,) or not has_dtype(sinks, "float32")):
             raise ValueError(
                 f"sinks must be float32 ({num_heads},); got {sinks.dtype} {tuple(sinks.shape)}."
             )
         head_dim = width - LANES - 1
-        out = torch.empty((len(counts), num_heads * head_dim), dtype=dtype)
+        out = namespace(states).empty((len(counts), num_heads * head_dim), dtype=dtype)
         if len(counts):
             kernels.nano_merge_states(
                 states.data_ptr(),
                 firsts.data_ptr(),
-                *(len(counts), num_heads, head_dim, dtype == torch.bfloat16),
+                *(len(counts), num_heads, head_dim, dtype_name(dtype) == "bfloat16"),
                 None if sinks is None else sinks.data_ptr(),
                 out.data_ptr(),
                 num_threads,
@@ -131,4 +128,4 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
 
 
 def _bounds(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return namespace(counts).cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import ref
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, has_dtype, namespace
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.operations import (
@@ -91,6 +89,7 @@ class Program:
         # last request that uses it.
         self._adapters: tuple[ref[Adapter], ...] = ()
         self._adapter_rows = (ctypes.c_void_p * 0)()
+        self._xp = namespace(recorder.dtype)
         self._capacity = 0
         self._memory: list[Tensor] = []
         self._views: dict[Buffer, Tensor] = {}  # by buffer, over all rows in memory
@@ -139,7 +138,7 @@ class Program:
             self._take_adapters(batch)
         for name, tensor in rows.items():
             if (
-                tensor.dtype != torch.int64
+                not has_dtype(tensor, "int64")
                 or not tensor.is_contiguous()
                 or tensor.device.type != "cpu"
             ):
@@ -196,7 +195,7 @@ class Program:
             return
         self._capacity = max(16, 2 ** (num_rows - 1).bit_length())
         self._memory = [
-            torch.empty(self._capacity * size + ALIGNMENT, dtype=torch.uint8)
+            self._xp.empty(self._capacity * size + ALIGNMENT, dtype=self._xp.uint8)
             for size in self._sizes
         ]
         for index, memory in enumerate(self._memory):
@@ -208,7 +207,7 @@ class Program:
     def _view(self, buffer: Buffer, num_rows: int) -> Tensor:
         if buffer not in self._views:
             memory = self._memory[self._places[buffer.index]].view(buffer.dtype)
-            whole = memory.view(self._capacity, -1)
+            whole = memory.reshape(self._capacity, -1)
             self._views[buffer] = whole[:, buffer.first : buffer.first + buffer.columns]
         return self._views[buffer][:num_rows]
 
@@ -224,7 +223,7 @@ class Program:
             num_windows=len(windows),
             ops=ctypes.addressof(ops),
             windows=ctypes.addressof(windows),
-            is_bf16=recorder.dtype == torch.bfloat16,
+            is_bf16=has_dtype(recorder, "bfloat16"),
             num_positions=recorder.num_positions or NO_TABLE,
             block_size=1,
         )
@@ -297,7 +296,7 @@ def _layers(storage: Any, recorder: Recorder) -> Any:
 def run_once(
     record: Callable[..., Any],
     *inputs: Tensor | None,
-    dtype: torch.dtype,
+    dtype: Dtype,
     num_threads: int,
     kernels: ctypes.CDLL,
     storage: Any = None,

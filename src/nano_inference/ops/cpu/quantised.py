@@ -2,9 +2,7 @@
 
 import ctypes
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, has_dtype, namespace
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
 from nano_inference.ops.cpu.weights import LANES, CpuWeight, readable
@@ -30,7 +28,7 @@ class QuantisedWeight(CpuWeight):
         self,
         rows: int,
         columns: int,
-        dtype: torch.dtype,
+        dtype: Dtype,
         num_threads: int,
         form: Format,
         segments: tuple[int, ...] | None = None,
@@ -49,9 +47,8 @@ class QuantisedWeight(CpuWeight):
         codes = _aligned(panels * LANES * wide * form.bits // 8)
         whole = codes + _aligned(scales)
         size = (whole + mins if form.mins else codes + scales,)
-        self.data = (
-            torch.zeros(size, dtype=torch.uint8) if arena is None else arena.take(size, torch.uint8)
-        )
+        xp = namespace(dtype)
+        self.data = xp.zeros(size, dtype=xp.uint8) if arena is None else arena.take(size, xp.uint8)
         address = self.data.data_ptr()
         segment_bounds = Segments(len(self.bounds) - 1, self.bounds)
         self._struct = Quantised(
@@ -78,7 +75,7 @@ class QuantisedWeight(CpuWeight):
         source = readable(tensor)
         load().nano_quantise(
             source.data_ptr(),
-            source.dtype == torch.bfloat16,
+            has_dtype(source, "bfloat16"),
             self.codes,
             start,
             len(source),
@@ -112,7 +109,7 @@ class QuantisedWeight(CpuWeight):
         rows.
         """
         count = count_rows(self.rows, start, count)
-        out = torch.empty((count, self.columns))
+        out = namespace(self.dtype).empty((count, self.columns))
         load().nano_dequantise(
             self.codes, start, count, self.columns, out.data_ptr(), self.num_threads
         )

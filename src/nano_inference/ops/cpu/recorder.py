@@ -12,9 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Concatenate, cast
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, dtype_for, has_dtype, namespace
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.operations import (
     ADD,
@@ -66,11 +64,12 @@ class Recorder:
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: Dtype,
         moe: Moe[Tensor] | None = None,
         states: CpuStates | None = None,
     ) -> None:
         self.dtype = dtype
+        self.float32 = namespace(dtype).float32
         self._moe, self._states = moe, states
         self.latent = LatentOps(self._meet, self._latent_values)
         self.buffers: list[Buffer] = []
@@ -79,7 +78,7 @@ class Recorder:
         self.adapted: list[str] = []  # names of weights whose products adapters may add to
         self.num_positions = 0
 
-    def new(self, columns: int, dtype: torch.dtype) -> Buffer:
+    def new(self, columns: int, dtype: Dtype) -> Buffer:
         """Return a new buffer."""
         self.buffers.append(Buffer(len(self.buffers), columns, dtype))
         return self.buffers[-1]
@@ -92,7 +91,7 @@ class Recorder:
         part: tuple[int, int] | None = None,
     ) -> Buffer:
         weight = cast("PackedWeight | QuantisedWeight", weight)
-        out = self.new(weight.columns, torch.float32)
+        out = self.new(weight.columns, self.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
         values["codes"] = weight.codes
         if part is not None:
@@ -113,14 +112,17 @@ class Recorder:
             x.columns == weight.columns,
             f"x has {x.columns} columns, but the weight has {weight.columns}.",
         )
-        _require(x.dtype == weight.dtype, f"x is {x.dtype}, but the weight is {weight.dtype}.")
+        _require(
+            has_dtype(x, weight.dtype),
+            f"x is {x.dtype}, but the weight is {weight.dtype}.",
+        )
         if bias is not None:
             _require(
-                bias.shape == (weight.rows,),
+                tuple(bias.shape) == (weight.rows,),
                 f"bias must have shape ({weight.rows},); got {tuple(bias.shape)}.",
             )
-            bias = bias.to(weight.dtype).contiguous()
-        out = self.new(weight.rows, torch.float32)
+            bias = bias.to(dtype_for(bias, weight.dtype)).contiguous()
+        out = self.new(weight.rows, self.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         values["codes"] = weight.codes
         # quantized weights have their own segments
@@ -139,7 +141,7 @@ class Recorder:
     def lora(self, y: Buffer, x: Buffer, name: str, _batch: Any) -> Buffer:
         """Record `Ops.lora`, which adds in place."""
         _require(
-            y.dtype == torch.float32 and x.dtype == self.dtype,
+            y.dtype == self.float32 and x.dtype == self.dtype,
             f"y must be float32 and x {self.dtype}; got {y.dtype} and {x.dtype}.",
         )
         self.adapted.append(name)
@@ -154,11 +156,11 @@ class Recorder:
         buffer.
         """
         _require(
-            residual.dtype == torch.float32,
+            residual.dtype == self.float32,
             f"the residual stream must be float32; got {residual.dtype}.",
         )
         _require(
-            x is None or (x.columns == residual.columns and x.dtype == torch.float32),
+            x is None or (x.columns == residual.columns and x.dtype == self.float32),
             "x must be float32 and as wide as the residual stream.",
         )
         out = self.new(residual.columns, norm.dtype)
@@ -182,13 +184,13 @@ class Recorder:
         count = num_heads + (1 if rope.joint else 2) * num_kv_heads
         head_dim, rest = divmod(qkv.columns, count)
         _require(
-            not rest and qkv.dtype == torch.float32,
+            not rest and qkv.dtype == self.float32,
             f"qkv must be float32 [N, {count} * D]; got {qkv.columns} columns of {qkv.dtype}.",
         )
         _require(head_dim % 16 == 0, f"head_dim={head_dim} must be a multiple of 16.")
         for table in (cos, sin):
             _require(
-                table.dtype == torch.float32
+                has_dtype(table, "float32")
                 and table.is_contiguous()
                 and table.shape == cos.shape
                 and 0 < table.shape[1] * 2 <= head_dim,
@@ -197,7 +199,7 @@ class Recorder:
         _require(
             query_scales is None
             or (
-                query_scales.dtype == torch.float32
+                has_dtype(query_scales, "float32")
                 and query_scales.is_contiguous()
                 and query_scales.shape == (len(cos),)
             ),
@@ -246,7 +248,7 @@ class Recorder:
         )
         if sinks is not None:
             _require(
-                sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
+                sinks.shape == (heads,) and has_dtype(sinks, "float32") and sinks.is_contiguous(),
                 f"sinks must be float32 ({heads},); got {sinks.dtype} {tuple(sinks.shape)}.",
             )
         shape = Window(window, scores.scale, scores.cap, heads, kv_heads, head_dim)
@@ -266,10 +268,10 @@ class Recorder:
             f"rows of {q.columns} and {c.columns} numbers do not fit {kv.heads} heads of {sizes}.",
         )
         _require(
-            q.dtype == c.dtype == torch.float32,
+            q.dtype == c.dtype == self.float32,
             f"q and c must be float32; got {q.dtype} and {c.dtype}.",
         )
-        out = self.new((kv.heads + 2) * sizes.key, torch.float32)
+        out = self.new((kv.heads + 2) * sizes.key, self.float32)
         steps = {"heads": kv.heads, "input_step": query, "output_step": sizes.key}
         self._by_heads(self._rounded(q), kv.keys, out, steps | {"first_output": sizes.rotary})
         values = steps | {"turning": sizes.rotary, "columns": sizes.rank}
@@ -284,7 +286,7 @@ class Recorder:
             kv.sizes == sizes and attended.columns == kv.heads * sizes.key,
             f"rows of {attended.columns} numbers do not fit {kv.heads} heads of {sizes}.",
         )
-        out = self.new(kv.heads * sizes.value, torch.float32)
+        out = self.new(kv.heads * sizes.value, self.float32)
         steps = {"heads": kv.heads, "input_step": sizes.key, "output_step": sizes.value}
         latents = self.columns(attended, sizes.rotary, attended.columns)
         self._by_heads(latents, kv.values, out, steps)
@@ -294,7 +296,10 @@ class Recorder:
         self, x: Buffer, weight: PackedWeight, out: Buffer, steps: dict[str, int]
     ) -> None:
         """Record one product per head, of some columns of x and some rows of the weight."""
-        _require(x.dtype == weight.dtype, f"x is {x.dtype}, but the weight is {weight.dtype}.")
+        _require(
+            has_dtype(x, weight.dtype),
+            f"x is {x.dtype}, but the weight is {weight.dtype}.",
+        )
         size = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
         self.operations.append(Operation(LINEAR, (x,), out, weight=weight, values=size | steps))
 
@@ -365,7 +370,7 @@ class Recorder:
             out.copy_(moe(rows, experts, exchange, note, router_rows))
 
         inputs = (x,) if routed is None else (x, routed)
-        return self.call(None, compute, inputs, x.columns, torch.float32)
+        return self.call(None, compute, inputs, x.columns, self.float32)
 
     def columns(self, x: Buffer, start: int, stop: int) -> Buffer:
         """Return a buffer for some columns of x. Only products read such buffers."""
@@ -379,7 +384,7 @@ class Recorder:
         function: Joint,
         inputs: Sequence[Buffer],
         columns: int,
-        dtype: torch.dtype,
+        dtype: Dtype,
     ) -> Buffer:
         out = self.new(columns, dtype)
         self.operations.append(Operation(CALL, tuple(inputs), out, function=function))

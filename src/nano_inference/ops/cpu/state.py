@@ -3,9 +3,7 @@
 import ctypes
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, dtype_for, has_dtype, namespace
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import LANES
@@ -39,9 +37,9 @@ class CpuStates:
         layer: int,
     ) -> Tensor:
         """Implement `Ops.short_conv`. The result is rounded to the weights' dtype."""
-        dtype, channels = weights.conv.dtype, len(weights.conv)
+        dtype, channels = dtype_for(projected, weights.conv.dtype), len(weights.conv)
         rows = _rows(projected, 3 * channels)
-        out = torch.empty((len(rows), channels), dtype=dtype)
+        out = namespace(rows).empty((len(rows), channels), dtype=dtype)
         kept = view.column(layer, "inputs")
         step, conv = _step(batch, view), _convolution(weights.conv, weights.bias, kept)
         self._require(
@@ -49,7 +47,7 @@ class CpuStates:
                 ctypes.addressof(step),
                 ctypes.addressof(conv),
                 rows.data_ptr(),
-                dtype == torch.bfloat16,
+                has_dtype(out, "bfloat16"),
                 out.data_ptr(),
                 self.num_threads,
             )
@@ -65,18 +63,16 @@ class CpuStates:
         layer: int,
     ) -> Tensor:
         """Implement `Ops.delta_net`. The result is rounded to the weights' dtype."""
-        dtype, channels = weights.conv.dtype, len(weights.conv)
+        dtype, channels = dtype_for(projected, weights.conv.dtype), len(weights.conv)
         width, heads = weights.value_heads * weights.value_dim, weights.value_heads
         require_heads(weights.key_dim, weights.value_dim)
         rows = _rows(projected, channels + width + 2 * heads)
-        out, mixed = (
-            torch.empty((len(rows), width), dtype=dtype),
-            torch.empty((len(rows), channels)),
-        )
+        xp = namespace(rows)
+        out, mixed = xp.empty((len(rows), width), dtype=dtype), xp.empty((len(rows), channels))
         names = ("inputs", "keys", "values", "decays", "state")
         kept = {name: view.column(layer, name) for name in names}
         log_decay, decay_bias = weights.log_decay.contiguous(), weights.decay_bias.contiguous()
-        norm = weights.norm.to(dtype).contiguous()
+        norm = weights.norm.to(weights.conv.dtype).contiguous()
         step = _step(batch, view)
         conv = _convolution(weights.conv, None, kept["inputs"])
         rule = RULE(
@@ -101,7 +97,7 @@ class CpuStates:
                 ctypes.addressof(step),
                 ctypes.addressof(conv),
                 ctypes.addressof(rule),
-                dtype == torch.bfloat16,
+                has_dtype(out, "bfloat16"),
                 out.data_ptr(),
                 self.num_threads,
             )
@@ -116,13 +112,13 @@ class CpuStates:
                 f"a gate {tuple(gate.shape)} does not match rows {tuple(x.shape)}; both must "
                 "have the same shape and adjacent columns."
             )
-        out = torch.empty_like(x)
+        out = namespace(x).empty_like(x)
         self._c.nano_sigmoid_gate(
             x.data_ptr(),
             gate.data_ptr(),
             gate.stride(0),
             *x.shape,
-            x.dtype == torch.bfloat16,
+            has_dtype(x, "bfloat16"),
             out.data_ptr(),
             self.num_threads,
         )
@@ -160,7 +156,7 @@ def _step(batch: ForwardBatch, view: StateView) -> Any:
         name: getattr(batch, name)
         for name in ("positions", "slot_mapping", "row_chunks", "cu_seqlens_q", "block_tables")
     }
-    if any(each.dtype != torch.int64 or not each.is_contiguous() for each in columns.values()):
+    if any(not has_dtype(each, "int64") or not each.is_contiguous() for each in columns.values()):
         raise ValueError("a batch's columns must be contiguous int64 tensors.")
     units = view.unit_row()
     return STEP(

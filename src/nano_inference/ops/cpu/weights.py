@@ -1,33 +1,37 @@
 """`PackedWeight`: a matrix in the layout of the kernels, written and read by rows."""
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Device, Dtype, Tensor, dtype_name, has_dtype, namespace
 from nano_inference.ops.cpu.library import load
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 LANES = 16
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = ("bfloat16", "float32")
 
 
 class CpuWeight:
     """A weight [rows, columns] in the backend's own memory.
 
     Attributes:
+        data: Memory of the weight.
         dtype: Dtype that products read and `read` returns.
         num_threads: Number of threads that write and read it.
     """
 
-    device = torch.device("cpu")
+    data: Tensor
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, rows: int, columns: int, dtype: Dtype, num_threads: int) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, int]:
         """Shape [rows, columns], without padding."""
-        return torch.Size((self.rows, self.columns))
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> Device:
+        """Device of the memory: the CPU."""
+        return self.data.device
 
     def numel(self) -> int:
         """Return the number of weights, without padding."""
@@ -39,7 +43,7 @@ def readable(tensor: Tensor) -> Tensor:
     if they are bfloat16 and otherwise in float32.
     """
     source = tensor.detach().to("cpu")
-    return (source if source.dtype in DTYPES else source.float()).contiguous()
+    return (source if dtype_name(source.dtype) in DTYPES else source.float()).contiguous()
 
 
 class PackedWeight(CpuWeight):
@@ -55,18 +59,19 @@ class PackedWeight(CpuWeight):
         self,
         rows: int,
         columns: int,
-        dtype: torch.dtype,
+        dtype: Dtype,
         num_threads: int,
         arena: Arena | None = None,
     ) -> None:
         super().__init__(rows, columns, dtype, num_threads)
         panels = -(-rows // LANES)
+        xp = namespace(dtype)
         shape = (
             (panels, -(-columns // 2), LANES, 2)
-            if dtype == torch.bfloat16
+            if dtype == xp.bfloat16
             else (panels, columns, LANES)
         )
-        self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
+        self.data = xp.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
         self.data_ptr = self.data.data_ptr  # updates do not move it
 
     def write(self, start: int, tensor: Tensor) -> None:
@@ -75,9 +80,9 @@ class PackedWeight(CpuWeight):
         source = readable(tensor)
         load().nano_pack(
             source.data_ptr(),
-            source.dtype == torch.bfloat16,
+            has_dtype(source, "bfloat16"),
             self.data_ptr(),
-            self.dtype == torch.bfloat16,
+            has_dtype(self, "bfloat16"),
             start,
             len(source),
             self.columns,
@@ -88,7 +93,7 @@ class PackedWeight(CpuWeight):
         """Set the numbers at flat row-major `indices` [n], counted from row `start`, to `values`
         [n], in place.
         """
-        group = 2 if self.dtype == torch.bfloat16 else 1  # adjacent columns in the memory layout
+        group = 2 if has_dtype(self, "bfloat16") else 1  # adjacent columns in the memory layout
         rows = start + indices.div(self.columns, rounding_mode="floor")
         columns = indices % self.columns
         if len(indices) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
@@ -99,16 +104,17 @@ class PackedWeight(CpuWeight):
             group, rounding_mode="floor"
         )
         places = (lines * LANES + rows % LANES) * group + columns % group
-        self.data.view(-1).index_copy_(0, places, values.to(self.dtype))
+        self.data.reshape(-1).index_copy_(0, places, values.to(self.dtype))
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """Return a copy of rows [start, start + count), [count, columns]. None: all remaining
         rows.
         """
         count = count_rows(self.rows, start, count)
-        out = torch.empty((count, self.columns), dtype=self.dtype)
-        is_bf16 = self.dtype == torch.bfloat16
-        load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
+        out = namespace(self.dtype).empty((count, self.columns), dtype=self.dtype)
+        load().nano_unpack(
+            self.data_ptr(), out.data_ptr(), has_dtype(self, "bfloat16"), start, count, self.columns
+        )
         return out
 
     def clone(self) -> "PackedWeight":

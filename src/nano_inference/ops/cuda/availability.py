@@ -8,26 +8,25 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
+from nano_inference.arrays import Device, Dtype, dtype_name
 
+# Files of NVIDIA's driver: on Linux, on Jetson boards, and on Linux within Windows.
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1")
 MIN_CAPABILITY = (8, 0)  # supports bfloat16 products, with enough shared memory for the tiles
 MIN_TRITON = (3, 4)
 MAX_HEAD_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-def problem_with(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
+def problem_with(device: Device, dtype: Dtype, head_dims: Iterable[int]) -> str | None:
     """Return the reason why the kernels do not support this device, dtype or head dimensions. None:
     they do.
     """
     problem = problem_with_triton(device) or (
         problem_with_gpu(device) if device.type == "cuda" else None
     )
-    if problem is None and dtype not in DTYPES:
-        problem = (
-            f"{str(dtype).removeprefix('torch.')} has no CUDA kernels; use bfloat16, float16 "
-            "or float32."
-        )
+    if problem is None and dtype_name(dtype) not in DTYPES:
+        problem = f"{dtype_name(dtype)} has no CUDA kernels; use bfloat16, float16 or float32."
     for head_dim in head_dims:
         if problem is None and (head_dim % 8 or head_dim > MAX_HEAD_DIM):
             problem = (
@@ -37,8 +36,10 @@ def problem_with(device: torch.device, dtype: torch.dtype, head_dims: Iterable[i
     return problem
 
 
-def problem_with_gpu(device: torch.device) -> str | None:
+def problem_with_gpu(device: Device) -> str | None:
     """Return the reason why a GPU is too old. None: it is not."""
+    import torch
+
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return None
@@ -49,7 +50,7 @@ def problem_with_gpu(device: torch.device) -> str | None:
     )
 
 
-def problem_with_triton(device: torch.device) -> str | None:
+def problem_with_triton(device: Device) -> str | None:
     """Return the reason why Triton cannot compile for a device, or interpret on a CPU. None: it
     can.
     """
@@ -67,6 +68,8 @@ def problem_with_triton(device: torch.device) -> str | None:
         )
     interprets = _interprets()
     if device.type == "cpu" and not interprets:
+        import torch
+
         message = (
             "its kernels need a GPU. For tests, set TRITON_INTERPRET=1 to run them on a CPU in "
             "Triton's interpreter."
@@ -79,6 +82,8 @@ def problem_with_triton(device: torch.device) -> str | None:
 
 def why_no_cuda() -> str:
     """Return torch's reason for finding no CUDA device."""
+    import torch
+
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA."
     try:
@@ -91,7 +96,7 @@ def why_no_cuda() -> str:
 
 def has_nvidia_device() -> bool:
     """Return True if the system has an NVIDIA GPU, even if torch does not support it."""
-    return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0")
+    return any(map(os.path.exists, DRIVER_FILES))
 
 
 def _interprets() -> bool:

@@ -13,9 +13,9 @@ from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
 from nano_inference.ops.interface import Ops, call, columns
 from nano_inference.ops.reference import backend as reference
-from nano_inference.ops.reference.backend import scaled
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch
 
 VERSION = 2  # raised whenever any bit of the results may change

@@ -19,6 +19,7 @@ from torch.nn import functional
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 from nano_inference.parallel.context import SEGMENT, SegmentRows
+from nano_inference.sampling.scaling import capped
 
 KEY_TILE = 64
 VECTOR = 16  # numbers per vector
@@ -281,11 +282,6 @@ def _segment(
         acc[:, rows] = acc[:, rows] * rescale[..., None] + gained
         highest[:, rows] = new_highest
     return highest, total, acc
-
-
-def capped(x: Tensor, cap: float) -> Tensor:
-    """Compute cap * tanh(x / cap) in float32, written out like the activations."""
-    return cap * (1 - 2 / (1 + torch.exp(x * (2 / cap))))
 
 
 def _several(matrices: Tensor) -> Tensor:

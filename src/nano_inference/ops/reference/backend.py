@@ -8,7 +8,6 @@ work along single rows.
 """
 
 import functools
-import math
 from collections.abc import Generator, Sequence
 from itertools import accumulate, pairwise
 
@@ -36,14 +35,14 @@ from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference.attention import (
     attention,
     attention_states,
-    capped,
     merge_states,
     plan_attention,
     plan_states,
 )
 from nano_inference.ops.reference.quantised import QuantisedWeight, quantised_linear
 from nano_inference.ops.reference.state import delta_net, short_conv, sigmoid, sigmoid_gate
-from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
+from nano_inference.ops.rowwise import gate, normed_rows
+from nano_inference.ops.settings import Latent, Routing
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
@@ -51,12 +50,12 @@ from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
 from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
+from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch
 
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head that are cast to float32 together
 SCORE_TILE = 256  # rows whose logits are in memory together if only one logprob per row is needed
-LONG_SUM = 2**15  # sums of at least this many numbers are split between threads by torch
 
 EXPERT_TILE = 512  # rows whose products with all of their experts are in memory together
 
@@ -156,18 +155,6 @@ def rms_norm(
     return normed_rows(residual, norm), residual
 
 
-def normed_rows(x: Tensor, norm: Norm) -> Tensor:
-    """Normalize x [..., width] along its last axis."""
-    if norm.weight is None:
-        return x.to(norm.dtype)
-    x = x.float()
-    alone = x.numel() == x.shape[-1] >= LONG_SUM
-    squares = x.expand(2, *x.shape).pow(2) if alone else x.pow(2)
-    mean = squares.mean(dim=-1, keepdim=True)
-    scale = torch.rsqrt((mean[0] if alone else mean) + norm.eps)
-    return (x * scale * (norm.offset + norm.weight.float())).to(norm.dtype)
-
-
 def rope_and_store(
     qkv: Tensor,
     rope: RopeArgs,
@@ -219,23 +206,6 @@ def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
     return normed_rows(heads.float().flatten(1).unflatten(1, (-1, width)), norm).view(heads.shape)
 
 
-def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """Compute activation(gate) * up in float32. All activations have the form x * sigmoid(y).
-
-    The sigmoid is written out, since a library's sigmoid rounds differently at the ends of an
-    array.
-    """
-    first, second = gate_up.float().chunk(2, dim=-1)
-    y = first
-    if activation == "gelu_tanh":
-        # arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2 z)
-        y = 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
-    elif activation == "clamped_swiglu":
-        first = first.clamp(max=CLAMP)
-        y, second = SLOPE * first, second.clamp(-CLAMP, CLAMP) + 1
-    return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
-
-
 def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tensor:
     """Compute hidden @ weight.T, scaled, in float32 for any dtype of the weights: a rounded logit
     would make the logprob wrong.
@@ -251,12 +221,6 @@ def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tens
         ]
     whole = torch.cat(tiles, dim=1)
     return scaled(whole, scale)
-
-
-def scaled(products: Tensor, scale: LogitScale) -> Tensor:
-    """Apply a `LogitScale` to products: divide, then cap."""
-    whole = products if scale.divisor == 1 else products / scale.divisor
-    return capped(whole, scale.cap) if scale.cap else whole
 
 
 def draw(hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch) -> Draw:

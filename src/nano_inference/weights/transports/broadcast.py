@@ -16,16 +16,15 @@ from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.staging import Bucket
 from nano_inference.weights.transports import wire
+from nano_inference.weights.transports.addresses import Address, parse_address
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (
-    Address,
     ask_for_room,
     check_backend,
     default_room,
     device_for,
     join_group,
     join_store,
-    parse_address,
 )
 from nano_inference.weights.transports.reuse import ReusedMemory
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
+from nano_inference.arrays import Tensor, as_host
 from nano_inference.errors import WeightUpdateError
 from nano_inference.system.regular_files import read_text
 from nano_inference.weights.sources import BUCKET_BYTES, cut_into_buckets, read_copies
@@ -32,7 +32,7 @@ def write_folder(
     max_file_bytes: int = 16 * BUCKET_BYTES,
 ) -> Path:
     """Write an update for `WeightFolder` to read, and return the folder. Files of an earlier update
-    are replaced.
+    are replaced. The weights are torch tensors on any device, or numpy arrays.
 
     The update is complete only when the marker exists, and each file appears as a whole, so a
     reader never sees a partial file.
@@ -48,11 +48,7 @@ def write_folder(
     for number, bucket in enumerate(cut_into_buckets(weights, max_file_bytes), start=1):
         name = f"weights-{number:05d}.safetensors"
         unfinished = folder / f".{name}.unfinished"
-        # cloned, because safetensors rejects tensors that share memory
-        save_file(
-            {key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()},
-            unfinished,
-        )
+        save_file({key: as_host(each).contiguous() for key, each in bucket.items()}, unfinished)
         sizes[name] = unfinished.stat().st_size
         unfinished.rename(folder / name)
     unfinished = folder / f".{MARKER}.unfinished"

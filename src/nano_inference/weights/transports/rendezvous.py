@@ -11,49 +11,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.deadline import Deadline, before
 from nano_inference.parallel.process_group import ProcessGroup, dist, first_line, make_backend
+from nano_inference.weights.transports.addresses import Address, url_of
 
-Address = tuple[str, int]
 Made = TypeVar("Made")
-
-
-def parse_address(address: str) -> Address:
-    """Return (host, port) of "tcp://host:port". Raises `WeightUpdateError`."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except (ValueError, TypeError, AttributeError):
-        host, port, parts = None, None, None
-    if parts is None or parts.scheme != "tcp" or not host or port is None or parts.path:
-        raise WeightUpdateError(f"address={address!r} must be tcp://host:port.")
-    check_host(host)
-    return host, port
-
-
-def check_host(host: str) -> None:
-    """Raise `WeightUpdateError` for text that cannot be a host name or address."""
-    try:
-        fits = (
-            0 < len(host.encode("idna")) <= 255
-            and host.isprintable()
-            and not set(host) & set(" /?#@%\\")
-        )
-    except UnicodeError:
-        fits = False
-    if not fits:
-        raise WeightUpdateError(f"{host!r:.80} must be a host name or an IP address.")
-
-
-def url_of(address: Address) -> str:
-    """Return the text that `parse_address` reads."""
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"tcp://{host}:{address[1]}"
 
 
 def serve_store(address: Address, timeout: float) -> Any:

@@ -4,12 +4,8 @@ import ctypes
 import weakref
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import HOST, Tensor, namespace
 from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
-
-CPU = torch.device("cpu")
 
 
 class ReusedMemory:
@@ -18,25 +14,27 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, num_bytes: int, slack: int = 0, device: torch.device = CPU) -> Tensor:
-        """Return an uninitialized tensor, uint8 [num_bytes + slack]. From 2 MiB on, it reuses
-        earlier CPU memory, if any. On other devices, torch manages the memory.
+    def take(self, num_bytes: int, slack: int = 0, device: Any = HOST) -> Tensor:
+        """Return an uninitialized array, uint8 [num_bytes + slack]: a torch tensor if `device` is
+        torch's. From 2 MiB on, it reuses earlier CPU memory, if any. On GPUs, torch manages the
+        memory.
 
         Pages of the slack are mapped only when they are written.
         """
+        xp = namespace(device)
         used, num_bytes = num_bytes, num_bytes + slack
         if used < HUGE_PAGE or device.type != "cpu":
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return xp.empty(num_bytes, dtype=xp.uint8, device=device)
         piece = self._find(num_bytes)
         if piece is None:
-            piece = torch.empty(num_bytes, dtype=torch.uint8)
+            piece = xp.empty(num_bytes, dtype=xp.uint8)
             advise_huge_pages(piece[:used])
             populate(piece[:used])
         kind: Any = type("Lease", (ctypes.c_uint8 * num_bytes,), {})
         lease = kind.from_address(piece.data_ptr())
-        # torch keeps the lease alive while a tensor uses the memory
+        # both libraries keep the lease alive while a tensor uses the memory
         weakref.finalize(lease, self._free.append, piece).atexit = False
-        return torch.frombuffer(lease, dtype=torch.uint8)
+        return xp.frombuffer(lease, dtype=xp.uint8)
 
     def forget(self) -> None:
         """Release unused memory to the system."""

@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Tensor, host
 from nano_inference.errors import WeightUpdateError
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
@@ -33,7 +31,7 @@ class SafetensorsBytes:
         self._size, self._shapes, self._seen, self._memory = size, shapes, seen, memory
         self._head = bytearray()  # bytes received until the header is complete
         self._places: list[tuple[wire.TensorInfo, int, int]] | None = None
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._data: Tensor = host.empty(0, dtype=host.uint8)
         self._filled = 0
 
     @property
@@ -64,7 +62,7 @@ class SafetensorsBytes:
             raise WeightUpdateError(f"received more than the announced {self._size} bytes.")
         if part:
             into = self._data[self._filled : self._filled + len(part)]
-            into.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+            into.copy_(host.frombuffer(part, dtype=host.uint8))
             self._filled += len(part)
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:

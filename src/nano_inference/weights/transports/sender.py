@@ -11,13 +11,13 @@ from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.sources import BUCKET_BYTES
 from nano_inference.weights.staging import WeightPatch
 from nano_inference.weights.transports import wire
+from nano_inference.weights.transports.addresses import parse_address
 from nano_inference.weights.transports.interface import Deadline, overlapped
 from nano_inference.weights.transports.rendezvous import (
     check_backend,
     device_for,
     join_group,
     open_room,
-    parse_address,
     serve_store,
 )
 

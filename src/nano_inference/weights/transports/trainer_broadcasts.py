@@ -21,17 +21,16 @@ from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.deadline import before
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
+from nano_inference.weights.transports.addresses import Address, url_of
 from nano_inference.weights.transports.broadcast import GroupReceiver, check_ranks
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (
-    Address,
     check_backend,
     default_room,
     device_for,
     device_room,
     join_group,
     join_store,
-    url_of,
     when_served,
 )
 from nano_inference.weights.transports.reuse import ReusedMemory

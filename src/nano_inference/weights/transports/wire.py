@@ -6,13 +6,12 @@ tensor is stored row by row. A patch is stored as int64 indices, then values.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
+from nano_inference.arrays import Dtype, Tensor, dtype_name, host, namespace
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
@@ -22,11 +21,7 @@ from nano_inference.weights.transports.interface import Shapes
 FORMAT = 1
 ALIGNMENT = 16
 RUN_BYTES = 2**23  # bytes per message: a balance between message overhead and overlap
-DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +29,20 @@ class TensorInfo:
     """Description of a tensor of a bucket or, with `count`, of a patch of that many elements."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     count: int | None = None
 
     def sizes(self) -> list[int]:
         """Return the size of each stored tensor in bytes."""
         if self.count is not None:
-            return [8 * self.count, self.dtype.itemsize * self.count]
-        return [self.dtype.itemsize * torch.Size(self.shape).numel()]
+            return [8 * self.count, self.itemsize * self.count]
+        return [self.itemsize * math.prod(self.shape)]
+
+    @property
+    def itemsize(self) -> int:
+        """Size of a number in bytes."""
+        return getattr(host, self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,10 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
         entries = [
             (
                 TensorInfo(name, _known(name, values.dtype), (), len(indices)),
-                [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
+                [
+                    indices.detach().to(namespace(indices).int64).contiguous(),
+                    values.detach().contiguous(),
+                ],
             )
             for name, indices, values in weights
         ]
@@ -95,7 +98,7 @@ def cut(sent: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendab
 def encode(description: Description) -> bytes:
     """Return the description as JSON."""
     buckets = [
-        [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket]
+        [[each.name, each.dtype, each.shape, each.count] for each in bucket]
         for bucket in description.buckets
     ]
     return json.dumps(
@@ -177,11 +180,8 @@ def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Ten
         for tensor in tensors:
             end = at + tensor.nbytes
             if at < stop and end > start:
-                source = (
-                    tensor.view(-1)
-                    .view(torch.uint8)[max(start - at, 0) : stop - at]
-                    .to(room.device)
-                )
+                content = tensor.reshape(-1).view(room.dtype)
+                source = content[max(start - at, 0) : stop - at].to(room.device)
                 if len(source) == len(flat):
                     return source
                 low = max(at - start, 0)
@@ -192,6 +192,7 @@ def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Ten
 
 def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | list[WeightPatch]:
     """Return the tensors or patches of a bucket as views of `flat`. No bucket has both."""
+    xp = namespace(flat)
     tensors: dict[str, Tensor] = {}
     patches: list[WeightPatch] = []
     start = 0
@@ -201,11 +202,10 @@ def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | li
             views.append(flat[start : start + size])
             start += _aligned(size)
         if info.count is None:
-            tensors[info.name] = views[0].view(info.dtype).view(info.shape)
+            tensors[info.name] = views[0].view(getattr(xp, info.dtype)).reshape(info.shape)
         else:
-            patches.append(
-                WeightPatch(info.name, views[0].view(torch.int64), views[1].view(info.dtype))
-            )
+            values = views[1].view(getattr(xp, info.dtype))
+            patches.append(WeightPatch(info.name, views[0].view(xp.int64), values))
     return tensors or patches
 
 
@@ -216,7 +216,8 @@ def flat_bucket(bucket: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
     sent = sendable(bucket)
     pieces = tuple(piece for piece, _ in sent)
     size = num_bytes(pieces)
-    content = laid_out(sent, 0, size, torch.zeros(size, dtype=torch.uint8))
+    xp = namespace(sent[0][1][0])
+    content = laid_out(sent, 0, size, xp.zeros(size, dtype=xp.uint8))
     return encode(Description(None, (pieces,))), content
 
 
@@ -226,8 +227,8 @@ def opened_bucket(description: bytes, content: Tensor, shapes: Shapes) -> dict[s
     """
     (pieces,) = decode(description, shapes).buckets
     size = num_bytes(pieces)
-    if content.dtype != torch.uint8 or content.shape != (size,):
-        kind = str(content.dtype).removeprefix("torch.")
+    kind = dtype_name(content.dtype)
+    if kind != "uint8" or content.shape != (size,):
         raise WeightUpdateError(
             f"a bucket described as {size} bytes has type {kind} and shape {list(content.shape)}."
         )
@@ -241,9 +242,9 @@ def tensor_of(info: TensorInfo, content: Tensor) -> Tensor:
     """Return the tensor stored in these bytes, uint8: a view, or a copy if they are not aligned to
     its dtype.
     """
-    if content.data_ptr() % info.dtype.itemsize:
+    if content.data_ptr() % info.itemsize:
         content = content.clone()
-    return content.view(info.dtype).view(info.shape)
+    return content.view(getattr(namespace(content), info.dtype)).reshape(info.shape)
 
 
 def _checked(entry: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> TensorInfo:
@@ -261,18 +262,18 @@ def _checked(entry: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -
     if count is None:
         if shape != list(known):
             raise WeightUpdateError(f"{name!r} has shape {shape!r}, expected {known}.")
-    elif not is_whole(count, 0) or count > torch.Size(known).numel():
+    elif not is_whole(count, 0) or count > math.prod(known):
         raise WeightUpdateError(
-            f"the patch of {name!r} has {count!r} elements; it must have 0 to "
-            f"{torch.Size(known).numel()}."
+            f"the patch of {name!r} has {count!r} elements; it must have 0 to {math.prod(known)}."
         )
-    return TensorInfo(name, DTYPES[dtype], known, count)
+    return TensorInfo(name, dtype, known, count)
 
 
-def _known(name: str, dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPE_NAMES:
+def _known(name: str, dtype: Dtype) -> str:
+    known = dtype_name(dtype)
+    if known not in DTYPES:
         raise WeightUpdateError(f"{name!r} has dtype {dtype}; use one of {', '.join(DTYPES)}.")
-    return dtype
+    return known
 
 
 def _aligned(size: int) -> int:

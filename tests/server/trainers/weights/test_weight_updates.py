@@ -150,9 +150,9 @@ def test_types_of_one_bucket_may_differ(
 
 def test_packed_tensors_need_not_be_aligned() -> None:
     run = [
-        TensorInfo("a", torch.bfloat16, (3,)),
-        TensorInfo("b", torch.float32, (2, 1)),
-        TensorInfo("c", torch.float64, (1,)),
+        TensorInfo("a", "bfloat16", (3,)),
+        TensorInfo("b", "float32", (2, 1)),
+        TensorInfo("c", "float64", (1,)),
     ]
     sent = {
         "a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(),
@@ -169,9 +169,7 @@ def test_packed_tensors_need_not_be_aligned() -> None:
 def test_run_ends_with_the_tensor_that_makes_it_too_long(
     lengths: list[int], max_bytes: int
 ) -> None:
-    pieces = [
-        TensorInfo(str(place), torch.float32, (length,)) for place, length in enumerate(lengths)
-    ]
+    pieces = [TensorInfo(str(place), "float32", (length,)) for place, length in enumerate(lengths)]
     runs = trainer_broadcasts.packed(pieces, max_bytes)
     assert [piece for run in runs for piece in run] == pieces
     sizes = [[4 * piece.shape[0] for piece in run] for run in runs]
