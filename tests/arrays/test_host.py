@@ -218,6 +218,8 @@ FUNCTIONS = {
     "bincount": Function(bincount, of.SIGNED, odd=False),
     "argsort": Function(argsort, of.NUMBERS, min_dims=1, signed_zeros=False),
     "isfinite": Function(isfinite, of.NUMBERS),
+    "rsqrt": Function(lambda x, xp, pick: xp.rsqrt(x.abs()), of.FLOATS, tolerance=1e-2),
+    "nn": Function(softplus, of.FLOATS, tolerance=1e-2),
     "exp": Function(unary("exp"), of.FLOATS, tolerance=1e-6),
     "log": Function(log, of.FLOATS, tolerance=1e-6),
     "cos": Function(unary("cos"), of.FLOATS, odd=False, tolerance=1e-6),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.arrays import HostArray
+from nano_inference.arrays import HostArray, host
 from tests.arrays import twins as of
 from tests.arrays.twins import Case, Twins, compare, twins
 from tests.depth import at_depth
@@ -123,7 +123,7 @@ def view_of_dtype(x: Any, xp: Any, pick: random.Random) -> Any:
     size = x.element_size()
     names = {1: ("uint8", "int8"), 2: ("int16", "bfloat16"), 4: ("int32",), 8: ("int64",)}[size]
     bits = x.view(getattr(xp, pick.choice(names)))
-    if x.ndim and x.is_contiguous() and x.numel():
+    if x.ndim and x.is_contiguous() and x.shape[-1] > 1:
         return bits, x.view(xp.uint8)
     return bits
 
@@ -253,6 +253,29 @@ def copy(x: Any, xp: Any, pick: random.Random) -> Any:
     return x.copy_(row, non_blocking=True)
 
 
+def chunk(x: Any, xp: Any, pick: random.Random) -> Any:
+    return x.chunk(pick.randrange(1, 6), dim_of(x, pick))
+
+
+def index_put(x: Any, xp: Any, pick: random.Random) -> Any:
+    rows = xp.tensor(pick.choices(range(x.shape[0]), k=3), dtype=xp.int64)
+    once = xp.arange(x.shape[0])[: pick.randrange(x.shape[0] + 1)]
+    added = x.index_put((rows,), xp.ones(3, *x.shape[1:], dtype=x.dtype), accumulate=True)
+    return added, x.index_put((once,), x[: len(once)] + 1)
+
+
+def scatter(x: Any, xp: Any, pick: random.Random) -> Any:
+    dim = dim_of(x, pick)
+    order = xp.zeros(x.shape, dtype=xp.int64) + pick.randrange(x.shape[dim])
+    return x.scatter_(dim, order.narrow(dim, 0, 1), x.narrow(dim, 0, 1).clone() + 1)
+
+
+def topk(x: Any, xp: Any, pick: random.Random) -> Any:
+    dim = dim_of(x, pick)
+    values, places = x.topk(pick.randrange(x.shape[dim] + 1), dim=dim)
+    return values, x.gather(dim, places)
+
+
 IN_PLACE = ("permuted", "strided", "narrowed")
 METHODS = {
     "data_ptr": Method(lambda x, xp, pick: (x.data_ptr() % x.element_size(), x)),
@@ -270,11 +293,11 @@ METHODS = {
     "fill_": Method(lambda x, xp, pick: x.fill_(pick.choice((0, 1))), layouts=IN_PLACE),
     "zero_": Method(lambda x, xp, pick: x.zero_(), layouts=IN_PLACE),
     "to": Method(to, of.EVERY, odd=False),
-    "float": Method(lambda x, xp, pick: x.float()),
-    "double": Method(lambda x, xp, pick: x.double()),
-    "long": Method(lambda x, xp, pick: x.long(), odd=False),
-    "int": Method(lambda x, xp, pick: x.int(), odd=False),
-    "bool": Method(lambda x, xp, pick: x.bool()),
+    "float": Method(lambda x, xp, pick: x.float(), ("float32",) * 9 + of.EVERY),
+    "double": Method(lambda x, xp, pick: x.double(), ("float64",) * 9 + of.EVERY),
+    "long": Method(lambda x, xp, pick: x.long(), ("int64",) * 9 + of.EVERY, odd=False),
+    "int": Method(lambda x, xp, pick: x.int(), ("int32",) * 9 + of.EVERY, odd=False),
+    "bool": Method(lambda x, xp, pick: x.bool(), ("bool",) * 9 + of.EVERY),
     "view": Method(view),
     "flatten": Method(flatten),
     "unflatten": Method(unflatten, min_dims=1),
@@ -316,6 +339,14 @@ METHODS = {
     "div": Method(div, of.NUMBERS),
     "new_empty": Method(new("new_empty", is_filled=False)),
     "new_zeros": Method(new("new_zeros", is_filled=True)),
+    "chunk": Method(chunk, min_dims=1),
+    "aminmax": Method(
+        lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
+    ),
+    "mean": Method(along("mean"), of.FLOATS, min_size=1, odd=False, tolerance=1e-6),
+    "index_put": Method(index_put, of.NUMBERS, 1, min_size=1, odd=False),
+    "scatter_": Method(scatter, of.NUMBERS, 1, min_size=1, layouts=IN_PLACE),
+    "topk": Method(topk, of.NUMBERS, 1, signed_zeros=False),
     # further cases
     "view (dtype)": Method(view_of_dtype),
     "to (float)": Method(to_floats, of.FLOATS),
@@ -347,3 +378,36 @@ def test_method_returns_the_same_as_torch(method: Method, data: st.DataObject, s
             tolerance=method.tolerance,
             signed_zeros=method.signed_zeros,
         )
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_sums_of_narrow_floats_are_rounded_once(name: str) -> None:
+    array, tensor = of.twins_of(np.ones((3, 3000), dtype=getattr(host, name)))
+    for dim in (None, 0, 1):
+        of.assert_same(array.sum(dim), tensor.sum(dim))
+    of.assert_same(array.cumsum(1), tensor.cumsum(1))
+    assert array.sum(1).tolist() == [3000 if name == "float16" else 3008] * 3
+
+
+def test_functions_of_numpy_order_along_their_axis() -> None:
+    array = host.tensor([[3, 1], [2, 4]])
+    assert np.argsort(array, axis=0).tolist() == [[1, 0], [0, 1]]
+    assert np.sort(array, axis=0).tolist() == [[2, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("narrow", (0, 1, 3)), ("narrow", (0, 4, 0)), ("narrow", (0, -4, 1)), ("narrow", (1, 0, 1))]
+    + [(name, (1, 0)) for name in ("select", "index_select")]
+    + [
+        ("split", ([1, 1],)),
+        ("view", (2, 2)),
+        ("view", (4, -1)),
+        ("expand", (4,)),
+        ("to", ("cuda",)),
+    ]
+    + [("div", (2, "trunc"))],
+)
+def test_wrong_arguments_are_rejected(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        getattr(host.tensor([1, 2, 3]), name)(*arguments)

@@ -106,7 +106,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 def equal(a: HostArray, b: HostArray) -> builtins.bool:
     """Return True if both arrays have the same shape and numbers."""
-    return a.shape == b.shape and builtins.bool(np.array_equal(a, b))
+    return builtins.bool(np.array_equal(a, b))
 
 
 def searchsorted(ordered: HostArray, values: Any, right: Any = False) -> Any:

@@ -116,7 +116,7 @@ class HostArray(Base):
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
         with np.errstate(all="ignore"):  # too large numbers become infinite
-            return self.astype(dtype, copy=copy or dtype != self.dtype)
+            return self.astype(dtype, copy=copy)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -198,7 +198,8 @@ class HostArray(Base):
 
     def chunk(self, count: Any, dim: Any = 0) -> tuple[Any, ...]:
         """Cut a dimension into at most this many views of equal size, the last one smaller."""
-        return self.split(max(-(-self.shape[dim] // count), 1), dim)
+        size = -(-self.shape[dim] // count)
+        return self.split(size or [0] * count, dim)
 
     def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
         """Return the views at each index of a dimension."""
@@ -234,7 +235,10 @@ class HostArray(Base):
         return _summed(super().sum, self.dtype, _along(dim, keepdim, others))
 
     def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
-        return super().mean(**_along(dim, keepdim, others))
+        options = _along(dim, keepdim, others)
+        if self.dtype.kind in "iub":
+            return super().mean(**options)
+        return _summed(super().mean, self.dtype, options)
 
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
@@ -252,6 +256,8 @@ class HostArray(Base):
         self, dim: Any = -1, descending: Any = False, stable: Any = False, **others: Any
     ) -> Any:
         dim = others.pop("axis", dim)  # functions of numpy call this method as well
+        if self.dtype.kind == "V":  # numpy would not sort the NaN of these dtypes
+            return self.float().argsort(dim, descending=descending, stable=stable)
         if stable:
             others = {"kind": "stable"}
         if not descending:
