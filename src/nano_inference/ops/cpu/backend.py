@@ -36,7 +36,7 @@ from nano_inference.ops.interface import (
 from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
-VERSION = 3  # raised whenever any bit of the results may change
+VERSION = 4  # raised whenever any bit of the results may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
 
 
