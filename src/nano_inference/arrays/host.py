@@ -25,17 +25,17 @@ bool = np.dtype(np.bool_)
 inf, nan = math.inf, math.nan
 
 
-def empty(*shape: Any, dtype: Any = float32, device: Any = None) -> Any:
+def empty(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """Return an uninitialized array."""
-    return HostArray(shape_of(shape), dtype=dtype)
+    return HostArray(shape_of(shape), dtype=float32 if dtype is None else dtype)
 
 
-def zeros(*shape: Any, dtype: Any = float32, device: Any = None) -> Any:
+def zeros(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """Return zeros. Their pages are allocated at the first write."""
-    return np.zeros(shape_of(shape), dtype=dtype).view(HostArray)
+    return np.zeros(shape_of(shape), dtype=float32 if dtype is None else dtype).view(HostArray)
 
 
-def ones(*shape: Any, dtype: Any = float32, device: Any = None) -> Any:
+def ones(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """Return ones."""
     return empty(*shape, dtype=dtype).fill_(1)
 
@@ -45,17 +45,17 @@ def full(shape: Any, value: Any, dtype: Any = None, device: Any = None) -> Any:
     return empty(shape, dtype=_dtype_of(value) if dtype is None else dtype).fill_(value)
 
 
-def empty_like(array: HostArray, dtype: Any = None) -> Any:
+def empty_like(array: HostArray, dtype: Any = None, device: Any = None) -> Any:
     """Return an uninitialized array of the same shape."""
     return empty(array.shape, dtype=array.dtype if dtype is None else dtype)
 
 
-def zeros_like(array: HostArray, dtype: Any = None) -> Any:
+def zeros_like(array: HostArray, dtype: Any = None, device: Any = None) -> Any:
     """Return zeros of the same shape."""
     return zeros(array.shape, dtype=array.dtype if dtype is None else dtype)
 
 
-def full_like(array: HostArray, value: Any, dtype: Any = None) -> Any:
+def full_like(array: HostArray, value: Any, dtype: Any = None, device: Any = None) -> Any:
     """Return an array of one value and of the same shape."""
     return full(array.shape, value, dtype=array.dtype if dtype is None else dtype)
 
@@ -100,17 +100,19 @@ def stack(arrays: Sequence[HostArray], dim: int = 0) -> Any:
 
 def where(condition: Any, a: Any, b: Any) -> Any:
     """Choose between two arrays or numbers."""
-    return np.where(condition, a, b).view(HostArray)
+    dtype = _result_dtype(a, b)
+    return np.where(condition, np.asarray(a, dtype), np.asarray(b, dtype)).view(HostArray)
 
 
 def equal(a: HostArray, b: HostArray) -> builtins.bool:
     """Return True if both arrays have the same shape and numbers."""
-    return a.shape == b.shape and builtins.bool(np.array_equal(a, b))
+    return builtins.bool(np.array_equal(a, b))
 
 
 def searchsorted(ordered: HostArray, values: Any, right: Any = False) -> Any:
     """Return where values belong in an ordered array."""
-    return np.searchsorted(ordered, values, side="right" if right else "left").view(HostArray)
+    places = np.searchsorted(ordered, values, side="right" if right else "left")
+    return np.asarray(places).view(HostArray)
 
 
 def bincount(values: HostArray, minlength: int = 0) -> Any:
@@ -118,9 +120,9 @@ def bincount(values: HostArray, minlength: int = 0) -> Any:
     return np.bincount(values, minlength=minlength).view(HostArray)
 
 
-def argsort(array: HostArray, **options: Any) -> Any:
+def argsort(array: HostArray, dim: int = -1, **options: Any) -> Any:
     """Return the indices that order an array."""
-    return array.argsort(**options)
+    return array.argsort(dim, **options)
 
 
 def rsqrt(array: HostArray) -> Any:
@@ -135,9 +137,10 @@ def isfinite(array: HostArray) -> Any:
 
 def exp(array: HostArray) -> Any:
     """Return e to the power of each number. float32 is computed in float64 and rounded once."""
-    if array.dtype != float32:
-        return np.exp(array)
-    return np.exp(array, out=empty_like(array), dtype=float64, casting="same_kind")
+    with np.errstate(over="ignore", under="ignore"):  # torch warns neither
+        if array.dtype != float32:
+            return np.exp(array)
+        return np.exp(array, out=empty_like(array), dtype=float64, casting="same_kind")
 
 
 def _softplus(array: HostArray) -> Any:
@@ -158,7 +161,7 @@ log, cos, sin, sqrt, floor, round = (
     np.sin,
     np.sqrt,
     np.floor,
-    np.round,
+    np.rint,
 )
 maximum, minimum, finfo, iinfo = np.maximum, np.minimum, ml_dtypes.finfo, np.iinfo
 
@@ -168,3 +171,14 @@ def _dtype_of(value: Any) -> "np.dtype[Any]":
     if isinstance(value, (np.bool_, builtins.bool)):
         return bool
     return int64 if isinstance(value, (int, np.integer)) else float32
+
+
+def _result_dtype(a: Any, b: Any) -> "np.dtype[Any]":
+    """Return torch's dtype for two arrays or numbers. Numbers do not widen arrays."""
+    dtypes = [each.dtype if isinstance(each, np.ndarray) else _dtype_of(each) for each in (a, b)]
+    ranks = [{"b": 0, "i": 1, "u": 1}.get(each.kind, 2) for each in dtypes]
+    if ranks[0] != ranks[1]:
+        return dtypes[ranks.index(max(ranks))]
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.promote_types(*dtypes)
+    return dtypes[0 if isinstance(a, np.ndarray) else 1]

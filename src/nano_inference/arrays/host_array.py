@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index
 
 Sizes = Sequence[int]
 if TYPE_CHECKING:  # overridden methods take the arguments of torch
@@ -21,6 +22,9 @@ class HostDevice:
 
     def __repr__(self) -> str:
         return "cpu"
+
+    def __reduce__(self) -> str:
+        return "HOST"  # copies and other processes get the same object
 
 
 HOST: Any = HostDevice()  # `Device` for type checkers
@@ -112,7 +116,7 @@ class HostArray(Base):
                 raise ValueError(f"a host array cannot move to {change!r}.")
         dtype = self.dtype if dtype is None else dtype
         with np.errstate(all="ignore"):  # too large numbers become infinite
-            return self.astype(dtype, copy=copy or dtype != self.dtype)
+            return self.astype(dtype, copy=copy)
 
     def float(self) -> Any:
         """Return this array in float32."""
@@ -139,18 +143,21 @@ class HostArray(Base):
     def view(self, *target: Any, **others: Any) -> Any:
         """Return the same memory in another shape, dtype or class."""
         if target and not others and isinstance(target[0], (int, np.integer, tuple, list)):
-            return self.reshape(*target)
+            return self.reshape(*target, copy=False)
         return super().view(*target, **others)
 
     def flatten(self, start: Any = 0, end: Any = -1) -> Any:
         """Join dimensions from `start` to `end`: a view if possible."""
-        start, end = start % self.ndim, end % self.ndim + 1
-        size = math.prod(self.shape[start:end])
-        return self.reshape(*self.shape[:start], size, *self.shape[end:])
+        if self.ndim == 0:
+            return self.reshape(1)
+        end = normalize_axis_index(end, self.ndim) + 1
+        joined = math.prod(self.shape[start:end])
+        return self.reshape(*self.shape[:start], joined, *self.shape[end:])
 
     def unflatten(self, dim: Any, sizes: Sizes) -> Any:
         """Split a dimension into several."""
-        dim = dim % self.ndim
+        dim = normalize_axis_index(dim, self.ndim)
+        sizes = np.empty(self.shape[dim], dtype=np.bool_).reshape(*sizes).shape  # -1 is resolved
         return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
     def unsqueeze(self, dim: Any) -> Any:
@@ -159,17 +166,23 @@ class HostArray(Base):
 
     def expand(self, *sizes: Any) -> Any:
         """Repeat dimensions of size 1 without a copy. -1 keeps a size."""
+        sizes = shape_of(sizes)
         old = (1,) * (len(sizes) - self.ndim) + self.shape
         wanted = tuple(a if b == -1 else b for a, b in zip(old, sizes, strict=True))
         return np.broadcast_to(self, wanted, subok=True)
 
     def narrow(self, dim: Any, start: Any, length: Any) -> Any:
         """Return indices [start, start + length) of a dimension, as a view."""
-        return self[(slice(None),) * (dim % self.ndim) + (slice(start, start + length),)]
+        dim = normalize_axis_index(dim, self.ndim)
+        size = self.shape[dim]
+        first = start + size if start < 0 else start
+        if not 0 <= first <= first + length <= size:
+            raise IndexError(f"a dimension of size {size} has no {length} indices from {start}.")
+        return self[(slice(None),) * dim + (slice(first, first + length),)]
 
     def select(self, dim: Any, index: Any) -> Any:
         """Return one index of a dimension, as a view."""
-        return self[(slice(None),) * (dim % self.ndim) + (index,)]
+        return self[(slice(None),) * normalize_axis_index(dim, self.ndim) + (index, ...)]
 
     def split(self, sizes: Any, dim: Any = 0) -> tuple[Any, ...]:
         """Cut a dimension into views of these sizes, or of one size."""
@@ -185,7 +198,8 @@ class HostArray(Base):
 
     def chunk(self, count: Any, dim: Any = 0) -> tuple[Any, ...]:
         """Cut a dimension into at most this many views of equal size, the last one smaller."""
-        return self.split(max(-(-self.shape[dim] // count), 1), dim)
+        size = -(-self.shape[dim] // count)
+        return self.split(size or [0] * count, dim)
 
     def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
         """Return the views at each index of a dimension."""
@@ -197,7 +211,7 @@ class HostArray(Base):
 
     def permute(self, *dims: Any) -> Any:
         """Reorder dimensions, as a view."""
-        return np.transpose(self, dims)
+        return np.transpose(self, shape_of(dims))
 
     def movedim(self, source: Any, target: Any) -> Any:
         """Move a dimension to another place, as a view."""
@@ -207,21 +221,24 @@ class HostArray(Base):
 
     def amax(self, dim: Any = None, keepdim: Any = False) -> Any:
         """Return the maxima along a dimension."""
-        return np.max(self, axis=dim, keepdims=keepdim)
+        return super().max(axis=dim, keepdims=keepdim)
 
     def amin(self, dim: Any = None, keepdim: Any = False) -> Any:
         """Return the minima along a dimension."""
-        return np.min(self, axis=dim, keepdims=keepdim)
+        return super().min(axis=dim, keepdims=keepdim)
 
     def aminmax(self) -> tuple[Any, Any]:
         """Return the smallest and the largest number, or NaN twice if any is NaN."""
         return self.min(), self.max()
 
     def sum(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
-        return super().sum(**_along(dim, keepdim, others))
+        return _summed(super().sum, self.dtype, _along(dim, keepdim, others))
 
     def mean(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
-        return super().mean(**_along(dim, keepdim, others))
+        options = _along(dim, keepdim, others)
+        if self.dtype.kind in "iub":
+            return super().mean(**options)
+        return _summed(super().mean, self.dtype, options)
 
     def any(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
         return super().any(**_along(dim, keepdim, others))
@@ -230,22 +247,31 @@ class HostArray(Base):
         return super().all(**_along(dim, keepdim, others))
 
     def argmax(self, dim: Any = None, keepdim: Any = False, **others: Any) -> Any:
-        return super().argmax(**_along(dim, keepdim, others))
+        return np.asarray(super().argmax(**_along(dim, keepdim, others))).view(HostArray)
 
     def cumsum(self, dim: Any = None, **others: Any) -> Any:
-        return super().cumsum(**_along(dim, None, others))
+        return _summed(super().cumsum, self.dtype, _along(dim, None, others))
 
-    def argsort(self, dim: Any = -1, descending: Any = False, stable: Any = False, **_: Any) -> Any:
-        kind = "stable" if stable else None
+    def argsort(
+        self, dim: Any = -1, descending: Any = False, stable: Any = False, **others: Any
+    ) -> Any:
+        dim = others.pop("axis", dim)  # functions of numpy call this method as well
+        if self.dtype.kind == "V":  # numpy would not sort the NaN of these dtypes
+            return self.float().argsort(dim, descending=descending, stable=stable)
+        if stable:
+            others = {"kind": "stable"}
         if not descending:
-            return super().argsort(axis=dim, kind=kind)
+            return super().argsort(axis=dim, **others)
         # equal numbers keep their order
-        turned = np.flip(self, axis=dim)
-        return self.shape[dim] - 1 - np.flip(np.argsort(turned, axis=dim, kind=kind), axis=dim)
+        turned = np.flip(self, axis=dim).argsort(dim, stable=stable)
+        return self.shape[dim] - 1 - np.flip(turned, axis=dim)
 
-    def nonzero(self, **_: Any) -> Any:
-        """Return the indices of numbers other than 0, [n, dimensions]."""
-        return np.stack(super().nonzero(), axis=1).view(HostArray)
+    def nonzero(self, as_tuple: Any = False) -> Any:
+        """Return the indices of numbers other than 0, [n, dimensions], or one array each."""
+        found = super().nonzero()
+        if as_tuple:
+            return tuple(each.view(HostArray) for each in found)
+        return np.stack(found, axis=1).view(HostArray)
 
     def index_select(self, dim: Any, indices: Any) -> Any:
         """Copy indices of a dimension."""
@@ -253,7 +279,7 @@ class HostArray(Base):
 
     def index_copy_(self, dim: Any, indices: Any, source: Any) -> Any:
         """Overwrite indices of a dimension."""
-        self[(slice(None),) * (dim % self.ndim) + (indices,)] = source
+        self[(slice(None),) * normalize_axis_index(dim, self.ndim) + (indices,)] = source
         return self
 
     def index_put(self, indices: Any, values: Any, accumulate: Any = False) -> Any:
@@ -274,8 +300,10 @@ class HostArray(Base):
         return np.where(mask, np.asarray(value, dtype=self.dtype), self).view(HostArray)
 
     def gather(self, dim: Any, indices: Any) -> Any:
-        """Return the numbers at indices along a dimension."""
-        return np.take_along_axis(self, indices, axis=dim)
+        """Return the numbers at indices along a dimension. Other dimensions may be longer."""
+        part = [slice(size) for size in indices.shape]
+        part[dim] = slice(None)
+        return np.take_along_axis(self[tuple(part)], indices, axis=dim)
 
     def scatter_(self, dim: Any, indices: Any, source: Any) -> Any:
         """Overwrite the numbers at indices along a dimension."""
@@ -293,7 +321,7 @@ class HostArray(Base):
 
     def clamp(self, min: Any = None, max: Any = None) -> Any:
         """Return the numbers limited to a range."""
-        return np.clip(self, min, max)
+        return np.clip(self, min, max).astype(self.dtype, copy=False)
 
     def isfinite(self) -> Any:
         """Return which numbers are finite."""
@@ -323,13 +351,19 @@ class HostArray(Base):
 
     def div(self, other: Any, rounding_mode: str | None = None) -> Any:
         """Divide, and round down if `rounding_mode` is `"floor"`."""
-        return self // other if rounding_mode == "floor" else self / other
+        if rounding_mode not in (None, "floor"):
+            raise ValueError(f"rounding_mode={rounding_mode!r} is not supported; pass 'floor'.")
+        quotient = self // other if rounding_mode else self / other
+        if isinstance(other, (int, float)):  # numbers do not widen arrays
+            is_whole = self.dtype.kind in "iub" and rounding_mode is None
+            return quotient.astype(np.float32 if is_whole else self.dtype, copy=False)
+        return quotient
 
-    def new_empty(self, *shape: Any, dtype: Any = None) -> Any:
+    def new_empty(self, *shape: Any, dtype: Any = None, device: Any = None) -> Any:
         """Return an uninitialized array of this dtype."""
         return HostArray(shape_of(shape), dtype=self.dtype if dtype is None else dtype)
 
-    def new_zeros(self, *shape: Any, dtype: Any = None) -> Any:
+    def new_zeros(self, *shape: Any, dtype: Any = None, device: Any = None) -> Any:
         """Return zeros of this dtype."""
         return self.new_empty(*shape, dtype=dtype).zero_()
 
@@ -346,3 +380,12 @@ def _along(dim: Any, keepdim: Any, others: dict[str, Any]) -> dict[str, Any]:
     if keepdim:
         others["keepdims"] = True
     return others
+
+
+def _summed(add: Any, dtype: Any, options: dict[str, Any]) -> Any:
+    """Add as torch does: narrow floats in float32, integers in int64."""
+    if options.get("dtype") is not None or dtype.name in {"float32", "float64"}:
+        return add(**options)
+    if dtype.kind in "iub":
+        return add(**options | {"dtype": np.int64})
+    return add(**options | {"dtype": np.float32}).astype(dtype)

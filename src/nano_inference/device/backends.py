@@ -34,8 +34,6 @@ _NONE: Specs = {}
 # Builds of the CPU kernels that compute bfloat16 at least as fast as float32. Measurements are in
 # docs/models.md. The neon build was not measured.
 FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
-# Not yet: engines on the CPU kernels compute with torch's tensors.
-_HOST_ARRAYS = False
 MakeOps = Callable[[int], Ops]  # argument: number of blocks, which flex attention compiles for
 
 
@@ -46,7 +44,7 @@ def device_of(config: EngineConfig) -> Device:
 
     Raises `ConfigError` as `choose_device` does.
     """
-    return HOST if _HOST_ARRAYS and _runs_on_host(config) else choose_device(config.device)
+    return HOST if _runs_on_host(config) else choose_device(config.device)
 
 
 def _runs_on_host(config: EngineConfig) -> bool:

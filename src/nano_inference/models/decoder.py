@@ -21,12 +21,12 @@ from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
 from nano_inference.ops.lora import HEAD, Adapter
-from nano_inference.ops.reference.backend import lora, scaled
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
+from nano_inference.sampling.scaling import scaled
+from nano_inference.sampling.tensors import SamplingBatch, greedy_batch
 
 BEST_TILE = 256  # rows whose logits are in memory simultaneously to find their best tokens
 MASKED_TILE = 64  # rows whose logits are in memory simultaneously to score them under masks
@@ -251,7 +251,8 @@ class Decoder:
         rows, products = hidden[changed], logits[changed]
         if self.logit_scale != UNSCALED:
             products = self._end.logits(rows, self.head, UNSCALED)
-        logits[changed] = scaled(lora(products, rows, HEAD, whose.of(changed)), self.logit_scale)
+        added = self.ops.lora(products, rows, HEAD, whose.of(changed))
+        logits[changed] = scaled(added, self.logit_scale)
         return logits
 
     def best_tokens(
@@ -264,7 +265,7 @@ class Decoder:
         draws = [
             self.draw(
                 hidden[tile],
-                to_device(greedy_batch(len(tile), num_best), self.device),
+                greedy_batch(len(tile), num_best, self.device),
                 whose.of(tile),
             )
             for tile in self.xp.arange(len(hidden), device=self.device).split(BEST_TILE)

@@ -33,19 +33,58 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine by position, each float32 [positions, rotated dimensions / 2].
 
-    Computed by numpy, so that all devices get equal tables. Powers, cosines and sines are computed
-    in float64 and rounded once, because the float32 functions of libraries differ in the last bit.
+    All devices and machines get equal tables: `cos_sin` uses no function of a library.
     """
     positions = np.arange(num_positions, dtype=np.float32)
     angles = positions[:, None] * _inverse_frequencies(spec, spec.turning(head_dim))[None, :]
-    tables = (_rounded(np.cos, angles), _rounded(np.sin, angles))
-    cos, sin = (_on(device, table * spec.attention_factor) for table in tables)
+    cos, sin = (_on(device, table * spec.attention_factor) for table in cos_sin(angles))
     return cos, sin
 
 
-def _rounded(function: np.ufunc, values: np.ndarray) -> np.ndarray:
-    """Compute a function of float32 numbers in float64, and round the results to float32."""
-    return function(values, np.empty_like(values), dtype=np.float64, casting="same_kind")
+# pi / 2 = QUARTER + REST, where a multiple of QUARTER by less than 2**20 is exact in float64
+QUARTER, REST = 1.57079632673412561417, 6.07710050650619224932e-11
+# Coefficients of sine and cosine in [-pi / 4, pi / 4], from fdlibm (k_sin.c, k_cos.c)
+_SINE = (
+    *(-1.66666666666666324348e-01, 8.33333333332248946124e-03, -1.98412698298579493134e-04),
+    *(2.75573137070700676789e-06, -2.50507602534068634195e-08, 1.58969099521155010221e-10),
+)
+_COSINE = (
+    *(4.16666666666666019037e-02, -1.38888888888741095749e-03, 2.48015872894767294178e-05),
+    *(-2.75573143513906633035e-07, 2.08757232129817482790e-09, -1.13596475577881948265e-11),
+)
+_BLOCK = 1 << 14  # numbers whose float64 values stay in the cache
+
+
+def cos_sin(angles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosine and sine of angles below a million, float32 in radians.
+
+    They are computed in float64 and rounded once. Only additions, products and roundings are used,
+    so that the bits are the same on every machine: libraries choose their functions by processor.
+    """
+    cos, sin = np.empty_like(angles), np.empty_like(angles)
+    flat, flat_cos, flat_sin = (each.reshape(-1) for each in (angles, cos, sin))
+    for start in range(0, flat.size, _BLOCK):
+        here = slice(start, start + _BLOCK)
+        x = flat[here].astype(np.float64)
+        turns = np.rint(x * (2 / math.pi))
+        x -= turns * QUARTER
+        x -= turns * REST
+        square = x * x
+        s = x + x * (square * _polynomial(_SINE, square))
+        c = 1 - (0.5 * square - square * square * _polynomial(_COSINE, square))
+        quarters = turns.astype(np.int64)
+        swapped = (quarters & 1).astype(bool)
+        flat_cos[here] = np.where(swapped, s, c) * (1 - ((quarters + 1) & 2))
+        flat_sin[here] = np.where(swapped, c, s) * (1 - (quarters & 2))
+    return cos, sin
+
+
+def _polynomial(coefficients: tuple[float, ...], x: np.ndarray) -> np.ndarray:
+    total = np.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total *= x
+        total += coefficient
+    return total
 
 
 def _on(device: Device, table: np.ndarray) -> Tensor:

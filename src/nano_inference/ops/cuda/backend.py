@@ -18,7 +18,7 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.scaling import scaled
 from nano_inference.sampling.tensors import SamplingBatch
 
-VERSION = 2  # raised whenever any bit of the results may change
+VERSION = 3  # raised whenever any bit of the results may change
 # rows whose logits are in memory together if only one logprob per row is needed
 SCORE_TILE = 1024
 

@@ -413,7 +413,7 @@ def reference_ops() -> Ops:
     """Return the reference backend as `Ops`."""
     return Ops(
         name="reference",
-        version=5,
+        version=6,
         schedule_invariant=True,
         in_segments=True,
         embed=embed,

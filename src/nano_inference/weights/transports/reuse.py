@@ -4,7 +4,7 @@ import ctypes
 import weakref
 from typing import Any
 
-from nano_inference.arrays import HOST, Device, Tensor, namespace
+from nano_inference.arrays import HOST, Tensor, namespace
 from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
 
@@ -14,7 +14,7 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, num_bytes: int, slack: int = 0, device: Device = HOST) -> Tensor:
+    def take(self, num_bytes: int, slack: int = 0, device: Any = HOST) -> Tensor:
         """Return an uninitialized array, uint8 [num_bytes + slack]: a torch tensor if `device` is
         torch's. From 2 MiB on, it reuses earlier CPU memory, if any. On GPUs, torch manages the
         memory.
