@@ -1,6 +1,7 @@
 """Storages and sleep on host arrays, with the bits of tensors."""
 
 import itertools
+import subprocess
 import sys
 from dataclasses import replace
 from typing import Any, cast
@@ -160,7 +161,6 @@ def test_sleep_of_host_arrays_changes_no_bit(dtype: Any) -> None:
 
 @pytest.fixture
 def host_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_HOST_ARRAYS", True)
     monkeypatch.setattr(availability, "has_nvidia_device", lambda: False)
     if available_instruction_set() is None:
         pytest.skip("there are no CPU kernels")
@@ -217,6 +217,31 @@ def test_models_without_kernels_fall_back_to_tensors() -> None:
     narrow = {"policy": replace(spec, head_dim=24)}
     ops = choose_ops(config, narrow, dtype, HOST)(1)
     assert in_kind_of_ops(ops, dtype, HOST) == (torch.float32, CPU)
+
+
+IMPORTS = """
+import importlib, sys
+
+sys.modules["torch"] = None  # any import of it fails
+for name in sys.argv[1:]:
+    importlib.import_module(f"nano_inference.{name}")
+"""
+# modules of an engine of one rank on the CPU kernels
+ON_HOST = (
+    *("device." + name for name in ("backends", "blocks", "kept_files", "kept_ids", "kv_tensors")),
+    *("device." + name for name in ("memory", "quantization", "routed_experts", "runner", "sleep")),
+    *("device.state_tensors", "device.units", "drafts.costs", "drafts.drafter", "drafts.eagle"),
+    *("drafts.heads", "drafts.history", "drafts.joined", "drafts.medusa", "drafts.model"),
+    *("drafts.sources", "drafts.suffix", "ranks.build", "ranks.lockstep", "ranks.parts"),
+    *("ops.cuda.availability", "engine.engine"),
+)
+
+
+def test_engine_on_the_host_imports_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *ON_HOST], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

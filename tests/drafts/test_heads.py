@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference import ConfigError, InvalidRequest, SamplingParams
+from nano_inference.arrays import as_torch
 from nano_inference.drafts.drafter import Drafter
 from nano_inference.drafts.eagle import EagleDrafts
 from nano_inference.drafts.heads import HeadWeights
@@ -78,7 +79,9 @@ def test_medusa_heads_match_their_formula(
             for seq, guess in zip(seqs, guesses, strict=True):
                 row = source._rows.of(seq, len(seq.token_ids) - 1)
                 assert row is not None
-                expected = [by_hand(tensors, head, row) for head in range(len(guess.token_ids))]
+                expected = [
+                    by_hand(tensors, head, as_torch(row)) for head in range(len(guess.token_ids))
+                ]
                 assert list(guess.token_ids) == expected
                 compared += len(expected)
             return guesses
@@ -133,12 +136,12 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
         name = "medusa_heads.lm_heads.1.weight"
         engine.update_draft({name: tensors[name] * 2})
         kept = heads.params["lm_heads.1.weight"]
-        assert torch.equal(kept.read(), tensors[name] * 2)
+        assert torch.equal(as_torch(kept.read()), tensors[name] * 2)
         engine.update_draft(str(folder))
-        assert torch.equal(kept.read(), tensors[name])
+        assert torch.equal(as_torch(kept.read()), tensors[name])
         with pytest.raises(ConfigError, match=r"'fc.weight' of shape \(3, 4\) is unknown"):
             engine.update_draft({name: tensors[name] * 3, "fc.weight": torch.zeros(3, 4)})
-        assert torch.equal(kept.read(), tensors[name])
+        assert torch.equal(as_torch(kept.read()), tensors[name])
     with (
         engine_of(model) as engine,
         pytest.raises(InvalidRequest, match="does not name draft heads"),
@@ -341,7 +344,7 @@ def test_heads_of_an_integer_dtype_are_rejected(model: Path, tmp_path: Path) -> 
     name = "medusa_heads.lm_heads.1.weight"
     codes = tensors | {name: tensors[name].to(torch.int8)}
     folder = write_heads(tmp_path / "heads", config, codes)
-    with pytest.raises(ConfigError, match=rf"'{name}' has dtype torch\.int8"):
+    with pytest.raises(ConfigError, match=rf"'{name}' has dtype int8"):
         engine_of(model, draft_model=str(folder))
 
 
