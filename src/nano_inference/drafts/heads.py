@@ -240,8 +240,8 @@ class HeadWeights:
                 )
             if name != "map" and dtype_name(tensor.dtype) not in WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"draft heads: tensor {public!r} has dtype {dtype_name(tensor.dtype)}; quantized "
-                    "heads are not supported."
+                    f"draft heads: tensor {public!r} has dtype {dtype_name(tensor.dtype)}; "
+                    "quantized heads are not supported."
                 )
             params[name] = of_kind(self.dtype, tensor)
         targets = self._mapped(params.pop("map")) if "map" in params else self.targets
