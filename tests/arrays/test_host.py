@@ -231,7 +231,7 @@ FUNCTIONS = {
 IMPORTED = {"Any", "Sequence", "HostArray", "shape_of"}
 
 
-def test_every_function_is_compared_with_torch() -> None:
+def test_functions_are_all_compared_with_torch() -> None:
     names = {name for name, value in vars(host).items() if callable(value)} - IMPORTED
     names = {each for each in names if not each.startswith("_") and not inspect.ismodule(each)}
     assert names == FUNCTIONS.keys()
