@@ -312,7 +312,11 @@ METHODS = {
     "movedim": Method(lambda x, xp, pick: x.movedim(dim_of(x, pick), dim_of(x, pick)), min_dims=1),
     "amax": Method(along("amax"), of.EVERY, min_size=1, signed_zeros=False),
     "amin": Method(along("amin"), of.EVERY, min_size=1, signed_zeros=False),
+    "aminmax": Method(
+        lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
+    ),
     "sum": Method(along("sum"), of.EVERY, odd=False),
+    "mean": Method(along("mean"), ("float32",), min_size=1, odd=False, tolerance=1e-6),
     "any": Method(along("any"), of.FLOATS + of.SIGNED + ("bool",)),
     "all": Method(along("all"), of.FLOATS + of.SIGNED + ("bool",)),
     "argmax": Method(along("argmax", repeated=False), of.NUMBERS, min_size=1),

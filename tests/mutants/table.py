@@ -776,9 +776,9 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "staged_views_of_live_weights_are_not_copied",
         "src/nano_inference/weights/staging.py",
-        old="    return start < stop and place > 0 and ranges[place - 1][1] > start",
+        old="    return start < stop and later > 0 and ranges[later - 1][1] > start",
         new="    return False",
-        seen_by="tests/weights/test_host_weights.py -k exchanged",
+        seen_by="tests/weights/test_host_arrays.py -k exchanged",
     ),
     Fault(
         "experts_routed_again_in_the_backward",

@@ -87,7 +87,7 @@ def test_batches_are_the_same() -> None:
     assert to_device(ours, HOST) is ours  # pyright: ignore
 
 
-def test_a_device_has_one_factory() -> None:
+def test_arrays_of_all_devices_of_torch_have_one_factory() -> None:
     assert arrays_on(CPU) is arrays_on(None) is arrays_on(torch.device("cuda", 1)) is TORCH
     assert arrays_on(HOST) is arrays_on(HOST) is not TORCH  # pyright: ignore
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from nano_inference.arrays import Dtype, Tensor, dtype_name, is_tensor, namespace
+from nano_inference.arrays import Dtype, Tensor, dtype_name, namespace
 from nano_inference.checkpoints import dequantise
 from nano_inference.checkpoints.stored_weight import (
     Coded,
@@ -127,7 +127,7 @@ def _whole_numbers(
         return dequantise.scaled(codes, factors, each_row, groups, least)
 
     def coded() -> Coded | str:
-        if is_tensor(groups) and not _in_order(groups, group_size):
+        if not isinstance(groups, int) and not _in_order(groups, group_size):
             return "its columns are reordered (act-order)"
         dtype = stored.tensor(scales).get_dtype()
         small = {end: stored.read(end) for end in parts if zeros is not None and end == zeros[0]}

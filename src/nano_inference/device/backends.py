@@ -180,7 +180,9 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> Dtype
         return dtype_for(device, config.dtype)
     if config.codes is not None:
         return dtype_for(device, "bfloat16")
-    name = dtype_name(resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device)))
+    name = dtype_name(
+        resolve_dtype("auto", spec, bf16_gains=bf16_gains(config, device), device=device)
+    )
     if name != "float16" or _cpu_build(config, device) is None:
         return dtype_for(device, name)
     _tell_once(

@@ -132,7 +132,8 @@ class EagleDrafts:
         rows = [self._rows.of(seq, position + 1) for position in range(begin, end)]
         while rows and rows[0] is None:  # no longer among the kept steps
             rows.pop(0)
-        return [row[None] for row in rows if row is not None] if None not in rows else []
+        known = [row[None] for row in rows if row is not None]
+        return known if len(known) == len(rows) else []
 
     def _combined(self, rows: Tensor) -> Tensor:
         """Combine the policy's activations at three layers: [N, 3 target] -> float32 [N, H]."""

@@ -234,9 +234,9 @@ class Adapters:
             if not self._shared.life.has_weights:
                 return
             params = self._model.params
-            own = read(params, slot)
-            is_own = tuple(head.shape) == slot.shape and namespace(own).equal(
-                own, as_held(params, slot, head)
+            served = read(params, slot)
+            is_own = tuple(head.shape) == slot.shape and namespace(served).equal(
+                served, as_held(params, slot, head)
             )
         if not is_own:
             raise AdapterError(

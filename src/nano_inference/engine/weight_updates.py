@@ -9,14 +9,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from nano_inference.arrays import Device
 from nano_inference.core.gate import Gate
 from nano_inference.core.loop import EngineLoop, UpdateQueued, UpdatesGivenUp
 from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.core.updates import policy_of
-from nano_inference.device.memory_profile import DeviceMemory
 from nano_inference.device.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
@@ -26,6 +25,9 @@ from nano_inference.system.locks import FairLock
 from nano_inference.types import KvPolicy, UpdateOptions
 from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.update import WeightUpdate
+
+if TYPE_CHECKING:  # needs torch
+    from nano_inference.device.memory_profile import DeviceMemory
 
 
 def manager_of(
@@ -181,12 +183,14 @@ class Updates:
                     raise
 
 
-def staging_room(device: Device, workspace: int, memory: DeviceMemory | None = None) -> float:
+def staging_room(device: Device, workspace: int, memory: "DeviceMemory | None" = None) -> float:
     """Return the bytes of device memory in which an update may be staged. A step's workspace is
     reserved.
     """
     if device.type == "cpu":
         return math.inf
+    from nano_inference.device.memory_profile import DeviceMemory
+
     reading = (memory or DeviceMemory(device)).read()
     # half, since tensors in transit need memory too
     return max(0, (reading.total - reading.used - workspace) // 2)

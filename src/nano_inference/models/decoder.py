@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nano_inference.arrays import Tensor, host, is_tensor, namespace, without_gradients
+from nano_inference.arrays import Tensor, host, namespace, without_gradients
 from nano_inference.models.blocks.build import build_layer, build_mixtures
 from nano_inference.models.blocks.gemma4 import LayerInputs
 from nano_inference.models.blocks.step import ModelPart, Step, rounded
@@ -20,13 +20,13 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
-from nano_inference.ops.lora import HEAD, Adapter, lora
+from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.scaling import scaled
-from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
+from nano_inference.sampling.tensors import SamplingBatch, greedy_batch
 
 BEST_TILE = 256  # rows whose logits are in memory simultaneously to find their best tokens
 MASKED_TILE = 64  # rows whose logits are in memory simultaneously to score them under masks
@@ -251,18 +251,9 @@ class Decoder:
         rows, products = hidden[changed], logits[changed]
         if self.logit_scale != UNSCALED:
             products = self._end.logits(rows, self.head, UNSCALED)
-        added = lora(products, rows, HEAD, whose.of(changed), self._product)
+        added = self.ops.lora(products, rows, HEAD, whose.of(changed))
         logits[changed] = scaled(added, self.logit_scale)
         return logits
-
-    def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Multiply rows x [N, in] by a plain matrix [out, in] with the backend's own product."""
-        weight: Any = self.ops.allocate(tuple(matrix.shape), matrix.dtype, self.device)
-        if is_tensor(weight):
-            weight.copy_(matrix)
-        else:
-            weight.write(0, matrix)
-        return self.ops.linear(x, weight)
 
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS
@@ -274,7 +265,7 @@ class Decoder:
         draws = [
             self.draw(
                 hidden[tile],
-                to_device(greedy_batch(len(tile), num_best), self.device),
+                greedy_batch(len(tile), num_best, self.device),
                 whose.of(tile),
             )
             for tile in self.xp.arange(len(hidden), device=self.device).split(BEST_TILE)

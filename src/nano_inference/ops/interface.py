@@ -13,7 +13,7 @@ from nano_inference.arrays import Device, Dtype, Tensor, namespace
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.lora import Place, placed
+from nano_inference.ops.lora import Adapted, Place, placed
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
@@ -331,7 +331,7 @@ class DeltaNet(Protocol[X]):
 class Lora(Protocol[X]):
     """Addition of adapters to a product, specified in `ops.lora`."""
 
-    def __call__(self, y: X, x: X, name: str, batch: ForwardBatch, /) -> X:
+    def __call__(self, y: X, x: X, name: str, rows: Adapted, /) -> X:
         """Return y [N, out] plus the contribution of each row's adapter, in the dtype of y. y is
         the product of x [N, in] and the weight `name`. Its memory may be overwritten.
         """

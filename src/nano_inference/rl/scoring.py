@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.arrays import as_torch
 from nano_inference.core.sequence import POLICY, ServedAdapter
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
@@ -309,7 +310,7 @@ def score_batch(
         if routed is None and part.shared:  # the whole sequence is a prefix of the source
             source = routes[part.source]
             routed = None if source is None else source[: len(batch.token_ids[part.index]) - 1]
-        routes[part.index] = routed
+        routes[part.index] = None if routed is None else as_torch(routed)
     logprobs = [
         batch.shaped(
             index,

@@ -27,7 +27,7 @@ else:
 
 
 def arrays_on(device: Device | None) -> Arrays[Tensor]:
-    """Return the factory of batches for a device: of host arrays, or of tensors on the CPU, which
+    """Return the factory of a device's batches. It makes host arrays, or tensors on the CPU that
     `to_device` copies to a GPU. None: tensors.
     """
     return _arrays(namespace(device))

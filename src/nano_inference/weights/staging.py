@@ -70,8 +70,7 @@ class Hold(Enum):
 class WeightSession:
     """Update being received. It checks and stages each bucket.
 
-    Engines with host arrays take torch tensors, numpy arrays, and objects with `__dlpack__`. Others
-    take torch tensors.
+    Tensors may be torch's, on any device, numpy arrays, or objects with `__dlpack__`.
 
     Tensors that are not copied must keep their contents until the update is written. A change
     cannot be noticed, whether it is made through the tensor, through another view of its memory, or
@@ -254,16 +253,15 @@ def taken(value: Any, device: Device) -> Any:
     """Return a trainer's tensor as an array of the kind that the engine's device needs, in the same
     memory if possible.
 
-    Values that are not suitable are returned unchanged, so that later checks can name them.
+    Values that are not suitable remain so, and later checks name them.
     """
-    if device is not HOST:
-        return as_torch(value) if isinstance(value, HostArray) else value
-    if is_tensor(value) and not isinstance(value, np.ndarray) and not holds_numbers(value):
+    is_host, is_numpy = device is HOST, isinstance(value, np.ndarray)
+    if is_tensor(value) and not is_numpy and not (is_host and holds_numbers(value)):
         return value
     try:
-        return as_host(value)
-    except TypeError:
-        return value
+        return as_host(value) if is_host else as_torch(value)
+    except TypeError:  # its dtype, or no array at all
+        return value.view(HostArray) if is_numpy else value
 
 
 def version_of(version: object, source: object) -> int | None:
@@ -377,5 +375,5 @@ def _joined(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def _overlaps(extent: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
     """Return True if a range of memory overlaps one of `ranges`, which `_joined` returned."""
     start, stop = extent
-    place = bisect_left(ranges, (stop,))  # the first that begins at its end or later
-    return start < stop and place > 0 and ranges[place - 1][1] > start
+    later = bisect_left(ranges, (stop,))  # the first that begins at its end or later
+    return start < stop and later > 0 and ranges[later - 1][1] > start

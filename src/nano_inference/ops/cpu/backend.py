@@ -33,7 +33,7 @@ from nano_inference.ops.interface import (
     Weight,
     call,
 )
-from nano_inference.ops.lora import Place
+from nano_inference.ops.lora import Adapted, Place
 from nano_inference.ops.settings import Latent
 
 VERSION = 3  # raised whenever any bit of the results may change
@@ -85,9 +85,9 @@ class CpuOps:
             lambda r, x: r.linear(x, weight, bias, segments), x, dtype=dtype_for(x, weight.dtype)
         )[0]
 
-    def lora(self, y: Tensor, x: Tensor, name: str, batch: ForwardBatch) -> Tensor:
+    def lora(self, y: Tensor, x: Tensor, name: str, rows: Adapted) -> Tensor:
         added = y.clone()
-        self._run(lambda r, y, x: r.lora(y, x, name, batch), added, x, dtype=x.dtype, batch=batch)
+        self._run(lambda r, y, x: r.lora(y, x, name, rows), added, x, dtype=x.dtype, adapted=rows)
         return added
 
     def placed(self, places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:

@@ -19,7 +19,7 @@ from nano_inference.ops.cpu.operations import (
     to_struct,
 )
 from nano_inference.ops.cpu.recorder import Recorder
-from nano_inference.ops.lora import Adapter
+from nano_inference.ops.lora import Adapted, Adapter
 from nano_inference.sampling.columns import columns_of
 
 ALIGNMENT = 64  # bytes
@@ -110,6 +110,7 @@ class Program:
         num_rows: int,
         inputs: Sequence[Tensor] = (),
         batch: ForwardBatch | None = None,
+        adapted: Adapted | None = None,
         **rows: Tensor,
     ) -> list[Tensor]:
         """Run the program on `num_rows` rows. Return views [N, columns] of the outputs, valid until
@@ -135,7 +136,9 @@ class Program:
         if batch is not None:
             rows = {name: getattr(batch, name) for name in STEP_COLUMNS}
             step.num_chunks, step.table_stride = batch.block_tables.shape
-            self._take_adapters(batch)
+            adapted = batch
+        if adapted is not None:
+            self._take_adapters(adapted)
         for name, tensor in rows.items():
             if (
                 not has_dtype(tensor, "int64")
@@ -157,7 +160,7 @@ class Program:
         self._run_pieces(num_rows, batch)
         return [self._view(buffer, num_rows) for buffer in self._outputs]
 
-    def _take_adapters(self, batch: ForwardBatch) -> None:
+    def _take_adapters(self, batch: Adapted) -> None:
         """Set the adapter of each row."""
         step = self._step
         step.row_adapters = batch.row_adapters.data_ptr() if batch.adapters else None

@@ -67,6 +67,7 @@ from nano_inference.ops.interface import (
     Trunk,
     Weight,
 )
+from nano_inference.ops.lora import Adapted
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
@@ -215,8 +216,8 @@ class FewRows:
     def sigmoid_gate(self, x: Value, gate: Value) -> Tensor:
         return self._ops.sigmoid_gate(self.made(x), self.made(gate))
 
-    def lora(self, y: Value, x: Value, name: str, batch: ForwardBatch) -> Tensor:
-        return self._ops.lora(self.made(y), self.made(x), name, batch)
+    def lora(self, y: Value, x: Value, name: str, rows: Adapted) -> Tensor:
+        return self._ops.lora(self.made(y), self.made(x), name, rows)
 
     def _meet(self, q: Value, c: Value, kv: Weight, norm: Norm, sizes: Latent) -> Value:
         return self._ops.latent.meet(self.made(q), self.made(c), kv, norm, sizes)

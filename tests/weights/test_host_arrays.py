@@ -145,8 +145,10 @@ def test_copied_tensor_may_change_before_it_is_written(source: str) -> None:
     ],
 )
 def test_unsuitable_values_are_named(value: Any, message: str) -> None:
-    with pytest.raises(WeightUpdateError, match=f"{NORM!r} .*{message}"):
-        on_host().sync_blocking({NORM: value})
+    message = f"{NORM!r} .*{message}"
+    for manager in on_host(), on_torch():
+        with pytest.raises(WeightUpdateError, match=message.replace("int64", r"(torch\.)?int64")):
+            manager.sync_blocking({NORM: value})
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("bfloat16", 3.4e38), ("float32", np.nan)])
@@ -159,10 +161,13 @@ def test_values_that_are_not_finite_are_found(source: str, dtype: str, value: fl
     on_host(dtype).stage({NORM: SOURCES[source](NEW[NORM])}, check_finite=True)
 
 
-def test_torch_engine_takes_host_arrays() -> None:
+@pytest.mark.parametrize("source", SOURCES)
+def test_torch_engine_takes_arrays_of_any_library(source: str) -> None:
     manager = on_torch()
-    manager.sync_blocking({NORM: as_host(NEW[NORM].double())})
+    manager.sync_blocking({NORM: SOURCES[source](NEW[NORM])})
     assert torch.equal(manager.tensor(NORM), NEW[NORM])
+    manager.sync_blocking({NORM: as_host(OLD[NORM].double())})
+    assert torch.equal(manager.tensor(NORM), OLD[NORM])
 
 
 @pytest.mark.parametrize("kind", [lambda each: each, as_torch])
