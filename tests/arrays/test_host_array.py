@@ -316,7 +316,6 @@ METHODS = {
         lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
     ),
     "sum": Method(along("sum"), of.EVERY, odd=False),
-    "mean": Method(along("mean"), ("float32",), min_size=1, odd=False, tolerance=1e-6),
     "any": Method(along("any"), of.FLOATS + of.SIGNED + ("bool",)),
     "all": Method(along("all"), of.FLOATS + of.SIGNED + ("bool",)),
     "argmax": Method(along("argmax", repeated=False), of.NUMBERS, min_size=1),
@@ -340,9 +339,6 @@ METHODS = {
     "new_empty": Method(new("new_empty", is_filled=False)),
     "new_zeros": Method(new("new_zeros", is_filled=True)),
     "chunk": Method(chunk, min_dims=1),
-    "aminmax": Method(
-        lambda x, xp, pick: tuple(x.aminmax()), of.EVERY, min_size=1, signed_zeros=False
-    ),
     "mean": Method(along("mean"), of.FLOATS, min_size=1, odd=False, tolerance=1e-6),
     "index_put": Method(index_put, of.NUMBERS, 1, min_size=1, odd=False),
     "scatter_": Method(scatter, of.NUMBERS, 1, min_size=1, layouts=IN_PLACE),
